@@ -1,0 +1,169 @@
+// The contract between the Python API and the engines.
+//
+// An Engine holds what is shared: weights, pipelines, thread pool. A Session owns a KV cache, a position and the ids
+// of the tokens in the cache; many sessions share one engine. The public calls of Session are implemented once, here:
+// they check arguments before anything changes, split a prompt into chunks, report progress between chunks and keep
+// position and cache consistent when a chunk fails. An engine implements the protected hooks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace metal_prefill {
+
+using TokenId = std::int32_t;
+
+// The prompt does not fit: position + tokens exceeds the limit of the session. Nothing was changed.
+struct ContextOverflowError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// The device is missing, refused an allocation or failed a command.
+struct DeviceError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// The model asks for something that this engine does not do.
+struct UnsupportedModelError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// Two calls met on one session that is being closed.
+struct ClosedError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+enum class Compute { kInt8, kF32 };  // activations against quantized weights: 8 bits per block of 32, or float32
+enum class KvType { kF16, kF32 };
+
+struct EngineOptions {
+  int threads = 0;  // 0: one per available core
+  Compute compute = Compute::kInt8;
+  KvType kv_type = KvType::kF16;
+  int chunk_tokens = 512;  // tokens of a prompt that go through the layers together
+  bool fused_norm = false;       // Metal: RMSNorm inside the projections (decode)
+  bool fused_silu = false;       // Metal: SwiGLU inside the down projection (decode)
+};
+
+// What the last layer of a chunk must deliver.
+enum class Output {
+  kNone,      // nothing: more chunks follow
+  kGreedy,    // the id of the largest logit of the last token
+  kLogits,    // all logits of the last token
+  kLogProbs,  // for every token of the chunk, the log probability of its target
+};
+
+struct Chunk {
+  std::span<const TokenId> tokens;
+  int position = 0;  // of tokens[0]
+  Output output = Output::kNone;
+  float* logits = nullptr;                // kLogits: [vocab_size]
+  std::span<const TokenId> targets;       // kLogProbs: target of each token; a negative one is not asked for
+  float* log_probs = nullptr;             // kLogProbs: [tokens.size()]
+};
+
+// Called between chunks with the number of prompt tokens done and in all. Returning false stops the prompt there.
+using Progress = std::function<bool(int done, int total)>;
+
+struct PromptResult {
+  int done = 0;       // tokens now in the cache of those passed
+  TokenId token = -1; // kGreedy: the next token; -1 when the prompt was stopped
+};
+
+using Stats = std::map<std::string, double>;
+
+class Engine;
+
+class Session {
+ public:
+  virtual ~Session() = default;
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  // Each of these is safe to call from several threads: calls on one session run one after another.
+  PromptResult forward_prompt(std::span<const TokenId> tokens, const Progress& progress = {});
+  PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits, const Progress& progress = {});
+  // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
+  PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
+  TokenId forward_token_greedy(TokenId token);
+  void forward_token(TokenId token, float* logits);
+
+  int position() const;
+  int max_context() const { return max_context_; }
+  std::vector<TokenId> tokens() const;  // ids in the cache, [position]
+  void rewind(int position);            // throws std::invalid_argument beyond the current position
+
+  // A new session with the same cache contents and position.
+  std::unique_ptr<Session> fork();
+  // K or V of one layer in canonical layout [position][kv_head][head_dim], element type kv_type.
+  std::size_t kv_row_bytes(bool values) const;  // bytes of one position of one layer
+  void export_kv(int layer, bool values, std::byte* out);
+  // Replaces the whole state: `read(layer, values, dst)` fills canonical rows for tokens.size() positions.
+  using KvReader = std::function<void(int layer, bool values, std::byte* dst)>;
+  void import_state(std::span<const TokenId> tokens, const KvReader& read);
+
+  std::size_t memory_bytes() const;  // of the KV cache as allocated now
+  Stats stats() const;               // of the last call
+  const Engine& engine() const { return *engine_; }
+
+ protected:
+  Session(std::shared_ptr<Engine> engine, int max_context);
+
+  // Appends the chunk to the cache at chunk.position and computes its output. The cache behind chunk.position must
+  // be left intact when this throws. Returns the token for kGreedy, else -1.
+  virtual TokenId forward_chunk(const Chunk& chunk) = 0;
+  // Grows the cache to hold `positions` in all, keeping its contents. Throws without a change.
+  virtual void reserve(int positions) = 0;
+  virtual void read_kv(int layer, bool values, int positions, std::byte* out) = 0;
+  virtual void write_kv(int layer, bool values, int positions, const std::byte* in) = 0;
+  virtual std::size_t cache_bytes() const = 0;
+  virtual void collect_stats(Stats& stats) const = 0;
+  virtual void begin_call() {}  // resets the counters behind stats()
+
+  const std::shared_ptr<Engine> engine_;
+
+ private:
+  PromptResult run(std::span<const TokenId> tokens, Chunk last, const Progress& progress);
+
+  const int max_context_;
+  mutable std::mutex mutex_;
+  std::vector<TokenId> tokens_;  // in the cache
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  virtual ~Engine() = default;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // `max_context` 0 stands for the model's context length.
+  std::unique_ptr<Session> session(int max_context = 0);
+
+  const Config& config() const { return model_.config; }
+  const Model& model() const { return model_; }
+  const EngineOptions& options() const { return options_; }
+  virtual std::string device_name() const = 0;  // never presents an emulator as Metal
+  virtual std::string backend() const = 0;      // "cpu" or "metal"
+  virtual Stats stats() const = 0;              // bytes of weights and pools, pipelines
+
+ protected:
+  Engine(Model model, EngineOptions options) : model_(std::move(model)), options_(options) {}
+  virtual std::unique_ptr<Session> make_session(int max_context) = 0;
+
+  Model model_;
+  EngineOptions options_;
+};
+
+std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options);
+// Throws DeviceError where there is neither a Metal device nor an emulator.
+std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options);
+bool metal_available();
+
+}  // namespace metal_prefill

@@ -1,0 +1,109 @@
+// A model as the engines see it: hyperparameters and views of weights that stay in the mapped file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "quants.h"
+
+namespace metal_prefill {
+
+enum class RopeStyle { kInterleaved, kNeox };  // pairs (2i, 2i+1), or (i, i + rope_dim/2)
+enum class RopeScaling { kNone, kLinear, kYarn };
+enum class Activation { kSilu, kGelu };  // gelu: the tanh approximation
+
+// Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so that
+// the forward passes know no architecture by name.
+struct Config {
+  std::string architecture;
+  int n_layers = 0;
+  int dim = 0;         // embedding_length
+  int n_heads = 0;     // query heads
+  int n_kv_heads = 0;  // divides n_heads
+  int key_dim = 0;     // attention.key_length: head_dim of q and k
+  int value_dim = 0;   // attention.value_length: head_dim of v
+  int ffn_dim = 0;     // feed_forward_length
+  int vocab_size = 0;
+  int context_length = 0;  // positions that the model was made for
+  float norm_eps = 1e-5f;
+
+  int rope_dim = 0;  // rotated leading dimensions of a head
+  float rope_base = 10000.0f;
+  RopeStyle rope_style = RopeStyle::kInterleaved;
+  RopeScaling rope_scaling = RopeScaling::kNone;
+  float rope_factor = 1.0f;        // context extension factor
+  int rope_original_context = 0;   // YaRN: context length before extension
+  float rope_attn_factor = 1.0f;   // YaRN: multiplies the magnitude
+  float rope_beta_fast = 32.0f;    // YaRN
+  float rope_beta_slow = 1.0f;     // YaRN
+
+  Activation activation = Activation::kSilu;
+  float embedding_scale = 1.0f;
+  float attention_scale = 0.0f;  // multiplies q.k; 0 stands for 1/sqrt(key_dim)
+
+  // Per layer; empty stands for "the same in every layer".
+  std::vector<std::uint8_t> layer_uses_rope;      // empty: every layer rotates
+  std::vector<int> layer_window;                  // attention window in positions, 0 = all; empty: all
+  std::vector<float> layer_rope_base;             // empty: rope_base
+  std::vector<float> layer_rope_factor;           // divides positions; empty: rope_factor where kLinear
+
+  bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
+  int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
+};
+
+// A tensor in the mapped file. Rows are contiguous; a matrix is [rows][cols] with `cols` the inner (input) dimension.
+struct Tensor {
+  std::string name;
+  TensorType type = TensorType::kF32;
+  int rows = 0;  // 1 for a vector
+  int cols = 0;
+  const std::byte* data = nullptr;  // null: the tensor is absent (optional ones only)
+  std::size_t bytes = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  const std::byte* row(int r) const { return data + std::size_t(r) * (bytes / std::size_t(rows)); }
+};
+
+struct LayerWeights {
+  Tensor attn_norm;                // [dim] f32
+  Tensor wq, wk, wv;               // [n_heads * key_dim][dim], [n_kv_heads * key_dim][dim], [n_kv_heads * value_dim][dim]
+  Tensor bq, bk, bv;               // optional biases, f32
+  Tensor q_norm, k_norm;           // optional RMSNorm of each head before rope, [key_dim] f32
+  Tensor wo;                       // [dim][n_heads * value_dim]
+  Tensor post_attn_norm;           // optional, [dim] f32: norm of the attention output before the residual
+  Tensor ffn_norm;                 // [dim] f32
+  Tensor w_gate, w_up;             // [ffn_dim][dim]
+  Tensor w_down;                   // [dim][ffn_dim]
+  Tensor post_ffn_norm;            // optional, [dim] f32
+};
+
+// The mapped file. The engines keep it alive for as long as they hold views into it.
+struct Mapping {
+  const std::byte* data = nullptr;  // page-aligned start of the mapping
+  std::size_t bytes = 0;
+  std::shared_ptr<void> owner;  // releases the mapping
+};
+
+struct Model {
+  Config config;
+  Mapping mapping;
+  Tensor token_embedding;           // [vocab_size][dim]
+  std::vector<LayerWeights> layers;
+  Tensor output_norm;               // [dim] f32
+  Tensor output;                    // [vocab_size][dim]; the embedding itself where they are tied
+  Tensor rope_freqs;                // optional, [rope_dim / 2] f32: divides each frequency (Llama 3)
+};
+
+// Checks every shape and extent against the configuration and the mapping.
+// Throws std::invalid_argument naming the tensor, what it is and what was expected.
+void validate(const Model& model);
+
+// Angular frequency of each rotated pair of `layer`, scaling and rope_freqs applied, [rope_dim / 2] radians per
+// position; `magnitude` receives what cos and sin are multiplied by (1 but for YaRN).
+std::vector<float> rope_frequencies(const Model& model, int layer, float* magnitude);
+
+}  // namespace metal_prefill
