@@ -1,0 +1,29 @@
+"""Exceptions of the package.
+
+Each names the thing that is wrong and the limit it breaks. A call that raises leaves the model, the session's
+position and its cache as they were, unless its documentation says otherwise.
+"""
+
+
+class MetalPrefillError(Exception):
+    """Base class: catches every error that is the package's own."""
+
+
+class GGUFError(MetalPrefillError, ValueError):
+    """The file is not a valid GGUF model: damaged, truncated, contradictory or lacking something required."""
+
+
+class UnsupportedModelError(MetalPrefillError):
+    """The file is valid, but asks for an architecture, tensor type or feature that is not implemented."""
+
+
+class ContextOverflowError(MetalPrefillError, ValueError):
+    """The tokens do not fit into the context behind the current position. Nothing was computed or changed."""
+
+
+class DeviceError(MetalPrefillError, RuntimeError):
+    """The device is missing, refused an allocation or failed a command."""
+
+
+class ClosedError(MetalPrefillError, RuntimeError):
+    """The model, session or file was used after ``close()``."""
