@@ -35,10 +35,6 @@ struct DeviceError : std::runtime_error {
 struct UnsupportedModelError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// Two calls met on one session that is being closed.
-struct ClosedError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 enum class Compute { kInt8, kF32 };  // activations against quantized weights: 8 bits per block of 32, or float32
 enum class KvType { kF16, kF32 };
@@ -102,11 +98,12 @@ class Session {
 
   // A new session with the same cache contents and position.
   std::unique_ptr<Session> fork();
-  // K or V of one layer in canonical layout [position][kv_head][head_dim], element type kv_type.
-  std::size_t kv_row_bytes(bool values) const;  // bytes of one position of one layer
-  void export_kv(int layer, bool values, std::byte* out);
-  // Replaces the whole state: `read(layer, values, dst)` fills canonical rows for tokens.size() positions.
-  using KvReader = std::function<void(int layer, bool values, std::byte* dst)>;
+  // State in and out. K (values = false) and V (true) of a layer travel in canonical layout
+  // [position][kv_head][head_dim] with elements of kv_type.
+  using KvWriter = std::function<void(int layer, bool values, std::span<const std::byte> rows)>;
+  using KvReader = std::function<void(int layer, bool values, std::byte* rows)>;
+  std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
+  void export_state(std::vector<TokenId>& tokens, const KvWriter& write);
   void import_state(std::span<const TokenId> tokens, const KvReader& read);
 
   std::size_t memory_bytes() const;  // of the KV cache as allocated now
@@ -130,7 +127,8 @@ class Session {
   const std::shared_ptr<Engine> engine_;
 
  private:
-  PromptResult run(std::span<const TokenId> tokens, Chunk last, const Progress& progress);
+  void check_prompt(std::span<const TokenId> tokens) const;
+  PromptResult run(std::span<const TokenId> tokens, Chunk wanted, const Progress& progress);
 
   const int max_context_;
   mutable std::mutex mutex_;

@@ -1,0 +1,322 @@
+// The Python module. The only file that knows nanobind's view of the engines: it converts and checks arrays, releases
+// the GIL around compute and turns C++ exceptions into the classes of metal_prefill.errors.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "engine.h"
+
+#ifdef METAL_PREFILL_EMULATOR
+#include "emulator/python.h"
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace metal_prefill {
+namespace {
+
+using TokenArray = nb::ndarray<const TokenId, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteArray = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatArray = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
+
+std::span<const TokenId> view(const TokenArray& tokens) { return {tokens.data(), tokens.shape(0)}; }
+
+// A float32 array that NumPy owns. Made and handed over with the GIL held; filled without it.
+class FloatResult {
+ public:
+  explicit FloatResult(std::size_t n) : data_(std::make_unique<float[]>(n)), n_(n) {}
+  float* data() { return data_.get(); }
+  FloatArray release() {
+    float* p = data_.release();
+    nb::capsule owner(p, [](void* q) noexcept { delete[] static_cast<float*>(q); });
+    return FloatArray(p, {n_}, owner);
+  }
+
+ private:
+  std::unique_ptr<float[]> data_;
+  std::size_t n_;
+};
+
+// Between chunks: runs signal handlers (so that Ctrl-C works) and the caller's callback. An exception in either stops
+// the prompt; it is raised once the session has settled.
+class ProgressGuard {
+ public:
+  explicit ProgressGuard(nb::object callback) : callback_(std::move(callback)) {}
+
+  Progress function() {
+    return [this](int done, int total) {
+      nb::gil_scoped_acquire gil;
+      if (PyErr_CheckSignals() != 0) {
+        error_ = std::make_unique<nb::python_error>();
+        return false;
+      }
+      if (callback_.is_none()) return true;
+      try {
+        callback_(done, total);
+        return true;
+      } catch (nb::python_error& error) {
+        error_ = std::make_unique<nb::python_error>(std::move(error));
+        return false;
+      }
+    };
+  }
+
+  void raise_pending() {
+    if (error_) throw nb::python_error(std::move(*error_));
+  }
+
+ private:
+  nb::object callback_;
+  std::unique_ptr<nb::python_error> error_;
+};
+
+template <typename F>
+auto without_gil(F&& compute) {
+  nb::gil_scoped_release release;
+  return compute();
+}
+
+// Keeps a Python object alive from C++; may be released on any thread.
+std::shared_ptr<void> keep_alive(nb::object object) {
+  return std::shared_ptr<void>(object.release().ptr(), [](void* p) {
+    nb::gil_scoped_acquire gil;
+    Py_DECREF(static_cast<PyObject*>(p));
+  });
+}
+
+Tensor* find_slot(Model& model, const std::string& role, int layer) {
+  if (layer < 0) {
+    if (role == "token_embedding") return &model.token_embedding;
+    if (role == "output_norm") return &model.output_norm;
+    if (role == "output") return &model.output;
+    if (role == "rope_freqs") return &model.rope_freqs;
+    return nullptr;
+  }
+  if (std::size_t(layer) >= model.layers.size()) return nullptr;
+  LayerWeights& w = model.layers[std::size_t(layer)];
+  static const std::map<std::string, Tensor LayerWeights::*> kSlots = {
+      {"attn_norm", &LayerWeights::attn_norm},
+      {"wq", &LayerWeights::wq},
+      {"wk", &LayerWeights::wk},
+      {"wv", &LayerWeights::wv},
+      {"bq", &LayerWeights::bq},
+      {"bk", &LayerWeights::bk},
+      {"bv", &LayerWeights::bv},
+      {"q_norm", &LayerWeights::q_norm},
+      {"k_norm", &LayerWeights::k_norm},
+      {"wo", &LayerWeights::wo},
+      {"post_attn_norm", &LayerWeights::post_attn_norm},
+      {"ffn_norm", &LayerWeights::ffn_norm},
+      {"w_gate", &LayerWeights::w_gate},
+      {"w_up", &LayerWeights::w_up},
+      {"w_down", &LayerWeights::w_down},
+      {"post_ffn_norm", &LayerWeights::post_ffn_norm},
+  };
+  const auto slot = kSlots.find(role);
+  return slot == kSlots.end() ? nullptr : &(w.*slot->second);
+}
+
+// Collects views of the weights, checks them, and makes an engine of the model.
+class ModelBuilder {
+ public:
+  ModelBuilder(const Config& config, ByteArray mapping, nb::object owner) {
+    model_.config = config;
+    if (config.n_layers < 0 || config.n_layers > 100000) throw std::invalid_argument("n_layers is out of range");
+    model_.layers.resize(std::size_t(config.n_layers));
+    model_.mapping = {reinterpret_cast<const std::byte*>(mapping.data()), mapping.shape(0), keep_alive(std::move(owner))};
+  }
+
+  void add(const std::string& role, int layer, const std::string& name, std::uint32_t type, int rows, int cols,
+           std::size_t offset, std::size_t bytes) {
+    Tensor* slot = find_slot(model_, role, layer);
+    if (!slot) throw std::invalid_argument("no slot for tensor '" + name + "' (" + role + ")");
+    if (offset > model_.mapping.bytes || bytes > model_.mapping.bytes - offset)
+      throw std::invalid_argument("tensor '" + name + "' does not lie within the file");
+    *slot = {name, TensorType(type), rows, cols, model_.mapping.data + offset, bytes};
+  }
+
+  std::shared_ptr<Engine> build(const std::string& device, const EngineOptions& options) {
+    if (device != "cpu" && device != "metal") throw std::invalid_argument("device '" + device + "' is not cpu or metal");
+    validate(model_);
+    nb::gil_scoped_release release;
+    return device == "cpu" ? make_cpu_engine(model_, options) : make_metal_engine(model_, options);
+  }
+
+ private:
+  Model model_;
+};
+
+// The class of metal_prefill.errors that stands for a C++ exception.
+void raise_as(const char* name, const char* message) {
+  nb::object type = nb::module_::import_("metal_prefill.errors").attr(name);
+  PyErr_SetString(type.ptr(), message);
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const ContextOverflowError& e) {
+    raise_as("ContextOverflowError", e.what());
+  } catch (const DeviceError& e) {
+    raise_as("DeviceError", e.what());
+  } catch (const UnsupportedModelError& e) {
+    raise_as("UnsupportedModelError", e.what());
+  }
+}
+
+void bind_config(nb::module_& m) {
+  nb::enum_<RopeStyle>(m, "RopeStyle").value("INTERLEAVED", RopeStyle::kInterleaved).value("NEOX", RopeStyle::kNeox);
+  nb::enum_<RopeScaling>(m, "RopeScaling")
+      .value("NONE", RopeScaling::kNone)
+      .value("LINEAR", RopeScaling::kLinear)
+      .value("YARN", RopeScaling::kYarn);
+  nb::enum_<Activation>(m, "Activation").value("SILU", Activation::kSilu).value("GELU", Activation::kGelu);
+  nb::enum_<Compute>(m, "Compute").value("INT8", Compute::kInt8).value("F32", Compute::kF32);
+  nb::enum_<KvType>(m, "KvType").value("F16", KvType::kF16).value("F32", KvType::kF32);
+
+  nb::class_<Config>(m, "Config", "Hyperparameters as the engines read them.")
+      .def(nb::init<>())
+      .def_rw("architecture", &Config::architecture)
+      .def_rw("n_layers", &Config::n_layers)
+      .def_rw("dim", &Config::dim)
+      .def_rw("n_heads", &Config::n_heads)
+      .def_rw("n_kv_heads", &Config::n_kv_heads)
+      .def_rw("key_dim", &Config::key_dim)
+      .def_rw("value_dim", &Config::value_dim)
+      .def_rw("ffn_dim", &Config::ffn_dim)
+      .def_rw("vocab_size", &Config::vocab_size)
+      .def_rw("context_length", &Config::context_length)
+      .def_rw("norm_eps", &Config::norm_eps)
+      .def_rw("rope_dim", &Config::rope_dim)
+      .def_rw("rope_base", &Config::rope_base)
+      .def_rw("rope_style", &Config::rope_style)
+      .def_rw("rope_scaling", &Config::rope_scaling)
+      .def_rw("rope_factor", &Config::rope_factor)
+      .def_rw("rope_original_context", &Config::rope_original_context)
+      .def_rw("rope_attn_factor", &Config::rope_attn_factor)
+      .def_rw("rope_beta_fast", &Config::rope_beta_fast)
+      .def_rw("rope_beta_slow", &Config::rope_beta_slow)
+      .def_rw("activation", &Config::activation)
+      .def_rw("embedding_scale", &Config::embedding_scale)
+      .def_rw("attention_scale", &Config::attention_scale)
+      .def_rw("layer_uses_rope", &Config::layer_uses_rope)
+      .def_rw("layer_window", &Config::layer_window)
+      .def_rw("layer_rope_base", &Config::layer_rope_base)
+      .def_rw("layer_rope_factor", &Config::layer_rope_factor);
+
+  nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")
+      .def(nb::init<>())
+      .def_rw("threads", &EngineOptions::threads)
+      .def_rw("compute", &EngineOptions::compute)
+      .def_rw("kv_type", &EngineOptions::kv_type)
+      .def_rw("chunk_tokens", &EngineOptions::chunk_tokens)
+      .def_rw("fused_norm", &EngineOptions::fused_norm)
+      .def_rw("fused_silu", &EngineOptions::fused_silu);
+}
+
+void bind_engine(nb::module_& m) {
+  nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")
+      .def(nb::init<const Config&, ByteArray, nb::object>(), "config"_a, "mapping"_a, "owner"_a)
+      .def("add", &ModelBuilder::add, "role"_a, "layer"_a, "name"_a, "type"_a, "rows"_a, "cols"_a, "offset"_a, "bytes"_a)
+      .def("build", &ModelBuilder::build, "device"_a, "options"_a);
+
+  nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
+      .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("device_name", &Engine::device_name)
+      .def_prop_ro("backend", &Engine::backend)
+      .def("stats", &Engine::stats);
+}
+
+void bind_session(nb::module_& m) {
+  nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
+      .def(
+          "forward_prompt",
+          [](Session& self, TokenArray tokens, nb::object progress) {
+            ProgressGuard guard(std::move(progress));
+            const PromptResult r =
+                without_gil([&] { return self.forward_prompt(view(tokens), guard.function()); });
+            guard.raise_pending();
+            return r.token;
+          },
+          "tokens"_a, "progress"_a = nb::none())
+      .def(
+          "forward_prompt_logits",
+          [](Session& self, TokenArray tokens, nb::object progress) {
+            FloatResult logits(std::size_t(self.engine().config().vocab_size));
+            ProgressGuard guard(std::move(progress));
+            without_gil([&] { return self.forward_prompt_logits(view(tokens), logits.data(), guard.function()); });
+            guard.raise_pending();
+            return logits.release();
+          },
+          "tokens"_a, "progress"_a = nb::none())
+      .def(
+          "score",
+          [](Session& self, TokenArray tokens, nb::object progress) {
+            FloatResult log_probs(tokens.shape(0) > 0 ? tokens.shape(0) - 1 : 0);
+            ProgressGuard guard(std::move(progress));
+            without_gil([&] { return self.score(view(tokens), log_probs.data(), guard.function()); });
+            guard.raise_pending();
+            return log_probs.release();
+          },
+          "tokens"_a, "progress"_a = nb::none())
+      .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "forward_token",
+          [](Session& self, TokenId token) {
+            FloatResult logits(std::size_t(self.engine().config().vocab_size));
+            without_gil([&] { self.forward_token(token, logits.data()); });
+            return logits.release();
+          },
+          "token"_a)
+      .def_prop_ro("position", &Session::position, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("max_context", &Session::max_context)
+      .def("tokens", &Session::tokens, nb::call_guard<nb::gil_scoped_release>())
+      .def("rewind", &Session::rewind, "position"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("fork", &Session::fork, nb::call_guard<nb::gil_scoped_release>())
+      .def("memory_bytes", &Session::memory_bytes, nb::call_guard<nb::gil_scoped_release>())
+      .def("stats", &Session::stats, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+}  // namespace metal_prefill
+
+NB_MODULE(_core, m) {
+  using namespace metal_prefill;
+  m.doc() = "Native engines of metal_prefill.";
+  nb::register_exception_translator(translate);
+  bind_config(m);
+  bind_engine(m);
+  bind_session(m);
+  m.def("metal_available", &metal_available, "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
+#ifdef METAL_PREFILL_EMULATOR
+  m.attr("has_emulator") = true;
+  nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");
+  bind_emulator(emulator);
+#else
+  m.attr("has_emulator") = false;
+#endif
+  m.def(
+      "dequantize",
+      [](std::uint32_t type, ByteArray rows, std::size_t values) {
+        if (rows.shape(0) != row_bytes(TensorType(type), values))
+          throw std::invalid_argument("a row of " + std::to_string(values) + " values needs " +
+                                      std::to_string(row_bytes(TensorType(type), values)) + " bytes, got " +
+                                      std::to_string(rows.shape(0)));
+        FloatResult out(values);
+        dequantize_row(TensorType(type), rows.data(), out.data(), values);
+        return out.release();
+      },
+      "type"_a, "rows"_a, "values"_a, "Converts blocks of a GGUF tensor type to float32.");
+}

@@ -1,0 +1,193 @@
+#include "engine.h"
+
+#include <algorithm>
+
+namespace metal_prefill {
+
+namespace {
+
+void check_token(TokenId token, int vocab_size, std::size_t index) {
+  if (token < 0 || token >= vocab_size)
+    throw std::invalid_argument("token id " + std::to_string(token) + " at index " + std::to_string(index) +
+                                " is outside the vocabulary of " + std::to_string(vocab_size));
+}
+
+}  // namespace
+
+Session::Session(std::shared_ptr<Engine> engine, int max_context)
+    : engine_(std::move(engine)), max_context_(max_context) {}
+
+void Session::check_prompt(std::span<const TokenId> tokens) const {
+  if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
+  for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
+  const std::size_t room = std::size_t(max_context_) - tokens_.size();
+  if (tokens.size() > room)
+    throw ContextOverflowError("position " + std::to_string(tokens_.size()) + " + " + std::to_string(tokens.size()) +
+                               " tokens exceeds the context of " + std::to_string(max_context_));
+}
+
+PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, const Progress& progress) {
+  const std::scoped_lock lock(mutex_);
+  begin_call();
+  check_prompt(tokens);
+  const std::size_t before = tokens_.size();
+  reserve(int(before + tokens.size()));
+  tokens_.reserve(before + tokens.size());  // what follows a computed chunk must not fail
+
+  PromptResult result;
+  const int total = int(tokens.size());
+  while (result.done < total) {
+    const int n = std::min(engine_->options().chunk_tokens, total - result.done);
+    const bool last = result.done + n == total;
+    Chunk chunk;
+    chunk.tokens = tokens.subspan(std::size_t(result.done), std::size_t(n));
+    chunk.position = int(before) + result.done;
+    if (wanted.output == Output::kLogProbs) {
+      chunk.output = Output::kLogProbs;
+      chunk.targets = wanted.targets.subspan(std::size_t(result.done), std::size_t(n));
+      chunk.log_probs = wanted.log_probs + result.done;
+    } else if (last) {
+      chunk.output = wanted.output;
+      chunk.logits = wanted.logits;
+    }
+    TokenId token = -1;
+    try {
+      token = forward_chunk(chunk);
+    } catch (...) {
+      tokens_.resize(before);  // a failed call leaves the session as it found it
+      throw;
+    }
+    tokens_.insert(tokens_.end(), chunk.tokens.begin(), chunk.tokens.end());
+    result.done += n;
+    if (last) result.token = token;
+    if (progress && !progress(result.done, total)) break;
+  }
+  return result;
+}
+
+PromptResult Session::forward_prompt(std::span<const TokenId> tokens, const Progress& progress) {
+  Chunk wanted;
+  wanted.output = Output::kGreedy;
+  return run(tokens, wanted, progress);
+}
+
+PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
+                                            const Progress& progress) {
+  Chunk wanted;
+  wanted.output = Output::kLogits;
+  wanted.logits = logits;
+  return run(tokens, wanted, progress);
+}
+
+PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
+  if (tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
+  check_token(tokens.back(), engine_->config().vocab_size, tokens.size() - 1);
+  Chunk wanted;
+  wanted.output = Output::kLogProbs;
+  wanted.targets = tokens.subspan(1);
+  wanted.log_probs = log_probs;
+  return run(tokens.first(tokens.size() - 1), wanted, progress);
+}
+
+TokenId Session::forward_token_greedy(TokenId token) { return forward_prompt({&token, 1}).token; }
+
+void Session::forward_token(TokenId token, float* logits) { forward_prompt_logits({&token, 1}, logits); }
+
+int Session::position() const {
+  const std::scoped_lock lock(mutex_);
+  return int(tokens_.size());
+}
+
+std::vector<TokenId> Session::tokens() const {
+  const std::scoped_lock lock(mutex_);
+  return tokens_;
+}
+
+void Session::rewind(int position) {
+  const std::scoped_lock lock(mutex_);
+  if (position < 0 || std::size_t(position) > tokens_.size())
+    throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
+                                ": the session stands at " + std::to_string(tokens_.size()));
+  tokens_.resize(std::size_t(position));
+}
+
+std::unique_ptr<Session> Session::fork() {
+  auto copy = engine_->session(max_context_);
+  const std::scoped_lock lock(mutex_);
+  const int n = int(tokens_.size());
+  copy->import_state(tokens_, [&](int layer, bool values, std::byte* rows) { read_kv(layer, values, n, rows); });
+  return copy;
+}
+
+std::size_t Session::kv_row_bytes(bool values) const {
+  const Config& c = engine_->config();
+  const std::size_t element = engine_->options().kv_type == KvType::kF16 ? 2 : 4;
+  return std::size_t(c.n_kv_heads) * std::size_t(values ? c.value_dim : c.key_dim) * element;
+}
+
+void Session::export_state(std::vector<TokenId>& tokens, const KvWriter& write) {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::byte> rows;
+  for (int layer = 0; layer < engine_->config().n_layers; ++layer) {
+    for (const bool values : {false, true}) {
+      rows.resize(tokens_.size() * kv_row_bytes(values));
+      read_kv(layer, values, int(tokens_.size()), rows.data());
+      write(layer, values, rows);
+    }
+  }
+  tokens = tokens_;
+}
+
+void Session::import_state(std::span<const TokenId> tokens, const KvReader& read) {
+  const std::scoped_lock lock(mutex_);
+  if (tokens.size() > std::size_t(max_context_))
+    throw ContextOverflowError("a state of " + std::to_string(tokens.size()) + " tokens exceeds the context of " +
+                               std::to_string(max_context_));
+  for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
+  std::vector<TokenId> replacement(tokens.begin(), tokens.end());
+  reserve(int(tokens.size()));
+  tokens_.clear();  // until every row is in, the cache holds nothing of use
+  std::vector<std::byte> rows;
+  for (int layer = 0; layer < engine_->config().n_layers; ++layer) {
+    for (const bool values : {false, true}) {
+      rows.resize(replacement.size() * kv_row_bytes(values));
+      read(layer, values, rows.data());
+      write_kv(layer, values, int(replacement.size()), rows.data());
+    }
+  }
+  tokens_ = std::move(replacement);
+}
+
+std::size_t Session::memory_bytes() const {
+  const std::scoped_lock lock(mutex_);
+  return cache_bytes();
+}
+
+Stats Session::stats() const {
+  const std::scoped_lock lock(mutex_);
+  Stats stats = engine_->stats();
+  stats["kv_cache_bytes"] = double(cache_bytes());
+  stats["position"] = double(tokens_.size());
+  collect_stats(stats);
+  return stats;
+}
+
+std::unique_ptr<Session> Engine::session(int max_context) {
+  const int limit = config().context_length;
+  if (max_context < 0 || max_context > limit)
+    throw std::invalid_argument("max_context " + std::to_string(max_context) + " is outside 1 to " +
+                                std::to_string(limit) + ", the model's context length");
+  return make_session(max_context == 0 ? limit : max_context);
+}
+
+#ifndef METAL_PREFILL_METAL
+bool metal_available() { return false; }
+
+std::shared_ptr<Engine> make_metal_engine(Model, const EngineOptions&) {
+  throw DeviceError(
+      "this build has no Metal engine: use device='cpu', install on a Mac with Apple Silicon, or build with "
+      "METAL_PREFILL_EMULATOR=ON to run it on the emulator");
+}
+#endif
+
+}  // namespace metal_prefill
