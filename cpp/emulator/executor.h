@@ -1,26 +1,49 @@
 // What stands between the emulated Metal classes and the machine that runs the shaders.
 //
-// Shaders are compiled ahead of time. Each translation unit registers a ShaderLibrary: its source text (for lookups
-// by newLibraryWithSource), its kernels and its function constants. An Executor allocates memory and runs the command
-// lists that command buffers hand over; cpu/ runs kernels on fibers, cuda/ on an NVIDIA GPU.
+// Shaders are compiled ahead of time. Each translation unit registers a ShaderLibrary: its source text (for
+// lookups by newLibraryWithSource), its kernels and its function constants. An Executor allocates memory and
+// runs the command lists that command buffers hand over; cpu/ runs kernels on fibers, cuda/ on an NVIDIA GPU.
+//
+// The Metal classes check what can be known when a command is encoded: bindings present, of the right kind,
+// long enough and aligned; sizes of grids and threadgroups. An executor checks what only a run can show.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace metal_emulator {
 
+inline constexpr int kMaxBuffers = 31;  // of a kernel, as in Metal
+inline constexpr int kMaxThreadgroupArguments = 31;
+inline constexpr std::size_t kMaxThreadgroupBytes = 32768;
+inline constexpr std::uint32_t kMaxThreads = 1024;  // of a threadgroup
+inline constexpr std::uint32_t kSimdWidth = 32;
+
 struct Dim3 {
   std::uint32_t x = 1, y = 1, z = 1;
 };
 
-enum class ConstantType : std::uint8_t { kBool, kChar, kUChar, kShort, kUShort, kInt, kUInt, kLong, kULong, kHalf, kFloat };
+enum class ConstantType : std::uint8_t {
+  kBool,
+  kChar,
+  kUChar,
+  kShort,
+  kUShort,
+  kInt,
+  kUInt,
+  kLong,
+  kULong,
+  kHalf,
+  kFloat
+};
 
 struct FunctionConstant {
   const char* name;
@@ -28,17 +51,19 @@ struct FunctionConstant {
   ConstantType type;
 };
 
-// A buffer or threadgroup argument of a kernel; built-in arguments (thread positions and the like) are not listed.
+// A buffer or threadgroup argument of a kernel; built-in arguments (thread positions and the like) are not
+// listed.
 struct KernelArgument {
-  enum class Kind : std::uint8_t { kBuffer, kThreadgroup };
-  Kind kind;
+  enum class Space : std::uint8_t { kDevice, kConstant, kThreadgroup };
+  Space space;
   int index;
   const char* name;
-  bool writable;             // device memory without const
+  bool writable;              // device memory without const
   std::size_t element_bytes;  // of the pointed-to or referenced type
   std::size_t element_align;
-  bool reference;            // a reference needs at least element_bytes
-  int function_constant;     // index of the constant that must be true for the argument to exist; -1: always exists
+  bool reference;         // a reference needs at least element_bytes
+  int function_constant;  // index of the constant that must be true for the argument to exist; -1: always
+                          // exists
 };
 
 struct Kernel {
@@ -49,31 +74,58 @@ struct Kernel {
 };
 
 struct ShaderLibrary {
-  const char* name;            // file name of the .metal source
-  std::string_view source;     // the exact text that newLibraryWithSource must be given
+  const char* name;         // file name of the .metal source
+  std::string_view source;  // the exact text that newLibraryWithSource must be given
   std::span<const Kernel> kernels;
   std::span<const FunctionConstant> constants;
 };
 
 // Libraries linked into this binary, in no particular order.
 void register_library(const ShaderLibrary* library);
-std::span<const ShaderLibrary* const> registered_libraries();
+std::vector<const ShaderLibrary*> registered_libraries();
 
 // Values of function constants by index; sorted, at most one of an index.
 struct ConstantValue {
   int index;
   ConstantType type;
-  std::uint64_t bits;
+  std::uint64_t bits;  // the value's bytes, in the low end
+  bool operator==(const ConstantValue&) const = default;
 };
 using Specialization = std::vector<ConstantValue>;
+
+// A kernel made ready to run with its constants. An executor may derive from it.
+struct Pipeline {
+  virtual ~Pipeline() = default;
+  const ShaderLibrary* library = nullptr;
+  const Kernel* kernel = nullptr;
+  Specialization constants;
+  std::size_t static_threadgroup_bytes = 0;
+  std::uint32_t max_threads = kMaxThreads;
+};
 
 // Memory that a buffer stands on.
 class Allocation {
  public:
   virtual ~Allocation() = default;
-  virtual void* host() = 0;  // null where the host cannot reach it
+  virtual void* host() = 0;               // null where the host cannot reach it
+  virtual bool intact() { return true; }  // false: a write past the end was found
   std::size_t bytes = 0;
 };
+
+// Host memory whose end is guarded: an access past it faults (or is reported by AddressSanitizer), and bytes
+// between the end and the next alignment boundary are watched by intact(). Filled with `fill`. Null: out of
+// memory.
+std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill);
+// The caller's memory. With `guarded`, host() is a second view of the same pages with a guard behind it where
+// the kernel can give one (shared mappings), else the memory itself.
+std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded);
+
+// Called on the thread and stack of a kernel in place of an instruction that ran into a guard of
+// allocate_guarded or wrap_memory. `overrun` counts bytes from the end of the allocation that was missed. It
+// must not return.
+using GuardHandler = void (*)(const Allocation& missed, std::size_t overrun, bool write);
+// For the calling thread, while it runs kernels; null outside. Returns the previous one.
+GuardHandler set_guard_handler(GuardHandler handler);
 
 struct BoundBuffer {
   std::shared_ptr<Allocation> allocation;  // null: `bytes` holds the contents (setBytes), or nothing is bound
@@ -82,15 +134,13 @@ struct BoundBuffer {
 };
 
 struct DispatchCommand {
-  const ShaderLibrary* library = nullptr;
-  const Kernel* kernel = nullptr;
-  const Specialization* constants = nullptr;
-  Dim3 grid;          // threadgroups; with `threads` set, rounded up
-  Dim3 group;         // threads per threadgroup
-  Dim3 threads;       // dispatchThreads: exact grid in threads; 0,0,0 for dispatchThreadgroups
-  std::vector<BoundBuffer> buffers;          // by index
+  std::shared_ptr<const Pipeline> pipeline;
+  Dim3 grid;                         // threadgroups; with `threads` set, rounded up
+  Dim3 group;                        // threads per threadgroup
+  Dim3 threads{0, 0, 0};             // dispatchThreads: exact grid in threads; 0,0,0 for dispatchThreadgroups
+  std::vector<BoundBuffer> buffers;  // by index; those that the kernel has no argument for are absent
   std::vector<std::size_t> threadgroup_bytes;  // by index
-  int number = 0;     // in its command buffer, for messages
+  int number = 0;                              // in its command buffer, for messages
 };
 
 struct CopyCommand {
@@ -105,37 +155,62 @@ struct FillCommand {
 };
 
 struct Command {
-  enum class Kind : std::uint8_t { kDispatch, kCopy, kFill } kind;
+  enum class Kind : std::uint8_t { kDispatch, kCopy, kFill };
+  Kind kind = Kind::kDispatch;
   bool after_barrier = true;  // false: may overlap the commands since the last barrier (concurrent encoder)
   DispatchCommand dispatch;
   CopyCommand copy;
   FillCommand fill;
 };
 
+// Bytes [begin, end) of a binding, counted from the start of its allocation (from the first byte for
+// setBytes).
+struct ByteRange {
+  std::uint64_t begin, end;
+};
+
 struct DispatchStatistics {
   std::uint64_t threads = 0, barriers = 0;
-  std::vector<std::uint64_t> bytes_read, bytes_written;  // by buffer index; counted where the executor can
+  std::vector<std::uint64_t> bytes_read, bytes_written;  // by buffer index; counted in checked mode
+  std::vector<std::vector<ByteRange>> read, written;  // by buffer index, sorted and disjoint; in checked mode
 };
 
 struct Completion {
-  std::string error;  // empty: all went well
-  double start_seconds = 0, end_seconds = 0;
-  std::vector<DispatchStatistics> statistics;
+  std::string error;  // empty: all went well; names kernel, dispatch number and binding
+  double start_seconds = 0, end_seconds = 0;   // of std::chrono::steady_clock
+  std::vector<DispatchStatistics> statistics;  // one for each dispatch that ran
+};
+
+struct ExecutorOptions {
+  unsigned workers = 0;       // host threads that run threadgroups; 0: one per core
+  std::uint64_t seed = 0;     // shuffles the order of threads; 0: in order
+  bool checked = false;       // record which bytes each dispatch touches
+  bool active_lanes = false;  // simd operations in divergent branches act on the lanes that arrive
 };
 
 class Executor {
  public:
   virtual ~Executor() = default;
   virtual std::string device_name() const = 0;
-  virtual std::shared_ptr<Allocation> allocate(std::size_t bytes, bool host_visible) = 0;  // null: out of memory
-  virtual std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) = 0;          // no-copy buffers
-  // Static threadgroup memory and thread limit of a specialized kernel; an empty error means that it can run.
-  struct PipelineInfo {
-    std::size_t static_threadgroup_bytes = 0;
-    std::uint32_t max_threads = 1024;
-    std::string error;
-  };
-  virtual PipelineInfo prepare(const ShaderLibrary& library, const Kernel& kernel, const Specialization& constants) = 0;
+  // Takes effect with the next submit.
+  virtual void configure(const ExecutorOptions& options) = 0;
+  // Null: out of memory. Zeroed where the host sees it, as Metal does; else filled with 0xff (NaN as a
+  // float).
+  virtual std::shared_ptr<Allocation> allocate(std::size_t bytes, bool host_visible) = 0;
+  virtual std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) = 0;  // no-copy buffers
+  // A compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws
+  // std::runtime_error.
+  virtual const ShaderLibrary* load(const std::string& path) = 0;
+  // A library from a text that is not among the registered ones. Throws std::runtime_error with the
+  // compiler's words.
+  virtual const ShaderLibrary* compile(const std::string& source,
+                                       const std::map<std::string, std::string>& macros) {
+    static_cast<void>(source), static_cast<void>(macros);
+    throw std::runtime_error("this source text was not compiled ahead of time into the binary");
+  }
+  // Throws std::runtime_error where the kernel cannot run with these constants.
+  virtual std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
+                                                  const Specialization& constants) = 0;
   // Runs the commands in order of submission, asynchronously; `done` is called once from any thread.
   virtual void submit(std::vector<Command> commands, std::function<void(Completion)> done) = 0;
 };
