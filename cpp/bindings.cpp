@@ -31,6 +31,8 @@ using TokenArray = nb::ndarray<const TokenId, nb::ndim<1>, nb::c_contig, nb::dev
 using ByteArray = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatArray = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
 
+Prefix prefix_of(bool reuse) { return reuse ? Prefix::kReuse : Prefix::kAppend; }
+
 std::span<const TokenId> view(const TokenArray& tokens) { return {tokens.data(), tokens.shape(0)}; }
 
 // A float32 array that NumPy owns. Made and handed over with the GIL held; filled without it.
@@ -243,24 +245,26 @@ void bind_session(nb::module_& m) {
   nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
       .def(
           "forward_prompt",
-          [](Session& self, TokenArray tokens, nb::object progress) {
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress) {
             ProgressGuard guard(std::move(progress));
-            const PromptResult r =
-                without_gil([&] { return self.forward_prompt(view(tokens), guard.function()); });
+            const PromptResult result = without_gil(
+                [&] { return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function()); });
             guard.raise_pending();
-            return r.token;
+            return result.token;
           },
-          "tokens"_a, "progress"_a = nb::none())
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none())
       .def(
           "forward_prompt_logits",
-          [](Session& self, TokenArray tokens, nb::object progress) {
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress) {
             FloatResult logits(std::size_t(self.engine().config().vocab_size));
             ProgressGuard guard(std::move(progress));
-            without_gil([&] { return self.forward_prompt_logits(view(tokens), logits.data(), guard.function()); });
+            without_gil([&] {
+              return self.forward_prompt_logits(view(tokens), logits.data(), prefix_of(reuse), guard.function());
+            });
             guard.raise_pending();
             return logits.release();
           },
-          "tokens"_a, "progress"_a = nb::none())
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none())
       .def(
           "score",
           [](Session& self, TokenArray tokens, nb::object progress) {

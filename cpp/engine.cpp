@@ -17,31 +17,40 @@ void check_token(TokenId token, int vocab_size, std::size_t index) {
 Session::Session(std::shared_ptr<Engine> engine, int max_context)
     : engine_(std::move(engine)), max_context_(max_context) {}
 
-void Session::check_prompt(std::span<const TokenId> tokens) const {
+std::size_t Session::check_prompt(std::span<const TokenId> tokens, Prefix prefix) const {
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
   for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
-  const std::size_t room = std::size_t(max_context_) - tokens_.size();
-  if (tokens.size() > room)
-    throw ContextOverflowError("position " + std::to_string(tokens_.size()) + " + " + std::to_string(tokens.size()) +
+  const std::size_t position = prefix == Prefix::kAppend ? tokens_.size() : 0;
+  if (tokens.size() > std::size_t(max_context_) - position)
+    throw ContextOverflowError("position " + std::to_string(position) + " + " + std::to_string(tokens.size()) +
                                " tokens exceeds the context of " + std::to_string(max_context_));
+  if (prefix == Prefix::kAppend) return 0;
+  // The last token is always computed: what follows it is what the caller asks for.
+  const std::size_t limit = std::min(tokens_.size(), tokens.size() - 1);
+  return std::size_t(std::mismatch(tokens.begin(), tokens.begin() + std::ptrdiff_t(limit), tokens_.begin()).first -
+                     tokens.begin());
 }
 
-PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, const Progress& progress) {
+PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix prefix, const Progress& progress) {
   const std::scoped_lock lock(mutex_);
   begin_call();
-  check_prompt(tokens);
-  const std::size_t before = tokens_.size();
-  reserve(int(before + tokens.size()));
-  tokens_.reserve(before + tokens.size());  // what follows a computed chunk must not fail
+  const std::size_t reused = check_prompt(tokens, prefix);
+  const std::size_t start = prefix == Prefix::kAppend ? tokens_.size() : 0;  // position of tokens[0]
+  reserve(int(start + tokens.size()));
+  tokens_.reserve(start + tokens.size());  // what follows a computed chunk must not fail
+  reused_ = reused;
+  const std::size_t before = start + reused;
+  tokens_.resize(before);
 
   PromptResult result;
+  result.done = int(reused);
   const int total = int(tokens.size());
   while (result.done < total) {
     const int n = std::min(engine_->options().chunk_tokens, total - result.done);
     const bool last = result.done + n == total;
     Chunk chunk;
     chunk.tokens = tokens.subspan(std::size_t(result.done), std::size_t(n));
-    chunk.position = int(before) + result.done;
+    chunk.position = int(start) + result.done;
     if (wanted.output == Output::kLogProbs) {
       chunk.output = Output::kLogProbs;
       chunk.targets = wanted.targets.subspan(std::size_t(result.done), std::size_t(n));
@@ -54,7 +63,7 @@ PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, const P
     try {
       token = forward_chunk(chunk);
     } catch (...) {
-      tokens_.resize(before);  // a failed call leaves the session as it found it
+      tokens_.resize(before);  // a failed call leaves what the session held before it
       throw;
     }
     tokens_.insert(tokens_.end(), chunk.tokens.begin(), chunk.tokens.end());
@@ -65,18 +74,18 @@ PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, const P
   return result;
 }
 
-PromptResult Session::forward_prompt(std::span<const TokenId> tokens, const Progress& progress) {
+PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress) {
   Chunk wanted;
   wanted.output = Output::kGreedy;
-  return run(tokens, wanted, progress);
+  return run(tokens, wanted, prefix, progress);
 }
 
-PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
+PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix,
                                             const Progress& progress) {
   Chunk wanted;
   wanted.output = Output::kLogits;
   wanted.logits = logits;
-  return run(tokens, wanted, progress);
+  return run(tokens, wanted, prefix, progress);
 }
 
 PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
@@ -86,7 +95,7 @@ PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, c
   wanted.output = Output::kLogProbs;
   wanted.targets = tokens.subspan(1);
   wanted.log_probs = log_probs;
-  return run(tokens.first(tokens.size() - 1), wanted, progress);
+  return run(tokens.first(tokens.size() - 1), wanted, Prefix::kAppend, progress);
 }
 
 TokenId Session::forward_token_greedy(TokenId token) { return forward_prompt({&token, 1}).token; }
@@ -168,6 +177,7 @@ Stats Session::stats() const {
   Stats stats = engine_->stats();
   stats["kv_cache_bytes"] = double(cache_bytes());
   stats["position"] = double(tokens_.size());
+  stats["tokens_reused"] = double(reused_);
   collect_stats(stats);
   return stats;
 }

@@ -69,9 +69,11 @@ struct Chunk {
 using Progress = std::function<bool(int done, int total)>;
 
 struct PromptResult {
-  int done = 0;       // tokens now in the cache of those passed
+  int done = 0;        // tokens of the prompt that are now in the cache
   TokenId token = -1; // kGreedy: the next token; -1 when the prompt was stopped
 };
+
+enum class Prefix { kAppend, kReuse };
 
 using Stats = std::map<std::string, double>;
 
@@ -84,8 +86,12 @@ class Session {
   Session& operator=(const Session&) = delete;
 
   // Each of these is safe to call from several threads: calls on one session run one after another.
-  PromptResult forward_prompt(std::span<const TokenId> tokens, const Progress& progress = {});
-  PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits, const Progress& progress = {});
+  // `prefix` says where the tokens go: behind those in the cache, or, with kReuse, in their place: the longest common
+  // prefix is kept and only the rest computed.
+  PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
+                              const Progress& progress = {});
+  PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix = Prefix::kAppend,
+                                     const Progress& progress = {});
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);
@@ -127,12 +133,14 @@ class Session {
   const std::shared_ptr<Engine> engine_;
 
  private:
-  void check_prompt(std::span<const TokenId> tokens) const;
-  PromptResult run(std::span<const TokenId> tokens, Chunk wanted, const Progress& progress);
+  // How many leading tokens of the prompt are in the cache already; checks the rest against the limits.
+  std::size_t check_prompt(std::span<const TokenId> tokens, Prefix prefix) const;
+  PromptResult run(std::span<const TokenId> tokens, Chunk wanted, Prefix prefix, const Progress& progress);
 
   const int max_context_;
   mutable std::mutex mutex_;
   std::vector<TokenId> tokens_;  // in the cache
+  std::size_t reused_ = 0;       // tokens that the last call found in the cache
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {

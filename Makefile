@@ -1,0 +1,61 @@
+# Every target sets up what it needs in .venv; nothing has to be installed by hand but Python and a C++ compiler.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+
+SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml python)
+NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test lint bench format clean
+
+$(VENV)/.ready:
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "error: '$(PYTHON) -m venv' failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(PIP) install --upgrade pip
+	@touch $@
+
+$(VENV)/.build-tools: pyproject.toml $(VENV)/.ready
+	$(PIP) install --group build
+	@touch $@
+
+$(VENV)/.dev-tools: pyproject.toml $(VENV)/.ready
+	$(PIP) install --group dev
+	@touch $@
+
+# The package as a user gets it.
+build/.plain: $(VENV)/.build-tools $(SOURCES)
+	$(PIP) install --no-build-isolation . -C build-dir=build/plain
+	@rm -f build/.emulator && touch $@
+
+# The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is to be had.
+build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
+	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
+	@rm -f build/.plain && touch $@
+
+demo: build/.plain
+	$(BIN)/metal-prefill run -p "ROMEO:" -n 120
+	$(BIN)/metal-prefill bench --demo -p 32,128,512 -n 64 -r 3
+
+test: build/.emulator
+	$(BIN)/python -m pytest
+
+bench: build/.plain
+	$(BIN)/python -m metal_prefill.bench
+
+lint: build/.emulator $(VENV)/.dev-tools
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_prefill.__file__).parent)")/_core.pyi \
+	  python/metal_prefill/
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+format: $(VENV)/.dev-tools
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,328 @@
+"""Models: a GGUF file behind an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from metal_prefill import _core
+from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
+from metal_prefill.errors import ClosedError, DeviceError
+from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.session import Logits, Progress, Session, TokenIds
+
+if TYPE_CHECKING:
+    from metal_prefill.tokenizer import Tokenizer
+
+_log = logging.getLogger("metal_prefill")
+_announced_fallback = False
+
+_COMPUTE = {"int8": _core.Compute.INT8, "f32": _core.Compute.F32}
+_KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32}
+_ENUMS = {"rope_style": _core.RopeStyle, "rope_scaling": _core.RopeScaling, "activation": _core.Activation}
+
+
+def default_model_path() -> Path:
+    """Return the path of the small model that ships with the package."""
+    data = resources.files("metal_prefill") / "data"
+    return Path(str(next(f for f in data.iterdir() if f.name.endswith(".gguf"))))
+
+
+def resolve_device(device: str) -> str:
+    """Return ``cpu`` or ``metal`` for a requested device; ``METAL_PREFILL_DEVICE`` overrides it.
+
+    ``auto`` is ``metal`` on a Mac's GPU and ``cpu`` everywhere else; the emulator is used only when asked for.
+
+    Raises
+    ------
+    ValueError
+        If the name is none of ``auto``, ``cpu``, ``metal``.
+    DeviceError
+        If ``metal`` is asked for where it is not to be had.
+    """
+    global _announced_fallback
+    override = os.environ.get("METAL_PREFILL_DEVICE")
+    source = "METAL_PREFILL_DEVICE" if override else "device"
+    name = override or device
+    if name not in ("auto", "cpu", "metal"):
+        raise ValueError(f"{source} must be 'auto', 'cpu' or 'metal', got {name!r}")
+    if name == "auto":
+        if _core.metal_available() and not _core.has_emulator:
+            return "metal"
+        if not _announced_fallback:
+            _announced_fallback = True
+            on_mac = platform.system() == "Darwin"
+            _log.log(logging.WARNING if on_mac else logging.INFO, "no Metal device: using the CPU engine")
+        return "cpu"
+    if name == "metal" and not _core.metal_available():
+        raise DeviceError(
+            f"{source}='metal' needs a Mac with Apple Silicon, or a build with the Metal emulator "
+            "(pip install . -C cmake.define.METAL_PREFILL_EMULATOR=ON); use device='cpu' here"
+        )
+    return name
+
+
+def _one_of(name: str, value: str, choices: dict[str, Any]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    return choices[value]
+
+
+def _core_config(config: ModelConfig) -> _core.Config:
+    core = _core.Config()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in _ENUMS:
+            value = _ENUMS[field.name][value.upper()]
+        elif isinstance(value, tuple):
+            value = list(value)
+        setattr(core, field.name, value)
+    return core
+
+
+class Model:
+    """A Llama-family model in a GGUF file, ready to process prompts.
+
+    The model's own methods act on a default :class:`Session`; :meth:`session` makes more of them over the same
+    weights.
+
+    Parameters
+    ----------
+    path
+        GGUF file. None stands for the small model that ships with the package.
+    device
+        ``"auto"`` (a Mac's GPU, else the CPU), ``"cpu"`` or ``"metal"``. The environment variable
+        ``METAL_PREFILL_DEVICE`` overrides it.
+    max_context
+        Limit of the position, in tokens; at most, and by default, the model's context length. Memory grows by use.
+    threads
+        CPU threads; by default one per core available to the process.
+    compute
+        ``"int8"``: activations are rounded to 8 bits per block of 32 where they meet quantized weights.
+        ``"f32"``: they stay in float32.
+    kv_dtype
+        Element type of the KV cache, ``"f16"`` or ``"f32"``.
+    chunk_tokens
+        Tokens of a prompt that go through the layers together; bounds the memory of activations.
+    fused_norm, fused_silu
+        Metal only: use the kernels that fuse RMSNorm, or SwiGLU, into the projections of single tokens.
+
+    Raises
+    ------
+    GGUFError
+        The file is damaged, or contradicts itself.
+    UnsupportedModelError
+        The architecture or a feature of it is not supported.
+    DeviceError
+        The device is not to be had.
+    ValueError
+        An argument is out of range.
+
+    Examples
+    --------
+    >>> with Model() as model:
+    ...     token = model.forward_prompt(model.tokenizer.encode("ROMEO:"))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        device: Literal["auto", "cpu", "metal"] | str = "auto",
+        max_context: int | None = None,
+        threads: int | None = None,
+        compute: Literal["int8", "f32"] | str = "int8",
+        kv_dtype: Literal["f16", "f32"] | str = "f16",
+        chunk_tokens: int = 512,
+        fused_norm: bool = False,
+        fused_silu: bool = False,
+    ) -> None:
+        self._engine: _core.Engine | None = None
+        self._default: Session | None = None
+        options = _core.EngineOptions()
+        options.compute = _one_of("compute", compute, _COMPUTE)
+        options.kv_type = _one_of("kv_dtype", kv_dtype, _KV_DTYPE)
+        if threads is not None and not 1 <= threads <= 1024:
+            raise ValueError(f"threads must lie in 1 to 1024, got {threads}")
+        options.threads = threads or 0
+        if not 1 <= chunk_tokens <= 2048:
+            raise ValueError(f"chunk_tokens must lie in 1 to 2048, got {chunk_tokens}")
+        options.chunk_tokens = chunk_tokens
+        options.fused_norm = fused_norm
+        options.fused_silu = fused_silu
+        if max_context is not None and max_context < 1:
+            raise ValueError(f"max_context must be at least 1, got {max_context}")
+        device = resolve_device(device)
+
+        self._path = Path(path) if path is not None else default_model_path()
+        self._compute = compute
+        self._kv_dtype = kv_dtype
+        self._gguf = GGUFFile(self._path)
+        self._config = read_config(self._gguf)
+        builder = _core.ModelBuilder(_core_config(self._config), self._gguf.mapping, self._gguf.mapping)
+        for role, layer, info in collect_tensors(self._gguf, self._config):
+            rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
+            builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
+        self._engine = builder.build(device, options)
+        self._default = self.session(max_context=max_context)
+
+    def _open(self) -> Session:
+        if self._default is None:
+            raise ClosedError("the model is closed")
+        return self._default
+
+    @property
+    def path(self) -> Path:
+        """The GGUF file."""
+        return self._path
+
+    @property
+    def config(self) -> ModelConfig:
+        """Hyperparameters, as read from the file."""
+        return self._config
+
+    @property
+    def gguf(self) -> GGUFFile:
+        """The opened file: metadata and tensors."""
+        return self._gguf
+
+    @property
+    def device(self) -> str:
+        """Name of the device in use; an emulator says that it is one."""
+        if self._engine is None:
+            raise ClosedError("the model is closed")
+        return self._engine.device_name
+
+    @property
+    def backend(self) -> str:
+        """``cpu`` or ``metal``."""
+        if self._engine is None:
+            raise ClosedError("the model is closed")
+        return self._engine.backend
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the file, built on first use."""
+        from metal_prefill.tokenizer import Tokenizer
+
+        return Tokenizer.from_gguf(self._gguf)
+
+    def session(self, *, max_context: int | None = None) -> Session:
+        """Make a session: its own cache and position over this model's weights.
+
+        Raises
+        ------
+        ValueError
+            If `max_context` is below 1 or beyond the model's context length.
+        """
+        if self._engine is None:
+            raise ClosedError("the model is closed")
+        if max_context is not None and max_context < 1:
+            raise ValueError(f"max_context must be at least 1, got {max_context}")
+        return Session(self, self._engine.session(max_context or 0))
+
+    @property
+    def position(self) -> int:
+        """See :attr:`Session.position`."""
+        return self._open().position
+
+    @property
+    def max_context(self) -> int:
+        """See :attr:`Session.max_context`."""
+        return self._open().max_context
+
+    def forward_prompt(
+        self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
+    ) -> int:
+        """See :meth:`Session.forward_prompt`."""
+        return self._open().forward_prompt(tokens, reuse=reuse, progress=progress)
+
+    def forward_prompt_logits(
+        self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
+    ) -> Logits:
+        """See :meth:`Session.forward_prompt_logits`."""
+        return self._open().forward_prompt_logits(tokens, reuse=reuse, progress=progress)
+
+    def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
+        """Log probability of each token given those before it, from an empty context.
+
+        Leaves the default session alone. See :meth:`Session.score`.
+        """
+        self._open()
+        with self.session() as scratch:
+            return scratch.score(tokens, progress=progress)
+
+    def forward_token(self, token: int) -> Logits:
+        """See :meth:`Session.forward_token`."""
+        return self._open().forward_token(token)
+
+    def forward_token_greedy(self, token: int) -> int:
+        """See :meth:`Session.forward_token_greedy`."""
+        return self._open().forward_token_greedy(token)
+
+    def reset(self) -> None:
+        """See :meth:`Session.reset`."""
+        self._open().reset()
+
+    def rewind(self, position: int) -> None:
+        """See :meth:`Session.rewind`."""
+        self._open().rewind(position)
+
+    def stats(self) -> dict[str, float]:
+        """See :meth:`Session.stats`."""
+        return self._open().stats()
+
+    def generate(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> Iterator[str]:
+        """See :meth:`Session.generate`."""
+        return self._open().generate(
+            prompt,
+            max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            seed=seed,
+            stop=stop,
+            progress=progress,
+        )
+
+    def close(self) -> None:
+        """Free weights, pools and the default session. Calls under way finish; later ones raise ClosedError."""
+        if self._default is not None:
+            self._default.close()
+        self._default = None
+        self._engine = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = self.device if self._engine is not None else "closed"
+        return f"<metal_prefill.Model {self._path.name!r} on {state}>"

@@ -1,0 +1,335 @@
+"""Sessions: a KV cache and a position over shared weights."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import sampling
+from metal_prefill.errors import ClosedError
+
+if TYPE_CHECKING:
+    from metal_prefill import _core
+    from metal_prefill.model import Model
+
+TokenIds: TypeAlias = "npt.NDArray[np.integer[Any]] | Sequence[int] | range"
+Progress: TypeAlias = Callable[[int, int], object]
+Logits: TypeAlias = npt.NDArray[np.float32]
+
+
+def token_array(tokens: TokenIds, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Convert token ids to int32 without ever wrapping a value.
+
+    Parameters
+    ----------
+    tokens
+        One-dimensional integer array of any width, or a sequence of ints.
+    vocab_size
+        Ids must lie in ``[0, vocab_size)``.
+
+    Raises
+    ------
+    TypeError
+        If the elements are not integers (booleans are not).
+    ValueError
+        If `tokens` is empty, not one-dimensional, or holds an id outside the vocabulary.
+    """
+    try:
+        array = np.asarray(tokens)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"tokens cannot be made an array: {error}") from error
+    if array.ndim != 1:
+        raise ValueError(f"tokens must be one-dimensional, got {array.ndim} dimensions")
+    if array.size == 0:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    if array.dtype == object and all(isinstance(t, int) and not isinstance(t, bool) for t in array):
+        outside = next((i, t) for i, t in enumerate(array) if not 0 <= t < vocab_size)
+        raise ValueError(f"token id {outside[1]} at index {outside[0]} is outside the vocabulary of {vocab_size}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"token ids must be integers, got {array.dtype}")
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if bad.size:
+        raise ValueError(
+            f"token id {array[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab_size}"
+        )
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def token_id(token: int, vocab_size: int) -> int:
+    """Check one token id.
+
+    Raises
+    ------
+    TypeError
+        If it is not an integer.
+    ValueError
+        If it is outside the vocabulary.
+    """
+    if isinstance(token, (bool, np.bool_)):
+        raise TypeError("a token id must be an integer, got bool")
+    value = operator.index(token)
+    if not 0 <= value < vocab_size:
+        raise ValueError(f"token id {value} is outside the vocabulary of {vocab_size}")
+    return value
+
+
+class Session:
+    """A KV cache with a position; many sessions share one model's weights.
+
+    Made by :meth:`metal_prefill.Model.session`. All methods may be called from several threads: calls on one session
+    run one after another, calls on different sessions may overlap. The GIL is released during compute.
+    """
+
+    def __init__(self, model: Model, core: _core.Session) -> None:
+        self._model = model
+        self._core: _core.Session | None = core
+
+    def _open(self) -> _core.Session:
+        core = self._core
+        if core is None:
+            raise ClosedError("the session is closed")
+        return core
+
+    @property
+    def position(self) -> int:
+        """Number of tokens in the cache; the next token stands at this position."""
+        return self._open().position
+
+    @property
+    def max_context(self) -> int:
+        """Largest position this session may reach."""
+        return self._open().max_context
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the tokens in the cache, oldest first."""
+        return self._open().tokens()
+
+    def forward_prompt(
+        self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
+    ) -> int:
+        """Process a whole prompt and return the greedy next token.
+
+        Parameters
+        ----------
+        tokens
+            Token ids, ``[n]``, any integer dtype. They are appended at :attr:`position`.
+        reuse
+            Take `tokens` as the whole context instead: the longest prefix that the cache already holds is kept, what
+            differs is dropped, and only the rest is computed.
+        progress
+            Called after each chunk with the number of tokens done and the number in all. An exception that it raises
+            stops the prompt there; the finished chunks stay in the cache and :attr:`position` says where it stands.
+
+        Returns
+        -------
+        int
+            Id of the largest logit after the last token; the lowest id wins a tie.
+
+        Raises
+        ------
+        ValueError
+            Empty prompt, or an id outside the vocabulary.
+        TypeError
+            Ids that are not integers.
+        ContextOverflowError
+            More tokens than the context has room for.
+        DeviceError
+            The device failed, or no logit is a number.
+
+        Notes
+        -----
+        After any of these errors position and cache are as before the call; with `reuse`, a device failure leaves the
+        common prefix. Ctrl-C is honoured between chunks.
+        """
+        ids = token_array(tokens, self._model.config.vocab_size)
+        return self._open().forward_prompt(ids, reuse, progress)
+
+    def forward_prompt_logits(
+        self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
+    ) -> Logits:
+        """Process a whole prompt and return the logits after its last token.
+
+        Parameters and errors are those of :meth:`forward_prompt`.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32, ``[vocab_size]``.
+        """
+        ids = token_array(tokens, self._model.config.vocab_size)
+        return self._open().forward_prompt_logits(ids, reuse, progress)
+
+    def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
+        """Log probability of each token given those before it.
+
+        `tokens` is appended to the cache, except its last element, which is only predicted.
+
+        Parameters
+        ----------
+        tokens
+            Token ids, ``[n]`` with n at least 2.
+        progress
+            As in :meth:`forward_prompt`.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32, ``[n - 1]``; element i is ``log p(tokens[i + 1] | ..., tokens[i])`` in nats.
+        """
+        return self._open().score(token_array(tokens, self._model.config.vocab_size), progress)
+
+    def forward_token(self, token: int) -> Logits:
+        """Append one token and return the logits after it, float32 ``[vocab_size]``."""
+        return self._open().forward_token(token_id(token, self._model.config.vocab_size))
+
+    def forward_token_greedy(self, token: int) -> int:
+        """Append one token and return the greedy next one."""
+        return self._open().forward_token_greedy(token_id(token, self._model.config.vocab_size))
+
+    def reset(self) -> None:
+        """Forget all tokens: the position becomes 0."""
+        self.rewind(0)
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from `position` on.
+
+        Raises
+        ------
+        ValueError
+            If `position` is negative or beyond the current one.
+        """
+        self._open().rewind(operator.index(position))
+
+    def fork(self) -> Session:
+        """Return a new session with a copy of this one's cache and position."""
+        return Session(self._model, self._open().fork())
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the last call and sizes in bytes.
+
+        ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``) and what the
+        engine adds, such as ``dispatches``, ``command_buffers`` and ``allocations`` on Metal.
+        """
+        return self._open().stats()
+
+    def generate(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> Iterator[str]:
+        """Continue a prompt and yield text as it is made.
+
+        The prompt is the whole context: what the cache already holds of it is reused.
+
+        Parameters
+        ----------
+        prompt
+            Text, encoded with the model's tokenizer, or token ids.
+        max_tokens
+            Upper bound on the number of tokens made.
+        temperature, top_k, top_p, min_p, repeat_penalty
+            See :func:`metal_prefill.sampling.sample`; temperature 0 is greedy.
+        seed
+            Of the random numbers; None draws a fresh one.
+        stop
+            Strings that end the text; they are not part of it.
+        progress
+            As in :meth:`forward_prompt`, for the prompt.
+
+        Yields
+        ------
+        str
+            Pieces of text, never an incomplete character. They end at an end-of-text token, at a stop string, after
+            `max_tokens`, or where the context is full.
+        """
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if any(not s for s in stops):
+            raise ValueError("a stop string is empty")
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
+        options = sampling.Options(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty
+        )
+        tokenizer = self._model.tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        token_array(ids, self._model.config.vocab_size)
+        return _hold_back_stops(self._pieces(ids, max_tokens, options, seed, progress), stops)
+
+    def _pieces(
+        self,
+        ids: TokenIds,
+        max_tokens: int,
+        options: sampling.Options,
+        seed: int | None,
+        progress: Progress | None,
+    ) -> Iterator[str]:
+        tokenizer = self._model.tokenizer
+        decoder = tokenizer.decoder()
+        choose = sampling.Sampler(options, seed=seed, recent=[int(t) for t in ids])
+        greedy = options.is_greedy
+        if max_tokens == 0:
+            return
+        token = (
+            self.forward_prompt(ids, reuse=True, progress=progress)
+            if greedy
+            else choose(self.forward_prompt_logits(ids, reuse=True, progress=progress))
+        )
+        for made in range(1, max_tokens + 1):
+            if token in tokenizer.stop_ids:
+                break
+            yield decoder.step(token)
+            if made == max_tokens or self.position >= self.max_context:
+                break
+            token = self.forward_token_greedy(token) if greedy else choose(self.forward_token(token))
+        yield decoder.flush()
+
+    def close(self) -> None:
+        """Free the cache. Calls under way finish; later ones raise :class:`ClosedError`."""
+        self._core = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._core is None:
+            return "<metal_prefill.Session closed>"
+        return f"<metal_prefill.Session position={self.position} of {self.max_context}>"
+
+
+def _hold_back_stops(pieces: Iterator[str], stops: Sequence[str]) -> Iterator[str]:
+    """Pass text on up to the first stop string, holding back what could be the beginning of one."""
+    pending = ""
+    for piece in pieces:
+        pending += piece
+        found = [at for s in stops if (at := pending.find(s)) >= 0]
+        if found:
+            if min(found):
+                yield pending[: min(found)]
+            return
+        held = max((n for s in stops for n in range(1, len(s)) if pending.endswith(s[:n])), default=0)
+        ready = pending[: len(pending) - held]
+        pending = pending[len(pending) - held :]
+        if ready:
+            yield ready
+    if pending:
+        yield pending

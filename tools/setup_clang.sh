@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Finds the clang that the Metal emulator is built with, installing Debian's where that is possible, and prints the
+# build options for pip. Without clang the package builds all the same; the emulator's tests are then skipped, or fail
+# where METAL_PREFILL_REQUIRE_EMULATOR is set.
+set -euo pipefail
+
+find_clang() {
+  for name in clang++-19 clang++-20 clang++-18; do
+    if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
+  done
+  return 1
+}
+
+install_clang() {
+  command -v apt-get >/dev/null || return 1
+  if [ "$(id -u)" -ne 0 ]; then
+    echo "The Metal emulator needs clang: sudo apt-get install clang-19 lld-19 libclang-rt-19-dev" >&2
+    return 1
+  fi
+  echo "Installing clang 19 for the Metal emulator (Debian packages clang-19, lld-19, libclang-rt-19-dev)" >&2
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+      clang-19 lld-19 libclang-rt-19-dev; } >/dev/null
+}
+
+if [ "$(uname -s)" = Darwin ]; then
+  echo "-C build-dir=build/metal"
+elif find_clang >/dev/null || install_clang; then
+  echo "-C build-dir=build/emulator -C cmake.define.METAL_PREFILL_EMULATOR=ON" \
+       "-C cmake.define.CMAKE_OBJCXX_COMPILER=$(find_clang)"
+elif [ -n "${METAL_PREFILL_REQUIRE_EMULATOR:-}" ]; then
+  echo "error: METAL_PREFILL_REQUIRE_EMULATOR is set and there is no clang to build the emulator with" >&2
+  exit 1
+else
+  echo "No clang 19 found: building without the Metal emulator; its tests will be skipped." >&2
+  echo "-C build-dir=build/plain"
+fi
