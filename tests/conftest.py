@@ -1,0 +1,48 @@
+"""What all tests share: devices, the model in the box, small synthetic models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import metal_prefill
+from metal_prefill import Model, _core
+
+METAL_MISSING = (
+    "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "
+    "libclang-rt-19-dev) and run `make test`"
+)
+
+
+@pytest.fixture
+def metal() -> None:
+    """Require the Metal engine, real or emulated."""
+    if not _core.metal_available():
+        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+            pytest.fail(METAL_MISSING)
+        pytest.skip(METAL_MISSING)
+
+
+@pytest.fixture(params=["cpu", "metal"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each engine in turn."""
+    name: str = request.param
+    if name == "metal":
+        request.getfixturevalue("metal")
+    return name
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    """Path of the model in the box."""
+    return metal_prefill.default_model_path()
+
+
+@pytest.fixture
+def demo(device: str, demo_path: Path) -> Iterator[Model]:
+    """Open the model in the box on each device."""
+    with Model(demo_path, device=device) as model:
+        yield model
