@@ -1,0 +1,341 @@
+"""Behaviour of sessions on every engine: position, errors, reuse, forks, threads, progress."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_prefill import ClosedError, ContextOverflowError, Model
+
+PROMPT = list(range(100, 140))
+
+
+def continuation(model: Any, token: int, n: int) -> list[int]:
+    """Greedy tokens after `token`, which is not in the cache yet."""
+    made = []
+    for _ in range(n):
+        token = model.forward_token_greedy(token)
+        made.append(token)
+    return made
+
+
+def test_prompt_advances_the_position_and_decode_goes_on_from_there(demo: Model) -> None:
+    first = demo.forward_prompt(PROMPT)
+    assert demo.position == len(PROMPT)
+    second = demo.forward_token_greedy(first)
+    assert demo.position == len(PROMPT) + 1
+    demo.reset()
+    assert demo.position == 0
+    assert demo.forward_prompt([*PROMPT, first]) == second
+
+
+def test_greedy_token_is_the_argmax_of_the_logits(demo: Model) -> None:
+    token = demo.forward_prompt(PROMPT)
+    demo.reset()
+    assert token == int(np.argmax(demo.forward_prompt_logits(PROMPT)))
+    following = demo.forward_token_greedy(token)
+    demo.rewind(len(PROMPT))
+    assert following == int(np.argmax(demo.forward_token(token)))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        PROMPT,
+        tuple(PROMPT),
+        range(100, 140),
+        *(np.array(PROMPT, dtype=t) for t in (np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)),
+        np.array(PROMPT * 2)[::2][:20].repeat(2),
+    ],
+    ids=lambda t: str(getattr(t, "dtype", type(t).__name__)),
+)
+def test_any_integer_sequence_is_a_prompt(demo: Model, tokens: Any) -> None:
+    token = demo.forward_prompt(tokens)
+    demo.reset()
+    assert token == demo.forward_prompt(np.ascontiguousarray(tokens, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([], ValueError, "empty"),
+        (np.array([], dtype=np.int32), ValueError, "empty"),
+        ([[1, 2]], ValueError, "one-dimensional"),
+        (np.int32(5), ValueError, "one-dimensional"),
+        ([1.0, 2.0], TypeError, "float64"),
+        ([True, False], TypeError, "bool"),
+        (["a"], TypeError, "integers"),
+        ([5, -1], ValueError, "-1 at index 1"),
+        ([5, 6, 1 << 30], ValueError, "1073741824 at index 2"),
+        ([5, (1 << 32) + 5], ValueError, "4294967301 at index 1"),
+        ([1 << 70], ValueError, "1180591620717411303424 at index 0"),
+        (np.array([1 << 63], dtype=np.uint64), ValueError, "9223372036854775808 at index 0"),
+    ],
+)
+def test_bad_tokens_are_refused_and_nothing_changes(
+    demo: Model, tokens: Any, error: type[Exception], message: str
+) -> None:
+    first = demo.forward_prompt(PROMPT)
+    for call in (demo.forward_prompt, demo.forward_prompt_logits):
+        with pytest.raises(error, match=message):
+            call(tokens)
+    assert demo.position == len(PROMPT)
+    expected = demo.forward_token(first)
+    demo.rewind(len(PROMPT))
+    np.testing.assert_array_equal(demo.forward_token(first), expected)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 40])
+def test_a_single_token_outside_the_vocabulary_is_refused(demo: Model, token: int) -> None:
+    for call in (demo.forward_token, demo.forward_token_greedy):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            call(token)
+    assert demo.position == 0
+
+
+def test_overflow_of_the_context_changes_nothing(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device, max_context=48) as model:
+        first = model.forward_prompt(PROMPT)
+        with pytest.raises(ContextOverflowError, match=r"40 \+ 9 .* 48"):
+            model.forward_prompt(PROMPT[:9])
+        assert model.position == 40
+        expected = continuation(model, first, 8)
+        assert model.position == 48
+        with pytest.raises(ContextOverflowError, match="48"):
+            model.forward_token(expected[-1])
+        model.rewind(40)
+        assert continuation(model, first, 8) == expected
+
+
+def test_max_context_beyond_the_model_is_refused(demo: Model) -> None:
+    with pytest.raises(ValueError, match="context length"):
+        demo.session(max_context=demo.config.context_length + 1)
+    with pytest.raises(ValueError, match="at least 1"):
+        demo.session(max_context=0)
+
+
+def test_rewind_restores_an_earlier_state(demo: Model) -> None:
+    demo.forward_prompt(PROMPT)
+    expected = demo.forward_token(7)
+    demo.forward_prompt(PROMPT[:5])
+    demo.rewind(len(PROMPT))
+    np.testing.assert_array_equal(demo.forward_token(7), expected)
+    for position in (-1, len(PROMPT) + 2):
+        with pytest.raises(ValueError, match="rewind"):
+            demo.rewind(position)
+
+
+def test_interleaved_sessions_do_not_disturb_each_other(demo: Model) -> None:
+    prompts = [PROMPT, PROMPT[::-1]]
+    alone = []
+    for prompt in prompts:
+        with demo.session() as session:
+            alone.append(continuation(session, session.forward_prompt(prompt), 6))
+    sessions = [demo.session() for _ in prompts]
+    tokens = [s.forward_prompt(p) for s, p in zip(sessions, prompts, strict=True)]
+    together: list[list[int]] = [[], []]
+    for _ in range(6):
+        for i, session in enumerate(sessions):
+            tokens[i] = session.forward_token_greedy(tokens[i])
+            together[i].append(tokens[i])
+    assert together == alone
+    assert demo.position == 0
+
+
+def test_a_fork_continues_on_its_own(demo: Model) -> None:
+    first = demo.forward_prompt(PROMPT)
+    trunk = demo.session()
+    trunk.forward_prompt(PROMPT)
+    branch = trunk.fork()
+    assert branch.position == trunk.position
+    assert branch.tokens == PROMPT
+    np.testing.assert_array_equal(branch.forward_token(first), demo.forward_token(first))
+    assert trunk.position == len(PROMPT)
+    branch.forward_prompt(PROMPT[:7])
+    np.testing.assert_array_equal(trunk.forward_token(3), demo_logits(demo, [*PROMPT, 3]))
+
+
+def demo_logits(model: Model, tokens: list[int]) -> Any:
+    """Logits after the prompt but for its last token, which is fed alone."""
+    with model.session() as session:
+        session.forward_prompt(tokens[:-1])
+        return session.forward_token(tokens[-1])
+
+
+def test_reuse_computes_only_what_differs(demo: Model) -> None:
+    demo.forward_prompt(PROMPT)
+    changed = [*PROMPT[:25], 7, 8, 9]
+    token = demo.forward_prompt(changed, reuse=True)
+    assert demo.stats()["tokens_reused"] == 25
+    assert demo.position == len(changed)
+    with demo.session() as fresh:
+        fresh.forward_prompt(changed[:25])
+        assert fresh.forward_prompt(changed[25:]) == token
+
+
+def test_reuse_of_a_prompt_that_is_held_whole_computes_its_last_token(demo: Model) -> None:
+    token = demo.forward_prompt(PROMPT)
+    assert demo.forward_prompt(PROMPT, reuse=True) == token
+    assert demo.stats()["tokens_reused"] == len(PROMPT) - 1
+    assert demo.forward_prompt(PROMPT[:10], reuse=True) >= 0
+    assert demo.position == 10
+
+
+def test_reuse_counts_the_whole_prompt_against_the_context(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device, max_context=len(PROMPT)) as model:
+        model.forward_prompt(PROMPT)
+        with pytest.raises(ContextOverflowError, match=r"0 \+ 41"):
+            model.forward_prompt([*PROMPT, 1], reuse=True)
+        assert model.position == len(PROMPT)
+        assert model.forward_prompt(PROMPT, reuse=True) >= 0
+
+
+def test_score_is_the_log_softmax_of_the_logits(demo: Model) -> None:
+    scores = demo.score(PROMPT)
+    assert scores.shape == (len(PROMPT) - 1,)
+    assert scores.dtype == np.float32
+    with demo.session() as session:
+        for i in (0, 1, 17, len(PROMPT) - 2):
+            session.reset()
+            logits = session.forward_prompt_logits(PROMPT[: i + 1]).astype(np.float64)
+            expected = logits[PROMPT[i + 1]] - np.logaddexp.reduce(logits)
+            assert scores[i] == pytest.approx(expected, abs=2e-3)
+    assert demo.position == 0
+    with pytest.raises(ValueError, match="two tokens"):
+        demo.score([5])
+
+
+def test_progress_reports_every_chunk(device: str, demo_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with Model(demo_path, device=device, chunk_tokens=16) as model:
+        model.forward_prompt(PROMPT, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(16, 40), (32, 40), (40, 40)]
+
+
+def test_an_exception_in_the_callback_keeps_the_finished_chunks(device: str, demo_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        if done >= 32:
+            raise RuntimeError("enough")
+
+    with Model(demo_path, device=device, chunk_tokens=16) as model:
+        expected = model.forward_prompt(PROMPT)
+        model.reset()
+        with pytest.raises(RuntimeError, match="enough"):
+            model.forward_prompt(PROMPT, progress=stop)
+        assert model.position == 32
+        assert model.forward_prompt(PROMPT[32:]) == expected
+
+
+def test_ctrl_c_stops_between_chunks(device: str, demo_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 16:
+            signal.raise_signal(signal.SIGINT)
+
+    with Model(demo_path, device=device, chunk_tokens=16) as model:
+        with pytest.raises(KeyboardInterrupt):
+            model.forward_prompt(PROMPT, progress=interrupt)
+        assert 16 <= model.position < 40
+
+
+def test_calls_from_several_threads_on_one_model_are_safe(demo: Model) -> None:
+    with demo.session() as session:
+        expected = session.forward_prompt(PROMPT)
+    results: list[int] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                results.append(demo.forward_prompt(PROMPT, reuse=True))
+                with demo.session() as own:
+                    results.append(own.forward_prompt(PROMPT))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert results == [expected] * 24
+
+
+def test_the_gil_is_released_during_compute(demo: Model) -> None:
+    """Another thread makes progress while one native call is under way."""
+    ticks = 0
+    running = True
+
+    def tick() -> None:
+        nonlocal ticks
+        while running:
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = ticks
+        demo.forward_prompt(list(range(512)))
+        assert ticks > before
+    finally:
+        running = False
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.forward_prompt([1]),
+        lambda m: m.forward_token(1),
+        lambda m: m.score([1, 2]),
+        lambda m: m.reset(),
+        lambda m: m.stats(),
+        lambda m: m.position,
+        lambda m: m.session(),
+        lambda m: m.device,
+    ],
+)
+def test_a_closed_model_says_so(demo: Model, call: Callable[[Model], object]) -> None:
+    demo.close()
+    with pytest.raises(ClosedError, match="closed"):
+        call(demo)
+    demo.close()
+    assert "closed" in repr(demo)
+
+
+def test_cache_memory_grows_by_use_and_is_reported(demo: Model) -> None:
+    config = demo.config
+    row = config.n_layers * config.n_kv_heads * (config.key_dim + config.value_dim) * 2
+    session = demo.session()
+    empty = session.stats()["kv_cache_bytes"]
+    session.forward_prompt([1] * 300)
+    grown = session.stats()["kv_cache_bytes"]
+    assert empty < grown
+    assert 300 * row <= grown <= config.context_length * row * 1.5
+    session.close()
+
+
+def test_generate_streams_text_and_stops(demo: Model) -> None:
+    pieces = list(demo.generate("ROMEO:", 24))
+    text = "".join(pieces)
+    assert len(pieces) > 5
+    assert text == "".join(demo.generate("ROMEO:", 24))
+    word = text.split()[2]
+    assert "".join(demo.generate("ROMEO:", 24, stop=word)) == text[: text.index(word)]
+    assert "".join(demo.generate("ROMEO:", 0)) == ""
+    with pytest.raises(ValueError, match="stop"):
+        demo.generate("ROMEO:", stop="")
+
+
+def test_sampling_is_reproducible_from_its_seed(demo: Model) -> None:
+    def text(seed: int) -> str:
+        return "".join(demo.generate("ROMEO:", 20, temperature=1.0, top_p=0.95, seed=seed))
+
+    assert text(1) == text(1)
+    assert len({text(seed) for seed in range(4)}) > 1
