@@ -1,0 +1,277 @@
+"""The header of a GGUF file: a checked cursor over it, and the metadata.
+
+Nothing in the header is believed before it was held against the size of the file. Long arrays, such as the
+strings of a vocabulary, are stepped over and decoded on first access.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.errors import ClosedError, GGUFError
+
+Scalar: TypeAlias = bool | int | float | str
+# Numeric arrays are read-only NumPy arrays of the file's dtype; arrays of strings or of arrays are lists.
+MetadataValue: TypeAlias = "Scalar | npt.NDArray[Any] | list[Any]"
+
+MAX_KEY_BYTES = 65535
+MAX_ARRAY_DEPTH = 4  # of arrays of arrays; ours, the specification sets no limit
+
+# The smallest entry of each list in the header: what a count is checked against before it is believed.
+MIN_METADATA_BYTES = 8 + 1 + 4 + 1  # key length, one character, type, one byte of value
+MIN_STRING_BYTES = 8
+MIN_ARRAY_BYTES = 4 + 8
+
+BOOL, STRING, ARRAY = 7, 8, 9
+# Metadata value types: name and, where the value is a number, its format character in `struct` and NumPy.
+VALUE_TYPES: dict[int, tuple[str, str]] = {
+    0: ("uint8", "B"),
+    1: ("int8", "b"),
+    2: ("uint16", "H"),
+    3: ("int16", "h"),
+    4: ("uint32", "I"),
+    5: ("int32", "i"),
+    6: ("float32", "f"),
+    BOOL: ("bool", "?"),
+    STRING: ("string", ""),
+    ARRAY: ("array", ""),
+    10: ("uint64", "Q"),
+    11: ("int64", "q"),
+    12: ("float64", "d"),
+}
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_SCALARS = {code: struct.Struct("<" + char) for code, (_, char) in VALUE_TYPES.items() if char} | {
+    BOOL: struct.Struct("<B")  # "?" would take every byte but 0 for true
+}
+
+
+class Array(NamedTuple):
+    """An array in the header that was stepped over and not decoded yet."""
+
+    element_type: int
+    length: int
+    offset: int  # of the first element
+
+
+class Cursor:
+    """Reads the header front to back; every read is checked against the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap, pos: int = 0) -> None:
+        self.path = path
+        self.data = data
+        self.size = len(data)
+        self.pos = pos
+
+    def error(self, message: str) -> GGUFError:
+        """Return, not raise, an error that names the file."""
+        return GGUFError(f"{self.path}: {message}")
+
+    def take(self, nbytes: int, what: str) -> int:
+        """Step over `nbytes` and return where they began."""
+        start = self.pos
+        if nbytes > self.size - start:
+            raise self.error(
+                f"truncated: {what} at byte {start} needs {nbytes} bytes, the file ends at byte {self.size}"
+            )
+        self.pos = start + nbytes
+        return start
+
+    def u32(self, what: str) -> int:
+        """Read an unsigned integer of 4 bytes."""
+        value: int = _U32.unpack_from(self.data, self.take(4, what))[0]
+        return value
+
+    def u64(self, what: str) -> int:
+        """Read an unsigned integer of 8 bytes."""
+        value: int = _U64.unpack_from(self.data, self.take(8, what))[0]
+        return value
+
+    def string(self, what: str) -> str:
+        """Read a length and that many bytes of UTF-8."""
+        start = self.take(self.u64(f"the length of {what}"), what)
+        try:
+            return self.data[start : self.pos].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} at byte {start} is not valid UTF-8: {error.reason}") from None
+
+    def name(self, what: str, limit: int) -> str:
+        """Read a string of 1 to `limit` bytes."""
+        start = self.pos
+        length = self.u64(f"the length of {what}")
+        if not 0 < length <= limit:
+            raise self.error(f"{what} at byte {start} has {length} bytes, it must have 1 to {limit}")
+        self.pos = start
+        return self.string(what)
+
+    def count(self, what: str, entry_bytes: int) -> int:
+        """Read a count of entries of at least `entry_bytes` each; the file must have room for all of them."""
+        count = self.u64(f"the number of {what}")
+        room = (self.size - self.pos) // entry_bytes
+        if count > room:
+            raise self.error(
+                f"declares {count} {what} at byte {self.pos - 8}, "
+                f"the rest of the file has room for at most {room}"
+            )
+        return count
+
+    def value_type(self, what: str) -> int:
+        """Read the number of a metadata type, a key of `VALUE_TYPES`."""
+        value_type = self.u32(f"the type of {what}")
+        if value_type not in VALUE_TYPES:
+            raise self.error(f"{what} has unknown metadata type {value_type} at byte {self.pos - 4}")
+        return value_type
+
+    def value(self, value_type: int, what: str) -> Scalar | Array:
+        """Read a metadata value; an array is stepped over."""
+        if value_type == STRING:
+            return self.string(what)
+        if value_type == ARRAY:
+            return self.skip_array(what)
+        scalar = _SCALARS[value_type]
+        value: int | float = scalar.unpack_from(self.data, self.take(scalar.size, what))[0]
+        if value_type != BOOL:
+            return value
+        if value not in (0, 1):
+            raise self.error(f"{what} at byte {self.pos - 1} is a bool of value {value}, it must be 0 or 1")
+        return bool(value)
+
+    def skip_array(self, what: str, depth: int = 1) -> Array:
+        """Step over an array, checking that it ends inside the file. What it holds stays undecoded."""
+        if depth > MAX_ARRAY_DEPTH:
+            raise self.error(f"{what} nests arrays more than {MAX_ARRAY_DEPTH} deep at byte {self.pos}")
+        element_type = self.value_type(f"the elements of {what}")
+        if element_type == STRING:
+            array = Array(STRING, self.count(f"strings in {what}", MIN_STRING_BYTES), self.pos)
+            self._skip_strings(array.length, what)
+        elif element_type == ARRAY:
+            array = Array(ARRAY, self.count(f"arrays in {what}", MIN_ARRAY_BYTES), self.pos)
+            for _ in range(array.length):
+                self.skip_array(what, depth + 1)
+        else:
+            itemsize = _SCALARS[element_type].size
+            array = Array(element_type, self.count(f"elements in {what}", itemsize), self.pos)
+            self.take(array.length * itemsize, what)
+            if element_type == BOOL and array.length:
+                worst = int(np.frombuffer(self.data, np.uint8, array.length, array.offset).max())
+                if worst > 1:
+                    raise self.error(f"{what} has a bool of value {worst}, it must be 0 or 1")
+        return array
+
+    def _skip_strings(self, count: int, what: str) -> None:
+        # A vocabulary has 10^5 strings, and this loop is most of the time that opening a file takes. So it
+        # checks nothing: a length that leads out of the file makes the next read, or the check behind the
+        # loop, fail.
+        data, pos, unpack, index = self.data, self.pos, _U64.unpack_from, 0
+        try:
+            for index in range(count):  # noqa: B007
+                pos += 8 + unpack(data, pos)[0]
+            index = count
+        except (struct.error, OverflowError):
+            if pos <= self.size:  # the string before ended in time, but the length of this one does not
+                raise self.error(f"truncated: string {index} of {count} in {what} at byte {pos}") from None
+        if pos > self.size:
+            raise self.error(
+                f"truncated: string {index - 1} of {count} in {what} runs past the end of the file"
+            )
+        self.pos = pos
+
+    def decode_array(self, array: Array, what: str) -> npt.NDArray[Any] | list[Any]:
+        """Decode an array that was stepped over before."""
+        self.pos = array.offset
+        if array.element_type == STRING:
+            return self._decode_strings(array.length, what)
+        if array.element_type == ARRAY:
+            rows = [self.skip_array(what) for _ in range(array.length)]
+            return [self.decode_array(row, what) for row in rows]
+        dtype = np.dtype("<" + VALUE_TYPES[array.element_type][1])
+        values: npt.NDArray[Any] = np.frombuffer(self.data, dtype, array.length, array.offset)
+        values = values.copy()  # aligned, and free of the mapping
+        values.flags.writeable = False
+        return values
+
+    def _decode_strings(self, count: int, what: str) -> list[str]:
+        # As long a loop as that of `_skip_strings`, which has checked the lengths.
+        data, pos, unpack = self.data, self.pos, _U64.unpack_from
+        strings: list[str] = []
+        for index in range(count):
+            start = pos + 8
+            pos = start + unpack(data, pos)[0]
+            try:
+                strings.append(data[start:pos].decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise self.error(
+                    f"string {index} of {what} at byte {start} is not valid UTF-8: {error.reason}"
+                ) from None
+        return strings
+
+
+class Metadata(Mapping[str, MetadataValue]):
+    """The key-value pairs of a file. Arrays are decoded on first access and kept.
+
+    A string inside an array that is not valid UTF-8 is a `GGUFError` at that access.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data: mmap.mmap | None = data
+        self._values: dict[str, MetadataValue | Array] = {}
+        self._types: dict[str, str] = {}
+
+    def __getitem__(self, key: str) -> MetadataValue:
+        value = self._values[key]
+        if not isinstance(value, Array):
+            return value
+        if self._data is None:
+            raise ClosedError(f"{self._path} is closed, and {key} was not read before")
+        decoded = Cursor(self._path, self._data).decode_array(value, key)
+        self._values[key] = decoded
+        return decoded
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def type_name(self, key: str) -> str:
+        """Type of a value as the file declares it: ``"uint32"``, ``"string"``, ``"array[float32]"``, ..."""
+        return self._types[key]
+
+    def length(self, key: str) -> int:
+        """Return the number of elements of an array, without decoding it."""
+        value = self._values[key]
+        if isinstance(value, Array):
+            return value.length
+        if isinstance(value, (list, np.ndarray)):
+            return len(value)
+        raise GGUFError(f"{self._path}: {key} has type {self._types[key]}, expected an array")
+
+    def read(self, cursor: Cursor, count: int) -> None:
+        """Read `count` pairs from the header."""
+        for index in range(count):
+            start = cursor.pos
+            key = cursor.name(f"key {index} of {count}", MAX_KEY_BYTES)
+            if key in self._values:
+                raise cursor.error(f"duplicate key {key} at byte {start}")
+            value_type = cursor.value_type(key)
+            value = cursor.value(value_type, key)
+            type_name = VALUE_TYPES[value_type][0]
+            if isinstance(value, Array):
+                type_name = f"array[{VALUE_TYPES[value.element_type][0]}]"
+            self._values[key], self._types[key] = value, type_name
+
+    def close(self) -> None:
+        """Let go of the mapping: arrays that were not decoded yet are lost."""
+        self._data = None
