@@ -1,0 +1,87 @@
+// Basic types and annotations of Foundation.
+#pragma once
+
+#include <limits.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if !defined(__OBJC__) || !defined(__clang__)
+#error "Foundation needs Objective-C and clang"
+#endif
+
+typedef bool BOOL;  // as on arm64
+#define YES true
+#define NO false
+
+#ifndef nil
+#if defined(__cplusplus)
+#define nil nullptr
+#else
+#define nil ((void*)0)
+#endif
+#endif
+#define Nil nil
+
+#if defined(__cplusplus)
+#define FOUNDATION_EXPORT extern "C"
+#else
+#define FOUNDATION_EXPORT extern
+#endif
+#define FOUNDATION_EXTERN FOUNDATION_EXPORT
+
+typedef long NSInteger;
+typedef unsigned long NSUInteger;
+#define NSIntegerMax LONG_MAX
+#define NSIntegerMin LONG_MIN
+#define NSUIntegerMax ULONG_MAX
+enum { NSNotFound = NSIntegerMax };
+
+typedef double NSTimeInterval;
+typedef double CFTimeInterval;
+
+#define NS_ASSUME_NONNULL_BEGIN _Pragma("clang assume_nonnull begin")
+#define NS_ASSUME_NONNULL_END _Pragma("clang assume_nonnull end")
+#define NS_RETURNS_RETAINED __attribute__((ns_returns_retained))
+#define NS_RETURNS_INNER_POINTER __attribute__((objc_returns_inner_pointer))
+#define NS_FORMAT_FUNCTION(string, first) __attribute__((format(__NSString__, string, first)))
+#define NS_SWIFT_NAME(name)
+#define NS_UNAVAILABLE __attribute__((unavailable))
+#define API_AVAILABLE(...)
+#define API_UNAVAILABLE(...)
+#define API_DEPRECATED(...)
+
+#define NS_ENUM(type, name)                                        \
+  enum __attribute__((enum_extensibility(open))) name : type name; \
+  enum __attribute__((enum_extensibility(open))) name : type
+// In C++ an option set is a plain integer, so that `a | b` converts back.
+#if defined(__cplusplus)
+#define NS_OPTIONS(type, name) \
+  type name;                   \
+  enum : type
+#else
+#define NS_OPTIONS(type, name)                                                \
+  enum __attribute__((flag_enum, enum_extensibility(open))) name : type name; \
+  enum __attribute__((flag_enum, enum_extensibility(open))) name : type
+#endif
+#define NS_ERROR_ENUM(domain, name) NS_ENUM(NSInteger, name)
+
+#if __has_feature(objc_arc)
+#define OBJC_ARC_UNAVAILABLE \
+  __attribute__((unavailable("not available in automatic reference counting mode")))
+#else
+#define OBJC_ARC_UNAVAILABLE
+#endif
+
+typedef struct _NSRange {
+  NSUInteger location;
+  NSUInteger length;
+} NSRange;
+
+static inline NSRange NSMakeRange(NSUInteger location, NSUInteger length) {
+  NSRange range = {location, length};
+  return range;
+}
+
+@class NSString;
+FOUNDATION_EXPORT void NSLog(NSString* _Nonnull format, ...) NS_FORMAT_FUNCTION(1, 2);

@@ -1,0 +1,45 @@
+#pragma once
+
+#import <Foundation/NSObjCRuntime.h>
+
+NS_ASSUME_NONNULL_BEGIN
+
+@class NSString;
+
+@protocol NSObject
+- (BOOL)isEqual:(nullable id)object;
+@property(readonly) NSUInteger hash;
+@property(readonly) Class superclass;
+- (Class)class;
+- (instancetype)self;
+- (BOOL)isKindOfClass:(Class)aClass;
+- (BOOL)isMemberOfClass:(Class)aClass;
+- (BOOL)respondsToSelector:(SEL)aSelector;
+- (instancetype)retain OBJC_ARC_UNAVAILABLE;
+- (oneway void)release OBJC_ARC_UNAVAILABLE;
+- (instancetype)autorelease OBJC_ARC_UNAVAILABLE;
+- (NSUInteger)retainCount OBJC_ARC_UNAVAILABLE;
+@property(readonly, copy) NSString* description;
+@end
+
+typedef struct _NSZone NSZone;
+
+@protocol NSCopying
+- (id)copyWithZone:(nullable NSZone*)zone;
+@end
+
+__attribute__((objc_root_class))
+@interface NSObject<NSObject> {
+  Class isa;
+}
++ (instancetype)alloc;
++ (instancetype)new;
++ (Class)class;
++ (Class)superclass;
++ (NSString*)description;
+- (instancetype)init;
+- (void)dealloc;
+- (id)copy;
+@end
+
+NS_ASSUME_NONNULL_END

@@ -1,0 +1,13 @@
+#pragma once
+
+#import <Metal/MTLResource.h>
+
+NS_ASSUME_NONNULL_BEGIN
+
+@protocol MTLBuffer <MTLResource>
+@property(readonly) NSUInteger length;
+- (void*)contents NS_RETURNS_INNER_POINTER;
+- (void)didModifyRange:(NSRange)range;
+@end
+
+NS_ASSUME_NONNULL_END

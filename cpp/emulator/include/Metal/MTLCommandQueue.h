@@ -1,0 +1,66 @@
+// Queues, command buffers and events.
+#pragma once
+
+#import <Metal/MTLCommandEncoder.h>
+
+NS_ASSUME_NONNULL_BEGIN
+
+@protocol MTLCommandQueue
+, MTLCommandBuffer;
+
+typedef NS_ENUM(NSUInteger, MTLCommandBufferStatus) {
+  MTLCommandBufferStatusNotEnqueued = 0,
+  MTLCommandBufferStatusEnqueued = 1,
+  MTLCommandBufferStatusCommitted = 2,
+  MTLCommandBufferStatusScheduled = 3,
+  MTLCommandBufferStatusCompleted = 4,
+  MTLCommandBufferStatusError = 5,
+};
+
+FOUNDATION_EXPORT NSErrorDomain const MTLCommandBufferErrorDomain;
+
+typedef NS_ERROR_ENUM(MTLCommandBufferErrorDomain, MTLCommandBufferError){
+    MTLCommandBufferErrorNone = 0,
+    MTLCommandBufferErrorInternal = 1,
+    MTLCommandBufferErrorTimeout = 2,
+    MTLCommandBufferErrorPageFault = 3,
+    MTLCommandBufferErrorNotPermitted = 7,
+    MTLCommandBufferErrorOutOfMemory = 8,
+    MTLCommandBufferErrorInvalidResource = 9,
+    MTLCommandBufferErrorDeviceRemoved = 11,
+};
+
+typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
+
+@protocol MTLCommandBuffer <NSObject>
+@property(readonly) id<MTLDevice> device;
+@property(readonly) id<MTLCommandQueue> commandQueue;
+@property(readonly) BOOL retainedReferences;
+@property(nullable, copy, atomic) NSString* label;
+@property(readonly) CFTimeInterval kernelStartTime;
+@property(readonly) CFTimeInterval kernelEndTime;
+@property(readonly) CFTimeInterval GPUStartTime;
+@property(readonly) CFTimeInterval GPUEndTime;
+@property(readonly) MTLCommandBufferStatus status;
+@property(nullable, readonly) NSError* error;
+- (void)enqueue;
+- (void)commit;
+- (void)addScheduledHandler:(MTLCommandBufferHandler)block;
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block;
+- (void)waitUntilScheduled;
+- (void)waitUntilCompleted;
+- (nullable id<MTLBlitCommandEncoder>)blitCommandEncoder;
+- (nullable id<MTLComputeCommandEncoder>)computeCommandEncoder;
+- (nullable id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)dispatchType;
+- (void)pushDebugGroup:(NSString*)string;
+- (void)popDebugGroup;
+@end
+
+@protocol MTLCommandQueue <NSObject>
+@property(nullable, copy, atomic) NSString* label;
+@property(readonly) id<MTLDevice> device;
+- (nullable id<MTLCommandBuffer>)commandBuffer;
+- (nullable id<MTLCommandBuffer>)commandBufferWithUnretainedReferences;
+@end
+
+NS_ASSUME_NONNULL_END

@@ -1,0 +1,27 @@
+#pragma once
+
+#import <Metal/MTLLibrary.h>
+#import <Metal/MTLTypes.h>
+
+NS_ASSUME_NONNULL_BEGIN
+
+@interface MTLComputePipelineReflection : NSObject
+@end
+
+@interface MTLComputePipelineDescriptor : NSObject <NSCopying>
+@property(nullable, copy, nonatomic) NSString* label;
+@property(nullable, readwrite, nonatomic, strong) id<MTLFunction> computeFunction;
+@property(readwrite, nonatomic) BOOL threadGroupSizeIsMultipleOfThreadExecutionWidth;
+@property(readwrite, nonatomic) NSUInteger maxTotalThreadsPerThreadgroup;  // 0: the most that the device can
+- (void)reset;
+@end
+
+@protocol MTLComputePipelineState <NSObject>
+@property(nullable, readonly) NSString* label;
+@property(readonly) id<MTLDevice> device;
+@property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
+@property(readonly) NSUInteger threadExecutionWidth;
+@property(readonly) NSUInteger staticThreadgroupMemoryLength;
+@end
+
+NS_ASSUME_NONNULL_END

@@ -1,0 +1,92 @@
+#pragma once
+
+#import <Metal/MTLCommandQueue.h>
+#import <Metal/MTLLibrary.h>
+
+NS_ASSUME_NONNULL_BEGIN
+
+typedef NS_ENUM(NSInteger, MTLGPUFamily) {
+  MTLGPUFamilyApple1 = 1001,
+  MTLGPUFamilyApple2 = 1002,
+  MTLGPUFamilyApple3 = 1003,
+  MTLGPUFamilyApple4 = 1004,
+  MTLGPUFamilyApple5 = 1005,
+  MTLGPUFamilyApple6 = 1006,
+  MTLGPUFamilyApple7 = 1007,
+  MTLGPUFamilyApple8 = 1008,
+  MTLGPUFamilyApple9 = 1009,
+  MTLGPUFamilyMac2 = 2002,
+  MTLGPUFamilyCommon1 = 3001,
+  MTLGPUFamilyCommon2 = 3002,
+  MTLGPUFamilyCommon3 = 3003,
+  MTLGPUFamilyMetal3 = 5001,
+};
+
+typedef NS_OPTIONS(NSUInteger, MTLPipelineOption) {
+  MTLPipelineOptionNone = 0,
+};
+
+typedef __autoreleasing MTLComputePipelineReflection* _Nullable MTLAutoreleasedComputePipelineReflection;
+
+typedef void (^MTLNewLibraryCompletionHandler)(id<MTLLibrary> _Nullable library, NSError* _Nullable error);
+typedef void (^MTLNewComputePipelineStateCompletionHandler)(
+    id<MTLComputePipelineState> _Nullable computePipelineState, NSError* _Nullable error);
+
+@protocol MTLDevice <NSObject>
+@property(readonly) NSString* name;
+@property(readonly) uint64_t registryID;
+@property(readonly) MTLSize maxThreadsPerThreadgroup;
+@property(readonly) BOOL hasUnifiedMemory;
+@property(readonly, getter=isLowPower) BOOL lowPower;
+@property(readonly, getter=isHeadless) BOOL headless;
+@property(readonly, getter=isRemovable) BOOL removable;
+@property(readonly) uint64_t recommendedMaxWorkingSetSize;
+@property(readonly) NSUInteger maxThreadgroupMemoryLength;
+@property(readonly) NSUInteger maxBufferLength;
+@property(readonly) NSUInteger currentAllocatedSize;
+- (BOOL)supportsFamily:(MTLGPUFamily)gpuFamily;
+
+- (nullable id<MTLCommandQueue>)newCommandQueue;
+- (nullable id<MTLCommandQueue>)newCommandQueueWithMaxCommandBufferCount:(NSUInteger)maxCommandBufferCount;
+
+- (nullable id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
+- (nullable id<MTLBuffer>)newBufferWithBytes:(const void*)pointer
+                                      length:(NSUInteger)length
+                                     options:(MTLResourceOptions)options;
+- (nullable id<MTLBuffer>)newBufferWithBytesNoCopy:(void*)pointer
+                                            length:(NSUInteger)length
+                                           options:(MTLResourceOptions)options
+                                       deallocator:
+                                           (void (^_Nullable)(void* pointer, NSUInteger length))deallocator;
+
+- (nullable id<MTLLibrary>)newDefaultLibrary;
+- (nullable id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError* _Nullable* _Nullable)error;
+- (nullable id<MTLLibrary>)newLibraryWithSource:(NSString*)source
+                                        options:(nullable MTLCompileOptions*)options
+                                          error:(NSError* _Nullable* _Nullable)error;
+- (void)newLibraryWithSource:(NSString*)source
+                     options:(nullable MTLCompileOptions*)options
+           completionHandler:(MTLNewLibraryCompletionHandler)completionHandler;
+
+- (nullable id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
+                                                                      error:(NSError* _Nullable* _Nullable)
+                                                                                error;
+- (void)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
+                          completionHandler:(MTLNewComputePipelineStateCompletionHandler)completionHandler;
+- (nullable id<MTLComputePipelineState>)
+    newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
+                                  options:(MTLPipelineOption)options
+                               reflection:(MTLAutoreleasedComputePipelineReflection* _Nullable)reflection
+                                    error:(NSError* _Nullable* _Nullable)error;
+- (void)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
+                                      options:(MTLPipelineOption)options
+                            completionHandler:
+                                (void (^)(id<MTLComputePipelineState> _Nullable computePipelineState,
+                                          MTLComputePipelineReflection* _Nullable reflection,
+                                          NSError* _Nullable error))completionHandler;
+@end
+
+FOUNDATION_EXPORT id<MTLDevice> _Nullable MTLCreateSystemDefaultDevice(void) NS_RETURNS_RETAINED;
+FOUNDATION_EXPORT NSArray<id<MTLDevice>>* MTLCopyAllDevices(void) NS_RETURNS_RETAINED;
+
+NS_ASSUME_NONNULL_END

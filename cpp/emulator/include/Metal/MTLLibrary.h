@@ -1,0 +1,82 @@
+#pragma once
+
+#import <Foundation/Foundation.h>
+
+NS_ASSUME_NONNULL_BEGIN
+
+@protocol MTLDevice;
+
+typedef NS_ENUM(NSUInteger, MTLDataType) {
+  MTLDataTypeNone = 0,
+  MTLDataTypeFloat = 3,
+  MTLDataTypeHalf = 16,
+  MTLDataTypeInt = 29,
+  MTLDataTypeUInt = 33,
+  MTLDataTypeShort = 37,
+  MTLDataTypeUShort = 41,
+  MTLDataTypeChar = 45,
+  MTLDataTypeUChar = 49,
+  MTLDataTypeBool = 53,
+  MTLDataTypeLong = 81,
+  MTLDataTypeULong = 85,
+};
+
+typedef NS_ENUM(NSUInteger, MTLFunctionType) {
+  MTLFunctionTypeVertex = 1,
+  MTLFunctionTypeFragment = 2,
+  MTLFunctionTypeKernel = 3,
+};
+
+typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
+  MTLLanguageVersion2_3 = (2 << 16) + 3,
+  MTLLanguageVersion2_4 = (2 << 16) + 4,
+  MTLLanguageVersion3_0 = (3 << 16) + 0,
+  MTLLanguageVersion3_1 = (3 << 16) + 1,
+  MTLLanguageVersion3_2 = (3 << 16) + 2,
+};
+
+typedef NS_ENUM(NSInteger, MTLMathMode) {
+  MTLMathModeSafe = 0,
+  MTLMathModeRelaxed = 1,
+  MTLMathModeFast = 2,
+};
+
+FOUNDATION_EXPORT NSErrorDomain const MTLLibraryErrorDomain;
+
+typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
+    MTLLibraryErrorUnsupported = 1,    MTLLibraryErrorInternal = 2,         MTLLibraryErrorCompileFailure = 3,
+    MTLLibraryErrorCompileWarning = 4, MTLLibraryErrorFunctionNotFound = 5, MTLLibraryErrorFileNotFound = 6,
+};
+
+@interface MTLCompileOptions : NSObject <NSCopying>
+@property(nullable, readwrite, copy, nonatomic) NSDictionary<NSString*, NSObject*>* preprocessorMacros;
+@property(readwrite, nonatomic) BOOL fastMathEnabled;
+@property(readwrite, nonatomic) MTLMathMode mathMode;
+@property(readwrite, nonatomic) MTLLanguageVersion languageVersion;
+@end
+
+@interface MTLFunctionConstantValues : NSObject <NSCopying>
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index;
+- (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range;
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name;
+- (void)reset;
+@end
+
+@protocol MTLFunction <NSObject>
+@property(nullable, copy, atomic) NSString* label;
+@property(readonly) id<MTLDevice> device;
+@property(readonly) MTLFunctionType functionType;
+@property(readonly) NSString* name;
+@end
+
+@protocol MTLLibrary <NSObject>
+@property(nullable, copy, atomic) NSString* label;
+@property(readonly) id<MTLDevice> device;
+@property(readonly) NSArray<NSString*>* functionNames;
+- (nullable id<MTLFunction>)newFunctionWithName:(NSString*)functionName;
+- (nullable id<MTLFunction>)newFunctionWithName:(NSString*)name
+                                 constantValues:(MTLFunctionConstantValues*)constantValues
+                                          error:(NSError* _Nullable* _Nullable)error;
+@end
+
+NS_ASSUME_NONNULL_END

@@ -1,0 +1,11 @@
+// The compute part of Metal, with Apple's names, types, values and nullability.
+#pragma once
+
+#import <Metal/MTLBuffer.h>
+#import <Metal/MTLCommandEncoder.h>
+#import <Metal/MTLCommandQueue.h>
+#import <Metal/MTLComputePipeline.h>
+#import <Metal/MTLDevice.h>
+#import <Metal/MTLLibrary.h>
+#import <Metal/MTLResource.h>
+#import <Metal/MTLTypes.h>

@@ -1,0 +1,137 @@
+// Data that clang emits for -fobjc-runtime=gnustep-2.0, and the few calls that the emulator's own code makes
+// into the runtime. Only what the compiler itself writes is described here; the layout is fixed by it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+
+namespace metal_emulator::objc {
+
+struct Class;
+
+struct Object {
+  Class* isa;
+};
+
+using Implementation = void (*)();
+
+struct Selector {
+  const char* name;  // made unique at load: two selectors are equal when their names are the same pointer
+  const char* types;
+};
+
+struct Method {
+  Implementation implementation;
+  Selector* selector;
+  const char* types;
+};
+
+struct MethodList {
+  MethodList* next;
+  int count;
+  std::size_t element_size;
+  Method methods[];
+};
+
+struct Ivar {
+  const char* name;
+  const char* type;
+  int* offset;
+  std::uint32_t size;
+  std::uint32_t flags;  // log2 of the alignment from bit 3
+};
+
+struct IvarList {
+  int count;
+  std::size_t element_size;
+  Ivar ivars[];
+};
+
+// What objc_slot_lookup_super returns; compiled code reads `implementation`.
+struct Slot {
+  Class* owner;
+  Class* cached_for;
+  const char* types;
+  int version;
+  Implementation implementation;
+};
+
+using DispatchTable = std::unordered_map<const char*, Slot>;  // by unique selector name
+
+inline constexpr unsigned long kMetaClass = 1;  // in Class::info
+
+struct Class {
+  Class* isa;
+  Class* superclass;
+  const char* name;
+  long version;
+  unsigned long info;
+  long instance_size;  // negative before the class is loaded: without the superclass's part
+  IvarList* ivars;
+  MethodList* methods;
+  DispatchTable* dispatch_table;  // null before the class is loaded
+  Implementation cxx_construct, cxx_destruct;
+  Class *first_subclass, *next_sibling;
+  void* protocols;
+  void* extra_data;
+  long abi_version;
+  void* properties;
+};
+
+struct Category {
+  const char* name;
+  const char* class_name;
+  MethodList* instance_methods;
+  MethodList* class_methods;
+  void *protocols, *properties, *class_properties;
+};
+
+// One per linked image: the bounds of the sections that hold its Objective-C data.
+struct Image {
+  std::uint64_t version;
+  Selector *selectors, *selectors_end;
+  Class **classes, **classes_end;
+  Class **class_references, **class_references_end;
+  Category *categories, *categories_end;
+};
+
+struct Super {
+  Object* receiver;
+  Class* superclass;
+};
+
+struct alignas(16) Header {  // in front of every object
+  std::atomic<long> references;
+  std::atomic<bool> weakly_referenced;
+};
+
+// Small strings and numbers live in the pointer itself.
+inline bool is_tagged(const void* object) {
+  return (reinterpret_cast<std::uintptr_t>(object) & 7) != 0;
+}
+inline Header& header(Object* object) {
+  return reinterpret_cast<Header*>(object)[-1];
+}
+
+bool is_block(Object* object);
+Class* class_of(Object* object);
+Slot* find_method(Class* cls, const char* unique_name);
+const char* unique_name(const char* name);
+// Runs `.cxx_construct` (superclass first) or `.cxx_destruct` (subclass first) of all classes of the object.
+void construct_ivars(Object* object);
+void destroy_ivars(Object* object);
+// A copy of the string that lives as long as the process.
+const char* intern(const std::string& text);
+
+}  // namespace metal_emulator::objc
+
+extern "C" {
+// Used by the classes that are written without ARC.
+metal_emulator::objc::Object* metal_emulator_allocate(metal_emulator::objc::Class* cls);
+void metal_emulator_deallocate(metal_emulator::objc::Object* object);
+long metal_emulator_retain_count(metal_emulator::objc::Object* object);
+long metal_emulator_live_objects();
+}

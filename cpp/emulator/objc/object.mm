@@ -1,0 +1,105 @@
+// NSObject and NSBlock. Compiled without ARC: they are what ARC's entry points call.
+#import <Foundation/Foundation.h>
+
+extern "C" {
+id metal_emulator_allocate(Class cls);
+void metal_emulator_deallocate(id object);
+long metal_emulator_retain_count(id object);
+id objc_retain(id object);
+void objc_release(id object);
+id objc_autorelease(id object);
+Class object_getClass(id object);
+Class class_getSuperclass(Class cls);
+const char* class_getName(Class cls);
+BOOL class_respondsToSelector(Class cls, SEL selector);
+}
+
+@implementation NSObject
++ (id)alloc {
+  return metal_emulator_allocate(static_cast<Class>(self));
+}
++ (id)new {
+  return [[self alloc] init];
+}
++ (Class)class {
+  return static_cast<Class>(self);
+}
++ (Class)superclass {
+  return class_getSuperclass(static_cast<Class>(self));
+}
++ (NSString*)description {
+  return [NSString stringWithUTF8String:class_getName(static_cast<Class>(self))];
+}
++ (id)retain {
+  return self;
+}
++ (oneway void)release {
+}
++ (id)autorelease {
+  return self;
+}
+
+- (id)init {
+  return self;
+}
+- (void)dealloc {
+  metal_emulator_deallocate(self);
+}
+- (id)copy {
+  return [(id<NSCopying>)self copyWithZone:nullptr];
+}
+- (id)self {
+  return self;
+}
+- (Class)class {
+  return object_getClass(self);
+}
+- (Class)superclass {
+  return class_getSuperclass(object_getClass(self));
+}
+- (BOOL)isEqual:(id)object {
+  return self == object;
+}
+- (NSUInteger)hash {
+  return reinterpret_cast<NSUInteger>(self) >> 4;
+}
+- (BOOL)isKindOfClass:(Class)cls {
+  for (Class c = object_getClass(self); c; c = class_getSuperclass(c)) {
+    if (c == cls) return YES;
+  }
+  return NO;
+}
+- (BOOL)isMemberOfClass:(Class)cls {
+  return object_getClass(self) == cls;
+}
+- (BOOL)respondsToSelector:(SEL)selector {
+  return class_respondsToSelector(object_getClass(self), selector);
+}
+- (id)retain {
+  return objc_retain(self);
+}
+- (oneway void)release {
+  objc_release(self);
+}
+- (id)autorelease {
+  return objc_autorelease(self);
+}
+- (NSUInteger)retainCount {
+  return static_cast<NSUInteger>(metal_emulator_retain_count(self));
+}
+- (NSString*)description {
+  return
+      [NSString stringWithFormat:@"<%s: %p>", class_getName(object_getClass(self)), static_cast<void*>(self)];
+}
+@end
+
+// Receives the messages that are sent to blocks.
+@interface NSBlock : NSObject <NSCopying>
+@end
+
+@implementation NSBlock
+- (id)copyWithZone:(NSZone*)zone {
+  static_cast<void>(zone);
+  return objc_retain(self);
+}
+@end

@@ -1,0 +1,290 @@
+// Object life: allocation, retain counts, autorelease pools, weak references, and the entry points that ARC
+// calls.
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+#include <vector>
+
+#include "abi.h"
+
+using metal_emulator::objc::Class;
+using metal_emulator::objc::Object;
+using metal_emulator::objc::Selector;
+
+extern "C" {
+extern Class constant_string_class asm("._OBJC_CLASS_NSConstantString");
+void* _Block_copy(const void* block);
+void _Block_release(const void* block);
+Object* objc_retain(Object* object);
+}
+
+namespace metal_emulator::objc {
+namespace {
+
+std::atomic<long> live_objects{0};
+thread_local std::vector<Object*> autorelease_stack;
+
+// Literals and classes are never freed.
+bool is_immortal(Object* object) {
+  return !object || is_tagged(object) || object->isa == &constant_string_class ||
+         (object->isa->info & kMetaClass);
+}
+
+// Locations of __weak variables, by the object they refer to.
+struct WeakReferences {
+  std::mutex mutex;
+  std::unordered_multimap<Object*, Object**> locations;
+
+  void remove(Object* object, Object** location) {
+    const auto [begin, end] = locations.equal_range(object);
+    for (auto i = begin; i != end; ++i) {
+      if (i->second == location) {
+        locations.erase(i);
+        return;
+      }
+    }
+  }
+};
+
+WeakReferences& weak_references() {
+  static auto* instance = new WeakReferences;
+  return *instance;
+}
+
+// True when the last reference went and the object must be deallocated. Weak references to it are nil from
+// then on.
+bool drop_reference(Object* object) {
+  Header& h = header(object);
+  if (h.references.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
+  if (h.weakly_referenced.load(std::memory_order_acquire)) {
+    WeakReferences& weak = weak_references();
+    std::lock_guard lock(weak.mutex);
+    const auto [begin, end] = weak.locations.equal_range(object);
+    for (auto i = begin; i != end; ++i) *i->second = nullptr;
+    weak.locations.erase(begin, end);
+  }
+  return true;
+}
+
+// Retains an object that another thread may be releasing; null when its last reference is gone.
+Object* retain_if_alive(Object* object) {
+  if (is_immortal(object) || is_block(object)) return objc_retain(object);
+  auto& references = header(object).references;
+  long count = references.load(std::memory_order_relaxed);
+  while (count > 0 && !references.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel)) {
+  }
+  return count > 0 ? object : nullptr;
+}
+
+template <typename Result = void>
+Result send(Object* object, const char* name) {
+  Selector selector{name, ""};
+  const auto implementation = find_method(class_of(object), name)->implementation;
+  return reinterpret_cast<Result (*)(Object*, Selector*)>(implementation)(object, &selector);
+}
+
+}  // namespace
+}  // namespace metal_emulator::objc
+
+using namespace metal_emulator::objc;
+
+extern "C" {
+
+Object* metal_emulator_allocate(Class* cls) {
+  void* memory = std::calloc(1, sizeof(Header) + static_cast<std::size_t>(cls->instance_size));
+  if (!memory) throw std::bad_alloc();
+  auto* h = new (memory) Header{1, false};
+  auto* object = reinterpret_cast<Object*>(h + 1);
+  object->isa = cls;
+  live_objects++;
+  construct_ivars(object);
+  return object;
+}
+
+void metal_emulator_deallocate(Object* object) {
+  destroy_ivars(object);
+  live_objects--;
+  std::free(&header(object));
+}
+
+long metal_emulator_retain_count(Object* object) {
+  return is_immortal(object) ? -1 : header(object).references.load(std::memory_order_relaxed);
+}
+
+long metal_emulator_live_objects() {
+  return live_objects;
+}
+
+Object* objc_retain(Object* object) {
+  if (!object || is_tagged(object)) return object;
+  if (is_block(object)) return static_cast<Object*>(_Block_copy(object));
+  if (!is_immortal(object)) header(object).references.fetch_add(1, std::memory_order_relaxed);
+  return object;
+}
+
+void objc_release(Object* object) {
+  if (!object || is_tagged(object)) return;
+  if (is_block(object)) return _Block_release(object);
+  if (is_immortal(object) || !drop_reference(object)) return;
+  static const char* const name = unique_name("dealloc");
+  send(object, name);
+}
+
+void* objc_autoreleasePoolPush() {
+  return reinterpret_cast<void*>(autorelease_stack.size());
+}
+
+void objc_autoreleasePoolPop(void* pool) {
+  const auto size = reinterpret_cast<std::size_t>(pool);
+  while (autorelease_stack.size() > size) {  // releasing may autorelease more
+    Object* object = autorelease_stack.back();
+    autorelease_stack.pop_back();
+    objc_release(object);
+  }
+}
+
+Object* objc_autorelease(Object* object) {
+  if (object && !is_tagged(object)) autorelease_stack.push_back(object);
+  return object;
+}
+
+Object* objc_autoreleaseReturnValue(Object* object) {
+  return objc_autorelease(object);
+}
+Object* objc_retainAutorelease(Object* object) {
+  return objc_autorelease(objc_retain(object));
+}
+Object* objc_retainAutoreleaseReturnValue(Object* object) {
+  return objc_autorelease(objc_retain(object));
+}
+Object* objc_retainAutoreleasedReturnValue(Object* object) {
+  return objc_retain(object);
+}
+Object* objc_unsafeClaimAutoreleasedReturnValue(Object* object) {
+  return object;
+}
+Object* objc_retainBlock(Object* block) {
+  return static_cast<Object*>(_Block_copy(block));
+}
+
+Object* objc_alloc(Class* cls) {
+  static const char* const name = unique_name("alloc");
+  return cls ? send<Object*>(reinterpret_cast<Object*>(cls), name) : nullptr;
+}
+Object* objc_alloc_init(Class* cls) {
+  static const char* const name = unique_name("init");
+  Object* object = objc_alloc(cls);
+  return object ? send<Object*>(object, name) : nullptr;
+}
+
+void objc_storeStrong(Object** location, Object* value) {
+  objc_retain(value);
+  Object* old = *location;
+  *location = value;
+  objc_release(old);
+}
+
+// Weak references.
+
+Object* objc_storeWeak(Object** location, Object* value) {
+  WeakReferences& weak = weak_references();
+  std::lock_guard lock(weak.mutex);
+  if (*location) weak.remove(*location, location);
+  *location = value;
+  if (!is_immortal(value) && !is_block(value)) {
+    header(value).weakly_referenced.store(true, std::memory_order_release);
+    weak.locations.emplace(value, location);
+  }
+  return value;
+}
+
+Object* objc_initWeak(Object** location, Object* value) {
+  *location = nullptr;
+  return objc_storeWeak(location, value);
+}
+
+Object* objc_loadWeakRetained(Object** location) {
+  std::lock_guard lock(weak_references().mutex);
+  return retain_if_alive(*location);
+}
+
+Object* objc_loadWeak(Object** location) {
+  return objc_autorelease(objc_loadWeakRetained(location));
+}
+void objc_destroyWeak(Object** location) {
+  objc_storeWeak(location, nullptr);
+}
+
+void objc_copyWeak(Object** to, Object** from) {
+  Object* object = objc_loadWeakRetained(from);
+  objc_initWeak(to, object);
+  objc_release(object);
+}
+
+void objc_moveWeak(Object** to, Object** from) {
+  objc_copyWeak(to, from);
+  objc_destroyWeak(from);
+}
+
+// Synthesized properties. Atomic object properties share one lock; they are rare and their sections short.
+
+static std::recursive_mutex& property_mutex() {
+  static auto* mutex = new std::recursive_mutex;
+  return *mutex;
+}
+
+static Object** property(Object* object, std::ptrdiff_t offset) {
+  return reinterpret_cast<Object**>(reinterpret_cast<char*>(object) + offset);
+}
+
+static void set_property(Object* object, std::ptrdiff_t offset, Object* value, bool copied) {
+  static const char* const name = unique_name("copy");
+  if (copied && value) value = send<Object*>(value, name);
+  Object* old;
+  {
+    std::lock_guard lock(property_mutex());
+    old = *property(object, offset);
+    *property(object, offset) = copied ? value : objc_retain(value);
+  }
+  objc_release(old);
+}
+
+Object* objc_getProperty(Object* object, Selector*, std::ptrdiff_t offset, bool atomic) {
+  if (!atomic) return *property(object, offset);
+  std::lock_guard lock(property_mutex());
+  return objc_retainAutorelease(*property(object, offset));
+}
+void objc_setProperty(Object* object, Selector*, std::ptrdiff_t offset, Object* value, bool, bool copied) {
+  set_property(object, offset, value, copied);
+}
+void objc_setProperty_nonatomic(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
+  set_property(object, offset, value, false);
+}
+void objc_setProperty_atomic(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
+  set_property(object, offset, value, false);
+}
+void objc_setProperty_nonatomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
+  set_property(object, offset, value, true);
+}
+void objc_setProperty_atomic_copy(Object* object, Selector*, Object* value, std::ptrdiff_t offset) {
+  set_property(object, offset, value, true);
+}
+
+// @synchronized. One recursive lock for all objects is enough for the emulator's use.
+static std::recursive_mutex& synchronized_mutex() {
+  static auto* mutex = new std::recursive_mutex;
+  return *mutex;
+}
+
+int objc_sync_enter(Object*) {
+  synchronized_mutex().lock();
+  return 0;
+}
+
+int objc_sync_exit(Object*) {
+  synchronized_mutex().unlock();
+  return 0;
+}
+
+}  // extern "C"

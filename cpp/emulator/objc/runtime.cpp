@@ -1,0 +1,226 @@
+// Classes, selectors and message lookup.
+#include <unwind.h>
+
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "abi.h"
+
+using metal_emulator::objc::Category;
+using metal_emulator::objc::Class;
+using metal_emulator::objc::Image;
+using metal_emulator::objc::Implementation;
+using metal_emulator::objc::MethodList;
+using metal_emulator::objc::Object;
+using metal_emulator::objc::Selector;
+using metal_emulator::objc::Slot;
+using metal_emulator::objc::Super;
+
+extern "C" {
+extern Class tiny_string_class asm("._OBJC_CLASS_NSTinyString");
+extern Class block_class asm("._OBJC_CLASS_NSBlock");
+}
+
+namespace metal_emulator::objc {
+namespace {
+
+// Never destroyed: objects may be released while the process exits.
+struct Tables {
+  std::shared_mutex mutex;
+  std::unordered_map<std::string, Class*> classes;
+  std::unordered_set<std::string> names;
+};
+
+Tables& tables() {
+  static auto* instance = new Tables;
+  return *instance;
+}
+
+const char* intern_locked(const std::string& text) {
+  return tables().names.insert(text).first->c_str();
+}
+
+void add_methods(Class* cls, const MethodList* list) {
+  for (; list; list = list->next) {
+    for (int i = 0; i < list->count; i++) {
+      const Method& method = list->methods[i];
+      (*cls->dispatch_table)[intern_locked(method.selector->name)] =
+          Slot{cls, cls, method.types, 0, method.implementation};
+    }
+  }
+}
+
+long align_up(long value, long alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+// Ivars follow those of the superclass, whose size is known only now.
+void lay_out_ivars(Class* cls) {
+  const long own = cls->instance_size < 0 ? -cls->instance_size : cls->instance_size;
+  long base = cls->superclass ? cls->superclass->instance_size : 0;
+  if (cls->ivars) {
+    long alignment = 1;
+    for (int i = 0; i < cls->ivars->count; i++) {
+      alignment = std::max(alignment, 1L << (cls->ivars->ivars[i].flags >> 3));
+    }
+    base = align_up(base, alignment);
+    for (int i = 0; i < cls->ivars->count; i++) *cls->ivars->ivars[i].offset += static_cast<int>(base);
+  }
+  cls->instance_size = base + own;
+}
+
+void load_class(Class* cls) {
+  if (cls->dispatch_table) return;
+  if (cls->superclass) load_class(cls->superclass);
+  Class* root = cls;
+  while (root->superclass) root = root->superclass;
+  Class* meta = cls->isa;
+  cls->dispatch_table = new DispatchTable;
+  meta->dispatch_table = new DispatchTable;
+  meta->isa = root->isa;
+  meta->superclass = cls->superclass ? cls->superclass->isa : cls;
+  meta->instance_size = sizeof(Class);
+  lay_out_ivars(cls);
+  add_methods(cls, cls->methods);
+  add_methods(meta, meta->methods);
+  tables().classes[cls->name] = cls;
+}
+
+void run_on_ivars(Class* cls, Object* object, const char* name, bool superclass_first) {
+  if (!cls) return;
+  if (superclass_first) run_on_ivars(cls->superclass, object, name, superclass_first);
+  Implementation implementation = nullptr;
+  {
+    std::shared_lock lock(tables().mutex);
+    if (auto found = cls->dispatch_table->find(name); found != cls->dispatch_table->end()) {
+      implementation = found->second.implementation;
+    }
+  }
+  if (implementation) {
+    Selector selector{name, "v16@0:8"};
+    reinterpret_cast<void (*)(Object*, Selector*)>(implementation)(object, &selector);
+  }
+  if (!superclass_first) run_on_ivars(cls->superclass, object, name, superclass_first);
+}
+
+Slot* require_method(Class* cls, const Selector* selector) {
+  Slot* slot = find_method(cls, selector->name);
+  if (!slot) {
+    throw std::logic_error(std::string("unrecognized selector: ") + (cls->info & kMetaClass ? "+[" : "-[") +
+                           cls->name + " " + selector->name + "]");
+  }
+  return slot;
+}
+
+// Answers every message to nil. Compiled code clears the result itself where a register does not hold it.
+std::uintptr_t nil_method() {
+  return 0;
+}
+Slot nil_slot{nullptr, nullptr, "", 0, reinterpret_cast<Implementation>(nil_method)};
+
+}  // namespace
+
+const char* intern(const std::string& text) {
+  std::unique_lock lock(tables().mutex);
+  return intern_locked(text);
+}
+
+const char* unique_name(const char* name) {
+  return intern(name);
+}
+
+Class* class_of(Object* object) {
+  if (is_tagged(object)) return &tiny_string_class;
+  return is_block(object) ? &block_class : object->isa;
+}
+
+Slot* find_method(Class* cls, const char* unique_name) {
+  std::shared_lock lock(tables().mutex);
+  for (; cls; cls = cls->superclass) {
+    if (auto found = cls->dispatch_table->find(unique_name); found != cls->dispatch_table->end()) {
+      return &found->second;
+    }
+  }
+  return nullptr;
+}
+
+void construct_ivars(Object* object) {
+  static const char* const name = unique_name(".cxx_construct");
+  run_on_ivars(object->isa, object, name, true);
+}
+
+void destroy_ivars(Object* object) {
+  static const char* const name = unique_name(".cxx_destruct");
+  run_on_ivars(object->isa, object, name, false);
+}
+
+}  // namespace metal_emulator::objc
+
+using namespace metal_emulator::objc;
+
+extern "C" {
+
+// Called by a constructor function in every image that holds Objective-C.
+void __objc_load(Image* image) {
+  std::unique_lock lock(tables().mutex);
+  for (Selector* s = image->selectors; s < image->selectors_end; s++) {
+    if (s->name) s->name = intern_locked(s->name);
+  }
+  for (Class** c = image->classes; c < image->classes_end; c++) {
+    if (*c) load_class(*c);
+  }
+  for (Category* c = image->categories; c < image->categories_end; c++) {
+    if (!c->name) continue;
+    Class* cls = tables().classes.at(c->class_name);
+    add_methods(cls, c->instance_methods);
+    add_methods(cls->isa, c->class_methods);
+  }
+}
+
+Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {
+  return *receiver ? require_method(class_of(*receiver), selector) : &nil_slot;
+}
+Slot* objc_slot_lookup_super(Super* super, Selector* selector) {
+  return super->receiver ? require_method(super->superclass, selector) : &nil_slot;
+}
+Implementation objc_msg_lookup_super(Super* super, Selector* selector) {
+  return objc_slot_lookup_super(super, selector)->implementation;
+}
+
+Class* objc_lookUpClass(const char* name) {
+  std::shared_lock lock(tables().mutex);
+  const auto found = tables().classes.find(name);
+  return found == tables().classes.end() ? nullptr : found->second;
+}
+Class* object_getClass(Object* object) {
+  return object ? class_of(object) : nullptr;
+}
+Class* class_getSuperclass(Class* cls) {
+  return cls->superclass;
+}
+const char* class_getName(Class* cls) {
+  return cls->name;
+}
+bool class_respondsToSelector(Class* cls, Selector* selector) {
+  return find_method(cls, selector->name) != nullptr;
+}
+
+void objc_enumerationMutation(Object*) {
+  throw std::logic_error("a collection was changed while it was enumerated");
+}
+
+// Only C++ exceptions exist here, so handlers and clean-ups of .mm files are those of C++.
+_Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, std::uint64_t, _Unwind_Exception*,
+                                         _Unwind_Context*);
+_Unwind_Reason_Code __gnustep_objcxx_personality_v0(int version, _Unwind_Action actions,
+                                                    std::uint64_t exception_class,
+                                                    _Unwind_Exception* exception, _Unwind_Context* context) {
+  return __gxx_personality_v0(version, actions, exception_class, exception, context);
+}
+
+}  // extern "C"
