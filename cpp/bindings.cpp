@@ -1,5 +1,5 @@
-// The Python module. The only file that knows nanobind's view of the engines: it converts and checks arrays, releases
-// the GIL around compute and turns C++ exceptions into the classes of metal_prefill.errors.
+// The Python module. The only file that knows nanobind's view of the engines: it converts and checks arrays,
+// releases the GIL around compute and turns C++ exceptions into the classes of metal_prefill.errors.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/function.h>
@@ -10,11 +10,13 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "checksum.h"
 #include "engine.h"
 
 #ifdef METAL_PREFILL_EMULATOR
@@ -29,30 +31,36 @@ namespace {
 
 using TokenArray = nb::ndarray<const TokenId, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatArray = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
 
-Prefix prefix_of(bool reuse) { return reuse ? Prefix::kReuse : Prefix::kAppend; }
+Prefix prefix_of(bool reuse) {
+  return reuse ? Prefix::kReuse : Prefix::kAppend;
+}
 
-std::span<const TokenId> view(const TokenArray& tokens) { return {tokens.data(), tokens.shape(0)}; }
+std::span<const TokenId> view(const TokenArray& tokens) {
+  return {tokens.data(), tokens.shape(0)};
+}
 
-// A float32 array that NumPy owns. Made and handed over with the GIL held; filled without it.
-class FloatResult {
+// An array that NumPy owns. Made and handed over with the GIL held; filled without it.
+template <typename T>
+class Result {
  public:
-  explicit FloatResult(std::size_t n) : data_(std::make_unique<float[]>(n)), n_(n) {}
-  float* data() { return data_.get(); }
-  FloatArray release() {
-    float* p = data_.release();
-    nb::capsule owner(p, [](void* q) noexcept { delete[] static_cast<float*>(q); });
-    return FloatArray(p, {n_}, owner);
+  using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+  explicit Result(std::size_t n) : data_(std::make_unique_for_overwrite<T[]>(n)), n_(n) {}
+  T* data() { return data_.get(); }
+  Array release() {
+    T* p = data_.release();
+    nb::capsule owner(p, [](void* q) noexcept { delete[] static_cast<T*>(q); });
+    return Array(p, {n_}, owner);
   }
 
  private:
-  std::unique_ptr<float[]> data_;
+  std::unique_ptr<T[]> data_;
   std::size_t n_;
 };
+using FloatResult = Result<float>;
 
-// Between chunks: runs signal handlers (so that Ctrl-C works) and the caller's callback. An exception in either stops
-// the prompt; it is raised once the session has settled.
+// Between chunks: runs signal handlers (so that Ctrl-C works) and the caller's callback. An exception in
+// either stops the prompt; it is raised once the session has settled.
 class ProgressGuard {
  public:
   explicit ProgressGuard(nb::object callback) : callback_(std::move(callback)) {}
@@ -135,13 +143,15 @@ class ModelBuilder {
  public:
   ModelBuilder(const Config& config, ByteArray mapping, nb::object owner) {
     model_.config = config;
-    if (config.n_layers < 0 || config.n_layers > 100000) throw std::invalid_argument("n_layers is out of range");
+    if (config.n_layers < 0 || config.n_layers > 100000)
+      throw std::invalid_argument("n_layers is out of range");
     model_.layers.resize(std::size_t(config.n_layers));
-    model_.mapping = {reinterpret_cast<const std::byte*>(mapping.data()), mapping.shape(0), keep_alive(std::move(owner))};
+    model_.mapping = {reinterpret_cast<const std::byte*>(mapping.data()), mapping.shape(0),
+                      keep_alive(std::move(owner))};
   }
 
-  void add(const std::string& role, int layer, const std::string& name, std::uint32_t type, int rows, int cols,
-           std::size_t offset, std::size_t bytes) {
+  void add(const std::string& role, int layer, const std::string& name, std::uint32_t type, int rows,
+           int cols, std::size_t offset, std::size_t bytes) {
     Tensor* slot = find_slot(model_, role, layer);
     if (!slot) throw std::invalid_argument("no slot for tensor '" + name + "' (" + role + ")");
     if (offset > model_.mapping.bytes || bytes > model_.mapping.bytes - offset)
@@ -150,7 +160,8 @@ class ModelBuilder {
   }
 
   std::shared_ptr<Engine> build(const std::string& device, const EngineOptions& options) {
-    if (device != "cpu" && device != "metal") throw std::invalid_argument("device '" + device + "' is not cpu or metal");
+    if (device != "cpu" && device != "metal")
+      throw std::invalid_argument("device '" + device + "' is not cpu or metal");
     validate(model_);
     nb::gil_scoped_release release;
     return device == "cpu" ? make_cpu_engine(model_, options) : make_metal_engine(model_, options);
@@ -179,7 +190,9 @@ void translate(const std::exception_ptr& pointer, void*) {
 }
 
 void bind_config(nb::module_& m) {
-  nb::enum_<RopeStyle>(m, "RopeStyle").value("INTERLEAVED", RopeStyle::kInterleaved).value("NEOX", RopeStyle::kNeox);
+  nb::enum_<RopeStyle>(m, "RopeStyle")
+      .value("INTERLEAVED", RopeStyle::kInterleaved)
+      .value("NEOX", RopeStyle::kNeox);
   nb::enum_<RopeScaling>(m, "RopeScaling")
       .value("NONE", RopeScaling::kNone)
       .value("LINEAR", RopeScaling::kLinear)
@@ -231,7 +244,8 @@ void bind_config(nb::module_& m) {
 void bind_engine(nb::module_& m) {
   nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")
       .def(nb::init<const Config&, ByteArray, nb::object>(), "config"_a, "mapping"_a, "owner"_a)
-      .def("add", &ModelBuilder::add, "role"_a, "layer"_a, "name"_a, "type"_a, "rows"_a, "cols"_a, "offset"_a, "bytes"_a)
+      .def("add", &ModelBuilder::add, "role"_a, "layer"_a, "name"_a, "type"_a, "rows"_a, "cols"_a, "offset"_a,
+           "bytes"_a)
       .def("build", &ModelBuilder::build, "device"_a, "options"_a);
 
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
@@ -239,6 +253,38 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)
       .def("stats", &Engine::stats);
+}
+
+// Token ids, and the rows of K and V of each layer: K of layer 0, V of layer 0, K of layer 1, ...
+nb::tuple export_state(Session& session) {
+  std::vector<Result<std::uint8_t>> rows;
+  const std::vector<TokenId> tokens = without_gil([&] {
+    return session.export_state([&](int, bool, std::size_t bytes) {
+      return reinterpret_cast<std::byte*>(rows.emplace_back(bytes).data());
+    });
+  });
+  Result<TokenId> ids(tokens.size());
+  std::copy(tokens.begin(), tokens.end(), ids.data());
+  nb::list arrays;
+  for (auto& r : rows) arrays.append(r.release());
+  return nb::make_tuple(ids.release(), arrays);
+}
+
+void import_state(Session& session, const TokenArray& tokens, const std::vector<ByteArray>& rows) {
+  const std::size_t layers = std::size_t(session.engine().config().n_layers);
+  if (rows.size() != 2 * layers)
+    throw std::invalid_argument("a state of " + std::to_string(layers) + " layers has " +
+                                std::to_string(2 * layers) + " arrays, got " + std::to_string(rows.size()));
+  without_gil([&] {
+    session.import_state(view(tokens), [&](int layer, bool values, std::size_t bytes) {
+      const ByteArray& array = rows[2 * std::size_t(layer) + values];
+      if (array.shape(0) != bytes)
+        throw std::invalid_argument(std::string(values ? "values" : "keys") + " of layer " +
+                                    std::to_string(layer) + " have " + std::to_string(array.shape(0)) +
+                                    " bytes, expected " + std::to_string(bytes));
+      return reinterpret_cast<const std::byte*>(array.data());
+    });
+  });
 }
 
 void bind_session(nb::module_& m) {
@@ -259,7 +305,8 @@ void bind_session(nb::module_& m) {
             FloatResult logits(std::size_t(self.engine().config().vocab_size));
             ProgressGuard guard(std::move(progress));
             without_gil([&] {
-              return self.forward_prompt_logits(view(tokens), logits.data(), prefix_of(reuse), guard.function());
+              return self.forward_prompt_logits(view(tokens), logits.data(), prefix_of(reuse),
+                                                guard.function());
             });
             guard.raise_pending();
             return logits.release();
@@ -275,7 +322,8 @@ void bind_session(nb::module_& m) {
             return log_probs.release();
           },
           "tokens"_a, "progress"_a = nb::none())
-      .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "forward_token",
           [](Session& self, TokenId token) {
@@ -289,6 +337,9 @@ void bind_session(nb::module_& m) {
       .def("tokens", &Session::tokens, nb::call_guard<nb::gil_scoped_release>())
       .def("rewind", &Session::rewind, "position"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("fork", &Session::fork, nb::call_guard<nb::gil_scoped_release>())
+      .def("export_state", &export_state,
+           nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
+      .def("import_state", &import_state, "tokens"_a, "rows"_a)
       .def("memory_bytes", &Session::memory_bytes, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", &Session::stats, nb::call_guard<nb::gil_scoped_release>());
 }
@@ -303,7 +354,8 @@ NB_MODULE(_core, m) {
   bind_config(m);
   bind_engine(m);
   bind_session(m);
-  m.def("metal_available", &metal_available, "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
+  m.def("metal_available", &metal_available,
+        "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
 #ifdef METAL_PREFILL_EMULATOR
   m.attr("has_emulator") = true;
   nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");
@@ -311,6 +363,12 @@ NB_MODULE(_core, m) {
 #else
   m.attr("has_emulator") = false;
 #endif
+  m.def(
+      "xxh64",
+      [](ByteArray data, std::uint64_t seed) {
+        return without_gil([&] { return xxh64(std::as_bytes(std::span(data.data(), data.shape(0))), seed); });
+      },
+      "data"_a, "seed"_a = 0, "The 64-bit xxHash of an array of bytes.");
   m.def(
       "dequantize",
       [](std::uint32_t type, ByteArray rows, std::size_t values) {

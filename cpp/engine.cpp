@@ -22,16 +22,19 @@ std::size_t Session::check_prompt(std::span<const TokenId> tokens, Prefix prefix
   for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
   const std::size_t position = prefix == Prefix::kAppend ? tokens_.size() : 0;
   if (tokens.size() > std::size_t(max_context_) - position)
-    throw ContextOverflowError("position " + std::to_string(position) + " + " + std::to_string(tokens.size()) +
-                               " tokens exceeds the context of " + std::to_string(max_context_));
+    throw ContextOverflowError("position " + std::to_string(position) + " + " +
+                               std::to_string(tokens.size()) + " tokens exceeds the context of " +
+                               std::to_string(max_context_));
   if (prefix == Prefix::kAppend) return 0;
   // The last token is always computed: what follows it is what the caller asks for.
   const std::size_t limit = std::min(tokens_.size(), tokens.size() - 1);
-  return std::size_t(std::mismatch(tokens.begin(), tokens.begin() + std::ptrdiff_t(limit), tokens_.begin()).first -
-                     tokens.begin());
+  return std::size_t(
+      std::mismatch(tokens.begin(), tokens.begin() + std::ptrdiff_t(limit), tokens_.begin()).first -
+      tokens.begin());
 }
 
-PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix prefix, const Progress& progress) {
+PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix prefix,
+                          const Progress& progress) {
   const std::scoped_lock lock(mutex_);
   begin_call();
   const std::size_t reused = check_prompt(tokens, prefix);
@@ -74,7 +77,8 @@ PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix 
   return result;
 }
 
-PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress) {
+PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix,
+                                     const Progress& progress) {
   Chunk wanted;
   wanted.output = Output::kGreedy;
   return run(tokens, wanted, prefix, progress);
@@ -98,9 +102,13 @@ PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, c
   return run(tokens.first(tokens.size() - 1), wanted, Prefix::kAppend, progress);
 }
 
-TokenId Session::forward_token_greedy(TokenId token) { return forward_prompt({&token, 1}).token; }
+TokenId Session::forward_token_greedy(TokenId token) {
+  return forward_prompt({&token, 1}).token;
+}
 
-void Session::forward_token(TokenId token, float* logits) { forward_prompt_logits({&token, 1}, logits); }
+void Session::forward_token(TokenId token, float* logits) {
+  forward_prompt_logits({&token, 1}, logits);
+}
 
 int Session::position() const {
   const std::scoped_lock lock(mutex_);
@@ -123,8 +131,12 @@ void Session::rewind(int position) {
 std::unique_ptr<Session> Session::fork() {
   auto copy = engine_->session(max_context_);
   const std::scoped_lock lock(mutex_);
-  const int n = int(tokens_.size());
-  copy->import_state(tokens_, [&](int layer, bool values, std::byte* rows) { read_kv(layer, values, n, rows); });
+  std::vector<std::byte> rows;
+  copy->import_state(tokens_, [&](int layer, bool values, std::size_t bytes) {
+    rows.resize(bytes);
+    read_kv(layer, values, int(tokens_.size()), rows.data());
+    return rows.data();
+  });
   return copy;
 }
 
@@ -134,36 +146,27 @@ std::size_t Session::kv_row_bytes(bool values) const {
   return std::size_t(c.n_kv_heads) * std::size_t(values ? c.value_dim : c.key_dim) * element;
 }
 
-void Session::export_state(std::vector<TokenId>& tokens, const KvWriter& write) {
+std::vector<TokenId> Session::export_state(const KvSink& sink) {
   const std::scoped_lock lock(mutex_);
-  std::vector<std::byte> rows;
-  for (int layer = 0; layer < engine_->config().n_layers; ++layer) {
-    for (const bool values : {false, true}) {
-      rows.resize(tokens_.size() * kv_row_bytes(values));
-      read_kv(layer, values, int(tokens_.size()), rows.data());
-      write(layer, values, rows);
-    }
-  }
-  tokens = tokens_;
+  for (int layer = 0; layer < engine_->config().n_layers; ++layer)
+    for (const bool values : {false, true})
+      read_kv(layer, values, int(tokens_.size()), sink(layer, values, tokens_.size() * kv_row_bytes(values)));
+  return tokens_;
 }
 
-void Session::import_state(std::span<const TokenId> tokens, const KvReader& read) {
+void Session::import_state(std::span<const TokenId> tokens, const KvSource& source) {
   const std::scoped_lock lock(mutex_);
   if (tokens.size() > std::size_t(max_context_))
-    throw ContextOverflowError("a state of " + std::to_string(tokens.size()) + " tokens exceeds the context of " +
-                               std::to_string(max_context_));
+    throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
+                               " tokens exceeds the context of " + std::to_string(max_context_));
   for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
   std::vector<TokenId> replacement(tokens.begin(), tokens.end());
   reserve(int(tokens.size()));
   tokens_.clear();  // until every row is in, the cache holds nothing of use
-  std::vector<std::byte> rows;
-  for (int layer = 0; layer < engine_->config().n_layers; ++layer) {
-    for (const bool values : {false, true}) {
-      rows.resize(replacement.size() * kv_row_bytes(values));
-      read(layer, values, rows.data());
-      write_kv(layer, values, int(replacement.size()), rows.data());
-    }
-  }
+  const int n = int(replacement.size());
+  for (int layer = 0; layer < engine_->config().n_layers; ++layer)
+    for (const bool values : {false, true})
+      write_kv(layer, values, n, source(layer, values, replacement.size() * kv_row_bytes(values)));
   tokens_ = std::move(replacement);
 }
 
@@ -191,7 +194,9 @@ std::unique_ptr<Session> Engine::session(int max_context) {
 }
 
 #ifndef METAL_PREFILL_METAL
-bool metal_available() { return false; }
+bool metal_available() {
+  return false;
+}
 
 std::shared_ptr<Engine> make_metal_engine(Model, const EngineOptions&) {
   throw DeviceError(

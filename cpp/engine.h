@@ -1,9 +1,10 @@
 // The contract between the Python API and the engines.
 //
-// An Engine holds what is shared: weights, pipelines, thread pool. A Session owns a KV cache, a position and the ids
-// of the tokens in the cache; many sessions share one engine. The public calls of Session are implemented once, here:
-// they check arguments before anything changes, split a prompt into chunks, report progress between chunks and keep
-// position and cache consistent when a chunk fails. An engine implements the protected hooks.
+// An Engine holds what is shared: weights, pipelines, thread pool. A Session owns a KV cache, a position and
+// the ids of the tokens in the cache; many sessions share one engine. The public calls of Session are
+// implemented once, here: they check arguments before anything changes, split a prompt into chunks, report
+// progress between chunks and keep position and cache consistent when a chunk fails. An engine implements the
+// protected hooks.
 #pragma once
 
 #include <cstddef>
@@ -36,16 +37,19 @@ struct UnsupportedModelError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-enum class Compute { kInt8, kF32 };  // activations against quantized weights: 8 bits per block of 32, or float32
+enum class Compute {
+  kInt8,
+  kF32
+};  // activations against quantized weights: 8 bits per block of 32, or float32
 enum class KvType { kF16, kF32 };
 
 struct EngineOptions {
   int threads = 0;  // 0: one per available core
   Compute compute = Compute::kInt8;
   KvType kv_type = KvType::kF16;
-  int chunk_tokens = 512;  // tokens of a prompt that go through the layers together
-  bool fused_norm = false;       // Metal: RMSNorm inside the projections (decode)
-  bool fused_silu = false;       // Metal: SwiGLU inside the down projection (decode)
+  int chunk_tokens = 512;   // tokens of a prompt that go through the layers together
+  bool fused_norm = false;  // Metal: RMSNorm inside the projections (decode)
+  bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
 };
 
 // What the last layer of a chunk must deliver.
@@ -60,17 +64,18 @@ struct Chunk {
   std::span<const TokenId> tokens;
   int position = 0;  // of tokens[0]
   Output output = Output::kNone;
-  float* logits = nullptr;                // kLogits: [vocab_size]
-  std::span<const TokenId> targets;       // kLogProbs: target of each token; a negative one is not asked for
-  float* log_probs = nullptr;             // kLogProbs: [tokens.size()]
+  float* logits = nullptr;           // kLogits: [vocab_size]
+  std::span<const TokenId> targets;  // kLogProbs: target of each token; a negative one is not asked for
+  float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
 };
 
-// Called between chunks with the number of prompt tokens done and in all. Returning false stops the prompt there.
+// Called between chunks with the number of prompt tokens done and in all. Returning false stops the prompt
+// there.
 using Progress = std::function<bool(int done, int total)>;
 
 struct PromptResult {
   int done = 0;        // tokens of the prompt that are now in the cache
-  TokenId token = -1; // kGreedy: the next token; -1 when the prompt was stopped
+  TokenId token = -1;  // kGreedy: the next token; -1 when the prompt was stopped
 };
 
 enum class Prefix { kAppend, kReuse };
@@ -86,12 +91,12 @@ class Session {
   Session& operator=(const Session&) = delete;
 
   // Each of these is safe to call from several threads: calls on one session run one after another.
-  // `prefix` says where the tokens go: behind those in the cache, or, with kReuse, in their place: the longest common
-  // prefix is kept and only the rest computed.
+  // `prefix` says where the tokens go: behind those in the cache, or, with kReuse, in their place: the
+  // longest common prefix is kept and only the rest computed.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
                               const Progress& progress = {});
-  PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix = Prefix::kAppend,
-                                     const Progress& progress = {});
+  PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
+                                     Prefix prefix = Prefix::kAppend, const Progress& progress = {});
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);
@@ -104,13 +109,14 @@ class Session {
 
   // A new session with the same cache contents and position.
   std::unique_ptr<Session> fork();
-  // State in and out. K (values = false) and V (true) of a layer travel in canonical layout
-  // [position][kv_head][head_dim] with elements of kv_type.
-  using KvWriter = std::function<void(int layer, bool values, std::span<const std::byte> rows)>;
-  using KvReader = std::function<void(int layer, bool values, std::byte* rows)>;
+  // State out and in. K (values = false) and V (true) of a layer travel in canonical layout
+  // [position][kv_head][head_dim] with elements of kv_type. The caller says where the rows go, or where they
+  // are; an import may reuse one buffer for all of them.
+  using KvSink = std::function<std::byte*(int layer, bool values, std::size_t bytes)>;
+  using KvSource = std::function<const std::byte*(int layer, bool values, std::size_t bytes)>;
   std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
-  void export_state(std::vector<TokenId>& tokens, const KvWriter& write);
-  void import_state(std::span<const TokenId> tokens, const KvReader& read);
+  std::vector<TokenId> export_state(const KvSink& sink);
+  void import_state(std::span<const TokenId> tokens, const KvSource& source);
 
   std::size_t memory_bytes() const;  // of the KV cache as allocated now
   Stats stats() const;               // of the last call
@@ -119,8 +125,8 @@ class Session {
  protected:
   Session(std::shared_ptr<Engine> engine, int max_context);
 
-  // Appends the chunk to the cache at chunk.position and computes its output. The cache behind chunk.position must
-  // be left intact when this throws. Returns the token for kGreedy, else -1.
+  // Appends the chunk to the cache at chunk.position and computes its output. The cache behind chunk.position
+  // must be left intact when this throws. Returns the token for kGreedy, else -1.
   virtual TokenId forward_chunk(const Chunk& chunk) = 0;
   // Grows the cache to hold `positions` in all, keeping its contents. Throws without a change.
   virtual void reserve(int positions) = 0;
