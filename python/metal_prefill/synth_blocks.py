@@ -1,0 +1,186 @@
+"""Random weights of every tensor type, made directly as the blocks that a file holds.
+
+Quantizing random floats would be slow, and gguf-py cannot write K-quants. Any bit pattern in a block's
+integer fields is valid, so those are filled with random bits, and the scales are set so that the weights have
+mean zero and the standard deviation asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+def _uniform_rms(lowest: int, highest: int) -> float:
+    """Root mean square of an integer drawn uniformly from lowest..highest."""
+    count = highest - lowest + 1
+    mean = (lowest + highest) / 2
+    return math.sqrt((count**2 - 1) / 12 + mean**2)
+
+
+def _k_quant_rms(q_max: int) -> float:
+    """Root mean square of sc * q - (q_max / 2) * m, for 6-bit sc and m and q in 0..q_max, all uniform."""
+    centre = q_max / 2
+    six_bits = _uniform_rms(0, 63) ** 2
+    mean_product = centre * 31.5
+    return math.sqrt(six_bits * _uniform_rms(0, q_max) ** 2 + six_bits * centre**2 - 2 * mean_product**2)
+
+
+def _set_half(blocks: Bytes, offset: int, values: Floats) -> None:
+    blocks[:, offset : offset + 2] = values.astype("<f2")[:, None].view(np.uint8)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Where a quantized type keeps its scale, and what its weights are multiples of.
+
+    Attributes
+    ----------
+    weights
+        Weights in a block.
+    size
+        Bytes in a block.
+    scale_at
+        Offset of the block's float16 scale d.
+    rms
+        Root mean square of weight / d when the integer fields are random.
+    min_at
+        Offset of the float16 minimum, if the type has one.
+    min_per_scale
+        The minimum that centres the weights on zero, as a multiple of d.
+    """
+
+    weights: int
+    size: int
+    scale_at: int
+    rms: float
+    min_at: int | None = None
+    min_per_scale: float = 0.0
+
+
+BLOCK_FORMATS = {
+    "Q4_0": BlockFormat(32, 18, 0, _uniform_rms(-8, 7)),
+    "Q4_1": BlockFormat(32, 20, 0, math.sqrt((16**2 - 1) / 12), min_at=2, min_per_scale=-7.5),
+    "Q5_0": BlockFormat(32, 22, 0, _uniform_rms(-16, 15)),
+    "Q5_1": BlockFormat(32, 24, 0, math.sqrt((32**2 - 1) / 12), min_at=2, min_per_scale=-15.5),
+    "Q8_0": BlockFormat(32, 34, 0, _uniform_rms(-127, 127)),
+    "Q4_K": BlockFormat(256, 144, 0, _k_quant_rms(15), min_at=2, min_per_scale=7.5),
+    "Q5_K": BlockFormat(256, 176, 0, _k_quant_rms(31), min_at=2, min_per_scale=15.5),
+    "Q6_K": BlockFormat(256, 210, 208, _uniform_rms(-128, 127) * _uniform_rms(-32, 31)),
+}
+
+# Types whose quantizers give the scale either sign. A random sign also cancels the mean of -1/2 that integers
+# in -8..7 or -16..15 have, which would otherwise add the same number to every output of a matrix.
+_SIGNED_SCALE = ("Q4_0", "Q5_0", "Q6_K")
+
+
+def _random_bytes(rng: np.random.Generator, count: int) -> Bytes:
+    words = rng.integers(0, 2**64, -(-count // 8), dtype=np.uint64)
+    return words.astype("<u8", copy=False).view(np.uint8)[:count]
+
+
+def _random_floats(rng: np.random.Generator, count: int, low: float, high: float) -> Floats:
+    """Float32 uniform in [low, high), from 23 random bits each."""
+    bits = _random_bytes(rng, 4 * count).view("<u4")
+    np.right_shift(bits, 9, out=bits)
+    np.bitwise_or(bits, 0x3F800000, out=bits)  # sign and exponent of [1, 2)
+    floats = bits.view("<f4")
+    floats -= 1
+    floats *= high - low
+    floats += low
+    return floats
+
+
+def _quantized(rng: np.random.Generator, kind: str, count: int, std: float) -> Bytes:
+    fmt = BLOCK_FORMATS[kind]
+    n_blocks = count // fmt.weights
+    blocks = _random_bytes(rng, n_blocks * fmt.size).reshape(n_blocks, fmt.size)
+    if kind == "Q8_0":  # no quantizer writes -128
+        integers = blocks[:, 2:].view(np.int8)
+        np.maximum(integers, -127, out=integers)
+    # Scales vary from block to block as real ones do; E[u^2] = 13/12 for u uniform in [0.5, 1.5).
+    scale = _random_floats(rng, n_blocks, 0.5, 1.5) * np.float32(std / (fmt.rms * math.sqrt(13 / 12)))
+    if kind in _SIGNED_SCALE:
+        scale *= np.where(_random_bytes(rng, n_blocks) & 1, np.float32(1), np.float32(-1))
+    _set_half(blocks, fmt.scale_at, scale)
+    if fmt.min_at is not None:
+        _set_half(blocks, fmt.min_at, scale * np.float32(fmt.min_per_scale))
+    return blocks.reshape(-1)
+
+
+def _f32(rng: np.random.Generator, count: int, std: float) -> Bytes:
+    edge = math.sqrt(3) * std  # uniform in [-a, a) has standard deviation a / sqrt(3)
+    return _random_floats(rng, count, -edge, edge).view(np.uint8)
+
+
+def _f16(rng: np.random.Generator, count: int, std: float) -> Bytes:
+    return _f32(rng, count, std).view("<f4").astype("<f2").view(np.uint8)
+
+
+def _bf16(rng: np.random.Generator, count: int, std: float) -> Bytes:
+    return np.ascontiguousarray(_f32(rng, count, std).view("<u2")[1::2]).view(np.uint8)
+
+
+_FLOAT_TYPES: dict[str, tuple[int, Callable[[np.random.Generator, int, float], Bytes]]] = {
+    "F32": (4, _f32),
+    "F16": (2, _f16),
+    "BF16": (2, _bf16),
+}
+
+TENSOR_TYPES = (*_FLOAT_TYPES, *BLOCK_FORMATS)
+"""Names of the tensor types that can be made, as GGUF spells them."""
+
+
+def block_weights(kind: str) -> int:
+    """Weights that the smallest storable unit of a tensor type holds: 1, 32 or 256."""
+    return BLOCK_FORMATS[kind].weights if kind in BLOCK_FORMATS else 1
+
+
+def tensor_bytes(kind: str, count: int) -> int:
+    """Size in bytes of `count` weights, a multiple of `block_weights(kind)`."""
+    if kind in BLOCK_FORMATS:
+        return count // BLOCK_FORMATS[kind].weights * BLOCK_FORMATS[kind].size
+    return count * _FLOAT_TYPES[kind][0]
+
+
+def random_tensor(rng: np.random.Generator, kind: str, count: int, std: float) -> Bytes:
+    """Make random weights of mean zero.
+
+    Parameters
+    ----------
+    rng
+        Source of the random bits; it alone decides the result.
+    kind
+        One of `TENSOR_TYPES`.
+    count
+        Number of weights, a multiple of `block_weights(kind)`.
+    std
+        Standard deviation of the weights. They are uniform, or for the K-quants a product of uniforms.
+
+    Returns
+    -------
+    uint8 [tensor_bytes(kind, count)]
+        The tensor as a file holds it, little-endian.
+    """
+    if kind in BLOCK_FORMATS:
+        return _quantized(rng, kind, count, std)
+    return _FLOAT_TYPES[kind][1](rng, count, std)
+
+
+def random_norm(rng: np.random.Generator, count: int, *, signed: bool = False) -> Bytes:
+    """Make the weights of a norm as float32 bytes: around 1, yet far enough from it to matter.
+
+    With `signed`, half of them are negative. Before an output head that is tied to the embedding this keeps a
+    token from predicting itself, since its embedding is then no longer like its row of the head.
+    """
+    weights = _random_floats(rng, count, 0.75, 1.25)
+    if signed:
+        weights *= np.where(_random_bytes(rng, count) & 1, np.float32(1), np.float32(-1))
+    return weights.view(np.uint8)

@@ -1,0 +1,127 @@
+"""Tokenizers of any size for synthetic models.
+
+The pieces are made up from letters in a fixed order, so a vocabulary depends on its size alone. It is
+consistent: every merge joins two tokens to a third, no token occurs twice, and all 256 bytes are there, so
+every text can be encoded and comes back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+# Token types of GGUF.
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+
+_LETTERS = "etaoinshrdlcumwfgypbvkjxqz"  # by frequency in English
+_LONGEST = 12  # letters in a piece
+_GPT2_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_SPM_SPECIALS = ("<unk>", "<s>", "</s>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the metadata of a GGUF file says of a tokenizer.
+
+    Attributes
+    ----------
+    model
+        "gpt2" (byte-level BPE with merges) or "llama" (SentencePiece with scores).
+    tokens, types
+        Text and GGUF token type of each id.
+    merges
+        Pairs "left right" in order of rank; empty for "llama".
+    scores
+        Score of each id; empty for "gpt2".
+    bos, eos
+        Ids of the tokens that begin and end a text.
+    """
+
+    model: str
+    tokens: list[str]
+    types: list[int]
+    bos: int
+    eos: int
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+
+def byte_alphabet() -> list[str]:
+    """Return the character that stands for each byte 0..255 in byte-level BPE, as GPT-2 defined it."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    rest = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
+
+
+def _merges(space: str) -> Iterator[tuple[str, str]]:
+    """Pairs of pieces that make ever longer new ones; `space` stands before the first letter of a word."""
+    pieces = [space, *_LETTERS]
+    known = set(pieces)
+    for total in count():
+        for i in range(min(total + 1, len(pieces))):
+            if total - i >= len(pieces):
+                continue
+            left, right = pieces[i], pieces[total - i]
+            if right[0] == space or len(left) + len(right) > _LONGEST or left + right in known:
+                continue
+            known.add(left + right)
+            pieces.append(left + right)
+            yield left, right
+
+
+def gpt2_vocabulary(size: int) -> Vocabulary:
+    """Byte-level BPE: three control tokens, the 256 bytes, then one token for each merge.
+
+    Raises
+    ------
+    ValueError
+        If `size` leaves no room for the control tokens, the bytes and one merge.
+    """
+    alphabet = byte_alphabet()
+    fixed = [*_GPT2_SPECIALS, *alphabet]
+    if size <= len(fixed):  # llama.cpp refuses a file without merges
+        raise ValueError(f"vocab {size}: a byte-level vocabulary needs at least {len(fixed) + 1} tokens")
+    merges = list(islice(_merges(alphabet[ord(" ")]), size - len(fixed)))
+    types = [CONTROL] * len(_GPT2_SPECIALS) + [NORMAL] * (size - len(_GPT2_SPECIALS))
+    return Vocabulary(
+        model="gpt2",
+        tokens=fixed + [left + right for left, right in merges],
+        types=types,
+        merges=[f"{left} {right}" for left, right in merges],
+        bos=0,
+        eos=0,
+    )
+
+
+def llama_vocabulary(size: int) -> Vocabulary:
+    """SentencePiece's kind: <unk>, <s>, </s>, the 256 bytes, the letters, then pieces of falling score.
+
+    Raises
+    ------
+    ValueError
+        If `size` leaves no room for the control tokens, the bytes and the letters.
+    """
+    space = "\u2581"
+    fixed = [*_SPM_SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = [space, *_LETTERS]
+    if size < len(fixed) + len(letters):
+        raise ValueError(
+            f"vocab {size}: a SentencePiece vocabulary needs at least {len(fixed) + len(letters)} tokens"
+        )
+    pieces = [left + right for left, right in islice(_merges(space), size - len(fixed) - len(letters))]
+    # The pair whose piece scores highest is joined first; single letters score lowest, as sentencepiece has
+    # them.
+    scores = [0.0] * len(fixed) + [-float(len(pieces) + i) for i in range(len(letters))]
+    return Vocabulary(
+        model="llama",
+        tokens=fixed + letters + pieces,
+        types=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * (size - len(fixed)),
+        scores=scores + [-float(rank) for rank in range(len(pieces))],
+        bos=1,
+        eos=2,
+    )
+
+
+VOCABULARIES = {"gpt2": gpt2_vocabulary, "llama": llama_vocabulary}
+"""What makes a vocabulary of a given size, by the name of its model in GGUF."""

@@ -1,0 +1,337 @@
+"""Synthetic models: what is written is what was asked for, as gguf-py and the tokenizers library read it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, quants
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from metal_prefill import synth
+
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+# Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
+WIDE: dict[str, Any] = {"preset": "tiny", "dim": 256, "heads": 4, "head_dim": 64, "ffn": 512}
+
+
+def value(reader: GGUFReader, key: str) -> Any:
+    return reader.fields[key].contents()
+
+
+def tensor_types(path: Path) -> dict[str, str]:
+    return {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+
+
+def weights(path: Path) -> dict[str, NDArray[np.float32]]:
+    return {t.name: quants.dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_matrices_have_the_type_asked_for_and_norms_are_f32(tmp_path: Path, kind: str) -> None:
+    path = synth.synthesize(
+        tmp_path / "m.gguf", **WIDE, tensor_type=kind, embedding_type=kind, output_type=kind
+    )
+    types = tensor_types(path)
+    norms = {name for name in types if name.endswith("norm.weight")}
+    assert {types[name] for name in norms} == {"F32"}
+    assert {types[name] for name in types.keys() - norms} == {kind}
+    assert "output.weight" in types
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_weights_have_mean_zero_and_the_deviation_that_keeps_activations_in_size(
+    tmp_path: Path, kind: str
+) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type=kind, embedding_type=kind)
+    tensors = weights(path)
+    additions = math.sqrt(2 * 2)  # two a layer, two layers
+    expected = {
+        "token_embd.weight": 3 / 16,
+        "blk.1.attn_q.weight": 1.5 / 16,
+        "blk.1.attn_v.weight": 1 / 16,
+        "blk.1.attn_output.weight": 1.5 * (3 / 16) / 16 / additions,
+        "blk.1.ffn_gate.weight": 1 / 16,
+        "blk.1.ffn_down.weight": 1.5 * (3 / 16) / math.sqrt(512) / additions,
+    }
+    for name, std in expected.items():
+        values = tensors[name].astype(np.float64)
+        # The smallest matrix has 128 superblocks with a scale each: 10% is about five deviations.
+        assert values.std() == pytest.approx(std, rel=0.1), name
+        assert abs(values.mean()) < 0.1 * std, name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K"])
+def test_every_column_of_a_block_varies(tmp_path: Path, kind: str) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type=kind)
+    assert (weights(path)["blk.0.ffn_up.weight"].std(axis=0) > 0).all()
+
+
+def test_q8_0_never_holds_minus_128(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type="Q8_0")
+    data = next(t.data for t in GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
+    integers = data.reshape(-1, 34)[:, 2:].view(np.int8)
+    assert integers.min() == -127
+    assert integers.max() == 127
+
+
+def test_norms_are_around_one_and_the_last_has_both_signs(tmp_path: Path) -> None:
+    tensors = weights(synth.synthesize(tmp_path / "m.gguf", **WIDE))
+    assert tensors["blk.0.attn_norm.weight"].min() >= 0.75
+    assert tensors["blk.0.attn_norm.weight"].max() <= 1.25
+    last = tensors["output_norm.weight"]
+    assert (np.abs(last) >= 0.75).all()
+    assert 0.3 < (last < 0).mean() < 0.7
+
+
+def test_default_is_the_shape_of_smollm_135m_and_takes_under_five_seconds(tmp_path: Path) -> None:
+    begin = time.process_time()
+    path = synth.synthesize(tmp_path / "m.gguf")
+    assert time.process_time() - begin < 5
+    reader = GGUFReader(path)
+    assert {key: value(reader, key) for key in reader.fields if key.startswith("llama.")} == {
+        "llama.vocab_size": 49152,
+        "llama.context_length": 2048,
+        "llama.embedding_length": 576,
+        "llama.block_count": 30,
+        "llama.feed_forward_length": 1536,
+        "llama.attention.head_count": 9,
+        "llama.attention.head_count_kv": 3,
+        "llama.attention.layer_norm_rms_epsilon": pytest.approx(1e-5),
+        "llama.rope.dimension_count": 64,
+        "llama.rope.freq_base": 10000.0,
+    }
+    assert sum(t.n_elements for t in reader.tensors) == 134_515_008
+    types = {t.name: t.tensor_type.name for t in reader.tensors}
+    assert types["token_embd.weight"] == "Q8_0"
+    assert types["blk.29.ffn_down.weight"] == "Q4_0"
+    assert "output.weight" not in types
+    assert len(types) == 2 + 9 * 30
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"), [("smollm-360m", 361_821_120), ("tinyllama-1.1b", 1_100_048_384)]
+)
+def test_preset_has_the_published_number_of_parameters(preset: str, parameters: int) -> None:
+    shape = synth.PRESETS[preset]
+    kv_dim, att_dim = shape.kv_heads * shape.head_dim, shape.heads * shape.head_dim
+    layer = 2 * shape.dim * (att_dim + kv_dim) + 3 * shape.dim * shape.ffn + 2 * shape.dim
+    heads = 1 if shape.output_type == "tied" else 2
+    assert heads * shape.vocab * shape.dim + shape.layers * layer + shape.dim == parameters
+
+
+def test_same_seed_gives_the_same_file_and_another_seed_other_weights(tmp_path: Path) -> None:
+    first, second, other = (
+        synth.synthesize(tmp_path / f"{i}.gguf", preset="tiny", seed=seed).read_bytes()
+        for i, seed in enumerate([7, 7, 8])
+    )
+    assert first == second
+    assert len(first) == len(other)
+    assert first != other
+
+
+def test_overrides_change_single_tensors_and_the_last_match_counts(tmp_path: Path) -> None:
+    overrides = {"blk.*.ffn_down.weight": "Q6_K", "blk.1.*": "Q5_1", "blk.1.attn_v.weight": "F16"}
+    types = tensor_types(synth.synthesize(tmp_path / "m.gguf", **WIDE, overrides=overrides))
+    assert types["blk.0.ffn_down.weight"] == "Q6_K"
+    assert types["blk.0.attn_v.weight"] == "Q4_0"
+    assert types["blk.1.ffn_down.weight"] == "Q5_1"
+    assert types["blk.1.attn_v.weight"] == "F16"
+    assert types["blk.1.attn_norm.weight"] == "F32"
+
+
+def test_head_dim_follows_dim_unless_given(tmp_path: Path) -> None:
+    followed = GGUFReader(synth.synthesize(tmp_path / "a.gguf", preset="tiny", dim=96, heads=6, kv_heads=2))
+    assert value(followed, "llama.rope.dimension_count") == 16
+    assert "llama.attention.key_length" not in followed.fields
+    given = GGUFReader(synth.synthesize(tmp_path / "b.gguf", preset="tiny", dim=96, heads=6, head_dim=32))
+    assert value(given, "llama.attention.key_length") == 32
+    assert value(given, "llama.attention.value_length") == 32
+    shapes = {t.name: tuple(t.shape) for t in given.tensors}
+    assert shapes["blk.0.attn_q.weight"] == (96, 192)
+    assert shapes["blk.0.attn_output.weight"] == (192, 96)
+
+
+def test_linear_rope_scaling_is_stated(tmp_path: Path) -> None:
+    path = synth.synthesize(
+        tmp_path / "m.gguf", preset="tiny", rope_scaling="linear", rope_factor=4.0, rope_dims=8
+    )
+    reader = GGUFReader(path)
+    assert value(reader, "llama.rope.scaling.type") == "linear"
+    assert value(reader, "llama.rope.scaling.factor") == 4.0
+    assert value(reader, "llama.rope.dimension_count") == 8
+
+
+def test_llama3_rope_factors_leave_short_waves_and_stretch_long_ones(tmp_path: Path) -> None:
+    path = synth.synthesize(
+        tmp_path / "m.gguf",
+        preset="tiny",
+        context=8192,
+        rope_base=500000.0,
+        rope_scaling="llama3",
+        rope_factor=8.0,
+    )
+    factors = weights(path)["rope_freqs.weight"]
+    original_context = 8192 / 8
+    for i, factor in enumerate(factors):
+        wavelength = 2 * math.pi * 500000.0 ** (2 * i / 32)
+        if wavelength < original_context / 4:
+            assert factor == 1
+        elif wavelength > original_context:
+            assert factor == 8
+        else:
+            kept = (original_context / wavelength - 1) / 3
+            assert factor == pytest.approx(1 / (kept + (1 - kept) / 8), rel=1e-6)
+    assert {1, 8} < set(factors.tolist())
+
+
+def byte_level_tokenizer(reader: GGUFReader) -> Tokenizer:
+    tokens = value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in value(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize("vocab", [260, 515, 32003])
+def test_byte_level_tokenizer_is_consistent_at_any_size(tmp_path: Path, vocab: int) -> None:
+    reader = GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=vocab))
+    tokens = value(reader, "tokenizer.ggml.tokens")
+    assert len(tokens) == len(set(tokens)) == vocab
+    known = set(pre_tokenizers.ByteLevel.alphabet())
+    for merge in value(reader, "tokenizer.ggml.merges"):
+        left, right = merge.split(" ")
+        assert {left, right} <= known
+        known.add(left + right)
+    assert known == set(tokens[3:])
+    types = value(reader, "tokenizer.ggml.token_type")
+    assert types == [3] * 3 + [1] * (len(tokens) - 3)
+
+
+@pytest.mark.parametrize("text", ["The quick brown fox, 1599.\n", "".join(map(chr, range(256))), "漢字 🎭"])
+def test_byte_level_tokenizer_gives_text_back(tmp_path: Path, text: str) -> None:
+    tokenizer = byte_level_tokenizer(
+        GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
+    )
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_byte_level_tokenizer_joins_letters(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(
+        GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
+    )
+    text = " the rain in the tent"
+    assert len(tokenizer.encode(text).ids) < len(text) / 2
+
+
+def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
+    reader = GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=2000, tokenizer="llama"))
+    tokens, scores = value(reader, "tokenizer.ggml.tokens"), value(reader, "tokenizer.ggml.scores")
+    types = value(reader, "tokenizer.ggml.token_type")
+    assert value(reader, "tokenizer.ggml.model") == "llama"
+    assert len(tokens) == len(set(tokens)) == len(scores) == len(types) == 2000
+    assert tokens[:3] == ["<unk>", "<s>", "</s>"]
+    assert types == [2, 3, 3] + [6] * 256 + [1] * 1741
+    assert tokens[3:259] == [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = tokens[259:]
+    assert len(set(scores[259:])) == len(pieces)
+    for piece in pieces:
+        assert len(piece) == 1 or any(
+            piece[:i] in pieces and piece[i:] in pieces for i in range(1, len(piece))
+        )
+    letters = [score for piece, score in zip(pieces, scores[259:], strict=True) if len(piece) == 1]
+    assert len(letters) == 27
+    assert max(letters) < min(scores[259 + 27 :])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "gpt-5"}, "unknown preset 'gpt-5'"),
+        ({"layers": 0}, "layers 0: must be at least 1"),
+        ({"kv_heads": 3}, "heads 4: must be a multiple of kv_heads 3"),
+        ({"dim": 65}, "dim 65: not a multiple of heads 4"),
+        ({"dim": 80, "head_dim": 16}, "token_embd.weight: rows of 80 weights cannot be Q8_0"),
+        ({"tensor_type": "Q4_K"}, "attn_q.weight: rows of 64 weights cannot be Q4_K, whose blocks hold 256"),
+        ({"embedding_type": "Q3_K"}, "token_embd.weight: unknown tensor type 'Q3_K'"),
+        ({"output_type": "F64"}, "output.weight: unknown tensor type 'F64'"),
+        ({"overrides": {"*": "q8"}}, "token_embd.weight: unknown tensor type 'q8'"),
+        ({"vocab": 259}, "vocab 259: a byte-level vocabulary needs at least 260"),
+        ({"vocab": 285, "tokenizer": "llama"}, "vocab 285: a SentencePiece vocabulary needs at least 286"),
+        ({"tokenizer": "bert"}, "tokenizer 'bert'"),
+        ({"rope_dims": 34}, "rope_dims 34"),
+        ({"rope_dims": 7}, "rope_dims 7"),
+        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn'"),
+        ({"rope_base": math.inf}, "rope_base inf"),
+        ({"rope_factor": 0.0}, "rope_factor 0.0"),
+        ({"seed": -1}, "seed -1"),
+    ],
+)
+def test_contradictions_are_named_and_nothing_is_written(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        synth.synthesize(tmp_path / "m.gguf", **{"preset": "tiny", **options})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_writing_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"old")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synth.synthesize(path, preset="tiny", progress=interrupt)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_missing_folder_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        synth.synthesize(tmp_path / "missing" / "m.gguf", preset="tiny")
+
+
+def test_progress_rises_to_the_total(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", progress=lambda *call: calls.append(call))
+    done = [call[0] for call in calls]
+    assert done == sorted(set(done))
+    assert {call[1] for call in calls} == {done[-1]}
+    assert done[-1] == sum(t.n_bytes for t in GGUFReader(path).tensors)
+
+
+def test_options_of_the_command_line_make_the_same_file_as_the_function(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    synth.add_arguments(parser)
+    line = (
+        f"{tmp_path / 'a.gguf'} --preset tiny --layers 3 --kv-heads 1 --vocab 400 --type q5_0 "
+        "--embedding-type f16 --output-type q8_0 --override blk.*.attn_v.weight=bf16 "
+        "--rope-scaling linear --rope-factor 2 --seed 5"
+    )
+    by_line = synth.run(parser.parse_args(line.split()))
+    by_call = synth.synthesize(
+        tmp_path / "b.gguf",
+        preset="tiny",
+        layers=3,
+        kv_heads=1,
+        vocab=400,
+        tensor_type="Q5_0",
+        embedding_type="F16",
+        output_type="Q8_0",
+        overrides={"blk.*.attn_v.weight": "BF16"},
+        rope_scaling="linear",
+        rope_factor=2.0,
+        seed=5,
+    )
+    assert by_line.read_bytes() == by_call.read_bytes()
