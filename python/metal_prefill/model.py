@@ -39,7 +39,8 @@ def default_model_path() -> Path:
 def resolve_device(device: str) -> str:
     """Return ``cpu`` or ``metal`` for a requested device; ``METAL_PREFILL_DEVICE`` overrides it.
 
-    ``auto`` is ``metal`` on a Mac's GPU and ``cpu`` everywhere else; the emulator is used only when asked for.
+    ``auto`` is ``metal`` on a Mac's GPU and ``cpu`` everywhere else; the emulator is used only when
+    asked for.
 
     Raises
     ------
@@ -91,8 +92,8 @@ def _core_config(config: ModelConfig) -> _core.Config:
 class Model:
     """A Llama-family model in a GGUF file, ready to process prompts.
 
-    The model's own methods act on a default :class:`Session`; :meth:`session` makes more of them over the same
-    weights.
+    The model's own methods act on a default :class:`Session`; :meth:`session` makes more of them over
+    the same weights.
 
     Parameters
     ----------
@@ -102,7 +103,8 @@ class Model:
         ``"auto"`` (a Mac's GPU, else the CPU), ``"cpu"`` or ``"metal"``. The environment variable
         ``METAL_PREFILL_DEVICE`` overrides it.
     max_context
-        Limit of the position, in tokens; at most, and by default, the model's context length. Memory grows by use.
+        Limit of the position, in tokens; at most, and by default, the model's context length. Memory grows
+        by use.
     threads
         CPU threads; by default one per core available to the process.
     compute
@@ -309,7 +311,10 @@ class Model:
         )
 
     def close(self) -> None:
-        """Free weights, pools and the default session. Calls under way finish; later ones raise ClosedError."""
+        """Free weights, pools and the default session.
+
+        Calls under way finish; later ones raise :class:`ClosedError`.
+        """
         if self._default is not None:
             self._default.close()
         self._default = None

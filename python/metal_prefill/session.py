@@ -48,8 +48,8 @@ def token_array(tokens: TokenIds, vocab_size: int) -> npt.NDArray[np.int32]:
     if array.size == 0:
         raise ValueError("the prompt is empty: at least one token is needed")
     if array.dtype == object and all(isinstance(t, int) and not isinstance(t, bool) for t in array):
-        outside = next((i, t) for i, t in enumerate(array) if not 0 <= t < vocab_size)
-        raise ValueError(f"token id {outside[1]} at index {outside[0]} is outside the vocabulary of {vocab_size}")
+        i, t = next((i, t) for i, t in enumerate(array) if not 0 <= t < vocab_size)
+        raise ValueError(f"token id {t} at index {i} is outside the vocabulary of {vocab_size}")
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"token ids must be integers, got {array.dtype}")
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
@@ -81,8 +81,9 @@ def token_id(token: int, vocab_size: int) -> int:
 class Session:
     """A KV cache with a position; many sessions share one model's weights.
 
-    Made by :meth:`metal_prefill.Model.session`. All methods may be called from several threads: calls on one session
-    run one after another, calls on different sessions may overlap. The GIL is released during compute.
+    Made by :meth:`metal_prefill.Model.session`. All methods may be called from several threads: calls on
+    one session run one after another, calls on different sessions may overlap. The GIL is released during
+    compute.
     """
 
     def __init__(self, model: Model, core: _core.Session) -> None:
@@ -120,11 +121,12 @@ class Session:
         tokens
             Token ids, ``[n]``, any integer dtype. They are appended at :attr:`position`.
         reuse
-            Take `tokens` as the whole context instead: the longest prefix that the cache already holds is kept, what
-            differs is dropped, and only the rest is computed.
+            Take `tokens` as the whole context instead: the longest prefix that the cache already holds is
+            kept, what differs is dropped, and only the rest is computed.
         progress
-            Called after each chunk with the number of tokens done and the number in all. An exception that it raises
-            stops the prompt there; the finished chunks stay in the cache and :attr:`position` says where it stands.
+            Called after each chunk with the number of tokens done and the number in all. An exception that
+            it raises stops the prompt there; the finished chunks stay in the cache and :attr:`position` says
+            where it stands.
 
         Returns
         -------
@@ -144,8 +146,8 @@ class Session:
 
         Notes
         -----
-        After any of these errors position and cache are as before the call; with `reuse`, a device failure leaves the
-        common prefix. Ctrl-C is honoured between chunks.
+        After any of these errors position and cache are as before the call; with `reuse`, a device failure
+        leaves the common prefix. Ctrl-C is honoured between chunks.
         """
         ids = token_array(tokens, self._model.config.vocab_size)
         return self._open().forward_prompt(ids, reuse, progress)
@@ -213,8 +215,8 @@ class Session:
     def stats(self) -> dict[str, float]:
         """Counters of the last call and sizes in bytes.
 
-        ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``) and what the
-        engine adds, such as ``dispatches``, ``command_buffers`` and ``allocations`` on Metal.
+        ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``) and what
+        the engine adds, such as ``dispatches``, ``command_buffers`` and ``allocations`` on Metal.
         """
         return self._open().stats()
 
@@ -254,8 +256,8 @@ class Session:
         Yields
         ------
         str
-            Pieces of text, never an incomplete character. They end at an end-of-text token, at a stop string, after
-            `max_tokens`, or where the context is full.
+            Pieces of text, never an incomplete character. They end at an end-of-text token, at a stop
+            string, after `max_tokens`, or where the context is full.
         """
         stops = [stop] if isinstance(stop, str) else list(stop)
         if any(not s for s in stops):
