@@ -1,0 +1,422 @@
+"""From the metadata of a GGUF file to a configuration, and from its tensors to their roles.
+
+What differs between architectures is data: one row of `ARCHITECTURES` each. Everything required that is
+missing, and everything that contradicts something else in the file, is a `GGUFError` that names it. What the
+file asks for and nothing here can compute is an `UnsupportedModelError`: no model runs as something it is
+not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.gguf_file import GGUFFile, TensorInfo
+from metal_prefill.metadata_keys import MAX_INT, Keys
+
+RopeStyle: TypeAlias = Literal["interleaved", "neox"]
+RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
+Activation: TypeAlias = Literal["silu", "gelu"]
+Presence: TypeAlias = Literal["required", "optional", "absent"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Hyperparameters of a model.
+
+    Attributes
+    ----------
+    architecture : str
+        ``general.architecture`` of the file.
+    n_layers, dim, ffn_dim, vocab_size : int
+        Layers, width of the residual stream, inner width of the feed-forward, tokens in the vocabulary.
+    n_heads, n_kv_heads : int
+        Query heads, and the key-value heads that they share; the first is a multiple of the second.
+    key_dim, value_dim : int
+        Width of a head of queries and keys, and of values.
+    context_length : int
+        Positions that the model was made for.
+    norm_eps : float
+        Added to the mean square in RMSNorm.
+    rope_dim : int
+        Leading dimensions of a head that are rotated; even.
+    rope_base : float
+        Pair i turns by ``rope_base ** (-2 i / rope_dim)`` radians per position.
+    rope_style : {"interleaved", "neox"}
+        Rotated pairs: ``(2i, 2i + 1)``, or ``(i, i + rope_dim / 2)``.
+    rope_scaling : {"none", "linear", "yarn"}
+    rope_factor : float
+        Extension of the context by the scaling.
+    rope_original_context : int
+        YaRN: context length before the extension; 0 otherwise.
+    rope_attn_factor, rope_beta_fast, rope_beta_slow : float
+        YaRN: factor of the magnitude, and the rotations within the original context between which frequencies
+        are blended (arXiv:2309.00071).
+    activation : {"silu", "gelu"}
+        Of the gate; gelu is the tanh approximation.
+    embedding_scale : float
+        Multiplies the embeddings.
+    attention_scale : float
+        Multiplies q.k; 0 stands for ``1 / sqrt(key_dim)``.
+    layer_uses_rope : tuple of bool
+        Per layer; empty where every layer rotates.
+    layer_window : tuple of int
+        Per layer, the positions that attention sees, the current one included; 0 means all. Empty where all
+        do.
+    layer_rope_base, layer_rope_factor : tuple of float
+        Per layer; empty where `rope_base` and `rope_factor` hold throughout.
+    """
+
+    architecture: str
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+    ffn_dim: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope_dim: int
+    rope_base: float = 10000.0
+    rope_style: RopeStyle = "interleaved"
+    rope_scaling: RopeScaling = "none"
+    rope_factor: float = 1.0
+    rope_original_context: int = 0
+    rope_attn_factor: float = 1.0
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0
+    layer_uses_rope: tuple[bool, ...] = ()
+    layer_window: tuple[int, ...] = ()
+    layer_rope_base: tuple[float, ...] = ()
+    layer_rope_factor: tuple[float, ...] = ()
+
+
+def _gemma3_attention_scale(config: ModelConfig) -> float:
+    # The 27B model, the only one of 62 layers, scales by the nominal instead of the actual width of a head;
+    # its file does not say so.
+    return (config.dim / config.n_heads) ** -0.5 if config.n_layers == 62 else 0.0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What distinguishes an architecture from `llama`.
+
+    Attributes
+    ----------
+    qkv_bias, qk_norm, post_norms : {"required", "optional", "absent"}
+        Tensors added to q, k and v; RMSNorm of each head of q and k; RMSNorm of what attention and
+        feed-forward add to the residual stream.
+    rope_free_every : int
+        Every n-th layer does not rotate; 0: all do.
+    window_period : int
+        All layers but every n-th see a window only, and rotate with a base of their own and without scaling;
+        0: none. The file may state another period.
+    scale_embedding : bool
+        Multiply embeddings by ``sqrt(dim)``.
+    """
+
+    rope_style: RopeStyle = "interleaved"
+    activation: Activation = "silu"
+    qkv_bias: Presence = "absent"
+    qk_norm: Presence = "absent"
+    post_norms: Presence = "absent"
+    rope_free_every: int = 0
+    window_period: int = 0
+    scale_embedding: bool = False
+    attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(qkv_bias="optional"),
+    "qwen2": Architecture(rope_style="neox", qkv_bias="required"),
+    "qwen3": Architecture(rope_style="neox", qk_norm="required"),
+    "smollm3": Architecture(rope_free_every=4),
+    "gemma3": Architecture(
+        rope_style="neox",
+        activation="gelu",
+        qk_norm="required",
+        post_norms="required",
+        window_period=6,
+        scale_embedding=True,
+        attention_scale=_gemma3_attention_scale,
+    ),
+}
+
+DEFAULT_WINDOW_ROPE_BASE = 10000.0  # of the layers with a window, in every published gemma3 model
+
+# Tensor types that a matrix may have; vectors are F32.
+MATRIX_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+# Keys that change the forward pass in ways not implemented, and the value that changes nothing.
+UNSUPPORTED_KEYS: dict[str, float] = {
+    "expert_count": 0,  # mixture of experts
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "embedding_scale": 1,
+    "residual_scale": 1,
+    "logit_scale": 1,
+    "attention.max_alibi_bias": 0,
+    "attention.clamp_kqv": 0,
+    "rope.scaling.yarn_ext_factor": 1,
+    "rope.scaling.yarn_log_multiplier": 0,
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a model may have: its role in the forward pass, its name in the file and its shape."""
+
+    role: str
+    name: str  # with {layer} where every layer has one
+    shape: Callable[[ModelConfig], tuple[int, ...]]
+    presence: Callable[[Architecture], Presence] = lambda _: "required"
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether every layer has one."""
+        return "{layer}" in self.name
+
+
+TENSORS: tuple[TensorSpec, ...] = (
+    TensorSpec("token_embedding", "token_embd.weight", lambda c: (c.vocab_size, c.dim)),
+    TensorSpec("output_norm", "output_norm.weight", lambda c: (c.dim,)),
+    TensorSpec("output", "output.weight", lambda c: (c.vocab_size, c.dim), lambda _: "optional"),
+    TensorSpec("rope_freqs", "rope_freqs.weight", lambda c: (c.rope_dim // 2,), lambda _: "optional"),
+    TensorSpec("attn_norm", "blk.{layer}.attn_norm.weight", lambda c: (c.dim,)),
+    TensorSpec("wq", "blk.{layer}.attn_q.weight", lambda c: (c.n_heads * c.key_dim, c.dim)),
+    TensorSpec("wk", "blk.{layer}.attn_k.weight", lambda c: (c.n_kv_heads * c.key_dim, c.dim)),
+    TensorSpec("wv", "blk.{layer}.attn_v.weight", lambda c: (c.n_kv_heads * c.value_dim, c.dim)),
+    TensorSpec("bq", "blk.{layer}.attn_q.bias", lambda c: (c.n_heads * c.key_dim,), lambda a: a.qkv_bias),
+    TensorSpec("bk", "blk.{layer}.attn_k.bias", lambda c: (c.n_kv_heads * c.key_dim,), lambda a: a.qkv_bias),
+    TensorSpec(
+        "bv", "blk.{layer}.attn_v.bias", lambda c: (c.n_kv_heads * c.value_dim,), lambda a: a.qkv_bias
+    ),
+    TensorSpec("q_norm", "blk.{layer}.attn_q_norm.weight", lambda c: (c.key_dim,), lambda a: a.qk_norm),
+    TensorSpec("k_norm", "blk.{layer}.attn_k_norm.weight", lambda c: (c.key_dim,), lambda a: a.qk_norm),
+    TensorSpec("wo", "blk.{layer}.attn_output.weight", lambda c: (c.dim, c.n_heads * c.value_dim)),
+    TensorSpec(
+        "post_attn_norm", "blk.{layer}.post_attention_norm.weight", lambda c: (c.dim,), lambda a: a.post_norms
+    ),
+    TensorSpec("ffn_norm", "blk.{layer}.ffn_norm.weight", lambda c: (c.dim,)),
+    TensorSpec("w_gate", "blk.{layer}.ffn_gate.weight", lambda c: (c.ffn_dim, c.dim)),
+    TensorSpec("w_up", "blk.{layer}.ffn_up.weight", lambda c: (c.ffn_dim, c.dim)),
+    TensorSpec("w_down", "blk.{layer}.ffn_down.weight", lambda c: (c.dim, c.ffn_dim)),
+    TensorSpec(
+        "post_ffn_norm", "blk.{layer}.post_ffw_norm.weight", lambda c: (c.dim,), lambda a: a.post_norms
+    ),
+)
+
+
+def read_config(gguf: GGUFFile) -> ModelConfig:
+    """Read and check the hyperparameters of a file.
+
+    Raises
+    ------
+    GGUFError
+        Required metadata is missing, of the wrong type, out of range or contradictory.
+    UnsupportedModelError
+        The architecture, or something that the file asks of it, is not implemented.
+    """
+    keys = Keys(gguf)
+    name = keys.architecture
+    traits = ARCHITECTURES.get(name)
+    if traits is None:
+        raise UnsupportedModelError(
+            f"{gguf.path}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_unsupported(keys, traits)
+
+    n_layers = keys.positive("block_count")
+    if n_layers > len(gguf.tensors):
+        raise keys.error(
+            f"{name}.block_count is {n_layers}, but the file has only {len(gguf.tensors)} tensors"
+        )
+    dim = keys.positive("embedding_length")
+    n_heads = keys.positive_each_layer("attention.head_count", n_layers)
+    n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
+    if n_heads % n_kv_heads:
+        raise keys.error(
+            f"{name}.attention.head_count {n_heads} is not a multiple of "
+            f"{name}.attention.head_count_kv {n_kv_heads}"
+        )
+    key_dim = _head_dim(keys, "attention.key_length", dim, n_heads)
+    value_dim = _head_dim(keys, "attention.value_length", dim, n_heads)
+    if n_heads * max(key_dim, value_dim) > MAX_INT:
+        raise keys.error(f"{n_heads} heads of {max(key_dim, value_dim)} dimensions are more than {MAX_INT}")
+    rope_dim = keys.positive("rope.dimension_count", default=key_dim)
+    if rope_dim > key_dim or rope_dim % 2:
+        raise keys.error(
+            f"{name}.rope.dimension_count is {rope_dim}, "
+            f"it must be even and at most the head's {key_dim} dimensions"
+        )
+    config = ModelConfig(
+        architecture=name,
+        n_layers=n_layers,
+        dim=dim,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers),
+        vocab_size=_vocab_size(keys),
+        context_length=keys.positive("context_length"),
+        norm_eps=keys.positive_float("attention.layer_norm_rms_epsilon"),
+        rope_dim=rope_dim,
+        rope_base=keys.positive_float("rope.freq_base", default=10000.0),
+        rope_style=traits.rope_style,
+        activation=traits.activation,
+        embedding_scale=math.sqrt(dim) if traits.scale_embedding else 1.0,
+        attention_scale=keys.positive_float("attention.scale", default=0.0),
+    )
+    config = _with_rope_scaling(config, keys)
+    config = _with_layer_kinds(config, keys, traits)
+    return (
+        config if config.attention_scale else replace(config, attention_scale=traits.attention_scale(config))
+    )
+
+
+def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:
+    """Find the tensor of every role, and check shapes and types.
+
+    Returns
+    -------
+    list of (role, layer, TensorInfo)
+        Roles are those of `TENSORS`; `layer` is -1 for what is not part of a layer. Where the output
+        projection is tied to the embedding, its role has the embedding's tensor.
+
+    Raises
+    ------
+    GGUFError
+        A tensor is missing, or its shape contradicts the configuration.
+    UnsupportedModelError
+        A tensor has a type that is not implemented, or no place in the architecture.
+    """
+    found = list(_find_tensors(gguf, config))
+    used = {tensor.name for _, _, tensor in found}
+    for name in gguf.tensors:
+        if name not in used:
+            raise UnsupportedModelError(
+                f"{gguf.path}: tensor {name} has no place in a {config.architecture} model "
+                f"of {config.n_layers} layers"
+            )
+    if not any(role == "output" for role, _, _ in found):
+        found.append(("output", -1, gguf.tensors["token_embd.weight"]))
+    return found
+
+
+def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
+    traits = ARCHITECTURES[config.architecture]
+    for layer in range(-1, config.n_layers):
+        for spec in TENSORS:
+            presence = spec.presence(traits)
+            if spec.per_layer != (layer >= 0) or presence == "absent":
+                continue
+            name = spec.name.format(layer=layer)
+            tensor = gguf.tensors.get(name)
+            if tensor is not None:
+                _check_tensor(gguf, tensor, spec.shape(config))
+                yield spec.role, layer, tensor
+            elif presence == "required":
+                raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+
+
+def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise GGUFError(
+            f"{gguf.path}: tensor {tensor.name} has shape {tensor.shape}, the metadata asks for {shape}"
+        )
+    types = MATRIX_TYPES if len(shape) == 2 else ("F32",)
+    if tensor.type_name not in types:
+        raise UnsupportedModelError(
+            f"{gguf.path}: tensor {tensor.name} has type {tensor.type_name}; "
+            f"supported in its place: {', '.join(types)}"
+        )
+
+
+def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
+    for suffix, neutral in UNSUPPORTED_KEYS.items():
+        key = f"{keys.architecture}.{suffix}"
+        value = keys.number(key, default=neutral)
+        if value != neutral:
+            raise keys.unsupported(f"{key} = {value} is not supported")
+    if not keys.boolean("attention.causal", default=True):
+        raise keys.unsupported("attention that is not causal is not supported")
+    if not traits.window_period and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
+        raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
+    parts = keys.number("split.count", default=0)
+    if parts > 1:
+        raise keys.unsupported(f"the model is split into {parts} files; merge them first")
+
+
+def _head_dim(keys: Keys, suffix: str, dim: int, n_heads: int) -> int:
+    if not keys.has(suffix) and dim % n_heads:
+        raise keys.error(
+            f"{keys.architecture}.{suffix} is missing, and embedding_length {dim} "
+            f"is not a multiple of attention.head_count {n_heads}"
+        )
+    return keys.positive(suffix, default=dim // n_heads)
+
+
+def _vocab_size(keys: Keys) -> int:
+    tokens = "tokenizer.ggml.tokens"
+    listed = keys.gguf.metadata.length(tokens) if tokens in keys.gguf.metadata else None
+    stated = keys.positive("vocab_size") if listed is None or keys.has("vocab_size") else listed
+    if listed is not None and stated != listed:
+        raise keys.error(f"{keys.architecture}.vocab_size is {stated}, but {tokens} lists {listed} tokens")
+    if not 0 < stated <= MAX_INT:
+        raise keys.error(f"{tokens} lists {stated} tokens")
+    return stated
+
+
+def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
+    # A factor without a type means linear; before the type existed, the factor had another name.
+    factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
+    kind = keys.string("rope.scaling.type", default="linear" if keys.has(factor_key) else "none")
+    if kind == "none":
+        return config
+    if kind not in ("linear", "yarn"):
+        raise keys.unsupported(
+            f"rope scaling of type {kind} is not supported; supported are none, linear, yarn"
+        )
+    factor = keys.positive_float(factor_key)
+    if kind == "linear":
+        return replace(config, rope_scaling="linear", rope_factor=factor)
+    if config.rope_base <= 1:
+        raise keys.error(f"{keys.architecture}.rope.freq_base is {config.rope_base}, YaRN needs more than 1")
+    attn_factor = keys.positive_float("rope.scaling.attn_factor", default=1.0)
+    return replace(
+        config,
+        rope_scaling="yarn",
+        rope_factor=factor,
+        rope_original_context=keys.positive("rope.scaling.original_context_length"),
+        rope_attn_factor=attn_factor * keys.positive_float("rope.scaling.yarn_attn_factor", default=1.0),
+        rope_beta_fast=keys.positive_float("rope.scaling.yarn_beta_fast", default=32.0),
+        rope_beta_slow=keys.positive_float("rope.scaling.yarn_beta_slow", default=1.0),
+    )
+
+
+def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
+    layers = range(config.n_layers)
+    if traits.rope_free_every:
+        uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
+        return replace(config, layer_uses_rope=uses_rope)
+    if not traits.window_period:
+        return config
+    window = keys.positive("attention.sliding_window")
+    period = keys.positive("attention.sliding_window_pattern", default=traits.window_period)
+    window_base = keys.positive_float("rope.freq_base_swa", default=DEFAULT_WINDOW_ROPE_BASE)
+    windowed = [(layer + 1) % period != 0 for layer in layers]
+    return replace(
+        config,
+        layer_window=tuple(window if w else 0 for w in windowed),
+        layer_rope_base=tuple(window_base if w else config.rope_base for w in windowed),
+        layer_rope_factor=tuple(1.0 if w else config.rope_factor for w in windowed),
+    )
