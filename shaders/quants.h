@@ -1,7 +1,8 @@
 // Quantized block layouts of GGUF, shared by the host and the shaders.
 //
-// A quantized row is a sequence of blocks. Simple formats cover 32 values; K-quants cover 256 in a super-block.
-// Layouts and names are those of the GGUF specification; every struct is as large as the file says, no padding.
+// A quantized row is a sequence of blocks. Simple formats cover 32 values; K-quants cover 256 in a
+// super-block. Layouts and names are those of the GGUF specification; every struct is as large as the file
+// says, no padding.
 #pragma once
 
 #ifdef __METAL_VERSION__
@@ -18,8 +19,8 @@ typedef std::int8_t i8_t;
 typedef std::uint16_t u16_t;
 #endif
 
-#define QK4_0 32   // values in a Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0 block
-#define QK_K 256   // values in a K-quant super-block
+#define QK4_0 32  // values in a Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0 block
+#define QK_K 256  // values in a K-quant super-block
 
 struct block_q4_0 {  // x[j] = d * (q - 8); value j in the low nibble of qs[j], value j + 16 in the high one
   fp16_t d;
@@ -50,7 +51,8 @@ struct block_q8_0 {  // x[j] = d * q
   i8_t qs[32];
 };
 
-struct block_q4_K {  // 8 groups of 32: x = d * scale * q - dmin * min; 6-bit scales and mins packed in 12 bytes
+struct block_q4_K {  // 8 groups of 32: x = d * scale * q - dmin * min; 6-bit scales and mins packed in 12
+                     // bytes
   fp16_t d;
   fp16_t dmin;
   u8_t scales[12];

@@ -1,0 +1,214 @@
+// Causal attention of many tokens on simdgroup_matrix, with online softmax.
+//
+// The query heads that share a KV head are stacked: row r of a tile is head r % g of token r / g, where g is
+// n_heads / n_kv_heads, so that each block of K and V serves all of them. A simdgroup owns 8 * kRowBlocks
+// rows and walks over the keys on its own: there is no barrier beyond the simdgroup, and no limit on the
+// number of keys.
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+#include "args.h"
+
+using namespace metal;
+
+constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
+
+// T is the type of the cache and of the operands; sums are float32. kDimBlocks * 8 dimensions at most.
+// Grid: (simdgroups for n_heads / n_kv_heads * tokens rows, n_kv_heads).
+template <typename T, ushort kDimBlocks, ushort kRowBlocks>
+kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][q_stride]
+                              device const T* k [[buffer(1)]],      // [position][n_kv_heads][key_dim]
+                              device const T* v [[buffer(2)]],      // [position][n_kv_heads][value_dim]
+                              device half* out [[buffer(3)]],       // [tokens][n_heads][value_dim]
+                              constant AttentionArgs& args [[buffer(4)]],
+                              threadgroup float* scratch
+                              [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
+                              uint2 group [[threadgroup_position_in_grid]],
+                              uint2 groups [[threadgroups_per_grid]],
+                              ushort lane [[thread_index_in_simdgroup]],
+                              ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                              ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr ushort kRows = 8 * kRowBlocks;
+  constexpr ushort kRowLanes = 32 / kRows;  // lanes that share a row of the scores
+  constexpr ushort kLaneKeys = PREFILL_KEYS / kRowLanes;
+  typedef simdgroup_matrix<T, 8, 8> Block;
+
+  threadgroup float* scores = scratch + simdgroup * PREFILL_SCRATCH(kRowBlocks);  // [kRows][PREFILL_KEYS]
+  threadgroup T* weights = (threadgroup T*)scores;                     // takes the place of the scores
+  threadgroup float* diagonal = scores + kRows * PREFILL_KEYS;         // [kRowBlocks][8][8]
+  threadgroup T* tail = (threadgroup T*)(diagonal + kRowBlocks * 64);  // [8][8]
+
+  // The last tiles see the most keys: they start first.
+  const uint g = args.n_heads / args.n_kv_heads, rows = g * args.tokens, kv_head = group.y;
+  const uint first_row = ((groups.x - 1 - group.x) * simdgroups + simdgroup) * kRows;
+  if (first_row >= rows) return;
+  const ushort row = lane / kRowLanes, part = lane % kRowLanes * kLaneKeys;  // of the scores, for this lane
+  const uint my_row = min(first_row + row, rows - 1), my_token = my_row / g;
+  const uint my_last = args.position + my_token;  // last key that this lane's row sees
+  const uint my_first = args.window > 0 && my_last >= args.window ? my_last + 1 - args.window : 0;
+
+  // Queries, scaled for exp2, in registers.
+  const ushort key_blocks = args.key_dim / 8, value_blocks = args.value_dim / 8;
+  device const float* my_query = q + my_token * args.q_stride + (kv_head * g + my_row % g) * args.key_dim;
+  Block query[kRowBlocks][kDimBlocks];
+#pragma unroll
+  for (ushort c = 0; c < kDimBlocks; c += 4) {
+    if (c < key_blocks) {
+      for (ushort i = 0; i < kLaneKeys; ++i) {
+        const ushort d = c * 8 + part + i;
+        weights[row * PREFILL_KEYS + part + i] =
+            d < args.key_dim ? T(my_query[d] * (args.scale * M_LOG2E_F)) : T(0);
+      }
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+      for (ushort r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+        for (ushort b = 0; b < 4; ++b)
+          if (c + b < kDimBlocks)
+            simdgroup_load(query[r][c + b], weights + r * 8 * PREFILL_KEYS + b * 8, PREFILL_KEYS);
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+
+  simdgroup_float8x8 output[kRowBlocks][kDimBlocks];
+#pragma unroll
+  for (ushort r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+    for (ushort b = 0; b < kDimBlocks; ++b) output[r][b] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  for (ushort i = lane; i < kRowBlocks * 64; i += 32) diagonal[i] = 0.0f;
+  float best = kLowest, sum = 0.0f;  // of this lane's row
+
+  const uint first_token = first_row / g, last_token = min(first_row + kRows - 1, rows - 1) / g;
+  const uint end = args.position + last_token + 1, cached = args.position + args.tokens;
+  const uint window_start = args.window > 0 && args.position + first_token >= args.window
+                                ? args.position + first_token + 1 - args.window
+                                : 0;
+  const ulong k_stride = args.n_kv_heads * args.key_dim, v_stride = args.n_kv_heads * args.value_dim;
+  for (uint key = window_start & ~7u; key < end; key += PREFILL_KEYS) {
+    // Scores of 32 keys. A block that reaches beyond the cached keys reads rows that the cache has, but that
+    // hold anything: they are masked below.
+    simdgroup_float8x8 score[kRowBlocks];
+#pragma unroll
+    for (ushort j = 0; j < PREFILL_KEYS / 8; ++j) {
+      if (key + j * 8 < end) {
+        device const T* k_block = k + (key + j * 8) * k_stride + kv_head * args.key_dim;
+#pragma unroll
+        for (ushort r = 0; r < kRowBlocks; ++r) score[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+#pragma unroll
+        for (ushort b = 0; b < kDimBlocks; ++b) {
+          if (b < key_blocks) {
+            Block keys;
+            simdgroup_load(keys, k_block + b * 8, k_stride, ulong2(0), true);
+#pragma unroll
+            for (ushort r = 0; r < kRowBlocks; ++r)
+              simdgroup_multiply_accumulate(score[r], query[r][b], keys, score[r]);
+          }
+        }
+#pragma unroll
+        for (ushort r = 0; r < kRowBlocks; ++r)
+          simdgroup_store(score[r], scores + r * 8 * PREFILL_KEYS + j * 8, PREFILL_KEYS);
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+
+    // Softmax: maximum, weights, sum, and the factor for what was summed before.
+    float lane_scores[kLaneKeys];
+    float new_best = best;
+#pragma unroll
+    for (ushort i = 0; i < kLaneKeys; ++i) {
+      const uint column = key + part + i;
+      const bool visible = column >= my_first && column <= my_last;
+      lane_scores[i] = visible ? scores[row * PREFILL_KEYS + part + i] : -INFINITY;
+      new_best = max(new_best, lane_scores[i]);
+    }
+    for (ushort offset = kRowLanes / 2; offset > 0; offset /= 2)
+      new_best = max(new_best, simd_shuffle_xor(new_best, offset));
+    const float factor = fast::exp2(best - new_best);
+    best = new_best;
+    sum *= factor;
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // the scores were read: weights may take their place
+#pragma unroll
+    for (ushort i = 0; i < kLaneKeys; ++i) {
+      const float weight = fast::exp2(lane_scores[i] - best);
+      sum += weight;
+      weights[row * PREFILL_KEYS + part + i] = T(weight);
+    }
+    if (part == 0) diagonal[row / 8 * 64 + row % 8 * 9] = factor;
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+
+    if (simd_any(factor != 1.0f)) {
+#pragma unroll
+      for (ushort r = 0; r < kRowBlocks; ++r) {
+        simdgroup_float8x8 factors;
+        simdgroup_load(factors, diagonal + r * 64, 8);
+#pragma unroll
+        for (ushort b = 0; b < kDimBlocks; ++b)
+          if (b < value_blocks) simdgroup_multiply(output[r][b], factors, output[r][b]);
+      }
+    }
+#pragma unroll
+    for (ushort j = 0; j < PREFILL_KEYS / 8; ++j) {
+      if (key + j * 8 < end) {
+        Block weight[kRowBlocks];
+#pragma unroll
+        for (ushort r = 0; r < kRowBlocks; ++r)
+          simdgroup_load(weight[r], weights + r * 8 * PREFILL_KEYS + j * 8, PREFILL_KEYS);
+        device const T* v_block = v + (key + j * 8) * v_stride + kv_head * args.value_dim;
+        const bool whole = key + j * 8 + 8 <= cached;
+#pragma unroll
+        for (ushort b = 0; b < kDimBlocks; ++b) {
+          if (b < value_blocks) {
+            Block values;
+            if (whole) {
+              simdgroup_load(values, v_block + b * 8, v_stride);
+            } else {
+              // Rows beyond the cached keys may hold NaN, and 0 * NaN is no 0: they are replaced.
+              for (ushort i = lane; i < 64; i += 32)
+                tail[i] = key + j * 8 + i / 8 < cached ? v_block[i / 8 * v_stride + b * 8 + i % 8] : T(0);
+              simdgroup_barrier(mem_flags::mem_threadgroup);
+              simdgroup_load(values, tail, 8);
+              simdgroup_barrier(mem_flags::mem_threadgroup);
+            }
+#pragma unroll
+            for (ushort r = 0; r < kRowBlocks; ++r)
+              simdgroup_multiply_accumulate(output[r][b], weight[r], values, output[r][b]);
+          }
+        }
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // the weights were read: scores may take their place
+  }
+
+  // Normalize: four blocks of 8 dimensions at a time through threadgroup memory.
+  for (ushort offset = kRowLanes / 2; offset > 0; offset /= 2) sum += simd_shuffle_xor(sum, offset);
+  device half* my_out = out + (my_token * args.n_heads + kv_head * g + my_row % g) * args.value_dim;
+#pragma unroll
+  for (ushort c = 0; c < kDimBlocks; c += 4) {
+    if (c < value_blocks) {
+#pragma unroll
+      for (ushort r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+        for (ushort b = 0; b < 4; ++b)
+          if (c + b < kDimBlocks)
+            simdgroup_store(output[r][c + b], scores + r * 8 * PREFILL_KEYS + b * 8, PREFILL_KEYS);
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      for (ushort i = 0; i < kLaneKeys; ++i) {
+        const ushort d = c * 8 + part + i;
+        if (first_row + row < rows && d < args.value_dim)
+          my_out[d] = half(scores[row * PREFILL_KEYS + part + i] / sum);
+      }
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+}
+
+typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;
+typedef decltype(attention_prefill<float, 8, 2>) attention_prefill_f32;
+#define INSTANTIATE(name, T, blocks, rows, dims) \
+  template [[host_name(#name "_" #dims)]] kernel name attention_prefill<T, blocks, rows>;
+INSTANTIATE(attention_prefill_f16, half, 8, 2, 64)
+INSTANTIATE(attention_prefill_f16, half, 16, 2, 128)
+INSTANTIATE(attention_prefill_f16, half, 32, 1, 256)
+INSTANTIATE(attention_prefill_f32, float, 8, 2, 64)
+INSTANTIATE(attention_prefill_f32, float, 16, 1, 128)
+INSTANTIATE(attention_prefill_f32, float, 32, 1, 256)

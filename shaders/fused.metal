@@ -1,0 +1,88 @@
+// Decode kernels that take over the step before a projection. They save a dispatch and a pass through memory,
+// and repeat work in every row: which of both wins depends on the device.
+#include <metal_stdlib>
+
+#include "args.h"
+#include "dequant.h"
+#include "projection.h"
+
+using namespace metal;
+
+// y[row] = w[row] . rmsnorm(x). The norm's factor is common to all columns, so the lanes of a row sum the
+// squares of x beside their products, and multiply at the end: x is read once.
+template <typename W>
+static inline void rmsnorm_matvec(device const uchar* w, device const float* norm, device const float* x,
+                                  device float* y, constant MatvecArgs& args, uint first_row, ushort lane) {
+  const ushort lanes = args.lanes_per_row;
+  const uint row = first_row + lane / lanes;
+  device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
+  float4 sum = 0.0f, squares = 0.0f;
+  for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
+    float4 a, b;
+    W::load(weights, i, a, b);
+    device const float4* values = (device const float4*)(x + W::first(i));
+    device const float4* scales = (device const float4*)(norm + W::first(i));
+    const float4 first = values[0], second = values[W::kSecond / 4];
+    sum = fma(a, first * scales[0], sum);
+    sum = fma(b, second * scales[W::kSecond / 4], sum);
+    squares = fma(second, second, fma(first, first, squares));
+  }
+  float2 total = float2(sum.x + sum.y + sum.z + sum.w, squares.x + squares.y + squares.z + squares.w);
+  for (ushort offset = lanes / 2; offset > 0; offset /= 2) total += simd_shuffle_xor(total, offset);
+  const float scale = precise::rsqrt(total.y / float(args.in_dim) + args.eps);
+  if (lane % lanes == 0 && row < args.out_dim) y[row] = total.x * scale;
+}
+
+kernel void rmsnorm_matvec_q4_0(device const uchar* w [[buffer(0)]],     // stacked matrices [out_dim][in_dim]
+                                device const float* norm [[buffer(1)]],  // [in_dim]
+                                device const float* x [[buffer(2)]],     // [in_dim]
+                                device float* y [[buffer(3)]],           // [out_dim]
+                                constant MatvecArgs& args [[buffer(4)]],
+                                uint group [[threadgroup_position_in_grid]],
+                                ushort lane [[thread_index_in_simdgroup]],
+                                ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                                ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  rmsnorm_matvec<Q4_0>(w, norm, x, y, args, (group * simdgroups + simdgroup) * (32 / args.lanes_per_row),
+                       lane);
+}
+
+kernel void rmsnorm_matvec_f32(device const uchar* w [[buffer(0)]],     // stacked matrices [out_dim][in_dim]
+                               device const float* norm [[buffer(1)]],  // [in_dim]
+                               device const float* x [[buffer(2)]],     // [in_dim]
+                               device float* y [[buffer(3)]],           // [out_dim]
+                               constant MatvecArgs& args [[buffer(4)]],
+                               uint group [[threadgroup_position_in_grid]],
+                               ushort lane [[thread_index_in_simdgroup]],
+                               ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                               ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  rmsnorm_matvec<F32>(w, norm, x, y, args, (group * simdgroups + simdgroup) * (32 / args.lanes_per_row),
+                      lane);
+}
+
+// y[row] += w[row] . (activation(gate) * up): SwiGLU of the input of the down projection.
+kernel void silu_matvec_q4_0_accumulate(device const uchar* w [[buffer(0)]],  // [out_dim][in_dim]
+                                        device const float* gate_up
+                                        [[buffer(1)]],                  // [gate | up], [2 * in_dim]
+                                        device float* y [[buffer(2)]],  // [out_dim]
+                                        constant MatvecArgs& args [[buffer(3)]],
+                                        uint group [[threadgroup_position_in_grid]],
+                                        ushort lane [[thread_index_in_simdgroup]],
+                                        ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                                        ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  const ushort lanes = args.lanes_per_row;
+  const uint row = (group * simdgroups + simdgroup) * (32 / lanes) + lane / lanes;
+  device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
+  float sum = 0.0f;
+  for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
+    float4 a, b;
+    Q4_0::load(weights, i, a, b);
+    device const float* gate = gate_up + Q4_0::first(i);
+    device const float* up = gate + args.in_dim;
+    for (ushort j = 0; j < 4; ++j) {
+      sum += a[j] * activate(gate[j], args.activation) * up[j];
+      sum += b[j] * activate(gate[Q4_0::kSecond + j], args.activation) * up[Q4_0::kSecond + j];
+    }
+  }
+  for (ushort offset = lanes / 2; offset > 0; offset /= 2) sum += simd_shuffle_xor(sum, offset);
+  if (lane % lanes == 0 && row < args.out_dim) y[row] += sum;
+}

@@ -1,0 +1,282 @@
+// Products of weights with many tokens on simdgroup_matrix: half operands, float32 sums.
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+#include "args.h"
+#include "dequant.h"
+#include "projection.h"
+
+using namespace metal;
+
+// Staged rows are MATMUL_K halves and 16 bytes of padding: eight rows of an 8x8 block then fall in distinct
+// banks.
+constant constexpr ushort kStagedRow = MATMUL_K + 8;
+
+// Device memory to registers to threadgroup memory, so that the loads of one step are under way while the
+// simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items of 8 columns for 128 threads.
+template <typename W, ushort kRows>
+struct WeightTile {
+  static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
+  device const uchar* row[kItems];
+  float4 values[kItems][2];
+
+  void load(ushort thread_index, uint k, uint in_dim) {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const uint item = k / 8 + thread_index % 4;
+      if (W::first(item) < in_dim) {
+        W::load(row[i], item, values[i][0], values[i][1]);
+      } else {  // columns beyond a row whose length is not a multiple of MATMUL_K
+        values[i][0] = values[i][1] = 0.0f;
+      }
+    }
+  }
+
+  void store(threadgroup half* staged, ushort thread_index) const {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
+      threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + W::first(thread_index % 4));
+      out[0] = half4(values[i][0]);
+      out[W::kSecond / 4] = half4(values[i][1]);
+    }
+  }
+};
+
+template <ushort kRows>
+struct TokenTile {
+  static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
+  device const half* row[kItems];
+  half4 values[kItems][2];
+
+  void load(ushort thread_index, uint k, uint in_dim) {
+    k += thread_index % 4 * 8;
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      if (k < in_dim) {
+        device const half4* in = (device const half4*)(row[i] + k);
+        values[i][0] = in[0];
+        values[i][1] = in[1];
+      } else {
+        values[i][0] = values[i][1] = 0.0h;
+      }
+    }
+  }
+
+  void store(threadgroup half* staged, ushort thread_index) const {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
+      threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + thread_index % 4 * 8);
+      out[0] = values[i][0];
+      out[1] = values[i][1];
+    }
+  }
+};
+
+// Where a thread's simdgroup stands in the tile: 2 x 2 simdgroups, (tokens, rows).
+template <ushort kTokens, ushort kRows>
+struct Place {
+  static constant constexpr ushort kTokenBlocks = kTokens / 16;  // 8x8 blocks of a simdgroup
+  static constant constexpr ushort kRowBlocks = kRows / 16;
+  ushort token, row;  // first of the simdgroup in the tile
+
+  Place(ushort simdgroup) : token(simdgroup / 2 * (kTokens / 2)), row(simdgroup % 2 * (kRows / 2)) {}
+};
+
+// sum += x w^T over all columns. Returns the half of `staged` that no simdgroup reads any more.
+template <typename W, ushort kTokens, ushort kRows>
+static inline threadgroup half* multiply(thread WeightTile<W, kRows>& weights,
+                                         thread TokenTile<kTokens>& tokens,
+                                         thread simdgroup_float8x8 (&sum)[kTokens / 16][kRows / 16],
+                                         uint in_dim, threadgroup half* staged,
+                                         thread const Place<kTokens, kRows>& place, bool active,
+                                         ushort thread_index) {
+  constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
+  threadgroup half* current = staged;
+  threadgroup half* next = staged + (kTokens + kRows) * kStagedRow;
+  tokens.load(thread_index, 0, in_dim);
+  weights.load(thread_index, 0, in_dim);
+  tokens.store(current, thread_index);
+  weights.store(current + kTokens * kStagedRow, thread_index);
+  for (uint k = 0; k < in_dim; k += MATMUL_K) {
+    // Everyone has stored `current`, and everyone has read what `next` held.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const bool more = k + MATMUL_K < in_dim;
+    if (more) {
+      tokens.load(thread_index, k + MATMUL_K, in_dim);
+      weights.load(thread_index, k + MATMUL_K, in_dim);
+    }
+    if (active) {
+      threadgroup const half* x = current + place.token * kStagedRow;
+      threadgroup const half* w = current + (kTokens + place.row) * kStagedRow;
+#pragma unroll
+      for (ushort kk = 0; kk < MATMUL_K; kk += 8) {
+        simdgroup_half8x8 a[kTokenBlocks], b[kRowBlocks];
+#pragma unroll
+        for (ushort i = 0; i < kTokenBlocks; ++i)
+          simdgroup_load(a[i], x + i * 8 * kStagedRow + kk, kStagedRow);
+#pragma unroll
+        for (ushort j = 0; j < kRowBlocks; ++j)
+          simdgroup_load(b[j], w + j * 8 * kStagedRow + kk, kStagedRow, ulong2(0), true);
+#pragma unroll
+        for (ushort i = 0; i < kTokenBlocks; ++i)
+#pragma unroll
+          for (ushort j = 0; j < kRowBlocks; ++j)
+            simdgroup_multiply_accumulate(sum[i][j], a[i], b[j], sum[i][j]);
+      }
+    }
+    if (more) {
+      tokens.store(next, thread_index);
+      weights.store(next + kTokens * kStagedRow, thread_index);
+      threadgroup half* swap = current;
+      current = next;
+      next = swap;
+    }
+  }
+  return next;
+}
+
+// y[t][row] (+)= w[row] . x[t]. Threadgroup: MATMUL_THREADS. Grid: (rows / kRows, tokens / kTokens), rounded
+// up.
+template <typename W, ushort kTokens, ushort kRows>
+kernel void matmul(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
+                   device const half* x [[buffer(1)]],   // [tokens][in_dim]
+                   device float* y [[buffer(2)]],        // [tokens][out_stride]
+                   constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+                   ushort thread_index [[thread_index_in_threadgroup]],
+                   ushort lane [[thread_index_in_simdgroup]],
+                   ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
+  constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
+  threadgroup half staged[2 * (kTokens + kRows) * kStagedRow];
+  const Place<kTokens, kRows> place(simdgroup);
+  const uint token = group.y * kTokens + place.token, row = group.x * kRows + place.row;
+
+  // Rows and tokens beyond the end repeat the last one; what comes of them is not stored.
+  WeightTile<W, kRows> weights;
+  TokenTile<kTokens> tokens;
+#pragma unroll
+  for (ushort i = 0; i < weights.kItems; ++i) {
+    const uint r = group.x * kRows + thread_index / 4 + i * (MATMUL_THREADS / 4);
+    weights.row[i] = stacked_row(w, args.weights, min(r, args.out_dim - 1));
+  }
+#pragma unroll
+  for (ushort i = 0; i < tokens.kItems; ++i) {
+    const uint t = group.y * kTokens + thread_index / 4 + i * (MATMUL_THREADS / 4);
+    tokens.row[i] = x + min(t, args.tokens - 1) * args.in_dim;
+  }
+
+  const bool whole = token + kTokens / 2 <= args.tokens && row + kRows / 2 <= args.out_dim;
+  y += token * args.out_stride + row;
+  simdgroup_float8x8 sum[kTokenBlocks][kRowBlocks];
+#pragma unroll
+  for (ushort i = 0; i < kTokenBlocks; ++i)
+#pragma unroll
+    for (ushort j = 0; j < kRowBlocks; ++j) {
+      sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      if (whole && args.accumulate)
+        simdgroup_load(sum[i][j], y + i * 8 * args.out_stride + j * 8, args.out_stride);
+    }
+
+  const bool active = token < args.tokens && row < args.out_dim;
+  threadgroup float* scratch = (threadgroup float*)multiply<W, kTokens, kRows>(
+      weights, tokens, sum, args.in_dim, staged, place, active, thread_index);
+  if (!active) return;
+  if (whole) {
+#pragma unroll
+    for (ushort i = 0; i < kTokenBlocks; ++i)
+#pragma unroll
+      for (ushort j = 0; j < kRowBlocks; ++j)
+        simdgroup_store(sum[i][j], y + i * 8 * args.out_stride + j * 8, args.out_stride);
+    return;
+  }
+  // At an edge, strips of 8 tokens go through threadgroup memory, and what lies inside is copied.
+  constexpr ushort kColumns = kRows / 2;
+  scratch += simdgroup * 8 * kColumns;
+#pragma unroll
+  for (ushort i = 0; i < kTokenBlocks; ++i) {
+#pragma unroll
+    for (ushort j = 0; j < kRowBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (ushort e = lane; e < 8 * kColumns; e += 32) {
+      const ushort t = i * 8 + e / kColumns, r = e % kColumns;
+      if (token + t >= args.tokens || row + r >= args.out_dim) continue;
+      device float& out = y[t * args.out_stride + r];
+      out = args.accumulate ? out + scratch[e] : scratch[e];
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// y[t][row] = activation(gate[row] . x[t]) * (up[row] . x[t]); the stacked matrices are gate and up. The tile
+// holds kRows / 2 rows of each in alternating blocks of 8, so that a simdgroup has both sums of a result.
+// Grid: (rows / (kRows / 2), tokens / kTokens), rounded up.
+template <typename W, ushort kTokens, ushort kRows>
+kernel void matmul_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
+                          device const half* x [[buffer(1)]],   // [tokens][in_dim]
+                          device half* y [[buffer(2)]],         // [tokens][out_stride]
+                          constant MatmulArgs& args [[buffer(3)]],
+                          uint2 group [[threadgroup_position_in_grid]],
+                          ushort thread_index [[thread_index_in_threadgroup]],
+                          ushort lane [[thread_index_in_simdgroup]],
+                          ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
+  constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
+  threadgroup half staged[2 * (kTokens + kRows) * kStagedRow];
+  const Place<kTokens, kRows> place(simdgroup);
+  const uint token = group.y * kTokens + place.token, row = (group.x * kRows + place.row) / 2;
+
+  WeightTile<W, kRows> weights;
+  TokenTile<kTokens> tokens;
+#pragma unroll
+  for (ushort i = 0; i < weights.kItems; ++i) {
+    const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4), block = r / 8;
+    const uint out = min(group.x * (kRows / 2) + block / 2 * 8 + r % 8, args.out_dim - 1);
+    weights.row[i] = w + args.weights.offset[block % 2] + ulong(out) * args.weights.row_bytes;
+  }
+#pragma unroll
+  for (ushort i = 0; i < tokens.kItems; ++i) {
+    const uint t = group.y * kTokens + thread_index / 4 + i * (MATMUL_THREADS / 4);
+    tokens.row[i] = x + min(t, args.tokens - 1) * args.in_dim;
+  }
+  simdgroup_float8x8 sum[kTokenBlocks][kRowBlocks];
+#pragma unroll
+  for (ushort i = 0; i < kTokenBlocks; ++i)
+#pragma unroll
+    for (ushort j = 0; j < kRowBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+
+  const bool active = token < args.tokens && row < args.out_dim;
+  threadgroup float* scratch = (threadgroup float*)multiply<W, kTokens, kRows>(
+      weights, tokens, sum, args.in_dim, staged, place, active, thread_index);
+  if (!active) return;
+  constexpr ushort kColumns = kRows / 2;  // of gate and up together
+  scratch += simdgroup * 8 * kColumns;
+  y += token * args.out_stride + row;
+#pragma unroll
+  for (ushort i = 0; i < kTokenBlocks; ++i) {
+#pragma unroll
+    for (ushort j = 0; j < kRowBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (ushort e = lane; e < 4 * kColumns; e += 32) {
+      const ushort t = e / (kColumns / 2), r = e % (kColumns / 2);
+      if (token + i * 8 + t >= args.tokens || row + r >= args.out_dim) continue;
+      threadgroup const float* gate = scratch + t * kColumns + r / 8 * 16 + r % 8;
+      const float value = activate(gate[0], args.activation) * gate[8];
+      y[(i * 8 + t) * args.out_stride + r] = half(clamp(value, -65504.0f, 65504.0f));  // finite in half
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// Wide tiles do 16 multiplications of 8x8 blocks for 8 loads, narrow ones 4 for 4 but fill the GPU with less
+// work.
+#define NARROW 32
+#define WIDE 64
+typedef decltype(matmul<F32, NARROW, NARROW>) matmul_t;
+typedef decltype(matmul_swiglu<F32, NARROW, NARROW>) matmul_swiglu_t;
+#define INSTANTIATE(name, W)                                                                   \
+  template [[host_name("matmul_" #name "_narrow")]] kernel matmul_t matmul<W, NARROW, NARROW>; \
+  template [[host_name("matmul_" #name "_wide")]] kernel matmul_t matmul<W, WIDE, WIDE>;       \
+  template [[host_name("matmul_swiglu_" #name                                                  \
+                       "_narrow")]] kernel matmul_swiglu_t matmul_swiglu<W, NARROW, NARROW>;   \
+  template [[host_name("matmul_swiglu_" #name "_wide")]] kernel matmul_swiglu_t matmul_swiglu<W, WIDE, WIDE>;
+EACH_TYPE(INSTANTIATE)

@@ -1,0 +1,31 @@
+// What the kernels that multiply by weights have in common.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "args.h"
+
+using namespace metal;
+
+// Start of row `row` of the stacked matrices.
+static inline device const uchar* stacked_row(device const uchar* weights, constant StackedWeights& stack,
+                                              uint row) {
+  ulong offset = stack.offset[0];
+  if (row >= stack.rows[0]) {
+    row -= stack.rows[0];
+    offset = stack.offset[1];
+    if (row >= stack.rows[1]) {
+      row -= stack.rows[1];
+      offset = stack.offset[2];
+    }
+  }
+  return weights + offset + ulong(row) * stack.row_bytes;
+}
+
+// Activation of the feed-forward block: SiLU, or GELU by its tanh approximation
+// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), which is x * sigmoid of twice the argument.
+static inline float activate(float x, uint activation) {
+  const float argument =
+      activation == ACTIVATION_SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exp(-argument));
+}

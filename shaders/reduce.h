@@ -1,0 +1,28 @@
+// Reductions over a threadgroup.
+#pragma once
+
+#include <metal_stdlib>
+
+using namespace metal;
+
+struct Sum {
+  static float identity() { return 0.0f; }
+  static float simd(float value) { return simd_sum(value); }
+};
+
+struct Max {
+  static float identity() { return -INFINITY; }
+  static float simd(float value) { return simd_max(value); }
+};
+
+// Reduces `value` over all threads; every thread gets the result. `partial` holds one float for each
+// simdgroup and is free again only after another barrier.
+template <typename Op>
+static inline float threadgroup_reduce(float value, threadgroup float* partial, ushort lane, ushort simdgroup,
+                                       ushort simdgroups) {
+  value = Op::simd(value);
+  if (simdgroups == 1) return value;
+  if (lane == 0) partial[simdgroup] = value;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return Op::simd(lane < simdgroups ? partial[lane] : Op::identity());
+}

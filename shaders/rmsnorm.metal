@@ -1,0 +1,57 @@
+// RMSNorm of each token: y = x / sqrt(mean(x^2) + eps) * weight.
+#include <metal_stdlib>
+
+#include "args.h"
+#include "reduce.h"
+
+using namespace metal;
+
+// 1 / sqrt(mean(x^2) + eps) of one row, by all threads of the group.
+static inline float inverse_rms(device const float4* x, uint dim, float eps, threadgroup float* partial,
+                                ushort thread_index, ushort threads, ushort lane, ushort simdgroup,
+                                ushort simdgroups) {
+  float sum = 0.0f;
+  for (uint i = thread_index; i < dim / 4; i += threads) sum += dot(x[i], x[i]);
+  sum = threadgroup_reduce<Sum>(sum, partial, lane, simdgroup, simdgroups);
+  return precise::rsqrt(sum / float(dim) + eps);
+}
+
+// One threadgroup for each token. T is half where a matmul reads the result, float where a matvec does.
+template <typename T>
+kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
+                    device const float4* x [[buffer(1)]],       // [tokens][dim]
+                    device vec<T, 4>* y [[buffer(2)]],          // [tokens][dim]
+                    constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
+                    ushort thread_index [[thread_index_in_threadgroup]],
+                    ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+                    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                    ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[32];
+  const uint columns = args.dim / 4;
+  x += token * columns;
+  y += token * columns;
+  const float scale =
+      inverse_rms(x, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  for (uint i = thread_index; i < columns; i += threads) y[i] = vec<T, 4>(x[i] * scale * weight[i]);
+}
+
+template [[host_name("rmsnorm_f32")]] kernel decltype(rmsnorm<float>) rmsnorm<float>;
+template [[host_name("rmsnorm_f16")]] kernel decltype(rmsnorm<half>) rmsnorm<half>;
+
+// Norm of a block's output before it joins the residual stream: y += rmsnorm(x).
+kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
+                        device const float4* x [[buffer(1)]],       // [tokens][dim]
+                        device float4* y [[buffer(2)]],             // [tokens][dim]
+                        constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
+                        ushort thread_index [[thread_index_in_threadgroup]],
+                        ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+                        ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                        ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[32];
+  const uint columns = args.dim / 4;
+  x += token * columns;
+  y += token * columns;
+  const float scale =
+      inverse_rms(x, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  for (uint i = thread_index; i < columns; i += threads) y[i] += x[i] * scale * weight[i];
+}
