@@ -40,6 +40,13 @@ float half_to_float(std::uint16_t bits);
 std::uint16_t float_to_half(float value);  // round to nearest even
 float bfloat16_to_float(std::uint16_t bits);
 
+// The 6-bit scale and minimum of one of the eight groups of a Q4_K or Q5_K super-block.
+struct ScaleMin {
+  std::uint8_t scale;
+  std::uint8_t min;
+};
+ScaleMin k_scale_min(const std::uint8_t scales[12], int group);
+
 // Dequantizes `n` values, exactly as `gguf.quants` does (same operations, same order, float32).
 void dequantize_row(TensorType type, const void* row, float* out, std::size_t n);
 

@@ -1,0 +1,99 @@
+// Which of the built kernel sets this machine runs, and which one is taken.
+#include <cstdlib>
+#include <string>
+
+#include "../engine.h"
+#include "kernels.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace metal_prefill::cpu {
+
+#define METAL_PREFILL_KERNELS(isa) extern const Kernels kKernels_##isa;
+#include "kernel_sets.inc"
+#undef METAL_PREFILL_KERNELS
+
+namespace {
+
+#if defined(__x86_64__) || defined(_M_X64)
+
+// Instruction sets of the processor that the system also saves the registers of.
+struct Features {
+  bool avx2 = false;        // with FMA and F16C
+  bool avxvnni = false;     // likewise
+  bool avx512vnni = false;  // with F, BW, DQ and VL
+};
+
+Features detect() {
+  Features features;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
+  const bool fma = c >> 12 & 1, f16c = c >> 29 & 1, xsave = c >> 27 & 1;
+  if (!xsave) return features;
+  unsigned xcr_low = 0, xcr_high = 0;
+  asm("xgetbv" : "=a"(xcr_low), "=d"(xcr_high) : "c"(0));
+  const bool ymm = (xcr_low & 0x06) == 0x06, zmm = (xcr_low & 0xe6) == 0xe6;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return features;
+  const unsigned leaf7_b = b, leaf7_c = c, subleaves = a;
+  features.avx2 = ymm && fma && f16c && (leaf7_b >> 5 & 1);
+  const unsigned avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  features.avx512vnni = features.avx2 && zmm && (leaf7_b & avx512) == avx512 && (leaf7_c >> 11 & 1);
+  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
+    features.avxvnni = features.avx2 && (a >> 4 & 1);
+  return features;
+}
+
+bool runs(const Kernels& kernels) {
+  static const Features features = detect();
+  const std::string name = kernels.name;
+  if (name == "avx512vnni") return features.avx512vnni;
+  if (name == "avxvnni") return features.avxvnni;
+  if (name == "avx2") return features.avx2;
+  return true;
+}
+
+#else
+
+bool runs(const Kernels&) {
+  return true;
+}
+
+#endif
+
+// Everything that was built, fastest first.
+const Kernels* const kBuilt[] = {
+#define METAL_PREFILL_KERNELS(isa) &kKernels_##isa,
+#include "kernel_sets.inc"
+#undef METAL_PREFILL_KERNELS
+};
+
+}  // namespace
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> available;
+  for (const Kernels* kernels : kBuilt) {
+    if (runs(*kernels)) available.push_back(kernels);
+  }
+  return available;
+}
+
+const Kernels& select_kernels() {
+  const std::vector<const Kernels*> available = available_kernels();
+  const char* wanted = std::getenv("METAL_PREFILL_CPU_ISA");
+  if (!wanted || !*wanted) return *available.front();
+  std::string names;
+  for (const Kernels* kernels : available) {
+    if (std::string(kernels->name) == wanted) return *kernels;
+    names += std::string(names.empty() ? "" : ", ") + kernels->name;
+  }
+  throw DeviceError("METAL_PREFILL_CPU_ISA is '" + std::string(wanted) +
+                    "', but this machine runs: " + names);
+}
+
+}  // namespace metal_prefill::cpu

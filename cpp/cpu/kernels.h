@@ -1,0 +1,99 @@
+// The operations that are written once per instruction set, behind one table of functions.
+//
+// All of them work on rows of single tokens or on tiles whose values do not depend on the tile: the sum
+// behind each output runs over its inputs in one fixed order. That is what makes results independent of how a
+// prompt is split.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "../model.h"
+#include "packing.h"
+
+namespace metal_prefill::cpu {
+
+// What a product needs to know about 32 quantized activations x = scale * q besides q.
+struct ActivationBlock {
+  float scale;
+  float scaled_sum;         // scale * sum(q), multiplies the minimum of a weight block
+  std::int32_t start;       // -8 * sum(q): where the integer sum begins when the weights are codes above -8
+  std::int32_t start_half;  // the same over the first 16
+};
+
+// Activations in 8 bits, one row per token.
+struct Int8Rows {
+  std::int8_t* q = nullptr;           // [tokens][cols]
+  ActivationBlock* blocks = nullptr;  // [tokens][cols / 32]
+  int cols = 0;
+};
+
+// Rows of float32, padded with zeros to a stride that is a multiple of kFloatPad.
+struct FloatRows {
+  float* data = nullptr;
+  std::size_t stride = 0;  // in floats
+
+  float* row(int token) const { return data + std::size_t(token) * stride; }
+};
+constexpr int kFloatPad = 16;
+
+constexpr int kKeyBlock = 16;  // positions in a transposed block of keys: [dim][16]
+constexpr int kKeySpan =
+    64;  // positions that one step of the online softmax covers; spans are aligned to positions
+constexpr int kQueryTile = 16;  // tokens per attention item: K and V are read once for all of them
+
+// Attention of the query heads that share one key-value head. Rows of q and out are tokens.
+struct AttentionHead {
+  const float* q;  // [tokens][q_stride], at the first head of the group
+  std::size_t q_stride;
+  float* out;  // [tokens][out_stride], likewise
+  std::size_t out_stride;
+  const void* keys;    // [position / 16][key_dim][16], f16 or f32
+  const void* values;  // [position][value_stride], zero behind value_dim
+  bool half;           // keys and values are f16
+  int key_dim, value_dim;
+  int value_stride;  // value_dim rounded up to kFloatPad
+  int heads;         // query heads in the group
+  int position;      // of token 0
+  int window;        // positions that a token sees, itself included; 0: all
+  float scale;       // multiplies q.k
+};
+
+struct Kernels {
+  const char* name;
+
+  // out[t][r] = sum over k of weight[32 * group + r][k] * x[first + t][k], for r < 32 and t < count.
+  void (*multiply_int8)(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
+                        float* out, std::size_t stride);
+  // The same with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
+  void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
+                         float* out, std::size_t stride);
+  void (*half_to_float)(const std::uint16_t* in, float* out, int n);
+  void (*bfloat16_to_float)(const std::uint16_t* in, float* out, int n);
+
+  // n is a multiple of 32.
+  void (*quantize)(const float* x, int n, std::int8_t* q, ActivationBlock* blocks);
+  // out = x / rms(x) * weight. out may be x.
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // Turns each pair by its angle; cos_sin is [pairs] cosines, then [pairs] sines.
+  void (*rope)(float* head, const float* cos_sin, int pairs, RopeStyle style);
+  // out = activation(gate) * up.
+  void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
+  // Sum of exp(x - shift).
+  double (*sum_exp)(const float* x, float shift, int n);
+  // One position into the cache: keys are transposed within their block of 16, values are a row.
+  void (*store_key)(const float* key, int dim, bool half, void* block, int lane);
+  void (*store_value)(const float* value, int dim, bool half, void* row);
+  // Tokens [first, first + count), count <= kQueryTile.
+  void (*attention)(const AttentionHead& head, int first, int count);
+};
+
+// The fastest set that this machine runs, or the one named by the environment variable METAL_PREFILL_CPU_ISA.
+// Throws DeviceError when that names a set that is unknown or that this machine lacks.
+const Kernels& select_kernels();
+
+// Sets that were built and that this machine runs, fastest first.
+std::vector<const Kernels*> available_kernels();
+
+}  // namespace metal_prefill::cpu

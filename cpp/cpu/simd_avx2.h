@@ -1,0 +1,132 @@
+// Vectors of eight: AVX2 with FMA and F16C, and 8-bit products with AVX-VNNI where the file is built for it.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "packing.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+struct Simd {
+#ifdef __AVXVNNI__
+  static constexpr const char* kName = "avxvnni";
+#else
+  static constexpr const char* kName = "avx2";
+#endif
+  static constexpr int kLanes = 8;
+  // 16 registers. Products of bytes: 4 integer and 4 float sums, codes, a nibble mask and temporaries. A
+  // second row vector would halve the tokens that share the unpacking of a nibble.
+  static constexpr int kInt8Rows = 1, kInt8Tokens = 4;
+  static constexpr int kFloatRows = 4, kFloatTokens = 2;
+  static constexpr int kAttentionRows = 3, kAttentionVectors = 4;
+
+  using F = __m256;
+  using I = __m256i;
+
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F a) { _mm256_storeu_ps(p, a); }
+  static F set(float x) { return _mm256_set1_ps(x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static float reduce_add(F a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+  }
+  static float reduce_max(F a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+  }
+  static I round(F a) { return _mm256_cvtps_epi32(a); }  // to nearest even
+  static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  // a * 2^n for normal results.
+  static F scale_by_power(F a, I n) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
+  }
+  // a where x >= limit or x is NaN, else 0.
+  static F zero_below(F a, F x, F limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }
+  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
+  static I magnitude_bits(F a) {
+    return _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff));
+  }
+  static I max_int(I a, I b) { return _mm256_max_epi32(a, b); }
+  static std::int32_t reduce_max(I a) {
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_max_epi32(x, _mm_unpackhi_epi64(x, x));
+    return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 1)));
+  }
+
+  static F load_half(const std::uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_half(std::uint16_t* p, F a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static F load_bfloat16(const std::uint16_t* p) {
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  }
+  static void store_int8(std::int8_t* p, I a) {  // values within -128..127
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+  }
+  static std::int32_t reduce_add(I a) {
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_add_epi32(x, _mm_unpackhi_epi64(x, x));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 1)));
+  }
+
+  // Products of 8-bit integers: four bytes to a lane.
+  static I set_int(std::int32_t x) { return _mm256_set1_epi32(x); }
+  static I load_codes(const std::uint8_t* p) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static I low_nibbles(I a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+  static I high_nibbles(I a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
+  static I broadcast4(const std::int8_t* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, 4);
+    return _mm256_set1_epi32(x);
+  }
+  static I sub_int(I a, I b) { return _mm256_sub_epi32(a, b); }
+  static I shift_left_4(I a) { return _mm256_slli_epi32(a, 4); }
+
+#ifdef __AVXVNNI__
+  template <int kZero>
+  static constexpr bool kStartsFromSum = kZero != 0;
+  template <int kZero>
+  static I dot(I acc, I codes, I x) {
+    return _mm256_dpbusd_avx_epi32(acc, codes, x);
+  }
+#else
+  // maddubs adds pairs of products in 16 bits: codes up to 31 leave room (2 * 31 * 127), bytes do not. Those
+  // are centred, and the sign of the weight goes to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <
+  // 2^15.
+  template <int kZero>
+  static constexpr bool kStartsFromSum = kZero == 8;
+  template <int kZero>
+  static I dot(I acc, I codes, I x) {
+    __m256i pairs;
+    if constexpr (kZero == 128) {
+      const __m256i w = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+      pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    } else {
+      pairs = _mm256_maddubs_epi16(codes, x);
+    }
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+#endif
+};
+
+}  // namespace
+}  // namespace metal_prefill::cpu

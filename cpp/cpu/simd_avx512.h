@@ -1,0 +1,91 @@
+// Vectors of sixteen: AVX-512 with VNNI. A panel of weights is one vector.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "packing.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+struct Simd {
+  static constexpr const char* kName = "avx512vnni";
+  static constexpr int kLanes = 16;
+  // 32 registers. 2 panels by 6 tokens: 12 integer and 12 float sums, 4 of codes, the nibble mask;
+  // activations come as broadcast operands. Seven tokens spill.
+  static constexpr int kInt8Rows = 2, kInt8Tokens = 6;
+  static constexpr int kFloatRows = 4, kFloatTokens = 6;
+  static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+
+  using F = __m512;
+  using I = __m512i;
+
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
+  static float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
+  static I round(F a) { return _mm512_cvtps_epi32(a); }  // to nearest even
+  static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  // a * 2^n for normal results.
+  static F scale_by_power(F a, I n) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(n, 23)));
+  }
+  // a where x >= limit or x is NaN, else 0.
+  static F zero_below(F a, F x, F limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
+  }
+  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
+  static I magnitude_bits(F a) {
+    return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff));
+  }
+  static I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
+  static std::int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
+
+  static F load_half(const std::uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_half(std::uint16_t* p, F a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static F load_bfloat16(const std::uint16_t* p) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  }
+  static void store_int8(std::int8_t* p, I a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+  }
+  static std::int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+
+  // Products of 8-bit integers: four bytes to a lane.
+  static I set_int(std::int32_t x) { return _mm512_set1_epi32(x); }
+  static I load_codes(const std::uint8_t* p) { return _mm512_load_si512(p); }
+  static I low_nibbles(I a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+  static I high_nibbles(I a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+  static I broadcast4(const std::int8_t* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, 4);
+    return _mm512_set1_epi32(x);
+  }
+  static I sub_int(I a, I b) { return _mm512_sub_epi32(a, b); }
+  static I shift_left_4(I a) { return _mm512_slli_epi32(a, 4); }
+  template <int kZero>
+  static constexpr bool kStartsFromSum = kZero != 0;
+  template <int kZero>
+  static I dot(I acc, I codes, I x) {
+    return _mm512_dpbusd_epi32(acc, codes, x);
+  }
+};
+
+}  // namespace
+}  // namespace metal_prefill::cpu

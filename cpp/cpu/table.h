@@ -1,0 +1,28 @@
+// The table of one instruction set; included last by each gemm_*.cpp.
+#pragma once
+
+#include "tile_attention.h"
+#include "tile_gemm.h"
+#include "tile_rows.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr Kernels kTable = {
+    .name = Simd::kName,
+    .multiply_int8 = multiply_int8,
+    .multiply_float = multiply_float,
+    .half_to_float = half_to_float_row,
+    .bfloat16_to_float = bfloat16_to_float_row,
+    .quantize = quantize,
+    .rms_norm = rms_norm,
+    .rope = rope,
+    .gated = gated,
+    .sum_exp = sum_exp,
+    .store_key = store_key,
+    .store_value = store_value,
+    .attention = attention,
+};
+
+}  // namespace
+}  // namespace metal_prefill::cpu

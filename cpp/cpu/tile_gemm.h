@@ -1,0 +1,226 @@
+// Products of weights and activations, in terms of the vectors of one instruction set (Simd, included
+// before).
+#pragma once
+
+#include "kernels.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+using F = Simd::F;
+using I = Simd::I;
+
+inline F load_scales(const float* p) {
+  return Simd::load(p);
+}
+inline F load_scales(const std::uint16_t* p) {
+  return Simd::load_half(p);
+}
+
+// kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens. The integer
+// sum of a block is exact in any order; the float sum over the blocks runs in the order of the columns.
+template <class Block, int kRows, int kTokens>
+inline void int8_tile(const Block* block, int n_blocks, int v, const Int8Rows& x, int first, float* out,
+                      std::size_t stride) {
+  constexpr bool kHalves = requires(Block b) { b.half_scale; };
+  constexpr bool kHasMin = requires(Block b) { b.min; };
+  constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
+  const std::size_t cols = std::size_t(x.cols);
+  const std::int8_t* q = x.q + std::size_t(first) * cols;
+  const ActivationBlock* info = x.blocks + std::size_t(first) * std::size_t(n_blocks);
+  const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
+
+  F acc[kRows][kTokens];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::set(0);
+
+  for (int b = 0; b < n_blocks; ++b, ++block, q += kBlockCols, ++info) {
+    const auto row_codes = [&](int step, int r) {
+      const int row = lane + r * Simd::kLanes;
+      return Simd::load_codes(block->codes[panel + row / kPanelRows][step][row % kPanelRows]);
+    };
+    I sum[kSums][kRows][kTokens];
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) {
+      const ActivationBlock& a = info[std::size_t(t) * std::size_t(n_blocks)];
+      I start[2] = {Simd::set_int(0), Simd::set_int(0)};
+      if constexpr (Simd::kStartsFromSum<Block::kZero>) {
+        start[0] = Simd::set_int(a.start);
+        if constexpr (kHalves) {
+          const I first_half = Simd::set_int(a.start_half);
+          start[1] = Simd::sub_int(start[0], first_half);
+          start[0] = first_half;
+        }
+        if constexpr (Block::kZero == 128)
+          for (int h = 0; h < kSums; ++h) start[h] = Simd::shift_left_4(start[h]);
+      }
+#pragma GCC unroll 2
+      for (int h = 0; h < kSums; ++h)
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) sum[h][r][t] = start[h];
+    }
+    const auto multiply = [&](int half, const I(&codes)[kRows], int column) {
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokens; ++t) {
+        const I value = Simd::broadcast4(q + std::size_t(t) * cols + column);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r)
+          sum[half][r][t] = Simd::template dot<Block::kZero>(sum[half][r][t], codes[r], value);
+      }
+    };
+    if constexpr (Block::kBits == 4) {
+#pragma GCC unroll 4
+      for (int step = 0; step < 4; ++step) {
+        I packed[kRows], codes[kRows];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          packed[r] = row_codes(step, r);
+          codes[r] = Simd::low_nibbles(packed[r]);
+        }
+        multiply(0, codes, 4 * step);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) codes[r] = Simd::high_nibbles(packed[r]);
+        multiply(0, codes, 16 + 4 * step);
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int step = 0; step < 8; ++step) {
+        I codes[kRows];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) codes[r] = row_codes(step, r);
+        multiply(kHalves ? step / 4 : 0, codes, 4 * step);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const int row = (v + r) * Simd::kLanes;
+#pragma GCC unroll 2
+      for (int h = 0; h < kSums; ++h) {
+        F scale;
+        if constexpr (kHalves) {
+          scale = load_scales(block->half_scale[h] + row);
+        } else {
+          scale = load_scales(block->scale + row);
+        }
+#pragma GCC unroll 16
+        for (int t = 0; t < kTokens; ++t) {
+          const F both = Simd::mul(scale, Simd::set(info[std::size_t(t) * std::size_t(n_blocks)].scale));
+          acc[r][t] = Simd::fma(Simd::to_float(sum[h][r][t]), both, acc[r][t]);
+        }
+      }
+      if constexpr (kHasMin) {
+        const F min = Simd::load(block->min + row);
+#pragma GCC unroll 16
+        for (int t = 0; t < kTokens; ++t) {
+          const F scaled_sum = Simd::set(info[std::size_t(t) * std::size_t(n_blocks)].scaled_sum);
+          acc[r][t] = Simd::fma(min, scaled_sum, acc[r][t]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+      Simd::store(out + std::size_t(t) * stride + (v + r) * Simd::kLanes, acc[r][t]);
+}
+
+template <class Block, int kTokens>
+void int8_tokens(const Block* block, int n_blocks, const Int8Rows& x, int first, float* out,
+                 std::size_t stride) {
+  for (int v = 0; v < kGroupRows / Simd::kLanes; v += Simd::kInt8Rows)
+    int8_tile<Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, first, out, stride);
+}
+
+// Cuts `count` tokens into tiles of at most kTokens.
+template <class Block, int kTokens>
+void int8_group(const Block* block, int n_blocks, const Int8Rows& x, int first, int count, float* out,
+                std::size_t stride) {
+  int t = 0;
+  for (; t + kTokens <= count; t += kTokens)
+    int8_tokens<Block, kTokens>(block, n_blocks, x, first + t, out + std::size_t(t) * stride, stride);
+  if constexpr (kTokens > 1) {
+    if (t < count)
+      int8_group<Block, kTokens / 2>(block, n_blocks, x, first + t, count - t, out + std::size_t(t) * stride,
+                                     stride);
+  }
+}
+
+template <class Block>
+void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
+                 std::size_t stride) {
+  const int n_blocks = weight.blocks_per_row();
+  const auto* block =
+      reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
+  int8_group<Block, Simd::kInt8Tokens>(block, n_blocks, x, first, count, out, stride);
+}
+
+void multiply_int8(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
+                   std::size_t stride) {
+  switch (weight.packing) {
+    case Packing::kNone:
+      return;
+    case Packing::kNibble:
+      return int8_blocks<NibbleBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kNibbleMin:
+      return int8_blocks<NibbleMinBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByte:
+      return int8_blocks<ByteBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByteMin:
+      return int8_blocks<ByteMinBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByteHalves:
+      return int8_blocks<ByteHalvesBlock>(weight, group, x, first, count, out, stride);
+  }
+}
+
+// kRows weight rows by kTokens tokens in float32; lanes are columns, added up at the end.
+template <int kRows, int kTokens>
+inline void float_tile(const FloatRows& weight, int row, int cols, const FloatRows& x, int first, float* out,
+                       std::size_t stride) {
+  F acc[kRows][kTokens];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::set(0);
+  for (int k = 0; k < cols; k += Simd::kLanes) {
+    F w[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) w[r] = Simd::load(weight.row(row + r) + k);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) {
+      const F value = Simd::load(x.row(first + t) + k);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) acc[r][t] = Simd::fma(w[r], value, acc[r][t]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+      out[std::size_t(t) * stride + std::size_t(row + r)] = Simd::reduce_add(acc[r][t]);
+}
+
+template <int kRows, int kTokens>
+void float_rows(const FloatRows& weight, int cols, const FloatRows& x, int first, float* out,
+                std::size_t stride) {
+  for (int row = 0; row < kGroupRows; row += kRows)
+    float_tile<kRows, kTokens>(weight, row, cols, x, first, out, stride);
+}
+
+void multiply_float(const FloatRows& weight, int cols, const FloatRows& x, int first, int count, float* out,
+                    std::size_t stride) {
+  const int padded = (cols + kFloatPad - 1) / kFloatPad * kFloatPad;
+  int t = 0;
+  for (; t + Simd::kFloatTokens <= count; t += Simd::kFloatTokens) {
+    float_rows<Simd::kFloatRows, Simd::kFloatTokens>(weight, padded, x, first + t,
+                                                     out + std::size_t(t) * stride, stride);
+  }
+  // Eight rows: enough independent sums to hide the latency of a multiply-add.
+  for (; t < count; ++t)
+    float_rows<8, 1>(weight, padded, x, first + t, out + std::size_t(t) * stride, stride);
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

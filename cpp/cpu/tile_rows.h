@@ -1,0 +1,175 @@
+// Operations on single rows, in terms of the vectors of one instruction set (Simd, included before).
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "kernels.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+using F = Simd::F;
+using I = Simd::I;
+
+// Zeros behind the last full vector take part where a row is not a multiple of the lanes.
+inline F load_part(const float* p, int n) {
+  if (n >= Simd::kLanes) return Simd::load(p);
+  float lanes[Simd::kLanes] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return Simd::load(lanes);
+}
+
+inline void store_part(float* p, F a, int n) {
+  if (n >= Simd::kLanes) return Simd::store(p, a);
+  float lanes[Simd::kLanes];
+  Simd::store(lanes, a);
+  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+// 2^x, at most 2^127, 0 where the result would be subnormal; NaN stays. Relative error below 3e-7.
+inline F exp2(F x) {
+  const F smallest = Simd::set(-126.0f);
+  const F clamped = Simd::min(Simd::set(127.0f), Simd::max(smallest, x));
+  const I n = Simd::round(clamped);
+  const F f = Simd::sub(clamped, Simd::to_float(n));  // within [-0.5, 0.5]
+  F p = Simd::set(1.5403530e-4f);                     // Taylor: ln(2)^k / k!
+  p = Simd::fma(p, f, Simd::set(1.33335581e-3f));
+  p = Simd::fma(p, f, Simd::set(9.61812911e-3f));
+  p = Simd::fma(p, f, Simd::set(5.55041087e-2f));
+  p = Simd::fma(p, f, Simd::set(2.40226507e-1f));
+  p = Simd::fma(p, f, Simd::set(6.93147181e-1f));
+  p = Simd::fma(p, f, Simd::set(1.0f));
+  return Simd::zero_below(Simd::scale_by_power(p, n), x, smallest);
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+void half_to_float_row(const std::uint16_t* in, float* out, int n) {
+  int i = 0;
+  for (; i + Simd::kLanes <= n; i += Simd::kLanes) Simd::store(out + i, Simd::load_half(in + i));
+  for (; i < n; ++i) out[i] = half_to_float(in[i]);
+}
+
+void bfloat16_to_float_row(const std::uint16_t* in, float* out, int n) {
+  int i = 0;
+  for (; i + Simd::kLanes <= n; i += Simd::kLanes) Simd::store(out + i, Simd::load_bfloat16(in + i));
+  for (; i < n; ++i) out[i] = bfloat16_to_float(in[i]);
+}
+
+// The largest magnitude of a block becomes 127, rounding is to nearest even. NaN or infinity in a block makes
+// its scale NaN or infinite, so that it is not lost.
+void quantize(const float* x, int n, std::int8_t* q, ActivationBlock* blocks) {
+  constexpr int kVectors = kBlockCols / Simd::kLanes;
+  for (int b = 0; b < n / kBlockCols; ++b, x += kBlockCols, q += kBlockCols) {
+    F v[kVectors];
+    I largest = Simd::set_int(0);
+    for (int i = 0; i < kVectors; ++i) {
+      v[i] = Simd::load(x + i * Simd::kLanes);
+      largest = Simd::max_int(largest, Simd::magnitude_bits(v[i]));
+    }
+    const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
+    const F inverse = Simd::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
+    std::int32_t half_sum[2] = {0, 0};
+    for (int i = 0; i < kVectors; ++i) {
+      const I rounded = Simd::round(Simd::mul(v[i], inverse));
+      Simd::store_int8(q + i * Simd::kLanes, rounded);
+      half_sum[i * 2 / kVectors] += Simd::reduce_add(rounded);
+    }
+    const std::int32_t sum = half_sum[0] + half_sum[1];
+    const float scale = magnitude / 127.0f;
+    blocks[b] = {scale, scale * float(sum), -8 * sum, -8 * half_sum[0]};
+  }
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
+  F squares = Simd::set(0);
+  for (int i = 0; i < n; i += Simd::kLanes) {
+    const F v = load_part(x + i, n - i);
+    squares = Simd::fma(v, v, squares);
+  }
+  const F scale = Simd::set(1.0f / std::sqrt(Simd::reduce_add(squares) / float(n) + eps));
+  for (int i = 0; i < n; i += Simd::kLanes) {
+    const F v = Simd::mul(load_part(x + i, n - i), scale);
+    store_part(out + i, Simd::mul(v, load_part(weight + i, n - i)), n - i);
+  }
+}
+
+void rope(float* head, const float* cos_sin, int pairs, RopeStyle style) {
+  const float* sines = cos_sin + pairs;
+  const int step = style == RopeStyle::kNeox ? 1 : 2, partner = style == RopeStyle::kNeox ? pairs : 1;
+  for (int i = 0; i < pairs; ++i) {
+    float& a = head[i * step];
+    float& b = head[i * step + partner];
+    const float x = a, y = b;
+    a = x * cos_sin[i] - y * sines[i];
+    b = x * sines[i] + y * cos_sin[i];
+  }
+}
+
+inline F sigmoid(F x) {
+  return Simd::div(Simd::set(1.0f), Simd::add(Simd::set(1.0f), exp2(Simd::mul(x, Simd::set(-kLog2E)))));
+}
+
+// The tanh approximation, 0.5 x (1 + tanh(u)) = x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
+inline F gelu(F x) {
+  const F cubic = Simd::fma(Simd::mul(Simd::set(0.044715f), Simd::mul(x, x)), x, x);
+  return Simd::mul(x, sigmoid(Simd::mul(Simd::set(1.59576912f), cubic)));
+}
+
+void gated(const float* gate, const float* up, Activation activation, int n, float* out) {
+  for (int i = 0; i < n; i += Simd::kLanes) {
+    const F g = load_part(gate + i, n - i);
+    const F activated = activation == Activation::kSilu ? Simd::mul(g, sigmoid(g)) : gelu(g);
+    store_part(out + i, Simd::mul(activated, load_part(up + i, n - i)), n - i);
+  }
+}
+
+double sum_exp(const float* x, float shift, int n) {
+  constexpr int kStretch = 4096;  // summed in float32, stretches in float64
+  double total = 0;
+  for (int start = 0; start < n; start += kStretch) {
+    const int end = start + kStretch < n ? start + kStretch : n;
+    F sum = Simd::set(0);
+    int i = start;
+    for (; i + Simd::kLanes <= end; i += Simd::kLanes) {
+      const F shifted = Simd::sub(Simd::load(x + i), Simd::set(shift));
+      sum = Simd::add(sum, exp2(Simd::mul(shifted, Simd::set(kLog2E))));
+    }
+    total += double(Simd::reduce_add(sum));
+    for (; i < end; ++i) total += std::exp(double(x[i]) - double(shift));
+  }
+  return total;
+}
+
+void store_key(const float* key, int dim, bool half, void* block, int lane) {
+  if (half) {
+    auto* out = static_cast<std::uint16_t*>(block) + lane;
+    std::uint16_t lanes[Simd::kLanes];
+    for (int d = 0; d < dim; d += Simd::kLanes) {
+      Simd::store_half(lanes, load_part(key + d, dim - d));
+      for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[(d + i) * kKeyBlock] = lanes[i];
+    }
+  } else {
+    auto* out = static_cast<float*>(block) + lane;
+    for (int d = 0; d < dim; ++d) out[d * kKeyBlock] = key[d];
+  }
+}
+
+void store_value(const float* value, int dim, bool half, void* row) {
+  if (half) {
+    auto* out = static_cast<std::uint16_t*>(row);
+    std::uint16_t lanes[Simd::kLanes];
+    for (int d = 0; d < dim; d += Simd::kLanes) {
+      Simd::store_half(lanes, load_part(value + d, dim - d));
+      for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[d + i] = lanes[i];
+    }
+  } else {
+    auto* out = static_cast<float*>(row);
+    for (int d = 0; d < dim; ++d) out[d] = value[d];
+  }
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

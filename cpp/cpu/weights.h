@@ -1,0 +1,50 @@
+// The model's weights as the CPU engine multiplies them.
+#pragma once
+
+#include <vector>
+
+#include "../engine.h"
+#include "buffer.h"
+#include "packing.h"
+#include "threads.h"
+
+namespace metal_prefill::cpu {
+
+// A matrix, either packed for products with 8-bit activations or left in the file for products in float32.
+struct Linear {
+  Tensor tensor;
+  PackedMatrix packed;
+
+  bool int8() const { return packed.packing != Packing::kNone; }
+};
+
+struct CpuLayer {
+  Linear wq, wk, wv, wo, w_gate, w_up, w_down;
+};
+
+// Which forms of an activation the matrices that read it need.
+struct Forms {
+  bool int8 = false;
+  bool f32 = false;
+
+  void add(const Linear& linear) { (linear.int8() ? int8 : f32) = true; }
+};
+
+class Weights {
+ public:
+  // Packs what is quantized (unless `compute` is f32) on all threads, and lets go of the file's pages behind
+  // it.
+  Weights(const Model& model, Compute compute, Team& team);
+
+  std::vector<CpuLayer> layers;
+  Linear output;
+  Forms dim_input, attention_input,
+      ffn_input;           // of products that read [dim], [n_heads * value_dim], [ffn_dim]
+  int max_float_cols = 0;  // the longest row that is multiplied in float32
+  std::size_t packed_bytes() const { return arena_.bytes(); }
+
+ private:
+  Buffer arena_;
+};
+
+}  // namespace metal_prefill::cpu
