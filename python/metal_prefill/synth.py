@@ -43,7 +43,7 @@ class ModelShape:
     rope_base
         Base of RoPE's frequencies.
     rope_dims
-        Leading dimensions of a head that RoPE rotates; None for all.
+        Leading dimensions of a head that RoPE rotates; None for all, and llama.cpp takes nothing else.
     rope_scaling
         "none", "linear", or "llama3": the frequency factors of Llama 3 as a tensor `rope_freqs`.
     rope_factor
