@@ -18,8 +18,8 @@ _FLOAT_TYPES = ("float32", "float64")
 class Keys:
     """The metadata of a file under its architecture's prefix: ``block_count`` is ``llama.block_count``.
 
-    Every getter raises a `GGUFError` that names the key when it is missing and has no default, has another type,
-    or holds a value out of range.
+    Every getter raises a `GGUFError` that names the key when it is missing and has no default, has another
+    type, or holds a value out of range.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:

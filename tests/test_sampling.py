@@ -1,0 +1,196 @@
+"""The choice of a token: each filter by itself, their order, the frequencies of the draws, and bad input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from metal_prefill.sampling import REPEAT_WINDOW, Options, Sampler, sample
+
+DRAWS = 4000
+
+
+def logits_of(*probabilities: float) -> npt.NDArray[np.float32]:
+    return np.log(np.array(probabilities)).astype(np.float32)
+
+
+def frequencies(logits: npt.ArrayLike, **options: Any) -> npt.NDArray[np.float64]:
+    rng = np.random.default_rng(7)
+    draws = [sample(logits, rng=rng, **options) for _ in range(DRAWS)]
+    return np.bincount(draws, minlength=len(np.asarray(logits))) / DRAWS
+
+
+def assert_close(observed: npt.NDArray[np.float64], expected: list[float]) -> None:
+    """Each frequency within 4.5 standard deviations; what has probability 0 never drawn."""
+    p = np.array(expected)
+    deviation = np.sqrt(p * (1 - p) / DRAWS)
+    assert (np.abs(observed - p) <= 4.5 * deviation).all(), (observed, p)
+
+
+def test_zero_temperature_takes_the_most_probable() -> None:
+    assert sample([0.0, 3.0, 1.0]) == 1
+
+
+def test_lowest_id_wins_a_tie() -> None:
+    assert sample([0.0, 3.0, 3.0, 3.0]) == 1
+
+
+def test_temperature_one_draws_from_the_softmax() -> None:
+    assert_close(frequencies(logits_of(0.5, 0.3, 0.2), temperature=1.0), [0.5, 0.3, 0.2])
+
+
+def test_temperature_is_an_exponent_of_the_probabilities() -> None:
+    squares = [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]
+    assert_close(frequencies(logits_of(0.5, 0.3, 0.2), temperature=0.5), squares)
+
+
+def test_tiny_temperature_is_greedy_without_a_warning() -> None:
+    assert sample([1.0, 2.0, 1.5], temperature=1e-300) == 1
+
+
+def test_huge_temperature_is_uniform() -> None:
+    assert_close(frequencies([0.0, 5.0, -5.0, 1.0], temperature=1e12), [0.25] * 4)
+
+
+def test_top_k_keeps_the_k_most_probable() -> None:
+    observed = frequencies(logits_of(0.1, 0.4, 0.2, 0.3), temperature=1.0, top_k=2)
+    assert_close(observed, [0, 4 / 7, 0, 3 / 7])
+
+
+def test_top_k_breaks_ties_by_id() -> None:
+    observed = frequencies([1.0, 0.0, 1.0, 1.0], temperature=1.0, top_k=2)
+    assert_close(observed, [0.5, 0, 0.5, 0])
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 4, 1000])
+def test_top_k_of_zero_or_beyond_the_vocabulary_keeps_all(top_k: int) -> None:
+    assert_close(frequencies(logits_of(0.5, 0.3, 0.2), temperature=1.0, top_k=top_k), [0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"),
+    [(0.3, [1, 0, 0]), (0.49, [1, 0, 0]), (0.51, [5 / 8, 3 / 8, 0]), (0.81, [0.5, 0.3, 0.2])],
+)
+def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, expected: list[float]) -> None:
+    assert_close(frequencies(logits_of(0.5, 0.3, 0.2), temperature=1.0, top_p=top_p), expected)
+
+
+def test_top_p_keeps_one_token_at_least() -> None:
+    assert sample(np.zeros(1000), temperature=1.0, top_p=1e-9) == 0
+
+
+@pytest.mark.parametrize(
+    ("min_p", "expected"), [(0.39, [0.5, 0.3, 0.2]), (0.41, [5 / 8, 3 / 8, 0]), (1.0, [1, 0, 0])]
+)
+def test_min_p_is_relative_to_the_highest(min_p: float, expected: list[float]) -> None:
+    assert_close(frequencies(logits_of(0.5, 0.3, 0.2), temperature=1.0, min_p=min_p), expected)
+
+
+def test_top_p_acts_on_what_top_k_left() -> None:
+    # Of the two that top_k leaves, 5/8 and 3/8, the first alone reaches 0.6; of all three it would not.
+    assert_close(frequencies(logits_of(0.5, 0.3, 0.2), temperature=1.0, top_k=2, top_p=0.6), [1, 0, 0])
+
+
+def test_filters_look_at_probabilities_before_the_temperature() -> None:
+    # At temperature 100 all three are nearly equal, and top_p=0.6 would have to keep two of any.
+    observed = frequencies(logits_of(0.7, 0.2, 0.1), temperature=100.0, top_p=0.6)
+    assert_close(observed, [1, 0, 0])
+
+
+def test_repeat_penalty_divides_positive_and_multiplies_negative_logits() -> None:
+    assert sample([2.0, 1.5, -1.0], repeat_penalty=2.0, recent=[0]) == 1
+    assert sample([-1.0, -1.5, -9.0], repeat_penalty=2.0, recent=[0]) == 1
+    assert sample([2.0, 1.5], repeat_penalty=1.25, recent=[0]) == 0
+
+
+def test_repeat_penalty_counts_a_token_once() -> None:
+    assert sample([2.0, 1.5], repeat_penalty=1.25, recent=[0, 0, 0]) == 0
+
+
+def test_repeat_penalty_below_one_favours_repetition() -> None:
+    assert sample([1.0, 1.5], repeat_penalty=0.5, recent=[0]) == 0
+
+
+def test_infinite_logits_share_the_choice() -> None:
+    assert sample([0.0, math.inf, math.inf]) == 1
+    assert_close(frequencies([0.0, math.inf, -math.inf, math.inf], temperature=1.0), [0, 0.5, 0, 0.5])
+
+
+def test_minus_infinity_is_never_drawn() -> None:
+    assert_close(frequencies([0.0, -math.inf, 0.0], temperature=1.0), [0.5, 0, 0.5])
+
+
+def test_logits_are_left_alone() -> None:
+    logits = np.array([1.0, 2.0, 3.0], dtype=np.float32)
+    sample(logits, temperature=0.7, top_k=2, top_p=0.9, min_p=0.1, repeat_penalty=1.3, recent=[2])
+    assert logits.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        ([0.0, math.nan], "token 1 is NaN"),
+        ([-math.inf, -math.inf], "every logit is -inf"),
+        ([], "not empty"),
+        ([[1.0, 2.0]], "one-dimensional"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_unusable_logits_are_refused(logits: Any, message: str, temperature: float) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample(logits, temperature=temperature)
+
+
+@pytest.mark.parametrize("recent", [[-1], [3], [0, 10**12]])
+def test_recent_ids_outside_the_vocabulary_are_refused(recent: list[int]) -> None:
+    with pytest.raises(ValueError, match="outside the vocabulary of 3"):
+        sample([0.0, 1.0, 2.0], repeat_penalty=1.1, recent=recent)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("temperature", v) for v in (-0.1, math.inf, math.nan)),
+        ("top_k", -1),
+        *(("top_p", v) for v in (0.0, -0.5, 1.01, math.nan)),
+        *(("min_p", v) for v in (-0.1, 1.5, math.nan)),
+        *(("repeat_penalty", v) for v in (0.0, -1.0, math.inf, math.nan)),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=option):
+        Options(**{option: value})  # type: ignore[arg-type]
+
+
+def test_top_k_must_be_an_integer() -> None:
+    with pytest.raises(TypeError):
+        Options(top_k=2.5)  # type: ignore[arg-type]
+
+
+def test_greedy_means_no_penalty_either() -> None:
+    assert Options().is_greedy
+    assert not Options(temperature=0.1).is_greedy
+    assert not Options(repeat_penalty=1.1).is_greedy
+
+
+def test_seed_fixes_the_draws() -> None:
+    options, logits = Options(temperature=1.0), np.zeros(1000)
+    first, second, other = (Sampler(options, seed=seed) for seed in (5, 5, 6))
+    draws = [first(logits) for _ in range(20)]
+    assert draws == [second(logits) for _ in range(20)]
+    assert draws != [other(logits) for _ in range(20)]
+
+
+def test_sampler_remembers_its_choices_and_forgets_the_oldest() -> None:
+    sampler = Sampler(Options(repeat_penalty=1e9), recent=[0])
+    logits = np.arange(REPEAT_WINDOW + 2, 0, -1.0)  # the lowest ids are the most probable
+    chosen = [sampler(logits) for _ in range(REPEAT_WINDOW + 1)]
+    assert chosen[: REPEAT_WINDOW - 1] == list(range(1, REPEAT_WINDOW))
+    assert (
+        chosen[REPEAT_WINDOW - 1] == REPEAT_WINDOW
+    )  # 0 has just left the window, but only after this choice
+    assert chosen[REPEAT_WINDOW] == 0
