@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <unordered_map>
 
@@ -125,6 +126,8 @@ void construct_ivars(Object* object);
 void destroy_ivars(Object* object);
 // A copy of the string that lives as long as the process.
 const char* intern(const std::string& text);
+long live_objects();
+std::map<std::string, long> live_objects_by_class();
 
 }  // namespace metal_emulator::objc
 
@@ -133,5 +136,4 @@ extern "C" {
 metal_emulator::objc::Object* metal_emulator_allocate(metal_emulator::objc::Class* cls);
 void metal_emulator_deallocate(metal_emulator::objc::Object* object);
 long metal_emulator_retain_count(metal_emulator::objc::Object* object);
-long metal_emulator_live_objects();
 }

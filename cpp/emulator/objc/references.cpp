@@ -1,6 +1,7 @@
 // Object life: allocation, retain counts, autorelease pools, weak references, and the entry points that ARC
 // calls.
 #include <cstdlib>
+#include <map>
 #include <mutex>
 #include <new>
 #include <unordered_map>
@@ -22,7 +23,23 @@ Object* objc_retain(Object* object);
 namespace metal_emulator::objc {
 namespace {
 
-std::atomic<long> live_objects{0};
+// Live objects of each class. Never destroyed.
+struct Census {
+  std::mutex mutex;
+  std::map<Class*, long> counts;
+  long total = 0;
+
+  static Census& get() {
+    static auto* instance = new Census;
+    return *instance;
+  }
+  void add(Class* cls, long change) {
+    std::lock_guard lock(mutex);
+    counts[cls] += change;
+    total += change;
+  }
+};
+
 thread_local std::vector<Object*> autorelease_stack;
 
 // Literals and classes are never freed.
@@ -85,6 +102,21 @@ Result send(Object* object, const char* name) {
 }
 
 }  // namespace
+
+long live_objects() {
+  std::lock_guard lock(Census::get().mutex);
+  return Census::get().total;
+}
+
+std::map<std::string, long> live_objects_by_class() {
+  std::lock_guard lock(Census::get().mutex);
+  std::map<std::string, long> counts;
+  for (const auto& [cls, count] : Census::get().counts) {
+    if (count > 0) counts[cls->name] = count;
+  }
+  return counts;
+}
+
 }  // namespace metal_emulator::objc
 
 using namespace metal_emulator::objc;
@@ -97,23 +129,19 @@ Object* metal_emulator_allocate(Class* cls) {
   auto* h = new (memory) Header{1, false};
   auto* object = reinterpret_cast<Object*>(h + 1);
   object->isa = cls;
-  live_objects++;
+  Census::get().add(cls, 1);
   construct_ivars(object);
   return object;
 }
 
 void metal_emulator_deallocate(Object* object) {
   destroy_ivars(object);
-  live_objects--;
+  Census::get().add(object->isa, -1);
   std::free(&header(object));
 }
 
 long metal_emulator_retain_count(Object* object) {
   return is_immortal(object) ? -1 : header(object).references.load(std::memory_order_relaxed);
-}
-
-long metal_emulator_live_objects() {
-  return live_objects;
 }
 
 Object* objc_retain(Object* object) {

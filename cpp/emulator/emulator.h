@@ -1,0 +1,86 @@
+// What a test sees and steers of the emulator, beside the Metal API itself. Plain C++.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "executor.h"
+
+namespace metal_emulator {
+
+// A use of the API that Apple's validation layer aborts on. Thrown at the call; what only shows when a
+// command runs makes the command buffer fail with the same words in its NSError.
+struct ValidationError : std::logic_error {
+  using std::logic_error::logic_error;
+};
+
+// Objective-C objects that are not deallocated yet. Waits until nothing runs, so that the answer does not
+// depend on how far another thread has got.
+long live_objects();
+std::map<std::string, long> live_objects_by_class();
+
+enum class StorageMode : std::uint8_t { kShared = 0, kPrivate = 2 };
+
+struct BufferInfo {
+  std::string label;
+  std::size_t length = 0;
+  StorageMode storage_mode = StorageMode::kShared;
+  bool no_copy = false;
+};
+std::vector<BufferInfo> live_buffers();  // in order of creation
+std::size_t allocated_bytes();           // of live buffers, those without copy left out
+
+struct Counters {  // since the process started
+  std::uint64_t buffers = 0, pipelines = 0, libraries = 0, command_buffers = 0, dispatches = 0;
+};
+Counters counters();
+
+// Faults, each used up when it strikes. `nth` counts from 1, the next.
+void fail_allocation(int nth);  // newBuffer… returns nil
+// The command buffer runs `dispatches` of its dispatches, then fails with MTLCommandBufferErrorDomain `code`.
+void fail_command_buffer(int nth, const std::string& message, long code = 1, int dispatches = 0);
+void clear_faults();
+
+// The options start from METAL_EMULATOR_THREADS, METAL_EMULATOR_SEED, METAL_EMULATOR_CHECKED and
+// METAL_EMULATOR_ACTIVE_LANES. Setting them waits until nothing runs.
+ExecutorOptions options();
+void set_options(const ExecutorOptions& options);
+
+struct DeviceLimits {
+  std::uint64_t max_buffer_length = 0;  // 0: half the machine's memory
+  std::uint64_t working_set_bytes = 0;  // 0: three quarters of the machine's memory
+  int apple_family = 7;                 // 7 to 9 for M1 to M4
+};
+DeviceLimits limits();
+void set_limits(const DeviceLimits& limits);
+
+struct BindingRecord {
+  int index = 0;
+  std::string name;                                 // of the kernel's argument
+  std::string label;                                // of the buffer; empty for setBytes
+  std::uint64_t bytes_read = 0, bytes_written = 0;  // counted in checked mode
+};
+struct DispatchRecord {
+  std::string kernel;
+  Dim3 grid, group;
+  std::uint64_t threads = 0, barriers = 0;
+  bool after_barrier = true;  // false: may overlap the dispatch before it
+  std::vector<BindingRecord> bindings;
+};
+struct CommandBufferRecord {
+  std::string label, error;
+  double start_seconds = 0, end_seconds = 0;
+  std::vector<DispatchRecord> dispatches;
+};
+// Of the last command buffers that were completed, oldest first. None are kept until a depth is set.
+std::vector<CommandBufferRecord> history();
+void set_history_depth(std::size_t command_buffers);
+
+// Misuse found where nothing could be thrown (an encoder released before endEncoding). Each is also thrown by
+// the next call that makes a command buffer.
+std::vector<std::string> take_violations();
+
+}  // namespace metal_emulator

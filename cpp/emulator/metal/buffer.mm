@@ -1,0 +1,71 @@
+#include "classes.h"
+
+using metal_emulator::BufferState;
+using metal_emulator::State;
+using metal_emulator::ValidationError;
+
+@implementation EmulatorBuffer {
+  id<MTLDevice> _device;
+  std::shared_ptr<BufferState> _state;
+  MTLResourceOptions _options;
+  void (^_deallocator)(void* pointer, NSUInteger length);
+}
+@synthesize device = _device;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                         state:(std::shared_ptr<BufferState>)state
+                       options:(MTLResourceOptions)options
+                   deallocator:(void (^)(void* pointer, NSUInteger length))deallocator {
+  if ((self = [super init])) {
+    _device = device;
+    _state = std::move(state);
+    _options = options;
+    _deallocator = [deallocator copy];
+  }
+  return self;
+}
+- (void)dealloc {
+  State::get().release(_state);
+  // The deallocator is given the caller's pointer, which is not the view that the executor may have made of
+  // it.
+  if (_deallocator) _deallocator(_state->caller_memory, _state->info.length);
+}
+
+- (const std::shared_ptr<BufferState>&)state {
+  return _state;
+}
+- (NSUInteger)length {
+  return _state->info.length;
+}
+- (void*)contents {
+  if (_state->info.storage_mode == metal_emulator::StorageMode::kPrivate) return nullptr;
+  return _state->caller_memory ? _state->caller_memory : _state->allocation->host();
+}
+- (void)didModifyRange:(NSRange)range {
+  static_cast<void>(range);
+  throw ValidationError("didModifyRange: the buffer is not MTLStorageModeManaged");
+}
+- (NSString*)label {
+  const std::string label = State::get().label(*_state);
+  return label.empty() ? nil : metal_emulator::to_ns(label);
+}
+- (void)setLabel:(NSString*)label {
+  State::get().set_label(*_state, metal_emulator::to_string(label));
+}
+- (MTLResourceOptions)resourceOptions {
+  return _options;
+}
+- (MTLCPUCacheMode)cpuCacheMode {
+  return static_cast<MTLCPUCacheMode>((_options >> MTLResourceCPUCacheModeShift) & 15);
+}
+- (MTLStorageMode)storageMode {
+  return static_cast<MTLStorageMode>((_options >> MTLResourceStorageModeShift) & 15);
+}
+- (MTLHazardTrackingMode)hazardTrackingMode {
+  const auto mode = static_cast<MTLHazardTrackingMode>((_options >> MTLResourceHazardTrackingModeShift) & 3);
+  return mode == MTLHazardTrackingModeDefault ? MTLHazardTrackingModeTracked : mode;
+}
+- (NSUInteger)allocatedSize {
+  return _state->info.length;
+}
+@end

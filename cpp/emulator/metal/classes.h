@@ -1,0 +1,140 @@
+// The Objective-C classes behind Metal's protocols, as they see each other.
+#pragma once
+
+#import <Metal/Metal.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "state.h"
+#include "validation.h"
+
+extern "C" {
+void* objc_autoreleasePoolPush();
+void objc_autoreleasePoolPop(void* pool);
+}
+
+namespace metal_emulator {
+
+// Unlike @autoreleasepool it is also emptied when an exception leaves its scope.
+class AutoreleasePool {
+ public:
+  AutoreleasePool() : pool_(objc_autoreleasePoolPush()) {}
+  ~AutoreleasePool() { objc_autoreleasePoolPop(pool_); }
+  AutoreleasePool(const AutoreleasePool&) = delete;
+  AutoreleasePool& operator=(const AutoreleasePool&) = delete;
+
+ private:
+  void* pool_;
+};
+
+inline NSString* to_ns(const std::string& text) {
+  return [NSString stringWithUTF8String:text.c_str()];
+}
+inline std::string to_string(NSString* text) {
+  return text ? text.UTF8String : "";
+}
+NSError* make_error(NSErrorDomain domain, NSInteger code, const std::string& message);
+// The object behind a protocol; throws ValidationError when it is none of the emulator's.
+template <typename T>
+T* checked_cast(id object, const char* call) {
+  if (![object isKindOfClass:[T class]])
+    throw ValidationError(std::string(call) + ": nil or a foreign object");
+  return static_cast<T*>(object);
+}
+
+}  // namespace metal_emulator
+
+@interface EmulatorDevice : NSObject <MTLDevice>
+@end
+
+@interface EmulatorBuffer : NSObject <MTLBuffer>
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                         state:(std::shared_ptr<metal_emulator::BufferState>)state
+                       options:(MTLResourceOptions)options
+                   deallocator:(void (^)(void* pointer, NSUInteger length))deallocator;
+- (const std::shared_ptr<metal_emulator::BufferState>&)state;
+@end
+
+@interface EmulatorLibrary : NSObject <MTLLibrary>
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                     libraries:(std::vector<const metal_emulator::ShaderLibrary*>)libraries;
+@end
+
+@interface EmulatorFunction : NSObject <MTLFunction>
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                       library:(const metal_emulator::ShaderLibrary&)library
+                        kernel:(const metal_emulator::Kernel&)kernel
+                     constants:(metal_emulator::Specialization)constants;
+// Throws std::runtime_error where the kernel cannot be made to run.
+- (std::shared_ptr<const metal_emulator::Pipeline>)prepare;
+@end
+
+@interface MTLFunctionConstantValues ()
+// The values that concern the library. Throws std::runtime_error when a type is not the declared one.
+- (metal_emulator::Specialization)valuesForLibrary:(const metal_emulator::ShaderLibrary&)library;
+@end
+
+@interface EmulatorComputePipeline : NSObject <MTLComputePipelineState>
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                      pipeline:(std::shared_ptr<const metal_emulator::Pipeline>)pipeline
+                    maxThreads:(NSUInteger)maxThreads
+                         label:(NSString*)label;
+- (const std::shared_ptr<const metal_emulator::Pipeline>&)pipeline;
+@end
+
+@class EmulatorCommandBuffer;
+
+@interface EmulatorCommandQueue : NSObject <MTLCommandQueue>
+- (instancetype)initWithDevice:(id<MTLDevice>)device maxCommandBufferCount:(NSUInteger)count;
+- (void)enqueue:(EmulatorCommandBuffer*)commandBuffer;
+// Hands every command buffer to the executor that is committed and has none before it that is not.
+- (void)submitReady;
+- (void)commandBufferFinished;
+- (void)commandBufferDropped;  // deallocated without a commit
+@end
+
+// A barrier and what it covers.
+struct EncodedBarrier {
+  std::size_t before_command;  // index into the command buffer's commands
+  bool all;
+  std::vector<const metal_emulator::Allocation*> memory;  // otherwise
+};
+
+// What a command touches, for messages and records; parallel to the commands.
+struct EncodedBinding {
+  int index;  // of the kernel's buffer argument; 0 and 1 for source and destination of a copy
+  const char* name;
+  std::shared_ptr<metal_emulator::BufferState> buffer;  // null: setBytes
+  std::size_t offset;
+  bool writable;
+};
+
+@interface EmulatorCommandBuffer : NSObject <MTLCommandBuffer>
+- (instancetype)initWithQueue:(EmulatorCommandQueue*)queue retainedReferences:(BOOL)retained;
+- (BOOL)committed;
+- (void)submit;
+// For encoders.
+- (void)encode:(metal_emulator::Command)command bindings:(std::vector<EncodedBinding>)bindings;
+- (void)encodeBarrier:(EncodedBarrier)barrier;
+- (int)nextDispatch;
+- (std::size_t)commandCount;
+- (void)retainUntilCompleted:(id)object;
+- (void)encoderEnded:(BOOL)properly label:(NSString*)label;
+@end
+
+@interface EmulatorEncoder : NSObject <MTLCommandEncoder>
+- (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer;
+- (EmulatorCommandBuffer*)commandBuffer;
+// Throws ValidationError after endEncoding.
+- (void)requireOpen:(const char*)call;
+@end
+
+@interface EmulatorComputeEncoder : EmulatorEncoder <MTLComputeCommandEncoder>
+- (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer
+                         dispatchType:(MTLDispatchType)type;
+@end
+
+@interface EmulatorBlitEncoder : EmulatorEncoder <MTLBlitCommandEncoder>
+@end

@@ -1,0 +1,79 @@
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "classes.h"
+
+using metal_emulator::State;
+using metal_emulator::ValidationError;
+
+@implementation EmulatorCommandQueue {
+  id<MTLDevice> _device;
+  NSUInteger _maxCommandBuffers;
+  std::mutex _mutex;
+  std::condition_variable _finished;
+  NSUInteger _unfinished;  // command buffers that were made and neither finished nor dropped
+  NSUInteger _running;     // of those, submitted
+  std::deque<EmulatorCommandBuffer*> _enqueued;  // in order of execution, not submitted yet
+}
+@synthesize device = _device;
+@synthesize label = _label;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device maxCommandBufferCount:(NSUInteger)count {
+  if ((self = [super init])) {
+    _device = device;
+    _maxCommandBuffers = count;
+  }
+  return self;
+}
+
+- (id<MTLCommandBuffer>)makeCommandBuffer:(BOOL)retained {
+  if (const auto violations = State::get().take_violations(); !violations.empty()) {
+    throw ValidationError("earlier: " + violations.front());
+  }
+  std::unique_lock lock(_mutex);
+  // Metal blocks here until one finishes.
+  _finished.wait(lock, [&] { return _unfinished < _maxCommandBuffers || _running == 0; });
+  if (_unfinished >= _maxCommandBuffers) {
+    throw ValidationError("commandBuffer: would block forever: the queue's " +
+                          std::to_string(_maxCommandBuffers) +
+                          " command buffers are all in use and none is committed");
+  }
+  _unfinished++;
+  return [[EmulatorCommandBuffer alloc] initWithQueue:self retainedReferences:retained];
+}
+- (id<MTLCommandBuffer>)commandBuffer {
+  return [self makeCommandBuffer:YES];
+}
+- (id<MTLCommandBuffer>)commandBufferWithUnretainedReferences {
+  return [self makeCommandBuffer:NO];
+}
+
+- (void)enqueue:(EmulatorCommandBuffer*)commandBuffer {
+  std::lock_guard lock(_mutex);
+  _enqueued.push_back(commandBuffer);
+}
+
+- (void)submitReady {
+  std::lock_guard lock(_mutex);
+  while (!_enqueued.empty() && _enqueued.front().committed) {
+    EmulatorCommandBuffer* next = _enqueued.front();
+    _enqueued.pop_front();
+    _running++;
+    [next submit];
+  }
+}
+
+- (void)commandBufferFinished {
+  std::lock_guard lock(_mutex);
+  _unfinished--;
+  _running--;
+  _finished.notify_all();
+}
+
+- (void)commandBufferDropped {
+  std::lock_guard lock(_mutex);
+  _unfinished--;
+  _finished.notify_all();
+}
+@end

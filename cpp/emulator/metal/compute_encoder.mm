@@ -1,0 +1,258 @@
+#include <cstring>
+
+#include "classes.h"
+#include "hazards.h"
+
+using metal_emulator::Access;
+using metal_emulator::Allocation;
+using metal_emulator::Binding;
+using metal_emulator::Bindings;
+using metal_emulator::BufferState;
+using metal_emulator::checked_cast;
+using metal_emulator::Command;
+using metal_emulator::Dim3;
+using metal_emulator::DispatchCommand;
+using metal_emulator::HazardTracker;
+using metal_emulator::KernelArgument;
+using metal_emulator::kMaxBuffers;
+using metal_emulator::kMaxSetBytes;
+using metal_emulator::kMaxThreadgroupArguments;
+using metal_emulator::Pipeline;
+using metal_emulator::Size;
+using metal_emulator::State;
+using metal_emulator::ThreadgroupLengths;
+using metal_emulator::ValidationError;
+
+namespace {
+
+Size to_size(MTLSize size) {
+  return {size.width, size.height, size.depth};
+}
+
+Dim3 to_dim3(MTLSize size) {
+  return {static_cast<std::uint32_t>(size.width), static_cast<std::uint32_t>(size.height),
+          static_cast<std::uint32_t>(size.depth)};
+}
+
+MTLSize divide_up(MTLSize threads, MTLSize group) {
+  return MTLSizeMake((threads.width + group.width - 1) / group.width,
+                     (threads.height + group.height - 1) / group.height,
+                     (threads.depth + group.depth - 1) / group.depth);
+}
+
+void check_index(const char* call, NSUInteger index, int limit) {
+  if (index < static_cast<NSUInteger>(limit)) return;
+  throw ValidationError(std::string(call) + ": index " + std::to_string(index) + " is not below " +
+                        std::to_string(limit));
+}
+
+void check_offset(const char* call, const BufferState& buffer, NSUInteger offset, NSUInteger index) {
+  if (offset < buffer.info.length) return;
+  throw ValidationError(std::string(call) + ": offset " + std::to_string(offset) + " at index " +
+                        std::to_string(index) + " lies outside the buffer of " +
+                        std::to_string(buffer.info.length) + " bytes");
+}
+
+}  // namespace
+
+@implementation EmulatorComputeEncoder {
+  MTLDispatchType _dispatchType;
+  EmulatorComputePipeline* _pipeline;
+  Bindings _bindings;
+  std::array<id, kMaxBuffers> _objects;  // the buffers bound, retained when they are used
+  ThreadgroupLengths _threadgroupLengths;
+  std::unique_ptr<HazardTracker> _hazards;
+  BOOL _barrier;  // one was encoded since the last dispatch, or nothing was dispatched yet
+}
+@synthesize dispatchType = _dispatchType;
+
+- (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer
+                         dispatchType:(MTLDispatchType)type {
+  if ((self = [super initWithCommandBuffer:commandBuffer])) {
+    _dispatchType = type;
+    _barrier = YES;
+    _hazards = std::make_unique<HazardTracker>(HazardTracker::Known::kBound);
+    [commandBuffer encodeBarrier:{commandBuffer.commandCount, true, {}}];
+  }
+  return self;
+}
+
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)pipeline {
+  [self requireOpen:"setComputePipelineState"];
+  _pipeline = checked_cast<EmulatorComputePipeline>(pipeline, "setComputePipelineState");
+}
+
+- (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
+  [self requireOpen:"setBytes"];
+  check_index("setBytes", index, kMaxBuffers);
+  if (!bytes || length == 0) throw ValidationError("setBytes: no bytes at index " + std::to_string(index));
+  if (length > kMaxSetBytes) {
+    throw ValidationError("setBytes: " + std::to_string(length) + " bytes at index " + std::to_string(index) +
+                          " exceed the limit of " + std::to_string(kMaxSetBytes));
+  }
+  const auto* first = static_cast<const std::byte*>(bytes);
+  _bindings[index] = {nullptr, 0, true, {first, first + length}};
+  _objects[index] = nil;
+}
+
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  [self requireOpen:"setBuffer"];
+  check_index("setBuffer", index, kMaxBuffers);
+  if (!buffer) {
+    _bindings[index] = {};
+    _objects[index] = nil;
+    return;
+  }
+  const auto& state = checked_cast<EmulatorBuffer>(buffer, "setBuffer").state;
+  check_offset("setBuffer", *state, offset, index);
+  _bindings[index] = {state, offset, false, {}};
+  _objects[index] = self.commandBuffer.retainedReferences ? buffer : nil;
+}
+
+- (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  [self requireOpen:"setBufferOffset"];
+  check_index("setBufferOffset", index, kMaxBuffers);
+  if (!_bindings[index].buffer) {
+    throw ValidationError("setBufferOffset: no buffer is bound at index " + std::to_string(index));
+  }
+  check_offset("setBufferOffset", *_bindings[index].buffer, offset, index);
+  _bindings[index].offset = offset;
+}
+
+- (void)setBuffers:(const id<MTLBuffer>[])buffers
+           offsets:(const NSUInteger[])offsets
+         withRange:(NSRange)range {
+  for (NSUInteger i = 0; i < range.length; i++) {
+    [self setBuffer:buffers[i] offset:offsets[i] atIndex:range.location + i];
+  }
+}
+
+- (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
+  [self requireOpen:"setThreadgroupMemoryLength"];
+  check_index("setThreadgroupMemoryLength", index, kMaxThreadgroupArguments);
+  if (length % metal_emulator::kThreadgroupLengthUnit != 0) {
+    throw ValidationError("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " +
+                          std::to_string(index) + " is not a multiple of 16 bytes");
+  }
+  if (length > metal_emulator::kMaxThreadgroupBytes) {
+    throw ValidationError("setThreadgroupMemoryLength: " + std::to_string(length) + " bytes at index " +
+                          std::to_string(index) + " exceed the limit of " +
+                          std::to_string(metal_emulator::kMaxThreadgroupBytes));
+  }
+  _threadgroupLengths[index] = length;
+}
+
+- (void)dispatchThreadgroups:(MTLSize)threadgroups threadsPerThreadgroup:(MTLSize)group {
+  [self requirePipeline:"dispatchThreadgroups"];
+  [self dispatchGrid:threadgroups group:group threads:MTLSizeMake(0, 0, 0)];
+}
+
+- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
+  const Pipeline& pipeline = [self requirePipeline:"dispatchThreads"];
+  check_geometry(pipeline, self.commandBuffer.nextDispatch, to_size(threads), to_size(group));
+  [self dispatchGrid:divide_up(threads, group) group:group threads:threads];
+}
+
+- (const Pipeline&)requirePipeline:(const char*)call {
+  [self requireOpen:call];
+  if (!_pipeline) throw ValidationError(std::string(call) + ": no compute pipeline state is set");
+  return *_pipeline.pipeline;
+}
+
+- (void)dispatchGrid:(MTLSize)grid group:(MTLSize)group threads:(MTLSize)threads {
+  const Pipeline& pipeline = *_pipeline.pipeline;
+  const int number = self.commandBuffer.nextDispatch;
+  check_geometry(pipeline, number, to_size(grid), to_size(group));
+  if (group.width * group.height * group.depth > _pipeline.maxTotalThreadsPerThreadgroup) {
+    throw ValidationError(describe(pipeline, number) + ": the threadgroup exceeds the pipeline's " +
+                          "maxTotalThreadsPerThreadgroup of " +
+                          std::to_string(_pipeline.maxTotalThreadsPerThreadgroup));
+  }
+  check_buffers(pipeline, number, _bindings);
+  check_threadgroup_memory(pipeline, number, _threadgroupLengths);
+
+  const auto options = State::get().options();
+  if (_dispatchType == MTLDispatchTypeConcurrent && !options.checked) [self trackHazards:number];
+
+  Command command;
+  command.after_barrier = _barrier || _dispatchType == MTLDispatchTypeSerial;
+  DispatchCommand& dispatch = command.dispatch;
+  dispatch.pipeline = _pipeline.pipeline;
+  dispatch.grid = to_dim3(grid);
+  dispatch.group = to_dim3(group);
+  dispatch.threads = to_dim3(threads);
+  dispatch.number = number;
+  std::vector<EncodedBinding> encoded;
+  for (const KernelArgument& argument : pipeline.kernel->arguments) {
+    if (!exists(pipeline, argument)) continue;
+    const auto index = static_cast<std::size_t>(argument.index);
+    if (argument.space == KernelArgument::Space::kThreadgroup) {
+      if (dispatch.threadgroup_bytes.size() <= index) dispatch.threadgroup_bytes.resize(index + 1);
+      dispatch.threadgroup_bytes[index] = _threadgroupLengths[index];
+      continue;
+    }
+    if (dispatch.buffers.size() <= index) dispatch.buffers.resize(index + 1);
+    dispatch.buffers[index] = [self makeBoundBuffer:_bindings[index] checked:options.checked];
+    encoded.push_back(
+        {argument.index, argument.name, _bindings[index].buffer, _bindings[index].offset, argument.writable});
+    if (_objects[index]) [self.commandBuffer retainUntilCompleted:_objects[index]];
+  }
+  [self.commandBuffer retainUntilCompleted:_pipeline];
+  if (_dispatchType == MTLDispatchTypeSerial) {
+    [self.commandBuffer encodeBarrier:{self.commandBuffer.commandCount, true, {}}];
+  }
+  [self.commandBuffer encode:std::move(command) bindings:std::move(encoded)];
+  _barrier = NO;
+}
+
+// In checked mode, bytes get memory with a guarded end like any buffer.
+- (metal_emulator::BoundBuffer)makeBoundBuffer:(const Binding&)binding checked:(bool)checked {
+  if (binding.buffer) return {binding.buffer->allocation, binding.offset, {}};
+  if (!checked) return {nullptr, 0, binding.bytes};
+  auto memory = State::get().executor().allocate(binding.bytes.size(), true);
+  if (!memory || !memory->host()) return {nullptr, 0, binding.bytes};
+  std::memcpy(memory->host(), binding.bytes.data(), binding.bytes.size());
+  return {std::move(memory), 0, {}};
+}
+
+- (void)trackHazards:(int)number {
+  const Pipeline& pipeline = *_pipeline.pipeline;
+  std::vector<Access> accesses;
+  for (const KernelArgument& argument : pipeline.kernel->arguments) {
+    if (argument.space == KernelArgument::Space::kThreadgroup || !exists(pipeline, argument)) continue;
+    const Binding& binding = _bindings[static_cast<std::size_t>(argument.index)];
+    if (!binding.buffer) continue;
+    accesses.push_back({binding.buffer->allocation.get(),
+                        {binding.offset, binding.buffer->info.length},
+                        argument.writable,
+                        describe(pipeline, number, argument)});
+  }
+  if (const auto conflict = _hazards->add(std::move(accesses))) throw ValidationError(*conflict);
+}
+
+- (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
+  static_cast<void>(usage);
+  [self requireOpen:"useResource"];
+  [self.commandBuffer retainUntilCompleted:checked_cast<EmulatorBuffer>(resource, "useResource")];
+}
+
+- (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
+  [self requireOpen:"memoryBarrierWithScope"];
+  if (!(scope & MTLBarrierScopeBuffers)) return;
+  _barrier = YES;
+  _hazards->barrier();
+  [self.commandBuffer encodeBarrier:{self.commandBuffer.commandCount, true, {}}];
+}
+
+- (void)memoryBarrierWithResources:(const id<MTLResource>[])resources count:(NSUInteger)count {
+  [self requireOpen:"memoryBarrierWithResources"];
+  std::vector<const Allocation*> memory;
+  for (NSUInteger i = 0; i < count; i++) {
+    memory.push_back(
+        checked_cast<EmulatorBuffer>(resources[i], "memoryBarrierWithResources").state->allocation.get());
+  }
+  _barrier = YES;
+  _hazards->barrier(memory);
+  [self.commandBuffer encodeBarrier:{self.commandBuffer.commandCount, false, std::move(memory)}];
+}
+@end

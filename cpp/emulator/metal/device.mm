@@ -1,0 +1,291 @@
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+#include "classes.h"
+
+using metal_emulator::AutoreleasePool;
+using metal_emulator::checked_cast;
+using metal_emulator::make_error;
+using metal_emulator::ShaderLibrary;
+using metal_emulator::State;
+using metal_emulator::StorageMode;
+using metal_emulator::to_string;
+using metal_emulator::ValidationError;
+
+NSError* metal_emulator::make_error(NSErrorDomain domain, NSInteger code, const std::string& message) {
+  return [NSError errorWithDomain:domain code:code userInfo:@{NSLocalizedDescriptionKey : to_ns(message)}];
+}
+
+namespace {
+
+constexpr NSUInteger kDefaultCommandBuffers = 64;  // of a queue, not yet completed
+
+// Throws ValidationError for modes that the emulated device lacks.
+StorageMode storage_mode(MTLResourceOptions options, const char* call) {
+  switch ((options >> MTLResourceStorageModeShift) & 15) {
+    case MTLStorageModeShared:
+      return StorageMode::kShared;
+    case MTLStorageModePrivate:
+      return StorageMode::kPrivate;
+    case MTLStorageModeManaged:
+      throw ValidationError(std::string(call) +
+                            ": MTLStorageModeManaged is for GPUs with memory of their own; the " +
+                            "emulated device has unified memory (use Shared or Private)");
+    default:
+      throw ValidationError(std::string(call) + ": buffers have no such storage mode");
+  }
+}
+
+void check_length(NSUInteger length, const char* call) {
+  if (length == 0) throw ValidationError(std::string(call) + ": length is 0");
+  const auto limit = metal_emulator::limits().max_buffer_length;
+  if (length > limit) {
+    throw ValidationError(std::string(call) + ": length " + std::to_string(length) +
+                          " exceeds maxBufferLength " + std::to_string(limit));
+  }
+}
+
+std::map<std::string, std::string> macros(MTLCompileOptions* options) {
+  std::map<std::string, std::string> values;
+  for (NSString* name in options.preprocessorMacros) {
+    values[to_string(name)] = to_string(options.preprocessorMacros[name].description);
+  }
+  return values;
+}
+
+}  // namespace
+
+@implementation EmulatorDevice
+
+- (NSString*)name {
+  return metal_emulator::to_ns(State::get().executor().device_name());
+}
+- (uint64_t)registryID {
+  return 1;
+}
+- (MTLSize)maxThreadsPerThreadgroup {
+  return MTLSizeMake(metal_emulator::kMaxThreads, metal_emulator::kMaxThreads, metal_emulator::kMaxThreads);
+}
+- (BOOL)hasUnifiedMemory {
+  return YES;
+}
+- (BOOL)isLowPower {
+  return NO;
+}
+- (BOOL)isHeadless {
+  return YES;
+}
+- (BOOL)isRemovable {
+  return NO;
+}
+- (uint64_t)recommendedMaxWorkingSetSize {
+  return metal_emulator::limits().working_set_bytes;
+}
+- (NSUInteger)maxThreadgroupMemoryLength {
+  return metal_emulator::kMaxThreadgroupBytes;
+}
+- (NSUInteger)maxBufferLength {
+  return metal_emulator::limits().max_buffer_length;
+}
+- (NSUInteger)currentAllocatedSize {
+  return State::get().allocated_bytes();
+}
+- (BOOL)supportsFamily:(MTLGPUFamily)family {
+  switch (family) {
+    case MTLGPUFamilyMac2:
+    case MTLGPUFamilyCommon1:
+    case MTLGPUFamilyCommon2:
+    case MTLGPUFamilyCommon3:
+    case MTLGPUFamilyMetal3:
+      return YES;
+    default:
+      return family >= MTLGPUFamilyApple1 &&
+             family - MTLGPUFamilyApple1 < metal_emulator::limits().apple_family;
+  }
+}
+
+- (id<MTLCommandQueue>)newCommandQueue {
+  return [self newCommandQueueWithMaxCommandBufferCount:kDefaultCommandBuffers];
+}
+- (id<MTLCommandQueue>)newCommandQueueWithMaxCommandBufferCount:(NSUInteger)count {
+  if (count == 0) throw ValidationError("newCommandQueueWithMaxCommandBufferCount: count is 0");
+  return [[EmulatorCommandQueue alloc] initWithDevice:self maxCommandBufferCount:count];
+}
+
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
+  const StorageMode mode = storage_mode(options, "newBufferWithLength");
+  check_length(length, "newBufferWithLength");
+  auto state = State::get().allocate(length, mode);
+  if (!state) return nil;
+  return [[EmulatorBuffer alloc] initWithDevice:self state:std::move(state) options:options deallocator:nil];
+}
+
+- (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer
+                             length:(NSUInteger)length
+                            options:(MTLResourceOptions)options {
+  if (storage_mode(options, "newBufferWithBytes") == StorageMode::kPrivate) {
+    throw ValidationError("newBufferWithBytes: a Private buffer cannot be filled by the host");
+  }
+  if (!pointer) throw ValidationError("newBufferWithBytes: pointer is NULL");
+  id<MTLBuffer> buffer = [self newBufferWithLength:length options:options];
+  if (buffer) std::memcpy(buffer.contents, pointer, length);
+  return buffer;
+}
+
+- (id<MTLBuffer>)newBufferWithBytesNoCopy:(void*)pointer
+                                   length:(NSUInteger)length
+                                  options:(MTLResourceOptions)options
+                              deallocator:(void (^)(void* pointer, NSUInteger length))deallocator {
+  if (storage_mode(options, "newBufferWithBytesNoCopy") == StorageMode::kPrivate) {
+    throw ValidationError("newBufferWithBytesNoCopy: a Private buffer cannot stand on host memory");
+  }
+  check_length(length, "newBufferWithBytesNoCopy");
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  if (!pointer || reinterpret_cast<std::uintptr_t>(pointer) % page != 0) {
+    throw ValidationError("newBufferWithBytesNoCopy: pointer is NULL or not a multiple of the page size, " +
+                          std::to_string(page));
+  }
+  if (length % page != 0) {
+    throw ValidationError("newBufferWithBytesNoCopy: length " + std::to_string(length) +
+                          " is not a multiple of the page size, " + std::to_string(page));
+  }
+  auto state = State::get().wrap(pointer, length, StorageMode::kShared);
+  if (!state) return nil;
+  return [[EmulatorBuffer alloc] initWithDevice:self
+                                          state:std::move(state)
+                                        options:options
+                                    deallocator:deallocator];
+}
+
+- (id<MTLLibrary>)newDefaultLibrary {
+  auto libraries = metal_emulator::registered_libraries();
+  if (libraries.empty()) return nil;
+  return [[EmulatorLibrary alloc] initWithDevice:self libraries:std::move(libraries)];
+}
+
+- (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
+  const std::string path = to_string(url.path);
+  NSInteger code = MTLLibraryErrorFileNotFound;
+  std::string message = "no such library: '" + path + "'";
+  if (std::filesystem::is_regular_file(path)) {
+    try {
+      const ShaderLibrary* library = State::get().executor().load(path);
+      return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
+    } catch (const std::runtime_error& exception) {
+      code = MTLLibraryErrorInternal;
+      message = "library '" + path + "': " + exception.what();
+    }
+  }
+  if (error) *error = make_error(MTLLibraryErrorDomain, code, message);
+  return nil;
+}
+
+- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
+                               options:(MTLCompileOptions*)options
+                                 error:(NSError**)error {
+  const std::string text = to_string(source);
+  const auto definitions = macros(options);
+  if (definitions.empty()) {
+    for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
+      if (library->source == text) return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
+    }
+  }
+  try {
+    const ShaderLibrary* library = State::get().executor().compile(text, definitions);
+    return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
+  } catch (const std::runtime_error& exception) {
+    if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, exception.what());
+    return nil;
+  }
+}
+
+- (void)newLibraryWithSource:(NSString*)source
+                     options:(MTLCompileOptions*)options
+           completionHandler:(MTLNewLibraryCompletionHandler)completionHandler {
+  State::get().run_in_background([=] {
+    const AutoreleasePool pool;
+    NSError* error = nil;
+    id<MTLLibrary> library = [self newLibraryWithSource:source options:options error:&error];
+    completionHandler(library, error);
+  });
+}
+
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
+                                                             error:(NSError**)error {
+  MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+  descriptor.computeFunction = computeFunction;
+  return [self newComputePipelineStateWithDescriptor:descriptor
+                                             options:MTLPipelineOptionNone
+                                          reflection:nil
+                                               error:error];
+}
+
+- (void)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
+                          completionHandler:(MTLNewComputePipelineStateCompletionHandler)completionHandler {
+  checked_cast<EmulatorFunction>(computeFunction, "newComputePipelineStateWithFunction");
+  State::get().run_in_background([=] {
+    const AutoreleasePool pool;
+    NSError* error = nil;
+    id<MTLComputePipelineState> pipeline = [self newComputePipelineStateWithFunction:computeFunction
+                                                                               error:&error];
+    completionHandler(pipeline, error);
+  });
+}
+
+- (id<MTLComputePipelineState>)
+    newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
+                                  options:(MTLPipelineOption)options
+                               reflection:(MTLAutoreleasedComputePipelineReflection*)reflection
+                                    error:(NSError**)error {
+  static_cast<void>(options);
+  if (reflection) *reflection = nil;
+  auto* function = checked_cast<EmulatorFunction>(descriptor.computeFunction, "newComputePipelineState");
+  try {
+    auto pipeline = [function prepare];
+    return [[EmulatorComputePipeline alloc] initWithDevice:self
+                                                  pipeline:std::move(pipeline)
+                                                maxThreads:descriptor.maxTotalThreadsPerThreadgroup
+                                                     label:descriptor.label];
+  } catch (const std::runtime_error& exception) {
+    if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, exception.what());
+    return nil;
+  }
+}
+
+- (void)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
+                                      options:(MTLPipelineOption)options
+                            completionHandler:(void (^)(id<MTLComputePipelineState>,
+                                                        MTLComputePipelineReflection*,
+                                                        NSError*))completionHandler {
+  checked_cast<EmulatorFunction>(descriptor.computeFunction, "newComputePipelineState");
+  MTLComputePipelineDescriptor* copy = [descriptor copy];
+  State::get().run_in_background([=] {
+    const AutoreleasePool pool;
+    NSError* error = nil;
+    id<MTLComputePipelineState> pipeline = [self newComputePipelineStateWithDescriptor:copy
+                                                                               options:options
+                                                                            reflection:nil
+                                                                                 error:&error];
+    completionHandler(pipeline, nil, error);
+  });
+}
+@end
+
+// One device, as on a Mac: while somebody holds it, everybody gets the same.
+id<MTLDevice> MTLCreateSystemDefaultDevice() {
+  static std::mutex mutex;
+  static __weak EmulatorDevice* shared;
+  std::lock_guard lock(mutex);
+  EmulatorDevice* device = shared;
+  if (!device) shared = device = [[EmulatorDevice alloc] init];
+  return device;
+}
+
+NSArray<id<MTLDevice>>* MTLCopyAllDevices() {
+  return [[NSArray alloc] initWithObjects:(const id[]){MTLCreateSystemDefaultDevice()} count:1];
+}

@@ -1,0 +1,108 @@
+// What all encoders share, and the blit encoder.
+#include "classes.h"
+
+using metal_emulator::BufferState;
+using metal_emulator::checked_cast;
+using metal_emulator::Command;
+using metal_emulator::ValidationError;
+
+@implementation EmulatorEncoder {
+  EmulatorCommandBuffer* _commandBuffer;
+  BOOL _ended;
+  int _debugGroups;
+}
+@synthesize label = _label;
+
+- (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer {
+  if ((self = [super init])) _commandBuffer = commandBuffer;
+  return self;
+}
+- (void)dealloc {
+  if (!_ended) [_commandBuffer encoderEnded:NO label:_label];
+}
+- (EmulatorCommandBuffer*)commandBuffer {
+  return _commandBuffer;
+}
+- (id<MTLDevice>)device {
+  return _commandBuffer.device;
+}
+- (void)requireOpen:(const char*)call {
+  if (_ended) throw ValidationError(std::string(call) + ": the encoder has ended encoding");
+}
+- (void)endEncoding {
+  [self requireOpen:"endEncoding"];
+  if (_debugGroups > 0) throw ValidationError("endEncoding: a debug group is still open");
+  _ended = YES;
+  [_commandBuffer encoderEnded:YES label:nil];
+}
+- (void)insertDebugSignpost:(NSString*)string {
+  static_cast<void>(string);
+  [self requireOpen:"insertDebugSignpost"];
+}
+- (void)pushDebugGroup:(NSString*)string {
+  static_cast<void>(string);
+  [self requireOpen:"pushDebugGroup"];
+  _debugGroups++;
+}
+- (void)popDebugGroup {
+  [self requireOpen:"popDebugGroup"];
+  if (_debugGroups == 0) throw ValidationError("popDebugGroup: no debug group is open");
+  _debugGroups--;
+}
+@end
+
+namespace {
+
+// Throws ValidationError unless [offset, offset + size) lies in the buffer.
+const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger offset, NSUInteger size,
+                                                const char* call, const char* what) {
+  const auto& state = checked_cast<EmulatorBuffer>(buffer, call).state;
+  const std::size_t length = state->info.length;
+  if (size == 0) throw ValidationError(std::string(call) + ": size is 0");
+  if (offset > length || size > length - offset) {
+    throw ValidationError(std::string(call) + ": " + what + " bytes " + std::to_string(offset) + " to " +
+                          std::to_string(offset + size) + " of a buffer of " + std::to_string(length));
+  }
+  return state;
+}
+
+}  // namespace
+
+@implementation EmulatorBlitEncoder
+
+- (void)copyFromBuffer:(id<MTLBuffer>)source
+          sourceOffset:(NSUInteger)sourceOffset
+              toBuffer:(id<MTLBuffer>)destination
+     destinationOffset:(NSUInteger)destinationOffset
+                  size:(NSUInteger)size {
+  constexpr const char* kCall = "copyFromBuffer";
+  [self requireOpen:kCall];
+  const auto& from = check_range(source, sourceOffset, size, kCall, "source");
+  const auto& to = check_range(destination, destinationOffset, size, kCall, "destination");
+  if (from == to && sourceOffset < destinationOffset + size && destinationOffset < sourceOffset + size) {
+    throw ValidationError("copyFromBuffer: source and destination overlap");
+  }
+  Command command;
+  command.kind = Command::Kind::kCopy;
+  command.copy.from = {from->allocation, sourceOffset, {}};
+  command.copy.to = {to->allocation, destinationOffset, {}};
+  command.copy.bytes = size;
+  [self.commandBuffer retainUntilCompleted:source];
+  [self.commandBuffer retainUntilCompleted:destination];
+  [self.commandBuffer
+        encode:std::move(command)
+      bindings:{{0, "source", from, sourceOffset, false}, {1, "destination", to, destinationOffset, true}}];
+}
+
+- (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value {
+  [self requireOpen:"fillBuffer"];
+  const auto& to = check_range(buffer, range.location, range.length, "fillBuffer", "range:");
+  Command command;
+  command.kind = Command::Kind::kFill;
+  command.fill.to = {to->allocation, range.location, {}};
+  command.fill.bytes = range.length;
+  command.fill.value = value;
+  [self.commandBuffer retainUntilCompleted:buffer];
+  [self.commandBuffer encode:std::move(command) bindings:{{0, "destination", to, range.location, true}}];
+}
+@end

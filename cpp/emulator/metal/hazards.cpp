@@ -1,0 +1,36 @@
+#include "hazards.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace metal_emulator {
+
+void HazardTracker::barrier(std::span<const Allocation* const> memory) {
+  std::erase_if(accesses_, [&](const Access& access) {
+    return std::find(memory.begin(), memory.end(), access.memory) != memory.end();
+  });
+}
+
+bool HazardTracker::meet(const Access& a, const Access& b) const {
+  if (a.memory != b.memory || !(a.write || b.write)) return false;
+  if (known_ == Known::kBound) return a.range.begin == b.range.begin;
+  return a.range.begin < b.range.end && b.range.begin < a.range.end;
+}
+
+std::optional<std::string> HazardTracker::add(std::vector<Access> accesses) {
+  for (const Access& later : accesses) {
+    for (const Access& earlier : accesses_) {
+      if (!meet(earlier, later)) continue;
+      const auto begin = std::max(earlier.range.begin, later.range.begin);
+      const auto end = std::min(earlier.range.end, later.range.end);
+      return later.by + (later.write ? " writes" : " reads") + " bytes " + std::to_string(begin) + " to " +
+             std::to_string(end) + " of a buffer that " + earlier.by +
+             (earlier.write ? " writes" : " reads") +
+             ", with no memory barrier between them on this concurrent encoder";
+    }
+  }
+  std::move(accesses.begin(), accesses.end(), std::back_inserter(accesses_));
+  return std::nullopt;
+}
+
+}  // namespace metal_emulator

@@ -1,0 +1,43 @@
+// Finds commands of a concurrent encoder that touch the same bytes, one of them writing, with no barrier
+// between them.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "executor.h"
+
+namespace metal_emulator {
+
+struct Access {
+  const Allocation* memory;
+  ByteRange range;
+  bool write;
+  std::string by;  // kernel, dispatch number and binding, for the message
+};
+
+class HazardTracker {
+ public:
+  // What is known of a range. kBound: from the bound offset to the end of the buffer, of which a kernel uses
+  // what it likes; bindings of a buffer at different offsets are taken to be different parts of it, and only
+  // those at the same offset to meet. kTouched: the bytes that were really touched.
+  enum class Known { kBound, kTouched };
+  explicit HazardTracker(Known known) : known_(known) {}
+
+  // Everything before is finished before anything after begins.
+  void barrier() { accesses_.clear(); }
+  // As far as these allocations are concerned.
+  void barrier(std::span<const Allocation* const> memory);
+  // Adds the accesses of one command. Describes the first that conflicts with an earlier command's.
+  std::optional<std::string> add(std::vector<Access> accesses);
+
+ private:
+  bool meet(const Access& a, const Access& b) const;
+
+  Known known_;
+  std::vector<Access> accesses_;  // since the last barrier
+};
+
+}  // namespace metal_emulator

@@ -1,0 +1,297 @@
+// Libraries, functions, function constants and compute pipelines.
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+
+#include "classes.h"
+
+using metal_emulator::ConstantType;
+using metal_emulator::ConstantValue;
+using metal_emulator::FunctionConstant;
+using metal_emulator::Kernel;
+using metal_emulator::Pipeline;
+using metal_emulator::ShaderLibrary;
+using metal_emulator::Specialization;
+using metal_emulator::State;
+using metal_emulator::to_ns;
+using metal_emulator::to_string;
+using metal_emulator::ValidationError;
+
+NSErrorDomain const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
+
+namespace {
+
+struct TypeInfo {
+  ConstantType type;
+  std::size_t bytes;
+  const char* name;
+};
+
+TypeInfo type_info(MTLDataType type) {
+  switch (type) {
+    case MTLDataTypeBool:
+      return {ConstantType::kBool, 1, "bool"};
+    case MTLDataTypeChar:
+      return {ConstantType::kChar, 1, "char"};
+    case MTLDataTypeUChar:
+      return {ConstantType::kUChar, 1, "uchar"};
+    case MTLDataTypeShort:
+      return {ConstantType::kShort, 2, "short"};
+    case MTLDataTypeUShort:
+      return {ConstantType::kUShort, 2, "ushort"};
+    case MTLDataTypeInt:
+      return {ConstantType::kInt, 4, "int"};
+    case MTLDataTypeUInt:
+      return {ConstantType::kUInt, 4, "uint"};
+    case MTLDataTypeLong:
+      return {ConstantType::kLong, 8, "long"};
+    case MTLDataTypeULong:
+      return {ConstantType::kULong, 8, "ulong"};
+    case MTLDataTypeHalf:
+      return {ConstantType::kHalf, 2, "half"};
+    case MTLDataTypeFloat:
+      return {ConstantType::kFloat, 4, "float"};
+    default:
+      throw ValidationError(
+          "MTLFunctionConstantValues: the emulator has no function constants of MTLDataType " +
+          std::to_string(type));
+  }
+}
+
+struct Value {
+  TypeInfo info;
+  std::uint64_t bits;
+};
+
+Value make_value(const void* bytes, MTLDataType type) {
+  Value value{type_info(type), 0};
+  std::memcpy(&value.bits, bytes, value.info.bytes);
+  return value;
+}
+
+}  // namespace
+
+@implementation MTLCompileOptions
+- (instancetype)init {
+  if ((self = [super init])) {
+    _fastMathEnabled = YES;
+    _mathMode = MTLMathModeFast;
+    _languageVersion = MTLLanguageVersion3_0;
+  }
+  return self;
+}
+- (void)setFastMathEnabled:(BOOL)enabled {
+  _fastMathEnabled = enabled;
+  _mathMode = enabled ? MTLMathModeFast : MTLMathModeSafe;
+}
+- (void)setMathMode:(MTLMathMode)mode {
+  _mathMode = mode;
+  _fastMathEnabled = mode == MTLMathModeFast;
+}
+- (id)copyWithZone:(NSZone*)zone {
+  static_cast<void>(zone);
+  MTLCompileOptions* copy = [[MTLCompileOptions alloc] init];
+  copy.preprocessorMacros = self.preprocessorMacros;
+  copy.mathMode = self.mathMode;
+  copy.languageVersion = self.languageVersion;
+  return copy;
+}
+@end
+
+@implementation MTLFunctionConstantValues {
+  std::map<NSUInteger, Value> _byIndex;
+  std::map<std::string, Value> _byName;
+}
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
+  _byIndex[index] = make_value(value, type);
+}
+- (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range {
+  const std::size_t bytes = type_info(type).bytes;
+  for (NSUInteger i = 0; i < range.length; i++) {
+    _byIndex[range.location + i] = make_value(static_cast<const char*>(values) + i * bytes, type);
+  }
+}
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
+  _byName[to_string(name)] = make_value(value, type);
+}
+- (void)reset {
+  _byIndex.clear();
+  _byName.clear();
+}
+- (id)copyWithZone:(NSZone*)zone {
+  static_cast<void>(zone);
+  MTLFunctionConstantValues* copy = [[MTLFunctionConstantValues alloc] init];
+  copy->_byIndex = _byIndex;
+  copy->_byName = _byName;
+  return copy;
+}
+- (Specialization)valuesForLibrary:(const ShaderLibrary&)library {
+  Specialization values;
+  for (const FunctionConstant& constant : library.constants) {
+    const Value* value = nullptr;
+    if (const auto i = _byIndex.find(static_cast<NSUInteger>(constant.index)); i != _byIndex.end())
+      value = &i->second;
+    if (const auto n = _byName.find(constant.name); n != _byName.end()) value = &n->second;
+    if (!value) continue;
+    if (value->info.type != constant.type) {
+      throw std::runtime_error(std::string("function constant '") + constant.name + "' (index " +
+                               std::to_string(constant.index) + ") is not declared as " + value->info.name +
+                               ", the type it was set with");
+    }
+    values.push_back({constant.index, constant.type, value->bits});
+  }
+  std::sort(values.begin(), values.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
+  return values;
+}
+@end
+
+@implementation EmulatorLibrary {
+  id<MTLDevice> _device;
+  std::vector<const ShaderLibrary*> _libraries;
+}
+@synthesize device = _device;
+@synthesize label = _label;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device libraries:(std::vector<const ShaderLibrary*>)libraries {
+  if ((self = [super init])) {
+    _device = device;
+    _libraries = std::move(libraries);
+    State::get().count(&metal_emulator::Counters::libraries);
+  }
+  return self;
+}
+- (NSArray<NSString*>*)functionNames {
+  NSMutableArray<NSString*>* names = [NSMutableArray array];
+  for (const ShaderLibrary* library : _libraries) {
+    for (const Kernel& kernel : library->kernels) [names addObject:to_ns(kernel.name)];
+  }
+  return names;
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name {
+  return [self newFunctionWithName:name constantValues:[[MTLFunctionConstantValues alloc] init] error:nil];
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name
+                        constantValues:(MTLFunctionConstantValues*)constantValues
+                                 error:(NSError**)error {
+  const std::string wanted = to_string(name);
+  std::string message = "the library has no function '" + wanted + "'";
+  NSInteger code = MTLLibraryErrorFunctionNotFound;
+  for (const ShaderLibrary* library : _libraries) {
+    for (const Kernel& kernel : library->kernels) {
+      if (wanted != kernel.name) continue;
+      try {
+        // Before alloc: what an exception passes between alloc and init is not released.
+        Specialization constants = [constantValues valuesForLibrary:*library];
+        return [[EmulatorFunction alloc] initWithDevice:_device
+                                                library:*library
+                                                 kernel:kernel
+                                              constants:std::move(constants)];
+      } catch (const std::runtime_error& exception) {
+        message = "function '" + wanted + "': " + exception.what();
+        code = MTLLibraryErrorCompileFailure;
+      }
+    }
+  }
+  if (error) *error = metal_emulator::make_error(MTLLibraryErrorDomain, code, message);
+  return nil;
+}
+@end
+
+@implementation EmulatorFunction {
+  id<MTLDevice> _device;
+  const ShaderLibrary* _library;
+  const Kernel* _kernel;
+  Specialization _constants;
+}
+@synthesize device = _device;
+@synthesize label = _label;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                       library:(const ShaderLibrary&)library
+                        kernel:(const Kernel&)kernel
+                     constants:(Specialization)constants {
+  if ((self = [super init])) {
+    _device = device;
+    _library = &library;
+    _kernel = &kernel;
+    _constants = std::move(constants);
+  }
+  return self;
+}
+- (MTLFunctionType)functionType {
+  return MTLFunctionTypeKernel;
+}
+- (NSString*)name {
+  return to_ns(_kernel->name);
+}
+- (std::shared_ptr<const Pipeline>)prepare {
+  State& state = State::get();
+  auto pipeline = state.executor().prepare(*_library, *_kernel, _constants);
+  if (pipeline->static_threadgroup_bytes > metal_emulator::kMaxThreadgroupBytes) {
+    throw std::runtime_error(std::string("kernel '") + _kernel->name + "' declares " +
+                             std::to_string(pipeline->static_threadgroup_bytes) +
+                             " bytes of threadgroup memory, over the limit of " +
+                             std::to_string(metal_emulator::kMaxThreadgroupBytes));
+  }
+  state.count(&metal_emulator::Counters::pipelines);
+  return pipeline;
+}
+@end
+
+@implementation MTLComputePipelineReflection
+@end
+
+@implementation MTLComputePipelineDescriptor
+- (void)reset {
+  _label = nil;
+  _computeFunction = nil;
+  _threadGroupSizeIsMultipleOfThreadExecutionWidth = NO;
+  _maxTotalThreadsPerThreadgroup = 0;
+}
+- (id)copyWithZone:(NSZone*)zone {
+  static_cast<void>(zone);
+  MTLComputePipelineDescriptor* copy = [[MTLComputePipelineDescriptor alloc] init];
+  copy.label = _label;
+  copy.computeFunction = _computeFunction;
+  copy.threadGroupSizeIsMultipleOfThreadExecutionWidth = _threadGroupSizeIsMultipleOfThreadExecutionWidth;
+  copy.maxTotalThreadsPerThreadgroup = _maxTotalThreadsPerThreadgroup;
+  return copy;
+}
+@end
+
+@implementation EmulatorComputePipeline {
+  id<MTLDevice> _device;
+  std::shared_ptr<const Pipeline> _pipeline;
+  NSUInteger _maxThreads;
+  NSString* _label;
+}
+@synthesize device = _device;
+@synthesize label = _label;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                      pipeline:(std::shared_ptr<const Pipeline>)pipeline
+                    maxThreads:(NSUInteger)maxThreads
+                         label:(NSString*)label {
+  if ((self = [super init])) {
+    _device = device;
+    _maxThreads = pipeline->max_threads;
+    if (maxThreads > 0) _maxThreads = std::min(_maxThreads, maxThreads);
+    _pipeline = std::move(pipeline);
+    _label = [label copy];
+  }
+  return self;
+}
+- (const std::shared_ptr<const Pipeline>&)pipeline {
+  return _pipeline;
+}
+- (NSUInteger)maxTotalThreadsPerThreadgroup {
+  return _maxThreads;
+}
+- (NSUInteger)threadExecutionWidth {
+  return metal_emulator::kSimdWidth;
+}
+- (NSUInteger)staticThreadgroupMemoryLength {
+  return _pipeline->static_threadgroup_bytes;
+}
+@end

@@ -1,0 +1,271 @@
+// Host memory for buffers, with guards behind its end.
+#include <signal.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "executor.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define METAL_EMULATOR_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define METAL_EMULATOR_ASAN 1
+#endif
+#endif
+
+#if defined(METAL_EMULATOR_ASAN)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) static_cast<void>(0)
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) static_cast<void>(0)
+#endif
+
+namespace metal_emulator {
+namespace {
+
+constexpr std::size_t kAlignment =
+    64;  // of a buffer's first byte: no vector of the shading language needs more
+constexpr unsigned char kCanary = 0xa5;
+
+std::size_t page_size() {
+  static const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+std::size_t round_up(std::size_t value, std::size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+// Guard regions by their last byte's address plus one.
+struct Guards {
+  struct Region {
+    std::uintptr_t begin;
+    const Allocation* allocation;
+  };
+  std::mutex mutex;
+  std::map<std::uintptr_t, Region> regions;
+
+  static Guards& get() {
+    static auto* instance = new Guards;
+    return *instance;
+  }
+  void add(void* begin, std::size_t bytes, const Allocation* allocation) {
+    const auto address = reinterpret_cast<std::uintptr_t>(begin);
+    std::lock_guard lock(mutex);
+    regions[address + bytes] = {address, allocation};
+  }
+  void remove(void* begin, std::size_t bytes) {
+    std::lock_guard lock(mutex);
+    regions.erase(reinterpret_cast<std::uintptr_t>(begin) + bytes);
+  }
+  const Allocation* find(std::uintptr_t address) {
+    std::lock_guard lock(mutex);
+    const auto found = regions.upper_bound(address);
+    return found != regions.end() && address >= found->second.begin ? found->second.allocation : nullptr;
+  }
+};
+
+// Pages with an inaccessible stretch behind them. A whole megabyte of guard catches strided accesses as well.
+constexpr std::size_t kGuardBytes = 1 << 20;
+
+class GuardedAllocation final : public Allocation {
+ public:
+  GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length)
+      : mapping_(mapping), data_bytes_(data_bytes) {
+    bytes = length;
+    first_ = mapping + data_bytes - round_up(length, kAlignment);
+    std::memset(first_ + length, kCanary, slack());
+    ASAN_POISON_MEMORY_REGION(first_ + length, slack());
+    Guards::get().add(mapping_ + data_bytes_, kGuardBytes, this);
+  }
+  GuardedAllocation(const GuardedAllocation&) = delete;
+  GuardedAllocation& operator=(const GuardedAllocation&) = delete;
+  ~GuardedAllocation() override {
+    Guards::get().remove(mapping_ + data_bytes_, kGuardBytes);
+    ASAN_UNPOISON_MEMORY_REGION(first_ + bytes, slack());
+    munmap(mapping_, data_bytes_ + kGuardBytes);
+  }
+  void* host() override { return first_; }
+  bool intact() override {
+#if !defined(METAL_EMULATOR_ASAN)
+    for (std::size_t i = 0; i < slack(); i++) {
+      if (static_cast<unsigned char>(first_[bytes + i]) != kCanary) return false;
+    }
+#endif
+    return true;
+  }
+
+ private:
+  std::size_t slack() const { return round_up(bytes, kAlignment) - bytes; }
+
+  char* const mapping_;
+  const std::size_t data_bytes_;
+  char* first_;
+};
+
+// The caller's pages, seen through a second mapping when `view` is not null.
+class WrappedAllocation final : public Allocation {
+ public:
+  WrappedAllocation(void* memory, void* view, std::size_t length) : memory_(memory), view_(view) {
+    bytes = length;
+    if (view_) Guards::get().add(static_cast<char*>(view_) + bytes, kGuardBytes, this);
+  }
+  WrappedAllocation(const WrappedAllocation&) = delete;
+  WrappedAllocation& operator=(const WrappedAllocation&) = delete;
+  ~WrappedAllocation() override {
+    if (!view_) return;
+    Guards::get().remove(static_cast<char*>(view_) + bytes, kGuardBytes);
+    munmap(view_, bytes + kGuardBytes);
+  }
+  void* host() override { return view_ ? view_ : memory_; }
+
+ private:
+  void* const memory_;
+  void* const view_;
+};
+
+void* map_inaccessible(std::size_t bytes) {
+  void* address = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return address == MAP_FAILED ? nullptr : address;
+}
+
+// A second view of shared pages with a guard behind it; null where they cannot be mapped twice.
+void* map_again(void* memory, std::size_t bytes) {
+#if defined(__linux__)
+  void* place = map_inaccessible(bytes + kGuardBytes);
+  if (!place) return nullptr;
+  // An old size of zero duplicates the mapping, for MAP_SHARED ones only.
+  void* view = mremap(memory, 0, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place);
+  if (view != MAP_FAILED) return view;
+  munmap(place, bytes + kGuardBytes);
+#else
+  static_cast<void>(memory), static_cast<void>(bytes);
+#endif
+  return nullptr;
+}
+
+// What the signal handler leaves for `landing`, which runs in the place of the faulting instruction.
+struct Fault {
+  GuardHandler handler = nullptr;
+  const Allocation* missed = nullptr;
+  std::size_t overrun = 0;
+  bool write = false;
+};
+thread_local Fault fault;
+
+#if !defined(METAL_EMULATOR_ASAN)  // whose own report names the line
+[[noreturn]] void landing() {
+  fault.handler(*fault.missed, fault.overrun, fault.write);
+  std::abort();  // a handler does not return
+}
+
+struct sigaction previous_segv, previous_bus;
+
+void pass_on(int signal, siginfo_t* info, void* context) {
+  const struct sigaction& previous = signal == SIGBUS ? previous_bus : previous_segv;
+  if (previous.sa_flags & SA_SIGINFO) {
+    previous.sa_sigaction(signal, info, context);
+  } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
+    previous.sa_handler(signal);
+  } else {
+    sigaction(signal, &previous, nullptr);  // the instruction runs again and the default action is taken
+  }
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+  const Allocation* missed = fault.handler ? Guards::get().find(address) : nullptr;
+  if (!missed) return pass_on(signal, info, context);
+  const auto* end = static_cast<const char*>(const_cast<Allocation*>(missed)->host()) + missed->bytes;
+  fault.missed = missed;
+  fault.overrun = address - reinterpret_cast<std::uintptr_t>(end);
+  auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  fault.write = (registers.gregs[REG_ERR] & 2) != 0;
+  auto stack = static_cast<std::uintptr_t>(registers.gregs[REG_RSP]) - 128;  // below the red zone
+  stack = (stack & ~std::uintptr_t{15}) - 8;                                 // as after a call
+  registers.gregs[REG_RSP] = static_cast<greg_t>(stack);
+  registers.gregs[REG_RIP] = reinterpret_cast<greg_t>(landing);
+#elif defined(__aarch64__)
+  fault.write = false;  // not told
+  registers.pc = reinterpret_cast<std::uintptr_t>(landing);
+#else
+  pass_on(signal, info, context);
+#endif
+}
+#endif
+
+void install_signal_handler() {
+#if !defined(METAL_EMULATOR_ASAN)
+  static std::once_flag once;
+  std::call_once(once, [] {
+    struct sigaction action{};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGSEGV, &action, &previous_segv);
+    sigaction(SIGBUS, &action, &previous_bus);
+  });
+#endif
+}
+
+// Fibers have small stacks, so each thread that runs kernels has a stack for the signal handler.
+struct SignalStack {
+  static constexpr std::size_t kBytes = 64 << 10;
+  void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  SignalStack() {
+    stack_t stack{};
+    if (memory == MAP_FAILED || (sigaltstack(nullptr, &stack) == 0 && !(stack.ss_flags & SS_DISABLE))) return;
+    stack = {};
+    stack.ss_sp = memory;
+    stack.ss_size = kBytes;
+    sigaltstack(&stack, nullptr);
+  }
+  SignalStack(const SignalStack&) = delete;
+  SignalStack& operator=(const SignalStack&) = delete;
+  ~SignalStack() {
+    stack_t stack{};
+    if (sigaltstack(nullptr, &stack) == 0 && stack.ss_sp == memory) {
+      stack.ss_flags = SS_DISABLE;
+      sigaltstack(&stack, nullptr);
+    }
+    if (memory != MAP_FAILED) munmap(memory, kBytes);
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill) {
+  if (bytes > SIZE_MAX / 2) return nullptr;
+  const std::size_t data_bytes = round_up(round_up(bytes, kAlignment), page_size());
+  auto* mapping = static_cast<char*>(map_inaccessible(data_bytes + kGuardBytes));
+  if (!mapping) return nullptr;
+  if (mprotect(mapping, data_bytes, PROT_READ | PROT_WRITE) != 0) {
+    munmap(mapping, data_bytes + kGuardBytes);
+    return nullptr;
+  }
+  auto allocation = std::make_shared<GuardedAllocation>(mapping, data_bytes, bytes);
+  if (fill != 0) std::memset(allocation->host(), fill, bytes);  // new pages are zero
+  return allocation;
+}
+
+std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded) {
+  void* view = guarded ? map_again(memory, bytes) : nullptr;
+  return std::make_shared<WrappedAllocation>(memory, view, bytes);
+}
+
+GuardHandler set_guard_handler(GuardHandler handler) {
+  if (handler) {
+    install_signal_handler();
+    static thread_local SignalStack stack;
+  }
+  const GuardHandler previous = fault.handler;
+  fault.handler = handler;
+  return previous;
+}
+
+}  // namespace metal_emulator

@@ -1,0 +1,313 @@
+#include "state.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <thread>
+#include <utility>
+
+#include "objc/abi.h"
+
+namespace metal_emulator {
+namespace {
+
+constexpr unsigned kBackgroundThreads = 4;
+thread_local int worker_depth = 0;
+
+std::uint64_t from_environment(const char* name) {
+  const char* text = std::getenv(name);
+  return text ? std::strtoull(text, nullptr, 10) : 0;
+}
+
+std::uint64_t machine_bytes() {
+  return static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+         static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+std::vector<const ShaderLibrary*>& libraries() {
+  static auto* instance = new std::vector<const ShaderLibrary*>;
+  return *instance;
+}
+
+std::unique_ptr<Executor> make_executor() {
+  const char* name = std::getenv("METAL_EMULATOR_EXECUTOR");
+  if (!name || std::string_view(name) == "cpu") return make_cpu_executor();
+  throw std::runtime_error(std::string("METAL_EMULATOR_EXECUTOR: unknown executor '") + name + "'");
+}
+
+}  // namespace
+
+void register_library(const ShaderLibrary* library) {
+  libraries().push_back(library);
+}
+std::vector<const ShaderLibrary*> registered_libraries() {
+  return libraries();
+}
+
+WorkerScope::WorkerScope() {
+  worker_depth++;
+}
+WorkerScope::~WorkerScope() {
+  worker_depth--;
+}
+
+// Never destroyed: its threads may outlive everything else in the process.
+State& State::get() {
+  static auto* instance = new State;
+  return *instance;
+}
+
+State::State() : executor_(make_executor()) {
+  options_.workers = static_cast<unsigned>(from_environment("METAL_EMULATOR_THREADS"));
+  options_.seed = from_environment("METAL_EMULATOR_SEED");
+  options_.checked = from_environment("METAL_EMULATOR_CHECKED") != 0;
+  options_.active_lanes = from_environment("METAL_EMULATOR_ACTIVE_LANES") != 0;
+  executor_->configure(options_);
+  set_limits({});
+}
+
+ExecutorOptions State::options() {
+  std::lock_guard lock(mutex_);
+  return options_;
+}
+
+void State::set_options(const ExecutorOptions& options) {
+  wait_idle();
+  std::lock_guard lock(mutex_);
+  options_ = options;
+  executor_->configure(options);
+}
+
+DeviceLimits State::limits() {
+  std::lock_guard lock(mutex_);
+  return limits_;
+}
+
+void State::set_limits(const DeviceLimits& limits) {
+  std::lock_guard lock(mutex_);
+  limits_ = limits;
+  if (limits_.max_buffer_length == 0) limits_.max_buffer_length = machine_bytes() / 2;
+  if (limits_.working_set_bytes == 0) limits_.working_set_bytes = machine_bytes() / 4 * 3;
+}
+
+bool State::allocation_fails() {
+  std::lock_guard lock(mutex_);
+  return allocation_fault_ > 0 && --allocation_fault_ == 0;
+}
+
+std::shared_ptr<BufferState> State::keep(std::shared_ptr<Allocation> allocation, BufferInfo info) {
+  if (!allocation) return nullptr;
+  auto buffer = std::make_shared<BufferState>();
+  buffer->allocation = std::move(allocation);
+  buffer->info = std::move(info);
+  std::lock_guard lock(mutex_);
+  buffers_.push_back(buffer);
+  counters_.buffers++;
+  return buffer;
+}
+
+std::shared_ptr<BufferState> State::allocate(std::size_t length, StorageMode mode) {
+  if (allocation_fails()) return nullptr;
+  return keep(executor_->allocate(length, mode != StorageMode::kPrivate), {{}, length, mode, false});
+}
+
+std::shared_ptr<BufferState> State::wrap(void* memory, std::size_t length, StorageMode mode) {
+  if (allocation_fails()) return nullptr;
+  auto buffer = keep(executor_->wrap(memory, length), {{}, length, mode, true});
+  if (buffer) buffer->caller_memory = memory;
+  return buffer;
+}
+
+void State::release(const std::shared_ptr<BufferState>& buffer) {
+  std::lock_guard lock(mutex_);
+  buffer->released = true;
+  std::erase(buffers_, buffer);
+}
+
+void State::set_label(BufferState& buffer, const std::string& label) {
+  std::lock_guard lock(mutex_);
+  buffer.info.label = label;
+}
+
+std::string State::label(const BufferState& buffer) {
+  std::lock_guard lock(mutex_);
+  return buffer.info.label;
+}
+
+std::vector<BufferInfo> State::live_buffers() {
+  std::lock_guard lock(mutex_);
+  std::vector<BufferInfo> infos;
+  for (const auto& buffer : buffers_) infos.push_back(buffer->info);
+  return infos;
+}
+
+std::size_t State::allocated_bytes() {
+  std::lock_guard lock(mutex_);
+  std::size_t bytes = 0;
+  for (const auto& buffer : buffers_) bytes += buffer->info.no_copy ? 0 : buffer->info.length;
+  return bytes;
+}
+
+void State::fail_allocation(int nth) {
+  std::lock_guard lock(mutex_);
+  allocation_fault_ = nth;
+}
+
+void State::fail_command_buffer(int nth, CommandBufferFault fault) {
+  std::lock_guard lock(mutex_);
+  command_buffer_fault_countdown_ = nth;
+  command_buffer_fault_ = std::move(fault);
+}
+
+void State::clear_faults() {
+  std::lock_guard lock(mutex_);
+  allocation_fault_ = command_buffer_fault_countdown_ = 0;
+}
+
+std::optional<CommandBufferFault> State::next_command_buffer_fault() {
+  std::lock_guard lock(mutex_);
+  if (command_buffer_fault_countdown_ == 0 || --command_buffer_fault_countdown_ > 0) return std::nullopt;
+  return command_buffer_fault_;
+}
+
+void State::count(std::uint64_t Counters::* counter, std::uint64_t times) {
+  std::lock_guard lock(mutex_);
+  counters_.*counter += times;
+}
+
+Counters State::counters() {
+  std::lock_guard lock(mutex_);
+  return counters_;
+}
+
+void State::add_violation(const std::string& message) {
+  std::lock_guard lock(mutex_);
+  violations_.push_back(message);
+}
+
+std::vector<std::string> State::take_violations() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(violations_, {});
+}
+
+bool State::keeps_history() {
+  std::lock_guard lock(mutex_);
+  return history_depth_ > 0;
+}
+
+void State::add_record(CommandBufferRecord record) {
+  std::lock_guard lock(mutex_);
+  history_.push_back(std::move(record));
+  while (history_.size() > history_depth_) history_.pop_front();
+}
+
+std::vector<CommandBufferRecord> State::history() {
+  wait_idle();
+  std::lock_guard lock(mutex_);
+  return {history_.begin(), history_.end()};
+}
+
+void State::set_history_depth(std::size_t depth) {
+  std::lock_guard lock(mutex_);
+  history_depth_ = depth;
+  while (history_.size() > depth) history_.pop_front();
+}
+
+void State::begin_work() {
+  std::lock_guard lock(mutex_);
+  work_++;
+}
+
+void State::end_work() {
+  std::lock_guard lock(mutex_);
+  if (--work_ == 0) idle_.notify_all();
+}
+
+void State::wait_idle() {
+  if (worker_depth > 0) return;
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [&] { return work_ == 0; });
+}
+
+void State::run_in_background(std::function<void()> task) {
+  std::lock_guard lock(mutex_);
+  work_++;
+  background_tasks_.push_back(std::move(task));
+  if (background_threads_ < kBackgroundThreads) {
+    background_threads_++;
+    std::thread([this] { serve_background(); }).detach();
+  }
+  background_wake_.notify_one();
+}
+
+void State::serve_background() {
+  const WorkerScope scope;
+  for (;;) {
+    std::function<void()> task;
+    {
+      std::unique_lock lock(mutex_);
+      background_wake_.wait(lock, [&] { return !background_tasks_.empty(); });
+      task = std::move(background_tasks_.front());
+      background_tasks_.pop_front();
+    }
+    task();
+    task = nullptr;  // what it captured is gone before the work counts as done
+    end_work();
+  }
+}
+
+// emulator.h
+
+long live_objects() {
+  State::get().wait_idle();
+  return objc::live_objects();
+}
+std::map<std::string, long> live_objects_by_class() {
+  State::get().wait_idle();
+  return objc::live_objects_by_class();
+}
+std::vector<BufferInfo> live_buffers() {
+  State::get().wait_idle();
+  return State::get().live_buffers();
+}
+std::size_t allocated_bytes() {
+  State::get().wait_idle();
+  return State::get().allocated_bytes();
+}
+Counters counters() {
+  return State::get().counters();
+}
+void fail_allocation(int nth) {
+  State::get().fail_allocation(nth);
+}
+void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
+  State::get().fail_command_buffer(nth, {message, code, dispatches});
+}
+void clear_faults() {
+  State::get().clear_faults();
+}
+ExecutorOptions options() {
+  return State::get().options();
+}
+void set_options(const ExecutorOptions& options) {
+  State::get().set_options(options);
+}
+DeviceLimits limits() {
+  return State::get().limits();
+}
+void set_limits(const DeviceLimits& limits) {
+  State::get().set_limits(limits);
+}
+std::vector<CommandBufferRecord> history() {
+  return State::get().history();
+}
+void set_history_depth(std::size_t command_buffers) {
+  State::get().set_history_depth(command_buffers);
+}
+std::vector<std::string> take_violations() {
+  return State::get().take_violations();
+}
+
+}  // namespace metal_emulator

@@ -1,0 +1,111 @@
+// The emulator's one machine: its executor, its accounts, and the faults that tests ask for.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "emulator.h"
+
+namespace metal_emulator {
+
+// What a buffer is beside its Objective-C object: command buffers hold it while they run, whoever frees the
+// object.
+struct BufferState {
+  std::shared_ptr<Allocation> allocation;
+  BufferInfo info;
+  void* caller_memory = nullptr;       // of a buffer without copy
+  std::atomic<bool> released = false;  // the object is gone
+};
+
+struct CommandBufferFault {
+  std::string message;
+  long code = 0;
+  int dispatches = 0;
+};
+
+class State {
+ public:
+  static State& get();
+
+  Executor& executor() { return *executor_; }
+  ExecutorOptions options();
+  void set_options(const ExecutorOptions& options);
+  DeviceLimits limits();
+  void set_limits(const DeviceLimits& limits);
+
+  // Null when memory is out or a test wants it so.
+  std::shared_ptr<BufferState> allocate(std::size_t length, StorageMode mode);
+  std::shared_ptr<BufferState> wrap(void* memory, std::size_t length, StorageMode mode);
+  void release(const std::shared_ptr<BufferState>& buffer);
+  void set_label(BufferState& buffer, const std::string& label);
+  std::string label(const BufferState& buffer);
+  std::vector<BufferInfo> live_buffers();
+  std::size_t allocated_bytes();
+
+  void fail_allocation(int nth);
+  void fail_command_buffer(int nth, CommandBufferFault fault);
+  void clear_faults();
+  std::optional<CommandBufferFault> next_command_buffer_fault();
+
+  void count(std::uint64_t Counters::* counter, std::uint64_t times = 1);
+  Counters counters();
+
+  void add_violation(const std::string& message);
+  std::vector<std::string> take_violations();
+
+  bool keeps_history();
+  void add_record(CommandBufferRecord record);
+  std::vector<CommandBufferRecord> history();
+  void set_history_depth(std::size_t depth);
+
+  // Work under way on other threads. wait_idle returns at once on a thread that is doing such work.
+  void begin_work();
+  void end_work();
+  void wait_idle();
+  // Runs `task` on one of a few threads, as work.
+  void run_in_background(std::function<void()> task);
+
+ private:
+  State();
+  std::shared_ptr<BufferState> keep(std::shared_ptr<Allocation> allocation, BufferInfo info);
+  bool allocation_fails();
+  void serve_background();
+
+  std::mutex mutex_;
+  std::unique_ptr<Executor> executor_;
+  ExecutorOptions options_;
+  DeviceLimits limits_;
+  std::vector<std::shared_ptr<BufferState>> buffers_;
+  int allocation_fault_ = 0;  // counts down; 0: none
+  int command_buffer_fault_countdown_ = 0;
+  CommandBufferFault command_buffer_fault_;
+  Counters counters_;
+  std::vector<std::string> violations_;
+  std::deque<CommandBufferRecord> history_;
+  std::size_t history_depth_ = 0;
+
+  std::condition_variable idle_;
+  int work_ = 0;
+
+  std::condition_variable background_wake_;
+  std::deque<std::function<void()>> background_tasks_;
+  unsigned background_threads_ = 0;
+};
+
+// Marks the calling thread as one that does the emulator's work while in scope.
+class WorkerScope {
+ public:
+  WorkerScope();
+  ~WorkerScope();
+  WorkerScope(const WorkerScope&) = delete;
+  WorkerScope& operator=(const WorkerScope&) = delete;
+};
+
+}  // namespace metal_emulator

@@ -1,0 +1,23 @@
+# Enables Objective-C++ with clang, whatever compiler builds the rest. GCC's Objective-C++ has neither ARC nor blocks.
+# To be included from the top CMakeLists.txt, since a language that a subdirectory enables is not known to its siblings.
+if(NOT CMAKE_OBJCXX_COMPILER AND NOT DEFINED ENV{OBJCXX})
+  if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    set(CMAKE_OBJCXX_COMPILER "${CMAKE_CXX_COMPILER}")
+  else()
+    find_program(CMAKE_OBJCXX_COMPILER
+      NAMES clang++-19 clang++ clang++-20 clang++-21 clang++-18
+      DOC "clang++ for the Metal emulator")
+    if(NOT CMAKE_OBJCXX_COMPILER)
+      message(FATAL_ERROR "The Metal emulator needs clang++ 18 or newer (Debian, Ubuntu: apt install clang-19). "
+        "Install it, name it with -DCMAKE_OBJCXX_COMPILER=..., or build without METAL_PREFILL_EMULATOR.")
+    endif()
+  endif()
+endif()
+set(CMAKE_OBJCXX_STANDARD ${CMAKE_CXX_STANDARD})
+set(CMAKE_OBJCXX_STANDARD_REQUIRED ON)
+set(CMAKE_OBJCXX_EXTENSIONS OFF)
+set(CMAKE_OBJCXX_VISIBILITY_PRESET hidden)
+enable_language(OBJCXX)
+if(NOT CMAKE_OBJCXX_COMPILER_ID MATCHES "Clang")
+  message(FATAL_ERROR "${CMAKE_OBJCXX_COMPILER} is not clang, which the Metal emulator needs for Objective-C++ with ARC.")
+endif()
