@@ -359,7 +359,7 @@ NB_MODULE(_core, m) {
 #ifdef METAL_PREFILL_EMULATOR
   m.attr("has_emulator") = true;
   nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");
-  bind_emulator(emulator);
+  metal_emulator::bind_emulator(emulator);
 #else
   m.attr("has_emulator") = false;
 #endif

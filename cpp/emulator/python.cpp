@@ -1,0 +1,128 @@
+// emulator.h for Python. To be compiled into each extension that contains an emulator.
+#include "python.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "emulator.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace metal_emulator {
+namespace {
+
+nb::tuple to_tuple(const Dim3& size) {
+  return nb::make_tuple(size.x, size.y, size.z);
+}
+
+void bind_records(nb::module_& m) {
+  nb::class_<BufferInfo>(m, "BufferInfo", "A buffer that is alive.")
+      .def_ro("label", &BufferInfo::label)
+      .def_ro("length", &BufferInfo::length)
+      .def_prop_ro("storage_mode",
+                   [](const BufferInfo& info) {
+                     return info.storage_mode == StorageMode::kPrivate ? "private" : "shared";
+                   })
+      .def_ro("no_copy", &BufferInfo::no_copy)
+      .def("__repr__", [](const BufferInfo& info) {
+        return "BufferInfo('" + info.label + "', " + std::to_string(info.length) +
+               (info.storage_mode == StorageMode::kPrivate ? ", private" : ", shared") +
+               (info.no_copy ? ", no copy)" : ")");
+      });
+  nb::class_<Counters>(m, "Counters", "What was made since the process started.")
+      .def_ro("buffers", &Counters::buffers)
+      .def_ro("pipelines", &Counters::pipelines)
+      .def_ro("libraries", &Counters::libraries)
+      .def_ro("command_buffers", &Counters::command_buffers, "Those that were committed.")
+      .def_ro("dispatches", &Counters::dispatches, "Of the committed command buffers.");
+  nb::class_<BindingRecord>(m, "BindingRecord", "A buffer argument of a dispatch.")
+      .def_ro("index", &BindingRecord::index)
+      .def_ro("name", &BindingRecord::name, "Of the kernel's argument.")
+      .def_ro("label", &BindingRecord::label, "Of the buffer; empty for setBytes.")
+      .def_ro("bytes_read", &BindingRecord::bytes_read, "Counted in checked mode.")
+      .def_ro("bytes_written", &BindingRecord::bytes_written, "Counted in checked mode.");
+  nb::class_<DispatchRecord>(m, "DispatchRecord", "A dispatch of a completed command buffer.")
+      .def_ro("kernel", &DispatchRecord::kernel)
+      .def_prop_ro(
+          "grid", [](const DispatchRecord& record) { return to_tuple(record.grid); }, "In threadgroups.")
+      .def_prop_ro(
+          "group", [](const DispatchRecord& record) { return to_tuple(record.group); }, "In threads.")
+      .def_ro("threads", &DispatchRecord::threads)
+      .def_ro("barriers", &DispatchRecord::barriers)
+      .def_ro("after_barrier", &DispatchRecord::after_barrier)
+      .def_ro("bindings", &DispatchRecord::bindings);
+  nb::class_<CommandBufferRecord>(m, "CommandBufferRecord", "A completed command buffer.")
+      .def_ro("label", &CommandBufferRecord::label)
+      .def_ro("error", &CommandBufferRecord::error, "Empty when all went well.")
+      .def_ro("start_seconds", &CommandBufferRecord::start_seconds)
+      .def_ro("end_seconds", &CommandBufferRecord::end_seconds)
+      .def_ro("dispatches", &CommandBufferRecord::dispatches);
+}
+
+void bind_settings(nb::module_& m) {
+  nb::class_<ExecutorOptions>(m, "Options", "How kernels are run.")
+      .def(
+          "__init__",
+          [](ExecutorOptions* self, unsigned workers, std::uint64_t seed, bool checked, bool active_lanes) {
+            new (self) ExecutorOptions{workers, seed, checked, active_lanes};
+          },
+          "workers"_a = 0, "seed"_a = 0, "checked"_a = false, "active_lanes"_a = false)
+      .def_rw("workers", &ExecutorOptions::workers, "Host threads that run threadgroups; 0: one per core.")
+      .def_rw("seed", &ExecutorOptions::seed, "Shuffles the order of threads; 0: in order.")
+      .def_rw("checked", &ExecutorOptions::checked,
+              "Record which bytes each dispatch touches, and judge by them.")
+      .def_rw("active_lanes", &ExecutorOptions::active_lanes,
+              "Simd operations in divergent branches act on the lanes that arrive.");
+  m.def("options", &options, nb::call_guard<nb::gil_scoped_release>());
+  m.def("set_options", &set_options, "options"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Waits until nothing runs.");
+
+  nb::class_<DeviceLimits>(m, "Limits", "What the emulated device claims to be.")
+      .def(
+          "__init__",
+          [](DeviceLimits* self, std::uint64_t max_buffer_length, std::uint64_t working_set_bytes,
+             int apple_family) {
+            new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family};
+          },
+          "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7)
+      .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
+      .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
+              "0: three quarters of the machine's memory.")
+      .def_rw("apple_family", &DeviceLimits::apple_family, "7 (M1) to 9 (M3, M4).");
+  m.def("limits", &limits);
+  m.def("set_limits", &set_limits, "limits"_a);
+}
+
+}  // namespace
+
+void bind_emulator(nb::module_& m) {
+  nb::exception<ValidationError>(m, "ValidationError", PyExc_RuntimeError);
+  bind_records(m);
+  bind_settings(m);
+  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
+  m.def("live_objects", &live_objects, kWithoutGil,
+        "Return how many Objective-C objects are not deallocated yet. Waits until nothing runs.");
+  m.def("live_objects_by_class", &live_objects_by_class, kWithoutGil);
+  m.def("live_buffers", &live_buffers, kWithoutGil,
+        "Return the buffers that are alive, in order of creation.");
+  m.def("allocated_bytes", &allocated_bytes, kWithoutGil,
+        "Return the bytes of live buffers, those without copy left out.");
+  m.def("counters", &counters);
+  m.def("fail_allocation", &fail_allocation, "nth"_a = 1, "Make the nth next newBuffer return nil.");
+  m.def("fail_command_buffer", &fail_command_buffer, "nth"_a = 1, "message"_a = "injected fault",
+        "code"_a = 1, "dispatches"_a = 0,
+        "Make the nth next command buffer run that many of its dispatches and fail with an NSError of the "
+        "given "
+        "MTLCommandBufferError code.");
+  m.def("clear_faults", &clear_faults);
+  m.def("history", &history, kWithoutGil, "Return the last completed command buffers, oldest first.");
+  m.def("set_history_depth", &set_history_depth, "command_buffers"_a,
+        "Keep that many command buffers for history(); 0, as at first, keeps none.");
+  m.def("take_violations", &take_violations,
+        "Return and forget misuse that was found where nothing could be thrown.");
+}
+
+}  // namespace metal_emulator
