@@ -1,0 +1,273 @@
+"""Text to token ids and back, by the vocabulary that a GGUF file carries."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import numpy as np
+from tokenizers import Tokenizer as Segmenter
+
+from metal_prefill.errors import GGUFError
+from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.vocabulary import SPACE, TokenType, Vocabulary
+
+# Control tokens that end a turn or a text in the models at hand, for files whose metadata does not name them
+# all.
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+)
+
+_SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Invert GPT-2's writing of bytes: printable Latin-1 is itself, the rest is U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _bytes_of_characters()
+
+
+class Tokenizer:
+    """The tokenizer of a model file. Made by :meth:`from_gguf`; safe to use from several threads.
+
+    Attributes
+    ----------
+    vocab_size : int
+        Number of tokens.
+    bos_id, eos_id, eot_id, eom_id, pad_id, unk_id : int or None
+        Ids of the tokens that begin a text, end a text, end a turn, end a message, pad and stand for the
+        unknown; None where the file names none.
+    stop_ids : frozenset of int
+        Tokens after which nothing is to be generated.
+    add_bos : bool
+        Whether `encode` begins with `bos_id` unless told otherwise.
+    """
+
+    def __init__(self, gguf: GGUFFile) -> None:
+        self._gguf = gguf
+        self._vocabulary = Vocabulary.from_gguf(gguf)
+        self.vocab_size = len(self._vocabulary.tokens)
+        self.bos_id = self._special_id("bos")
+        self.eos_id = self._special_id("eos")
+        self.eot_id = self._special_id("eot")
+        self.eom_id = self._special_id("eom")
+        self.pad_id = self._special_id("padding")
+        self.unk_id = self._special_id("unknown")
+        sentencepiece = self._vocabulary.kind == "llama"
+        self._space_prefix = sentencepiece and self._flag("add_space_prefix", default=True)
+        adds_bos = (sentencepiece or self._vocabulary.pre.adds_bos) and self.bos_id is not None
+        self.add_bos = self._flag("add_bos_token", default=adds_bos)
+        if self.add_bos and self.bos_id is None:
+            raise GGUFError(
+                f"{gguf.path}: tokenizer.ggml.add_bos_token is set, "
+                "but tokenizer.ggml.bos_token_id is missing"
+            )
+        named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
+        self.stop_ids = frozenset(named | {i for i in self._special.values() if self.token(i) in END_TOKENS})
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
+        """Read the vocabulary of an open file; what encoding needs beyond it is built on the first `encode`.
+
+        Raises
+        ------
+        GGUFError
+            The file has no vocabulary, or one that contradicts itself.
+        UnsupportedModelError
+            The kind of tokenizer or its way of splitting text is not implemented.
+        """
+        return cls(gguf)
+
+    def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
+        """Turn text into token ids.
+
+        Parameters
+        ----------
+        text
+            Any text. Nothing in it is normalized.
+        add_bos
+            Whether to begin with `bos_id`; by default as the file says.
+        parse_special
+            Whether the spelling of a control token, such as ``<|im_end|>``, stands for that token. Never set
+            it for text that comes from outside.
+
+        Raises
+        ------
+        ValueError
+            If `add_bos` is set and the vocabulary has no such token, or the text holds lone surrogates.
+        """
+        ids: list[int] = []
+        if self.add_bos if add_bos is None else add_bos:
+            if self.bos_id is None:
+                raise ValueError("the vocabulary has no token that begins a text")
+            ids.append(self.bos_id)
+        text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
+        after_token = True
+        for piece in self._split(text, parse_special):
+            if isinstance(piece, int):
+                ids.append(piece)
+            elif self._vocabulary.kind == "llama":
+                prefix = SPACE if self._space_prefix and after_token else ""
+                ids += self._segmenter.encode(
+                    prefix + piece.replace(" ", SPACE), add_special_tokens=False
+                ).ids
+            else:
+                ids += self._segmenter.encode(piece, add_special_tokens=False).ids
+            after_token = isinstance(piece, int)
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Turn token ids into text; the inverse of `encode`.
+
+        Parameters
+        ----------
+        ids
+            Token ids, from the beginning of a text. For a continuation use `decoder`.
+        skip_special
+            Leave out control tokens instead of spelling them.
+
+        Raises
+        ------
+        ValueError
+            If an id is outside the vocabulary.
+
+        Notes
+        -----
+        Bytes that are not UTF-8 become U+FFFD.
+        """
+        decoder = self.decoder(skip_special=skip_special)
+        text = "".join([*map(decoder.step, ids), decoder.flush()])
+        return text[1:] if self._space_prefix and text.startswith(" ") else text
+
+    def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
+        """Return a decoder that takes a continuation token by token."""
+        return TokenDecoder(self, skip_special)
+
+    def token(self, token_id: int) -> str:
+        """Text of a token as the file writes it, such as ``Ġthe`` or ``<0x0A>``."""
+        return self._vocabulary.tokens[self._checked(token_id)]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a control token or the unknown token."""
+        return int(self._vocabulary.types[self._checked(token_id)]) in _SPECIAL
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that a token stands for, not always whole characters; of a special token its spelling."""
+        text, kind = self.token(token_id), self._vocabulary.types[token_id]
+        if kind in (*_SPECIAL, TokenType.USER_DEFINED):
+            return text.encode("utf-8")
+        if self._vocabulary.kind == "gpt2":
+            return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode("utf-8") for c in text)
+        if kind == TokenType.BYTE:
+            return bytes([_byte_value(self._gguf, text)])
+        return text.replace(SPACE, " ").encode("utf-8")
+
+    def __repr__(self) -> str:
+        return f"<metal_prefill.Tokenizer {self._vocabulary.kind}, {self.vocab_size} tokens>"
+
+    @cached_property
+    def _segmenter(self) -> Segmenter:
+        return self._vocabulary.segmenter(self._gguf)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Ids of control and unknown tokens by their spelling."""
+        ids = np.flatnonzero(np.isin(self._vocabulary.types, _SPECIAL))
+        return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
+
+    @cached_property
+    def _user_defined(self) -> dict[str, int]:
+        """Ids, by their spelling, of tokens that stand for it wherever it occurs."""
+        ids = np.flatnonzero(self._vocabulary.types == TokenType.USER_DEFINED)
+        return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
+        """Match a user-defined token, or that or a special one; the longest first. None: there are none."""
+        return _alternatives(self._user_defined), _alternatives(self._user_defined | self._special)
+
+    def _split(self, text: str, parse_special: bool) -> Iterator[str | int]:
+        """Cut out the tokens that are recognized by their spelling."""
+        pattern = self._patterns[parse_special]
+        end = 0
+        for match in pattern.finditer(text) if pattern else ():
+            if match.start() > end:
+                yield text[end : match.start()]
+            found = self._user_defined.get(match[0])
+            yield self._special[match[0]] if found is None else found
+            end = match.end()
+        if end < len(text):
+            yield text[end:]
+
+    def _special_id(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key not in self._gguf.metadata:
+            return None
+        value = self._gguf.metadata[key]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise GGUFError(
+                f"{self._gguf.path}: {key} has type {self._gguf.metadata.type_name(key)}, expected an integer"
+            )
+        if not 0 <= value < self.vocab_size:
+            raise GGUFError(
+                f"{self._gguf.path}: {key} is {value}, outside the vocabulary of {self.vocab_size} tokens"
+            )
+        return value
+
+    def _flag(self, name: str, default: bool) -> bool:
+        key = f"tokenizer.ggml.{name}"
+        value = self._gguf.metadata.get(key, default)
+        if not isinstance(value, bool):
+            raise GGUFError(
+                f"{self._gguf.path}: {key} has type {self._gguf.metadata.type_name(key)}, expected bool"
+            )
+        return value
+
+    def _checked(self, token_id: int) -> int:
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        return token_id
+
+
+class TokenDecoder:
+    """Turns a stream of token ids into text, never showing an incomplete character."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int) -> str:
+        """Take one token and return the text that is complete with it, which may be empty."""
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """Return what is left at the end: U+FFFD for a character that was never completed."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _alternatives(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _byte_value(gguf: GGUFFile, text: str) -> int:
+    match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
+    if match is None:
+        raise GGUFError(f"{gguf.path}: byte token {text!r} is not of the form <0x0A>")
+    return int(match[1], 16)
