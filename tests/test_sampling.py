@@ -15,7 +15,8 @@ DRAWS = 4000
 
 
 def logits_of(*probabilities: float) -> npt.NDArray[np.float32]:
-    return np.log(np.array(probabilities)).astype(np.float32)
+    logits: npt.NDArray[np.float32] = np.log(np.array(probabilities)).astype(np.float32)
+    return logits
 
 
 def frequencies(logits: npt.ArrayLike, **options: Any) -> npt.NDArray[np.float64]:

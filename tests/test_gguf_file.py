@@ -1,0 +1,321 @@
+"""The GGUF reader: what valid files hold, and that every bad file is an error that names what is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf as reference
+import numpy as np
+import pytest
+from support.bad_gguf import BAD
+from support.gguf_bytes import (
+    ARRAY,
+    BOOL,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    SCALAR_FORMATS,
+    STRING,
+    U8,
+    U16,
+    U32,
+    U64,
+    array,
+    entry,
+    gguf,
+    scalar,
+    tensor,
+    text,
+    u32,
+)
+
+from metal_prefill.errors import ClosedError, GGUFError
+from metal_prefill.gguf_file import TENSOR_TYPES, GGUFFile
+
+HUGE = 2**64 - 1
+ALIGNMENT = "general.alignment"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[bytes], Path]:
+    path = tmp_path / "model.gguf"
+
+    def write(content: bytes) -> Path:
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+def rich_file() -> bytes:
+    """Return a file with a value of every type and four tensors."""
+    metadata = [
+        entry("general.architecture", STRING, text("llama")),
+        *(entry(f"scalar.{kind}", kind, scalar(kind, 1)) for kind in SCALAR_FORMATS),
+        *(
+            entry(f"array.{kind}", ARRAY, array(kind, [scalar(kind, n % 2) for n in range(3)]))
+            for kind in SCALAR_FORMATS
+        ),
+        entry("strings", ARRAY, array(STRING, [text("one"), text(""), text("zwei ü")])),
+        entry("nested", ARRAY, array(ARRAY, [array(U8, [b"\1", b"\2"]), array(STRING, [text("x")])])),
+        entry("none", ARRAY, array(U32, [])),
+        entry(ALIGNMENT, U32, scalar(U32, 64)),
+    ]
+    tensors = [
+        tensor("vector", [5], 0, 0),
+        tensor("matrix", [64, 2], 2, 128),
+        tensor("before", [4], 1, 64),
+        tensor("cube", [2, 3, 2], 0, 256),
+    ]
+    return gguf(metadata, tensors, bytes(range(256)) + bytes(48), alignment=64)
+
+
+def test_every_metadata_type_is_read(write: Callable[[bytes], Path]) -> None:
+    values = {
+        U8: 255,
+        I8: -128,
+        U16: 65535,
+        I16: -32768,
+        U32: 2**32 - 1,
+        I32: -(2**31),
+        U64: HUGE,
+        I64: -(2**63),
+    }
+    scalars = {**values, F32: 0.1, F64: 0.1, BOOL: 1}
+    file = GGUFFile(write(gguf([entry(f"k{kind}", kind, scalar(kind, v)) for kind, v in scalars.items()])))
+    for kind, value in values.items():
+        assert file.metadata[f"k{kind}"] == value
+    assert file.metadata[f"k{F32}"] == float(np.float32(0.1))
+    assert file.metadata[f"k{F64}"] == 0.1
+    assert file.metadata[f"k{BOOL}"] is True
+
+
+def test_arrays_are_read(write: Callable[[bytes], Path]) -> None:
+    file = GGUFFile(write(rich_file()))
+    assert file.metadata["strings"] == ["one", "", "zwei ü"]
+    numbers = file.metadata[f"array.{I16}"]
+    assert isinstance(numbers, np.ndarray)
+    assert numbers.dtype == np.int16
+    assert numbers.tolist() == [0, 1, 0]
+    flags = file.metadata[f"array.{BOOL}"]
+    assert isinstance(flags, np.ndarray)
+    assert flags.tolist() == [False, True, False]
+    nested: Any = file.metadata["nested"]
+    assert [list(row) for row in nested] == [[1, 2], ["x"]]
+    empty: Any = file.metadata["none"]
+    assert len(empty) == 0
+
+
+def test_metadata_is_a_mapping_in_the_order_of_the_file(write: Callable[[bytes], Path]) -> None:
+    file = GGUFFile(write(gguf([entry("b", U8, b"\1"), entry("a", STRING, text("x"))])))
+    assert list(file.metadata.items()) == [("b", 1), ("a", "x")]
+    assert "a" in file.metadata
+    assert file.metadata.get("c", 7) == 7
+    with pytest.raises(KeyError):
+        file.metadata["c"]
+
+
+def test_types_and_lengths_are_known_without_decoding(write: Callable[[bytes], Path]) -> None:
+    file = GGUFFile(write(rich_file()))
+    assert file.metadata.type_name("general.architecture") == "string"
+    assert file.metadata.type_name("strings") == "array[string]"
+    assert file.metadata.length("strings") == 3
+    assert file.metadata.length("strings") == len(file.metadata["strings"])  # type: ignore[arg-type]
+    assert file.metadata.length("strings") == 3
+    with pytest.raises(GGUFError, match=r"general\.architecture has type string, expected an array"):
+        file.metadata.length("general.architecture")
+
+
+def test_arrays_are_decoded_once_and_read_only(write: Callable[[bytes], Path]) -> None:
+    file = GGUFFile(write(rich_file()))
+    values = file.metadata[f"array.{F32}"]
+    assert isinstance(values, np.ndarray)
+    assert file.metadata[f"array.{F32}"] is values
+    assert not values.flags.writeable
+    assert values.flags.aligned
+
+
+def test_tensors_are_views_of_the_mapping(write: Callable[[bytes], Path]) -> None:
+    file = GGUFFile(write(rich_file()))
+    assert (file.version, file.alignment) == (3, 64)
+    assert list(file.tensors) == ["vector", "matrix", "before", "cube"]
+    matrix = file.tensors["matrix"]
+    assert (matrix.type, matrix.type_name, matrix.shape, matrix.nbytes) == (2, "Q4_0", (2, 64), 4 * 18)
+    assert matrix.offset == file.data_offset + 128
+    assert file.tensors["cube"].shape == (2, 3, 2)
+    view = file.tensor("matrix")
+    assert view.dtype == np.uint8
+    assert view.tolist() == list(range(128, 128 + 72))
+    assert np.shares_memory(view, file.mapping)
+    assert not view.flags.writeable
+    assert file.mapping.ctypes.data % os.sysconf("SC_PAGESIZE") == 0
+    assert file.mapping.nbytes == file.path.stat().st_size
+    with pytest.raises(GGUFError, match="no tensor nothing"):
+        file.tensor("nothing")
+
+
+def test_views_outlive_the_file(write: Callable[[bytes], Path]) -> None:
+    with GGUFFile(write(rich_file())) as file:
+        view, strings = file.tensor("matrix"), file.metadata["strings"]
+    assert view[0] == 128
+    assert file.metadata["strings"] is strings
+    for use in (lambda: file.mapping, lambda: file.tensor("matrix"), lambda: file.metadata["nested"]):
+        with pytest.raises(ClosedError, match="is closed"):
+            use()
+    file.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        gguf(),
+        gguf(version=2),
+        gguf([entry("k", U8, b"\1")]),
+        gguf([entry("ключ", U8, b"\1")]),
+        gguf([entry("k" * 65535, U8, b"\1")]),
+        gguf([entry("k", ARRAY, array(ARRAY, [array(ARRAY, [array(ARRAY, [array(U8, [b"\1"])])])]))]),
+        gguf([], [tensor("n" * 64)], bytes(128)),
+        gguf([], [tensor(dims=[1, 1, 1, 1])], bytes(4)),
+        gguf([], [tensor("b", [32], 0, 128), tensor("a", [32], 0, 0)], bytes(256)),
+        gguf([], [tensor("a", [1], 0, 0), tensor("b", [1], 0, 1024)], bytes(1028)),
+        gguf(
+            [entry(ALIGNMENT, U32, u32(8))],
+            [tensor("a", [1]), tensor("b", [1], 0, 8)],
+            bytes(12),
+            alignment=8,
+        ),
+        gguf([entry(ALIGNMENT, U32, u32(4096))], [tensor("a", [1])], bytes(4), alignment=4096),
+        gguf([], [tensor()], bytes(1000)),
+    ],
+    ids=[
+        "nothing in it", "version 2", "no tensors", "key beyond ASCII", "longest key", "deepest array",
+        "longest tensor name", "four dimensions", "offsets out of order", "gap between tensors",
+        "smallest alignment", "large alignment", "bytes behind the last tensor",
+    ],
+)  # fmt: skip
+def test_unusual_but_valid_files_are_read(write: Callable[[bytes], Path], content: bytes) -> None:
+    file = GGUFFile(write(content))
+    for key in file.metadata:
+        assert file.metadata[key] is not None
+    for name, info in file.tensors.items():
+        assert file.tensor(name).nbytes == info.nbytes
+
+
+def test_tensor_types_are_those_of_the_gguf_package() -> None:
+    ours = {number: tuple(kind) for number, kind in TENSOR_TYPES.items()}
+    theirs = {int(t): (t.name, *sizes) for t, sizes in reference.GGML_QUANT_SIZES.items()}
+    assert {number: ours.get(number) for number in theirs} == theirs
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_model_in_the_box_reads_as_with_the_gguf_package(demo_path: Path) -> None:
+    file, theirs = GGUFFile(demo_path), reference.GGUFReader(demo_path)
+    for key in file.metadata:
+        value = file.metadata[key]
+        assert (value.tolist() if isinstance(value, np.ndarray) else value) == theirs.fields[
+            key
+        ].contents(), key
+    assert len(file.metadata) == sum(not key.startswith("GGUF.") for key in theirs.fields)
+    assert list(file.tensors) == [t.name for t in theirs.tensors]
+    for t in theirs.tensors:
+        info = file.tensors[t.name]
+        assert info.shape == tuple(int(n) for n in reversed(t.shape))
+        assert (info.type, info.offset, info.nbytes) == (t.tensor_type, t.data_offset, t.n_bytes)
+        assert np.array_equal(file.tensor(t.name), t.data.view(np.uint8).reshape(-1))
+
+
+def test_missing_file_and_directory_are_the_errors_of_open(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
+        GGUFFile(tmp_path / "absent.gguf")
+    with pytest.raises(IsADirectoryError):
+        GGUFFile(tmp_path)
+
+
+def test_empty_file_and_device_are_not_models(tmp_path: Path) -> None:
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(GGUFError, match=r"empty\.gguf: the file is empty"):
+        GGUFFile(tmp_path / "empty.gguf")
+    with pytest.raises(GGUFError, match="not a regular file"):
+        GGUFFile(os.devnull)
+
+
+def test_named_pipe_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(GGUFError, match="not a regular file"):
+        GGUFFile(tmp_path / "pipe.gguf")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_file_is_refused_by_name(write: Callable[[bytes], Path], name: str) -> None:
+    content, message = BAD[name]
+    path = write(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(GGUFError, match=message) as error:
+            GGUFFile(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert str(error.value).startswith(f"{path}: ")
+    assert peak < 200_000 + 4 * len(content)  # nothing is allocated on the word of the file
+
+
+def test_header_cut_anywhere_is_an_error(write: Callable[[bytes], Path]) -> None:
+    content = rich_file()
+    for length in range(len(content)):
+        with pytest.raises(GGUFError):
+            GGUFFile(write(content[:length]))
+    GGUFFile(write(content))
+
+
+def test_string_inside_an_array_is_checked_on_access(write: Callable[[bytes], Path]) -> None:
+    strings = array(STRING, [text("fine"), text(b"\xff")])
+    file = GGUFFile(write(gguf([entry("k", ARRAY, strings), entry("other", ARRAY, array(U8, [b"\1"]))])))
+    with pytest.raises(GGUFError, match=r"string 1 of k at byte \d+ is not valid UTF-8"):
+        file.metadata["k"]
+    assert file.metadata["other"] is not None
+
+
+def test_random_damage_never_escapes_as_another_error(write: Callable[[bytes], Path]) -> None:
+    content, rng = rich_file(), random.Random(2024)
+    header = GGUFFile(write(content)).data_offset
+    refused = 0
+    for _ in range(4000):
+        damaged = bytearray(content)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        try:
+            file = GGUFFile(write(bytes(damaged)))
+            for key in file.metadata:
+                file.metadata[key]
+        except GGUFError:
+            refused += 1
+            continue
+        extents = sorted((t.offset, t.offset + t.nbytes) for t in file.tensors.values())
+        assert all(a[1] <= b[0] for a, b in pairwise(extents))
+        assert all(file.data_offset <= begin < end <= len(damaged) for begin, end in extents)
+        for name, info in file.tensors.items():
+            assert file.tensor(name).nbytes == info.nbytes
+    assert 1000 < refused < 4000  # the damage reaches checks, and also leaves valid files
+
+
+def test_long_arrays_cost_nothing_until_they_are_read(write: Callable[[bytes], Path]) -> None:
+    tokens = array(STRING, [text(f"token {n}") for n in range(50_000)])
+    path = write(gguf([entry("tokens", ARRAY, tokens)]))
+    tracemalloc.start()
+    try:
+        file = GGUFFile(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+    assert file.metadata["tokens"][49_999] == "token 49999"  # type: ignore[index]
