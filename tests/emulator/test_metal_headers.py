@@ -1,0 +1,120 @@
+"""The stand-in headers of the emulator declare nothing that Apple's frameworks do not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import apple_metadata  # noqa: E402
+import check_metal_api  # noqa: E402
+
+NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the wheels that tell Apple's API."""
+    folder = tmp_path_factory.mktemp("wheels")
+    try:
+        if not any(shutil.which(name) for name in check_metal_api.COMPILERS):
+            raise RuntimeError("no clang++")
+        for package in apple_metadata.WHEELS.values():
+            apple_metadata.download(package, folder)
+    except RuntimeError as error:
+        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+            pytest.fail(f"{NEEDED}: {error}")
+        pytest.skip(f"{NEEDED}: {error}")
+    return folder
+
+
+def problems_after(wheels: Path, folder: Path, header: str, old: str, new: str) -> str:
+    """Return what the check says when a header is changed."""
+    include = folder / "include"
+    shutil.copytree(check_metal_api.INCLUDE, include)
+    text = (include / header).read_text()
+    assert text.count(old) == 1
+    (include / header).write_text(text.replace(old, new))
+    problems, _ = check_metal_api.check(include, wheels)
+    return "\n".join(problems)
+
+
+def test_all_declarations_are_apples(wheels: Path) -> None:
+    problems, summary = check_metal_api.check(check_metal_api.INCLUDE, wheels)
+    assert not problems, "\n".join(problems)
+    methods, enums = int(summary.split()[0]), int(summary.split("protocols, ")[1].split()[0])
+    assert methods > 100
+    assert enums > 60
+
+
+@pytest.mark.parametrize(
+    ("header", "old", "new", "expected"),
+    [
+        pytest.param(
+            "Metal/MTLDevice.h",
+            "- (nullable id<MTLCommandQueue>)newCommandQueue;",
+            "- (nullable id<MTLCommandQueue>)newCommandQueue;\n- (void)flushEverything;",
+            "-[MTLDevice flushEverything]: unknown",
+            id="invented method of a protocol",
+        ),
+        pytest.param(
+            "Metal/MTLLibrary.h",
+            "@property(readwrite, nonatomic) BOOL fastMathEnabled;",
+            "@property(readwrite, nonatomic) BOOL slowMathEnabled;",
+            "-[MTLCompileOptions slowMathEnabled]: unknown",
+            id="invented property of a class",
+        ),
+        pytest.param(
+            "Metal/MTLCommandQueue.h",
+            "MTLCommandBufferStatusCompleted = 4",
+            "MTLCommandBufferStatusCompleted = 6",
+            "MTLCommandBufferStatusCompleted: is 6, Apple's is 4",
+            id="wrong enum value",
+        ),
+        pytest.param(
+            "Metal/MTLDevice.h",
+            "MTLGPUFamilyApple9 = 1009",
+            "MTLGPUFamilyApple99 = 1009",
+            "MTLGPUFamilyApple99: unknown",
+            id="invented enum constant",
+        ),
+        pytest.param(
+            "Metal/MTLCommandEncoder.h",
+            "- (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index;",
+            "- (void)setBufferOffset:(unsigned)offset atIndex:(NSUInteger)index;",
+            "setBufferOffset:atIndex:]: is v28@0:8I16Q20",
+            id="wrong argument type of a protocol that the binding describes whole",
+        ),
+        pytest.param(
+            "Metal/MTLDevice.h",
+            "@property(readonly) NSUInteger maxBufferLength;",
+            "@property(readonly) double maxBufferLength;",
+            "-[MTLDevice maxBufferLength]: the result is d, Apple's is Q",
+            id="wrong result type",
+        ),
+        pytest.param(
+            "Metal/MTLTypes.h",
+            "typedef struct {\n  NSUInteger",
+            "typedef struct {\n  NSInteger",
+            "is {?=qqq}, Apple's is {MTLSize=QQQ}",
+            id="wrong struct",
+        ),
+        pytest.param(
+            "Metal/MTLDevice.h",
+            "MTLCopyAllDevices(void)",
+            "MTLCopyEveryDevice(void)",
+            "MTLCopyEveryDevice: unknown",
+            id="invented function",
+        ),
+    ],
+)
+def test_a_difference_is_found(
+    wheels: Path, tmp_path: Path, header: str, old: str, new: str, expected: str
+) -> None:
+    assert expected in problems_after(wheels, tmp_path, header, old, new)

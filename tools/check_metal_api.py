@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""Compare the emulator's Metal and Foundation headers with Apple's API.
+
+Every selector, enum value, constant and function that the headers declare must exist in Apple's frameworks, as
+told by the metadata in PyPI's pyobjc wheels, with the same value or type encoding. The headers are compiled for a
+Mac, so type encodings are those of the real ABI.
+
+Usage: ``check_metal_api.py [--cache FOLDER] [--include FOLDER]``; exits with 1 and a list of differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from apple_metadata import WHEELS, Framework, download, read_framework
+
+INCLUDE = Path(__file__).resolve().parent.parent / "cpp" / "emulator" / "include"
+COMPILERS = ["clang++-19", "clang++", "clang++-20", "clang++-18"]
+
+# Methods of classes (not of protocols) that the bindings do not annotate, because bridging them needs no
+# annotation. Their names are those that Apple's metal-cpp sends (MTLHeaderBridge.hpp).
+UNANNOTATED = {
+    "MTLCompileOptions": {
+        "preprocessorMacros",
+        "setPreprocessorMacros:",
+        "mathMode",
+        "setMathMode:",
+        "languageVersion",
+        "setLanguageVersion:",
+    },
+    "MTLFunctionConstantValues": {
+        "setConstantValue:type:atIndex:",
+        "setConstantValues:type:withRange:",
+        "setConstantValue:type:withName:",
+        "reset",
+    },
+    "MTLComputePipelineDescriptor": {
+        "label",
+        "setLabel:",
+        "computeFunction",
+        "setComputeFunction:",
+        "maxTotalThreadsPerThreadgroup",
+        "setMaxTotalThreadsPerThreadgroup:",
+        "reset",
+    },
+}
+# The bindings keep one type for a selector, whichever protocol has it: this one is MTLIOCommandBuffer's.
+AMBIGUOUS = {("MTLCommandBuffer", "status")}
+# Inline functions, which a binding does not import, and enum constants that are no numbers there.
+NOT_EXPORTED = {"NSMakeRange", "NSNotFound"}
+
+
+@dataclass
+class Declared:
+    """What the headers declare."""
+
+    protocols: dict[str, dict[str, str]] = field(default_factory=dict)  # "-selector" to type encoding
+    classes: dict[str, list[str]] = field(default_factory=dict)  # selectors
+    superclasses: dict[str, str] = field(default_factory=dict)
+    enums: dict[str, int] = field(default_factory=dict)
+    constants: set[str] = field(default_factory=set)
+    functions: set[str] = field(default_factory=set)
+
+
+def compile_for_mac(include: Path, text: str, *options: str) -> str:
+    """Return what clang writes for an Objective-C++ text on a Mac's target."""
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise RuntimeError("clang++ is not installed (Debian: apt-get install clang-19)")
+    with tempfile.NamedTemporaryFile("w", suffix=".mm") as source:
+        source.write(text)
+        source.flush()
+        command = [
+            compiler,
+            "-target",
+            "arm64-apple-macosx13",
+            "-x",
+            "objective-c++",
+            "-std=c++20",
+            "-fblocks",
+        ]
+        command += ["-ffreestanding", "-Wno-everything", "-I", str(include), *options, "-o", "-", source.name]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(result.stderr)
+    return result.stdout
+
+
+def read_headers(include: Path) -> Declared:
+    """Return what Metal.h and Foundation.h declare."""
+    declared = Declared()
+    imports = "#import <Metal/Metal.h>\n"
+    tree = json.loads(compile_for_mac(include, imports, "-fsyntax-only", "-Xclang", "-ast-dump=json"))
+    for node in flatten(tree["inner"]):
+        methods = [inner for inner in node.get("inner", []) if inner["kind"] == "ObjCMethodDecl"]
+        if node["kind"] == "ObjCProtocolDecl" and methods:
+            declared.protocols[node["name"]] = {}
+        elif node["kind"] == "ObjCInterfaceDecl" and "inner" in node:
+            declared.classes.setdefault(node["name"], []).extend(method["name"] for method in methods)
+            declared.superclasses[node["name"]] = node.get("super", {}).get("name", "")
+        elif node["kind"] == "EnumDecl":
+            for constant in node.get("inner", []):
+                if constant["kind"] == "EnumConstantDecl":
+                    declared.enums[constant["name"]] = 0
+        elif node["kind"] == "VarDecl":
+            declared.constants.add(node["name"])
+        elif node["kind"] == "FunctionDecl":
+            declared.functions.add(node["name"])
+    read_values(declared, include, imports)
+    return declared
+
+
+def flatten(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the nodes with the contents of ``extern "C"`` in place."""
+    result = []
+    for node in nodes:
+        result += flatten(node.get("inner", [])) if node["kind"] == "LinkageSpecDecl" else [node]
+    return result
+
+
+def read_values(declared: Declared, include: Path, imports: str) -> None:
+    """Fill in enum values and the type encodings of protocol methods, as clang compiles them."""
+    text = imports + "@class Protocol;\n"
+    text += "".join(
+        f"Protocol* use_{name}() {{ return @protocol({name}); }}\n" for name in declared.protocols
+    )
+    for name in declared.enums:
+        text += (
+            f'extern "C" const long long value_{name}; const long long value_{name} = (long long){name};\n'
+        )
+    ir = compile_for_mac(include, text, "-S", "-emit-llvm")
+    declared.enums = {
+        name: int(value) for name, value in re.findall(r"@value_(\w+) = constant i64 (-?\d+)", ir)
+    }
+    strings = dict(re.findall(r'(@OBJC_METH_VAR_\w+(?:\.\d+)?) = .*? c"(.*?)\\00"', ir))
+    for kind, sign in (("INSTANCE", "-"), ("CLASS", "+")):
+        lists = re.findall(rf'@"_OBJC_\$_PROTOCOL_{kind}_METHODS_(?:OPT_)?(\w+)" = (.*)', ir)
+        for protocol, entries in lists:
+            for selector, types in re.findall(
+                r"{ ptr (@OBJC_METH_VAR_NAME\S*), ptr (@OBJC_METH_VAR_TYPE\S*),", entries
+            ):
+                declared.protocols[protocol][sign + strings[selector]] = strings[types]
+
+
+def split_encoding(encoding: str) -> list[str]:
+    """Return the types in a method's encoding: return value, then arguments without receiver and selector.
+
+    Frame offsets, qualifiers and the contents of pointed-to structs are dropped; a bool is ``B``.
+
+    >>> split_encoding("v48@0:8r^@16r^Q24{_NSRange=QQ}32")
+    ['v', '^@', '^Q', '{_NSRange=QQ}']
+    """
+    types = []
+    position = 0
+    while position < len(encoding):
+        end = skip_type(encoding, position)
+        types.append(normalize(encoding[position:end]))
+        position = end
+        while position < len(encoding) and encoding[position].isdigit():
+            position += 1
+    return types[:1] + types[3:]
+
+
+def skip_type(encoding: str, position: int) -> int:
+    """Return where the type that begins at a position ends."""
+    while encoding[position] in "rnNoORVA^":
+        position += 1
+    first = encoding[position]
+    if first in "{[(":
+        depth = 0
+        while True:
+            depth += {"{": 1, "[": 1, "(": 1, "}": -1, "]": -1, ")": -1}.get(encoding[position], 0)
+            position += 1
+            if depth == 0:
+                return position
+    if encoding[position : position + 2] == "@?":
+        return position + 2
+    return position + 1
+
+
+def normalize(type_encoding: str) -> str:
+    """Return a type encoding in the form in which both sides are compared."""
+    text = re.sub(r"^[rnNoORVA]+", "", type_encoding).replace("Z", "B")
+    return re.sub(r"\^\{(\w+|\?)=.*\}", r"^{\1}", text)
+
+
+def check_protocols(declared: Declared, apple: dict[str, Framework]) -> list[str]:
+    """Return the differences between the protocols."""
+    problems = []
+    known = {name: methods for framework in apple.values() for name, methods in framework.protocols.items()}
+    for protocol, methods in declared.protocols.items():
+        annotated = apple["Metal" if protocol.startswith("MTL") else "Foundation"].selectors.get(
+            "NSObject", {}
+        )
+        for selector, encoding in methods.items():
+            where = f"{selector[0]}[{protocol} {selector[1:]}]"
+            ours = split_encoding(encoding)
+            if protocol in known and selector not in known[protocol]:
+                problems.append(f"{where}: Apple's protocol has no such method")
+            elif protocol in known and split_encoding(known[protocol][selector]) != ours:
+                problems.append(f"{where}: is {encoding}, Apple's is {known[protocol][selector]}")
+            elif selector[1:] in annotated:
+                if (protocol, selector[1:]) not in AMBIGUOUS:
+                    problems += compare_types(where, ours, annotated[selector[1:]])
+            elif protocol not in known:
+                problems.append(f"{where}: unknown to Apple's framework")
+    return problems
+
+
+def compare_types(where: str, ours: list[str], apple: list[str | None]) -> list[str]:
+    """Return the differences from the types that the bindings tell, which give names to unnamed structs."""
+    names = ["the result", *(f"argument {index + 1}" for index in range(len(apple) - 1))]
+    return [
+        f"{where}: {name} is {mine}, Apple's is {other}"
+        for name, mine, other in zip(names, ours, apple, strict=True)
+        if other is not None and re.sub(r"{\w+=", "{?=", mine) != re.sub(r"{\w+=", "{?=", normalize(other))
+    ]
+
+
+def check_classes(declared: Declared, apple: dict[str, Framework]) -> list[str]:
+    """Return methods of Metal's classes that Apple's do not have.
+
+    Foundation's classes are checked less: pyobjc annotates few of their methods.
+    """
+    problems = []
+    for cls, selectors in declared.classes.items():
+        if not cls.startswith("MTL"):
+            continue
+        annotated = apple["Metal"].selectors.get(cls, {})
+        for selector in selectors:
+            if selector not in annotated and selector not in UNANNOTATED.get(cls, set()):
+                problems.append(f"-[{cls} {selector}]: unknown to Apple's framework")
+    for cls, known in UNANNOTATED.items():
+        problems += [
+            f"-[{cls} {selector}]: listed as unannotated, but not declared"
+            for selector in sorted(known - set(declared.classes[cls]))
+        ]
+    return problems
+
+
+def check_values(declared: Declared, apple: dict[str, Framework]) -> list[str]:
+    """Return the differences between enum values, constants and functions."""
+    enums = {name: value for framework in apple.values() for name, value in framework.enums.items()}
+    problems = []
+    for name, value in declared.enums.items():
+        if name in NOT_EXPORTED:
+            continue
+        if name not in enums:
+            problems.append(f"{name}: unknown to Apple's framework")
+        elif enums[name] % 2**64 != value % 2**64:
+            problems.append(f"{name}: is {value}, Apple's is {enums[name]}")
+    for kind in ("constants", "functions"):
+        known = set[str]().union(*(getattr(framework, kind) for framework in apple.values()))
+        unknown = getattr(declared, kind) - known - NOT_EXPORTED
+        problems += [f"{name}: unknown to Apple's framework" for name in sorted(unknown)]
+    return problems
+
+
+def check(include: Path, cache: Path) -> tuple[list[str], str]:
+    """Return the differences and a summary of what was compared."""
+    apple = {name: read_framework(download(package, cache), name) for name, package in WHEELS.items()}
+    declared = read_headers(include)
+    problems = (
+        check_protocols(declared, apple) + check_classes(declared, apple) + check_values(declared, apple)
+    )
+    methods = sum(len(methods) for methods in declared.protocols.values())
+    summary = (
+        f"{methods} methods of {len(declared.protocols)} protocols, {len(declared.enums)} enum values, "
+        f"{len(declared.constants)} constants, {len(declared.functions)} functions"
+    )
+    return problems, summary
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; see the module's text."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--include", type=Path, default=INCLUDE, help="folder with Metal/Metal.h")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the downloaded wheels")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        problems, summary = check(options.include, options.cache or Path(temporary))
+    print("\n".join(problems) if problems else f"all as in Apple's frameworks: {summary}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
