@@ -1,0 +1,206 @@
+"""The forward pass in float64 NumPy, written from the models' descriptions: the oracle of the engines.
+
+Slow and plain. It shares no code with the package: files are read by `gguf.GGUFReader`, weights dequantized
+by `gguf.quants`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFReader, quants
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a forward pass leaves.
+
+    Attributes
+    ----------
+    logits : float64 [n, vocab]
+    keys : list of float64 [n, kv_heads, key_dim]
+        Per layer, after rotation: what a KV cache holds.
+    values : list of float64 [n, kv_heads, value_dim]
+        Per layer.
+    """
+
+    logits: Array
+    keys: list[Array]
+    values: list[Array]
+
+    def log_probs(self, tokens: npt.ArrayLike) -> Array:
+        """Log probability of each token given those before it, ``[n - 1]``."""
+        highest = self.logits.max(axis=1, keepdims=True)
+        log_total = highest[:, 0] + np.log(np.exp(self.logits - highest).sum(axis=1))
+        targets = np.asarray(tokens)[1:]
+        chosen: Array = self.logits[np.arange(len(targets)), targets] - log_total[:-1]
+        return chosen
+
+
+class ReferenceModel:
+    """A model of any supported architecture.
+
+    Parameters
+    ----------
+    path
+        GGUF file.
+    kv_dtype
+        What keys and values are rounded to before attention reads them, as a KV cache of that type does.
+    """
+
+    def __init__(self, path: str | Path, kv_dtype: npt.DTypeLike = np.float64) -> None:
+        reader = GGUFReader(path)
+        self.kv_dtype = kv_dtype
+        self.metadata = {key: field.contents() for key, field in reader.fields.items()}
+        self.tensors: dict[str, Array] = {
+            t.name: quants.dequantize(t.data, t.tensor_type).astype(np.float64) for t in reader.tensors
+        }
+        self.architecture: str = self.metadata["general.architecture"]
+        self.dim: int = self._key("embedding_length")
+        self.n_layers: int = self._key("block_count")
+        self.n_heads: int = self._key("attention.head_count")
+        self.n_kv_heads: int = self._key("attention.head_count_kv", self.n_heads)
+        self.key_dim: int = self._key("attention.key_length", self.dim // self.n_heads)
+        self.value_dim: int = self._key("attention.value_length", self.dim // self.n_heads)
+        self.norm_eps: float = self._key("attention.layer_norm_rms_epsilon")
+        self.rope_dim: int = self._key("rope.dimension_count", self.key_dim)
+
+    def forward(self, tokens: npt.ArrayLike) -> Result:
+        """Run all of `tokens` from position 0."""
+        ids = np.asarray(tokens)
+        x = self.tensors["token_embd.weight"][ids]  # [n, dim]
+        if self.architecture == "gemma3":
+            x = x * math.sqrt(self.dim)
+        keys, values = [], []
+        for layer in range(self.n_layers):
+            q, k, v = self._project(layer, x)
+            keys.append(k)
+            values.append(v)
+            attended = self._attention(layer, q, self._cached(k), self._cached(v))
+            x = x + self._normed(
+                layer, "post_attention_norm", attended @ self._weight(layer, "attn_output").T
+            )
+            x = x + self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
+        head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
+        return Result(self._rms_norm(x, self.tensors["output_norm.weight"]) @ head.T, keys, values)
+
+    def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
+        """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``."""
+        h = self._normed(layer, "attn_norm", x)
+        heads = []
+        for name, count, width in (
+            ("attn_q", self.n_heads, self.key_dim),
+            ("attn_k", self.n_kv_heads, self.key_dim),
+            ("attn_v", self.n_kv_heads, self.value_dim),
+        ):
+            projected = h @ self._weight(layer, name).T + self.tensors.get(f"blk.{layer}.{name}.bias", 0.0)
+            heads.append(projected.reshape(len(x), count, width))
+        q = self._rotated(layer, self._normed(layer, "attn_q_norm", heads[0]))
+        k = self._rotated(layer, self._normed(layer, "attn_k_norm", heads[1]))
+        return q, k, heads[2]
+
+    def _attention(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        """Causal attention, ``[n, n_heads * value_dim]``; consecutive query heads share a key-value head."""
+        n = len(q)
+        position = np.arange(n)
+        distance = position[:, None] - position[None, :]
+        visible = distance >= 0
+        if self._is_windowed(layer):
+            visible &= distance < self._key("attention.sliding_window")
+        out = np.empty((n, self.n_heads, self.value_dim))
+        for head in range(self.n_heads):
+            kv_head = head // (self.n_heads // self.n_kv_heads)
+            scores = np.where(visible, self._attention_scale() * (q[:, head] @ k[:, kv_head].T), -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[:, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v[:, kv_head]
+        return out.reshape(n, -1)
+
+    def _feed_forward(self, layer: int, x: Array) -> Array:
+        h = self._normed(layer, "ffn_norm", x)
+        gate, up = h @ self._weight(layer, "ffn_gate").T, h @ self._weight(layer, "ffn_up").T
+        if self.architecture == "gemma3":
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            gate = 0.5 * gate * (1 + np.tanh(inner))
+        else:
+            gate = gate / (1 + np.exp(-gate))
+        down: Array = (gate * up) @ self._weight(layer, "ffn_down").T
+        return down
+
+    def _rotated(self, layer: int, x: Array) -> Array:
+        """Rotary embedding of ``[n, heads, key_dim]`` at positions 0 to n."""
+        if self.architecture == "smollm3" and layer % 4 == 3:
+            return x
+        frequencies, magnitude = self._frequencies(layer)
+        angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
+        cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
+        half = self.rope_dim // 2
+        if self.architecture in ("qwen2", "qwen3", "gemma3"):
+            first, second = slice(0, half), slice(half, self.rope_dim)
+        else:
+            first, second = slice(0, self.rope_dim, 2), slice(1, self.rope_dim, 2)
+        out: Array = x.copy()
+        out[..., first] = x[..., first] * cos - x[..., second] * sin
+        out[..., second] = x[..., first] * sin + x[..., second] * cos
+        return out
+
+    def _frequencies(self, layer: int) -> tuple[Array, float]:
+        """Radians per position of each pair, ``[rope_dim / 2]``, and the factor of cos and sin."""
+        windowed = self._is_windowed(layer)
+        base: float = 10000.0 if windowed else self._key("rope.freq_base", 10000.0)
+        pairs = np.arange(self.rope_dim // 2)
+        frequencies: Array = base ** (-2.0 * pairs / self.rope_dim)
+        if "rope_freqs.weight" in self.tensors:
+            frequencies = frequencies / self.tensors["rope_freqs.weight"]
+        kind = "none" if windowed else self._key("rope.scaling.type", "none")
+        factor = self._key("rope.scaling.factor", 1.0)
+        if kind == "linear":
+            frequencies /= factor
+            return frequencies, 1.0
+        if kind == "none":
+            return frequencies, 1.0
+        # YaRN, arXiv:2309.00071: pairs that turn often within the original context keep their frequency,
+        # those that turn seldom are interpolated, and a ramp over the pairs between blends the two.
+        original = self._key("rope.scaling.original_context_length")
+
+        def pair_of(rotations: float) -> float:
+            wavelength: float = original / (rotations * 2 * math.pi)
+            return self.rope_dim * math.log(wavelength) / (2 * math.log(base))
+
+        low = max(math.floor(pair_of(32.0)), 0)
+        high = min(math.ceil(pair_of(1.0)), self.rope_dim - 1)
+        interpolated = np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
+        blended = frequencies * (1 - interpolated) + frequencies / factor * interpolated
+        return blended, 1 + 0.1 * math.log(factor)
+
+    def _is_windowed(self, layer: int) -> bool:
+        return self.architecture == "gemma3" and layer % 6 != 5
+
+    def _attention_scale(self) -> float:
+        return 1 / math.sqrt(self.key_dim)
+
+    def _cached(self, rows: Array) -> Array:
+        return rows.astype(self.kv_dtype).astype(np.float64)
+
+    def _normed(self, layer: int, name: str, x: Array) -> Array:
+        """RMSNorm where the model has one of that name."""
+        weight = self.tensors.get(f"blk.{layer}.{name}.weight")
+        return x if weight is None else self._rms_norm(x, weight)
+
+    def _rms_norm(self, x: Array, weight: Array) -> Array:
+        normed: Array = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.norm_eps) * weight
+        return normed
+
+    def _weight(self, layer: int, name: str) -> Array:
+        return self.tensors[f"blk.{layer}.{name}.weight"]
+
+    def _key(self, name: str, default: Any = None) -> Any:
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        assert value is not None, name
+        return value
