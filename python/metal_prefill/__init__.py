@@ -13,6 +13,7 @@ from metal_prefill.errors import (
     DeviceError,
     GGUFError,
     MetalPrefillError,
+    StateError,
     UnsupportedModelError,
 )
 from metal_prefill.model import Model, default_model_path
@@ -28,6 +29,7 @@ __all__ = [
     "MetalPrefillError",
     "Model",
     "Session",
+    "StateError",
     "UnsupportedModelError",
     "default_model_path",
 ]

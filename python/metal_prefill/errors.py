@@ -21,6 +21,10 @@ class ContextOverflowError(MetalPrefillError, ValueError):
     """The tokens do not fit into the context behind the current position. Nothing was computed or changed."""
 
 
+class StateError(MetalPrefillError, ValueError):
+    """The file is not a saved session, is damaged, or belongs to another model or cache dtype."""
+
+
 class DeviceError(MetalPrefillError, RuntimeError):
     """The device is missing, refused an allocation or failed a command."""
 

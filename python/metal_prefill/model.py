@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from metal_prefill import _core
+from metal_prefill import _core, state
 from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
 from metal_prefill.errors import ClosedError, DeviceError
 from metal_prefill.gguf_file import GGUFFile
@@ -230,6 +230,34 @@ class Model:
         if max_context is not None and max_context < 1:
             raise ValueError(f"max_context must be at least 1, got {max_context}")
         return Session(self, self._engine.session(max_context or 0))
+
+    @cached_property
+    def _state_owner(self) -> state.Owner:
+        return state.Owner(self._config, self._kv_dtype, state.fingerprint(self._gguf), self._path.name)
+
+    def load_session(self, path: str | os.PathLike[str], *, max_context: int | None = None) -> Session:
+        """Make a session that goes on where a saved one stood.
+
+        Parameters
+        ----------
+        path
+            File written by :meth:`Session.save`, on whatever device.
+        max_context
+            As in :meth:`session`.
+
+        Raises
+        ------
+        StateError
+            The file is no saved session, is damaged, or belongs to another model or `kv_dtype`.
+        ContextOverflowError
+            It holds more tokens than `max_context`.
+        OSError
+            It cannot be opened.
+        """
+        session = self.session(max_context=max_context)
+        tokens, rows = state.read(path, self._state_owner)
+        session._open().import_state(tokens, rows)
+        return session
 
     @property
     def position(self) -> int:

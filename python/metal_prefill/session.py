@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import sampling
+from metal_prefill import sampling, state
 from metal_prefill.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -211,6 +212,19 @@ class Session:
     def fork(self) -> Session:
         """Return a new session with a copy of this one's cache and position."""
         return Session(self._model, self._open().fork())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache and its tokens to a file, which :meth:`metal_prefill.Model.load_session` continues.
+
+        An existing file is replaced in one step: whatever happens, `path` holds the old state or the new one.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+        """
+        tokens, rows = self._open().export_state()
+        state.write(path, self._model._state_owner, tokens, rows)
 
     def stats(self) -> dict[str, float]:
         """Counters of the last call and sizes in bytes.

@@ -1,0 +1,387 @@
+"""Saved sessions: what is loaded goes on bit for bit, and what does not belong is refused by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from metal_prefill import (
+    ClosedError,
+    ContextOverflowError,
+    MetalPrefillError,
+    Model,
+    StateError,
+    _core,
+    state,
+)
+
+PROMPT = [int(t) for t in np.random.default_rng(7).integers(1, 1000, 70)]
+
+
+@pytest.fixture
+def saved(demo: Model, tmp_path: Path) -> Path:
+    """State of the demo model after PROMPT."""
+    path = tmp_path / "prompt.session"
+    with demo.session() as session:
+        session.forward_prompt(PROMPT)
+        session.save(path)
+    return path
+
+
+def rewrite(
+    path: Path, *, arrays: dict[str, Any] | None = None, metadata: dict[str, str] | None = None
+) -> None:
+    """Change a state and give it a checksum that is right again, as its author would have."""
+    with safe_open(path, framework="numpy") as file:
+        stated = {**file.metadata(), **(metadata or {})}
+    contents = {**load_file(path), **(arrays or {})}
+    kept = {name: np.ascontiguousarray(a) for name, a in contents.items() if a is not None}
+    stated["checksum"] = state._checksum({n: a.reshape(-1).view(np.uint8) for n, a in kept.items()}, stated)
+    save_file(kept, path, stated)
+
+
+def test_a_loaded_session_goes_on_bit_for_bit(demo: Model, saved: Path) -> None:
+    with demo.session() as original:
+        original.forward_prompt(PROMPT)
+        loaded = demo.load_session(saved)
+        assert loaded.position == len(PROMPT)
+        assert loaded.tokens == PROMPT
+        for token in (5, 900, 17):
+            np.testing.assert_array_equal(loaded.forward_token(token), original.forward_token(token))
+        assert loaded.forward_prompt(PROMPT[:9]) == original.forward_prompt(PROMPT[:9])
+
+
+def test_a_loaded_prefix_is_reused(demo: Model, saved: Path) -> None:
+    with demo.load_session(saved) as session:
+        session.forward_prompt([*PROMPT, 1, 2, 3], reuse=True)
+        assert session.stats()["tokens_reused"] == len(PROMPT)
+
+
+def test_saving_what_was_loaded_gives_the_same_file(demo: Model, saved: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.session"
+    demo.load_session(saved).save(again)
+    assert again.read_bytes() == saved.read_bytes()
+
+
+def test_a_rewound_session_saves_what_it_still_holds(demo: Model, tmp_path: Path) -> None:
+    path = tmp_path / "half.session"
+    with demo.session() as session:
+        session.forward_prompt(PROMPT)
+        session.rewind(33)
+        session.save(path)
+        loaded = demo.load_session(path, max_context=64)
+        assert loaded.tokens == PROMPT[:33]
+        np.testing.assert_array_equal(loaded.forward_token(5), session.forward_token(5))
+
+
+def test_an_empty_session_can_be_saved(demo: Model, tmp_path: Path) -> None:
+    path = tmp_path / "empty.session"
+    with demo.session() as session:
+        session.save(path)
+    with demo.load_session(path) as loaded:
+        assert loaded.position == 0
+        assert loaded.forward_prompt(PROMPT) == demo.forward_prompt(PROMPT)
+
+
+def test_float32_cache_is_saved_as_it_is(device: str, demo_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "f32.session"
+    with Model(demo_path, device=device, kv_dtype="f32") as model:
+        model.forward_prompt(PROMPT)
+        model._open().save(path)
+        np.testing.assert_array_equal(model.load_session(path).forward_token(5), model.forward_token(5))
+
+
+def test_the_file_is_plain_safetensors_in_canonical_layout(demo: Model, saved: Path) -> None:
+    arrays, c = load_file(saved), demo.config
+    assert arrays["tokens"].tolist() == PROMPT
+    assert set(arrays) == {
+        "tokens",
+        *(f"layer.{i}.{kind}" for i in range(c.n_layers) for kind in ("key", "value")),
+    }
+    for i in range(c.n_layers):
+        for kind, dim in (("key", c.key_dim), ("value", c.value_dim)):
+            array = arrays[f"layer.{i}.{kind}"]
+            assert (array.shape, array.dtype) == ((len(PROMPT), c.n_kv_heads, dim), np.float16)
+            assert np.isfinite(array).all()
+            assert array.any(axis=-1).all(), "a row was never written"
+
+
+def test_devices_continue_each_others_sessions(metal: None, demo_path: Path, tmp_path: Path) -> None:
+    models = [Model(demo_path, device=device) for device in ("cpu", "metal")]
+    for first, second in (models, models[::-1]):
+        path = tmp_path / f"{first.backend}.session"
+        with first.session() as session:
+            session.forward_prompt(PROMPT)
+            session.save(path)
+            expected = session.forward_token(5)
+        with second.load_session(path) as session:
+            actual = session.forward_token(5)
+        assert int(actual.argmax()) == int(expected.argmax())
+        # The engines differ in the precision of activations (8 bits per block against half), not in meaning.
+        assert np.corrcoef(actual, expected)[0, 1] > 0.999
+    for model in models:
+        model.close()
+
+
+def test_another_model_is_refused(demo: Model, device: str, saved: Path, tmp_path: Path) -> None:
+    """Even one that differs in a single weight."""
+    other = tmp_path / "other.gguf"
+    shutil.copy(demo.path, other)
+    norm = demo.gguf.tensors["output_norm.weight"]
+    with open(other, "r+b") as file:
+        file.seek(norm.offset + norm.nbytes - 4)
+        file.write(struct.pack("<f", 1.5))
+    with Model(other, device=device) as model:
+        with pytest.raises(StateError, match=rf"another model, '{demo.path.name}'.*'other.gguf'"):
+            model.load_session(saved)
+        assert model.position == 0
+
+
+def test_the_same_model_at_another_path_is_accepted(
+    demo: Model, device: str, saved: Path, tmp_path: Path
+) -> None:
+    shutil.copy(demo.path, tmp_path / "copy.gguf")
+    with Model(tmp_path / "copy.gguf", device=device) as model:
+        assert model.load_session(saved).tokens == PROMPT
+
+
+def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path) -> None:
+    base = state.fingerprint(demo.gguf)
+    seen = {base}
+    places = [
+        demo.path.read_bytes().index(b"general.name") + 21,  # a letter of the name, behind type and length
+        *(t.offset for t in demo.gguf.tensors.values()),
+        *(t.offset + t.nbytes - 1 for t in demo.gguf.tensors.values()),
+    ]
+    copy = tmp_path / "changed.gguf"
+    for place in places:
+        content = bytearray(demo.path.read_bytes())
+        content[place] ^= 1
+        copy.write_bytes(content)
+        from metal_prefill.gguf_file import GGUFFile
+
+        seen.add(state.fingerprint(GGUFFile(copy)))
+    assert len(seen) == 1 + len(places)
+
+
+def test_another_cache_dtype_is_refused(device: str, demo_path: Path, saved: Path) -> None:
+    with (
+        Model(demo_path, device=device, kv_dtype="f32") as model,
+        pytest.raises(StateError, match="kv_dtype 'f16', this model has 'f32'"),
+    ):
+        model.load_session(saved)
+
+
+def test_a_context_too_small_is_refused(demo: Model, saved: Path) -> None:
+    with pytest.raises(ContextOverflowError, match="70 tokens exceeds the context of 69"):
+        demo.load_session(saved, max_context=69)
+    with demo.load_session(saved, max_context=70) as session:
+        assert session.position == session.max_context == 70
+    with pytest.raises(ValueError, match="context length"):
+        demo.load_session(saved, max_context=demo.config.context_length + 1)
+
+
+def test_a_file_cut_anywhere_is_refused(demo: Model, saved: Path) -> None:
+    content = saved.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    lengths = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) - 1, *range(0, len(content), 4099)}
+    for length in sorted(lengths):
+        saved.write_bytes(content[:length])
+        with pytest.raises(StateError, match="damaged"):
+            demo.load_session(saved)
+
+
+def test_bytes_behind_the_end_are_refused(demo: Model, saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes() + b"\0")
+    with pytest.raises(StateError, match="damaged"):
+        demo.load_session(saved)
+
+
+def test_a_flipped_bit_anywhere_is_refused(demo: Model, saved: Path) -> None:
+    content = saved.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    rng = np.random.default_rng(3)
+    in_header = rng.choice(header, 300, replace=False)
+    in_data = header + rng.choice(len(content) - header, 100, replace=False)
+    for place in (*in_header, *in_data, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        saved.write_bytes(damaged)
+        with pytest.raises(StateError):
+            demo.load_session(saved)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "damaged"),
+        (b"GGUF" * 100, "damaged"),
+        (b"\xff" * 64, "damaged"),
+        (struct.pack("<Q", 2) + b"{}", "not a saved session: format None"),
+        (struct.pack("<Q", 1 << 40) + b"{}", "damaged"),
+    ],
+)
+def test_what_is_no_session_is_refused(demo: Model, tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    with pytest.raises(StateError, match=message):
+        demo.load_session(path)
+
+
+def test_other_safetensors_files_are_refused(demo: Model, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": np.zeros((2, 3), np.float32)}, path)
+    with pytest.raises(StateError, match="not a saved session"):
+        demo.load_session(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metadata": {"version": "2"}}, "version 2 of the format, only 1"),
+        ({"metadata": {"format": "somebody.else"}}, "'somebody.else'"),
+        ({"metadata": {"kv_dtype": "q8_0"}}, "kv_dtype 'q8_0'"),
+        ({"arrays": {"tokens": None}}, "tensors are not those"),
+        ({"arrays": {"tokens": np.array(3, np.int32)}}, "tensors are not those"),
+        ({"arrays": {"tokens": np.arange(69, dtype=np.int32)}}, "tensors are not those"),
+        ({"arrays": {"tokens": np.arange(70, dtype=np.float32)}}, "tensors are not those"),
+        ({"arrays": {"tokens": np.arange(70, dtype=np.int64)}}, "dtype I64"),
+        ({"arrays": {"layer.1.value": None}}, "tensors are not those"),
+        ({"arrays": {"layer.99.key": np.zeros((70, 3, 32), np.float16)}}, "tensors are not those"),
+        ({"arrays": {"layer.0.key": np.zeros((70, 3, 16), np.float16)}}, "tensors are not those"),
+        ({"arrays": {"tokens": np.full(70, 99999, np.int32)}}, "99999 at index 0"),
+        ({"arrays": {"tokens": np.full(70, -1, np.int32)}}, "-1 at index 0"),
+    ],
+)
+def test_a_whole_file_with_wrong_contents_is_refused(
+    demo: Model, saved: Path, change: dict[str, Any], message: str
+) -> None:
+    rewrite(saved, **change)
+    with pytest.raises((StateError, ValueError), match=message):
+        demo.load_session(saved)
+
+
+def test_rewriting_without_a_change_is_accepted(demo: Model, saved: Path) -> None:
+    rewrite(saved)
+    assert demo.load_session(saved).tokens == PROMPT
+
+
+def test_missing_files_and_directories_are_os_errors(demo: Model, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        demo.load_session(tmp_path / "absent")
+    with pytest.raises(IsADirectoryError):
+        demo.load_session(tmp_path)
+    with pytest.raises(FileNotFoundError), demo.session() as session:
+        session.save(tmp_path / "absent" / "x.session")
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("step", ["save_file", "os.fsync", "os.replace"])
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(
+    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before = saved.read_bytes()
+    monkeypatch.setattr(f"metal_prefill.state.{step}", fail)
+    with demo.session() as session:
+        session.forward_prompt(PROMPT[:5])
+        with pytest.raises(OSError, match="the disk is gone"):
+            session.save(saved)
+        assert session.position == 5
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_save_that_is_killed_midway_leaves_the_old_file(demo: Model, saved: Path) -> None:
+    """The process dies, without any clean-up, when half of the new file is written."""
+    before = saved.read_bytes()
+    child = os.fork() if hasattr(os, "fork") else pytest.skip("needs fork")
+    if child == 0:
+        state.save_file = lambda arrays, path, metadata: (Path(path).write_bytes(before[:99]), os._exit(9))
+        owner = demo._state_owner
+        n = 3
+        rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
+        state.write(saved, owner, np.arange(n, dtype=np.int32), rows)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert saved.read_bytes() == before
+    assert demo.load_session(saved).tokens == PROMPT
+
+
+def test_saving_over_a_loaded_state_does_not_disturb_the_session(demo: Model, saved: Path) -> None:
+    with demo.load_session(saved) as session, demo.session() as other:
+        other.forward_prompt(PROMPT[:3])
+        other.save(saved)
+        session.save(saved)
+    assert demo.load_session(saved).tokens == PROMPT
+
+
+def test_a_link_keeps_pointing_at_the_file(demo: Model, saved: Path) -> None:
+    link = saved.with_name("link")
+    link.symlink_to(saved)
+    with demo.session() as session:
+        session.save(link)
+    assert link.is_symlink()
+    assert demo.load_session(saved).position == 0
+
+
+@pytest.mark.parametrize(
+    "call", [lambda m, s, p: m.load_session(p), lambda m, s, p: s.save(p)], ids=["load", "save"]
+)
+def test_closed_models_and_sessions_say_so(
+    demo: Model, saved: Path, call: Callable[[Model, Any, Path], object]
+) -> None:
+    session = demo.session()
+    session.close()
+    demo.close()
+    with pytest.raises(ClosedError):
+        call(demo, session, saved)
+
+
+def test_wrong_arrays_never_reach_the_cache(demo: Model) -> None:
+    """The native import checks what it is given, whoever calls it."""
+    session = demo.session()
+    session.forward_prompt(PROMPT)
+    tokens, rows = session._open().export_state()
+    core = demo.session()._open()
+    with pytest.raises(ValueError, match="arrays, got"):
+        core.import_state(tokens, rows[:-1])
+    with pytest.raises(ValueError, match=r"values of layer 1 have \d+ bytes, expected"):
+        core.import_state(tokens, [*rows[:3], rows[3][:-1], *rows[4:]])
+    assert core.position == 0
+    core.import_state(tokens, rows)
+    assert core.tokens() == PROMPT
+
+
+def test_state_error_is_the_packages_and_a_value_error() -> None:
+    assert issubclass(StateError, MetalPrefillError)
+    assert issubclass(StateError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("length", "seed", "expected"),
+    # From the xxhash package, of bytes (37 i + 11) mod 251.
+    [
+        (0, 0, 0xEF46DB3751D8E999),
+        (1, 0, 0xF592C0C7639C4CB6),
+        (31, 7, 0x419B74C45D35A456),
+        (32, 0, 0x3207E1454ACA04AF),
+        (33, 7, 0xBBD380F3FBAB9998),
+        (300, 0x123456789ABCDEF, 0x906AFCCDECDE7E68),
+    ],
+)
+def test_checksum_is_xxh64(length: int, seed: int, expected: int) -> None:
+    data = ((np.arange(length) * 37 + 11) % 251).astype(np.uint8)
+    assert _core.xxh64(data, seed) == expected
