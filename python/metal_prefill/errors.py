@@ -25,6 +25,14 @@ class StateError(MetalPrefillError, ValueError):
     """The file is not a saved session, is damaged, or belongs to another model or cache dtype."""
 
 
+class HubError(MetalPrefillError, RuntimeError):
+    """The model cannot be had from the Hugging Face Hub, nor from its cache."""
+
+
+class MissingExtraError(MetalPrefillError, ImportError):
+    """A part of the package lacks its optional dependencies; the message says what to install."""
+
+
 class DeviceError(MetalPrefillError, RuntimeError):
     """The device is missing, refused an allocation or failed a command."""
 

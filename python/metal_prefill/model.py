@@ -17,6 +17,7 @@ from metal_prefill import _core, state
 from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
 from metal_prefill.errors import ClosedError, DeviceError
 from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.hub import fetch
 from metal_prefill.session import Logits, Progress, Session, TokenIds
 
 if TYPE_CHECKING:
@@ -175,6 +176,34 @@ class Model:
             builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
         self._engine = builder.build(device, options)
         self._default = self.session(max_context=max_context)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> Model:
+        """Open a model of the Hugging Face Hub, fetching it on first use.
+
+        Parameters
+        ----------
+        repo_id, filename, revision, token, cache_dir
+            See :func:`metal_prefill.hub.fetch`; `filename` may be a pattern, such as ``"*Q4_0.gguf"``.
+        options
+            Of :class:`Model`.
+
+        Raises
+        ------
+        MissingExtraError, HubError
+            See :func:`metal_prefill.hub.fetch`.
+        """
+        path = fetch(repo_id, filename, revision=revision, token=token, cache_dir=cache_dir)
+        return cls(path, **options)
 
     def _open(self) -> Session:
         if self._default is None:

@@ -55,9 +55,9 @@ def fingerprint(gguf: GGUFFile) -> str:
     """Return a hash that tells one model file from another, 32 hexadecimal digits.
 
     It covers the file's size, its whole header (metadata, vocabulary, names, shapes and types of tensors)
-    and, of every tensor, four pieces of 1 KiB from its first byte to its last. So it takes milliseconds however
-    large the file is, and any training, conversion or quantization changes it; a few bytes edited by hand
-    inside a tensor may not.
+    and, of every tensor, four pieces of 1 KiB from its first byte to its last. So it takes milliseconds
+    however large the file is, and any training, conversion or quantization changes it; a few bytes edited
+    by hand inside a tensor may not.
     """
     data = gguf.mapping
     digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)

@@ -1,0 +1,134 @@
+"""A small Hugging Face Hub on 127.0.0.1: listings of repositories, and their files with etags and commits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class Repo:
+    """Files of one commit, and who may read them."""
+
+    files: dict[str, bytes]
+    revisions: tuple[str, ...] = ("main",)
+    token: str | None = None  # needed to see it at all
+    gated: bool = False
+    vanished: tuple[str, ...] = ()  # listed, but not there when asked for
+    cut: set[str] = field(default_factory=set)  # the connection breaks halfway through the next download
+
+    @property
+    def commit(self) -> str:
+        digest = hashlib.sha1()
+        for name, content in sorted(self.files.items()):
+            digest.update(name.encode() + hashlib.sha1(content).digest())
+        return digest.hexdigest()
+
+
+@dataclass
+class Hub:
+    """Repositories, the address they are served at, and the requests that came."""
+
+    repos: dict[str, Repo]
+    url: str = ""
+    requests: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def serve(repos: dict[str, Repo]) -> Iterator[Hub]:
+    """Serve `repos` until the block ends."""
+    hub = Hub(repos)
+
+    class Handler(_Handler):
+        content = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    content: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        self.content.requests.append(f"{self.command} {url.path}")
+        info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", url.path)
+        resolve = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", url.path)
+        found = info or resolve
+        if found is None:
+            return self._fail(404, None)
+        repo, revision = self.content.repos.get(found[1]), unquote(found[2] or "main")
+        if repo is None or (repo.token and self.headers.get("Authorization") != f"Bearer {repo.token}"):
+            return self._fail(404 if repo is None else 401, "RepoNotFound")
+        if repo.gated:
+            return self._fail(403, "GatedRepo")
+        if revision not in (*repo.revisions, repo.commit):
+            return self._fail(404, "RevisionNotFound")
+        if info:
+            return self._info(repo, info[1])
+        name = unquote(found[3])
+        if name not in repo.files:
+            return self._fail(404, "EntryNotFound", {"X-Repo-Commit": repo.commit})
+        return self._file(repo, name)
+
+    def _info(self, repo: Repo, repo_id: str) -> None:
+        siblings = [{"rfilename": name} for name in sorted({*repo.files, *repo.vanished})]
+        info = {"id": repo_id, "sha": repo.commit, "private": repo.token is not None, "siblings": siblings}
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
+
+    def _file(self, repo: Repo, name: str) -> None:
+        content, status = repo.files[name], 200
+        headers = {
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "X-Repo-Commit": repo.commit,
+            "Accept-Ranges": "bytes",
+        }
+        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if part:
+            first, last = int(part[1]), int(part[2] or len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            content, status = content[first : last + 1], 206
+        sent = len(content)
+        if self.command == "GET" and name in repo.cut:
+            repo.cut.remove(name)
+            sent //= 2
+            self.close_connection = True
+        self._send(status, headers, content, sent)
+
+    def _fail(self, status: int, code: str | None, headers: dict[str, str] | None = None) -> None:
+        error = {"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}"} if code else {}
+        self._send(status, {**(headers or {}), **error}, b"")
+
+    def _send(self, status: int, headers: dict[str, str], content: bytes, sent: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[:sent])

@@ -1,0 +1,212 @@
+"""Models from the Hub: against a cache on the disk, and against a server that speaks the Hub's protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import Hub, Repo, serve
+
+from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model, hub
+
+pytest.importorskip("huggingface_hub", reason="needs the extra hub")
+
+FILES = {
+    "README.md": b"# A model",
+    "tiny.Q4_0.gguf": b"four bits",
+    "tiny.Q8_0.gguf": b"eight bits",
+    "more/tiny.F16.gguf": b"sixteen bits",
+}
+
+# Makes each call in turn, in a process that knows nothing of this one; prints a path or an error for each.
+CHILD = """
+import json, sys
+from metal_prefill import HubError, hub
+answers = []
+for spec, options in json.loads(sys.argv[1]):
+    try:
+        path = hub.fetch(*spec.split(":"), **options) if options else hub.resolve_model(spec)
+        answers.append({"path": str(path)})
+    except HubError as error:
+        answers.append({"error": str(error)})
+print(json.dumps(answers))
+"""
+
+
+class Client:
+    """A user of the Hub with a home of their own."""
+
+    def __init__(self, home: Path, endpoint: str) -> None:
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        self.env |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self.env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
+
+    def ask(self, *specs: str, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
+        calls = json.dumps([(spec, options) for spec in specs])
+        child = subprocess.run(
+            [sys.executable, "-W", "error::UserWarning", "-c", CHILD, calls],
+            env={**self.env, **(env or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert child.returncode == 0, child.stderr
+        answers: list[dict[str, str]] = json.loads(child.stdout)
+        return answers
+
+
+@pytest.fixture
+def server() -> Iterator[Hub]:
+    repos = {
+        "tiny/model": Repo(dict(FILES), revisions=("main", "v1")),
+        "tiny/secret": Repo({"a.gguf": b"hidden"}, token="sesame"),
+        "tiny/gated": Repo({"a.gguf": b"behind a gate"}, gated=True),
+        "tiny/empty": Repo({"README.md": b"nothing here"}),
+    }
+    with serve(repos) as hub_server:
+        yield hub_server
+
+
+@pytest.fixture
+def client(server: Hub, tmp_path: Path) -> Client:
+    return Client(tmp_path, server.url)
+
+
+def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:
+    specs = ["tiny/model:tiny.Q8_0.gguf", "tiny/model:*Q4_0.gguf", "tiny/model:more/*", "tiny/model:*F16*"]
+    paths = [Path(answer["path"]) for answer in client.ask(*specs)]
+    assert [p.read_bytes() for p in paths] == [b"eight bits", b"four bits", b"sixteen bits", b"sixteen bits"]
+    assert [p.name for p in paths] == ["tiny.Q8_0.gguf", "tiny.Q4_0.gguf", "tiny.F16.gguf", "tiny.F16.gguf"]
+
+
+def test_a_cached_file_is_taken_without_a_request(client: Client, server: Hub) -> None:
+    first = client.ask("tiny/model:tiny.Q4_0.gguf")
+    server.requests.clear()
+    assert client.ask("tiny/model:tiny.Q4_0.gguf") == first
+    assert server.requests == []
+
+
+def test_a_pattern_fetches_a_file_once(client: Client, server: Hub) -> None:
+    first = client.ask("tiny/model:*Q4_0.gguf")
+    server.requests.clear()
+    assert client.ask("tiny/model:*Q4_0.gguf") == first
+    assert not any(request.startswith("GET /tiny/model/resolve") for request in server.requests)
+
+
+@pytest.mark.parametrize("gone", ["server down", "told to stay offline"])
+def test_without_the_hub_the_cache_answers(client: Client, server: Hub, gone: str) -> None:
+    first = client.ask("tiny/model:*Q4_0.gguf")
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9"} if gone == "server down" else {"HF_HUB_OFFLINE": "1"}
+    server.requests.clear()
+    answers = client.ask(
+        "tiny/model:*Q4_0.gguf",
+        "tiny/model:tiny.Q4_0.gguf",
+        "tiny/model:*Q8_0.gguf",
+        "tiny/other:*",
+        env=offline,
+    )
+    assert answers[:2] == [*first, *first]
+    assert "in the cache" in answers[2]["error"]
+    assert "tiny.Q4_0.gguf" in answers[2]["error"]
+    assert "tiny/other is not in the cache, and the Hub cannot be reached" in answers[3]["error"]
+    assert server.requests == []
+
+
+def test_what_cannot_be_had_is_named(client: Client) -> None:
+    messages = {
+        "tiny/model:*.gguf": "3 files of tiny/model match '*.gguf', name one: more/tiny.F16.gguf, "
+        "tiny.Q4_0.gguf, tiny.Q8_0.gguf",
+        "tiny/model:tiny.Q2_K.gguf": "no file of tiny/model matches 'tiny.Q2_K.gguf'; its models are: "
+        "more/tiny.F16.gguf, tiny.Q4_0.gguf, tiny.Q8_0.gguf",
+        "tiny/absent:a.gguf": "there is no repository tiny/absent on the Hub, or it is private",
+        "tiny/secret:a.gguf": "there is no repository tiny/secret on the Hub, or it is private",
+        "tiny/gated:a.gguf": "tiny/gated is open on request only: ask there, then log in or set HF_TOKEN",
+        "tiny/empty:*.gguf": "no file of tiny/empty matches '*.gguf'; it holds no GGUF file",
+    }
+    answers = client.ask(*messages)
+    assert [answer.get("error") for answer in answers] == list(messages.values())
+
+
+def test_revisions_and_tokens(client: Client) -> None:
+    (tagged,) = client.ask("tiny/model:*Q4_0.gguf", revision="v1")
+    assert Path(tagged["path"]).read_bytes() == b"four bits"
+    (missing,) = client.ask("tiny/model:*Q4_0.gguf", revision="v9")
+    assert missing == {"error": "tiny/model has no revision 'v9'"}
+    (secret,) = client.ask("tiny/secret:a.gguf", token="sesame")
+    assert Path(secret["path"]).read_bytes() == b"hidden"
+    (from_environment,) = client.ask("tiny/secret:*", env={"HF_TOKEN": "sesame"})
+    assert from_environment == secret
+
+
+def test_a_prepared_cache_needs_no_hub(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--tiny--model"
+    for name, content in FILES.items():
+        file = repo / "snapshots" / commit / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    client = Client(tmp_path, "http://127.0.0.1:9")
+    answers = client.ask(
+        "tiny/model:tiny.Q8_0.gguf", "tiny/model:*Q4_0*", "tiny/model:more/*", "tiny/model:*.gguf"
+    )
+    contents = [Path(answer["path"]).read_bytes() for answer in answers[:3]]
+    assert contents == [b"eight bits", b"four bits", b"sixteen bits"]
+    assert "3 files" in answers[3]["error"]
+
+
+def test_a_download_that_breaks_off_is_resumed(client: Client, server: Hub) -> None:
+    content = bytes(range(256)) * 400
+    server.repos["tiny/long"] = Repo({"a.gguf": content}, cut={"a.gguf"})
+    (answer,) = client.ask("tiny/long:a.gguf")
+    assert Path(answer["path"]).read_bytes() == content
+    assert server.requests.count("GET /tiny/long/resolve/main/a.gguf") == 2
+
+
+def test_a_file_that_vanishes_meanwhile_is_named(client: Client, server: Hub) -> None:
+    server.repos["tiny/hasty"] = Repo({}, vanished=("a.gguf",))
+    (answer,) = client.ask("tiny/hasty:*")
+    assert "a.gguf of tiny/hasty cannot be downloaded" in answer["error"]
+
+
+def test_a_model_is_opened_from_the_hub(tmp_path: Path, demo_path: Path) -> None:
+    script = (
+        "from metal_prefill import Model\n"
+        "with Model.from_pretrained('bard/plays', '*Q4_0.gguf', device='cpu', max_context=64) as model:\n"
+        "    print(model.max_context, model.forward_prompt([1, 2, 3]))"
+    )
+    with serve({"bard/plays": Repo({"bard.Q4_0.gguf": demo_path.read_bytes()})}) as hub_server:
+        client = Client(tmp_path, hub_server.url)
+        child = subprocess.run(
+            [sys.executable, "-c", script], env=client.env, capture_output=True, text=True, check=False
+        )
+    assert child.returncode == 0, child.stderr
+    with Model(demo_path, device="cpu") as model:
+        assert child.stdout.split() == ["64", str(model.forward_prompt([1, 2, 3]))]
+
+
+@pytest.mark.parametrize("spec", ["model.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
+def test_what_is_no_address_on_the_hub_is_a_path(spec: str) -> None:
+    assert hub.resolve_model(spec) == Path(spec)
+
+
+def test_a_file_on_the_disk_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "model:a.gguf").write_bytes(b"local")
+    assert hub.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'metal_prefill\[hub\]'") as caught:
+        hub.resolve_model("tiny/model:a.gguf")
+    assert isinstance(caught.value, ImportError)
+    assert issubclass(HubError, MetalPrefillError)
