@@ -24,8 +24,9 @@ from metal_prefill import (
     state,
 )
 from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.synth import synthesize
 
-PROMPT = [int(t) for t in np.random.default_rng(7).integers(1, 1000, 70)]
+PROMPT = [int(t) for t in np.random.default_rng(7).integers(1, 500, 70)]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,20 @@ def test_float32_cache_is_saved_as_it_is(device: str, demo_path: Path, tmp_path:
         np.testing.assert_array_equal(model.load_session(path).forward_token(5), model.forward_token(5))
 
 
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("head_dim", [20, 36, 64, 80])
+def test_every_shape_of_cache_survives(device: str, tmp_path: Path, head_dim: int, kv_dtype: str) -> None:
+    """Heads that are no multiple of any vector, and prompts that end inside a block of any size."""
+    synthesize(tmp_path / "m.gguf", preset="tiny", heads=8, kv_heads=1, head_dim=head_dim)
+    with Model(tmp_path / "m.gguf", device=device, kv_dtype=kv_dtype) as model:
+        for n in (1, 7, 16, 35):
+            with model.session() as session:
+                session.forward_prompt(PROMPT[:n])
+                session.save(tmp_path / "s.session")
+                with model.load_session(tmp_path / "s.session") as loaded:
+                    np.testing.assert_array_equal(loaded.forward_token(5), session.forward_token(5))
+
+
 def test_the_file_is_plain_safetensors_in_canonical_layout(demo: Model, saved: Path) -> None:
     arrays, c = load_file(saved), demo.config
     assert arrays["tokens"].tolist() == PROMPT
@@ -126,7 +141,8 @@ def test_the_file_is_plain_safetensors_in_canonical_layout(demo: Model, saved: P
     for i in range(c.n_layers):
         for kind, dim in (("key", c.key_dim), ("value", c.value_dim)):
             array = arrays[f"layer.{i}.{kind}"]
-            assert (array.shape, array.dtype) == ((len(PROMPT), c.n_kv_heads, dim), np.float16)
+            assert array.shape == (len(PROMPT), c.n_kv_heads, dim)
+            assert array.dtype == np.float16
             assert np.isfinite(array).all()
             assert array.any(axis=-1).all(), "a row was never written"
 
@@ -318,14 +334,22 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_a_save_that_is_killed_midway_leaves_the_old_file(demo: Model, saved: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the child only writes, and dies
+def test_a_save_that_is_killed_midway_leaves_the_old_file(
+    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process dies, without any clean-up, when half of the new file is written."""
+
+    def die(arrays: object, path: Path, metadata: object) -> None:
+        path.write_bytes(before[:99])
+        os._exit(9)
+
     before = saved.read_bytes()
-    child = os.fork() if hasattr(os, "fork") else pytest.skip("needs fork")
+    monkeypatch.setattr(state, "save_file", die)
+    child = os.fork()
     if child == 0:
-        state.save_file = lambda arrays, path, metadata: (Path(path).write_bytes(before[:99]), os._exit(9))
-        owner = demo._state_owner
-        n = 3
+        owner, n = demo._state_owner, 3
         rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
         state.write(saved, owner, np.arange(n, dtype=np.int32), rows)
         os._exit(0)

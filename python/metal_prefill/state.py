@@ -44,7 +44,11 @@ CHECKSUM = "checksum"
 TOKENS = "tokens"
 
 _KV_DTYPES = {"f16": "F16", "f32": "F32"}
-_NUMPY_DTYPES = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "I32": np.dtype("<i4")}
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "I32": np.dtype("<i4"),
+}
 _SAMPLES, _SAMPLE_BYTES = 4, 1024  # of each tensor, for the fingerprint
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -59,7 +63,7 @@ def fingerprint(gguf: GGUFFile) -> str:
     however large the file is, and any training, conversion or quantization changes it; a few bytes edited
     by hand inside a tensor may not.
     """
-    data = gguf.mapping
+    data = gguf.mapping.data
     digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
     digest.update(data[: gguf.data_offset])
     for tensor in gguf.tensors.values():
