@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <vector>
 
 #include "../engine.h"
 #include "buffer.h"
@@ -10,8 +9,8 @@
 
 namespace metal_prefill::cpu {
 
-// Per layer and key-value head: keys [position / 16][key_dim][16], values [position][value_stride]. Grows by
-// use.
+// Per layer and key-value head: keys [position / 16][key_dim][16], then values [position][value_stride]. One
+// buffer holds them all, so that it can lie on huge pages. Grows by use.
 class KvCache {
  public:
   KvCache(const Config& config, KvType type, int max_context);
@@ -33,19 +32,18 @@ class KvCache {
   void write(int layer, bool values, int positions, const std::byte* in);
 
  private:
-  struct Layer {
-    Buffer keys, values;
-  };
-
   std::size_t element() const { return half() ? 2 : 4; }
   std::size_t key_head_bytes(int capacity) const;
   std::size_t value_head_bytes(int capacity) const;
-  std::byte* element_at(int layer, bool values, int head, int position, int d) const;
+  // Calls copy(rows, columns, canonical, own) for each piece of the cache that both layouts hold as a matrix
+  // of positions and dimensions.
+  template <typename Copy>
+  void each_piece(int layer, bool values, int positions, std::byte* canonical, Copy copy) const;
 
   const KvType type_;
-  const int n_heads_, key_dim_, value_dim_, value_stride_, max_capacity_;
+  const int n_layers_, n_heads_, key_dim_, value_dim_, value_stride_, max_capacity_;
   int capacity_ = 0;  // positions, a multiple of kKeySpan
-  std::vector<Layer> layers_;
+  Buffer data_;
 };
 
 }  // namespace metal_prefill::cpu
