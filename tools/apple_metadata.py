@@ -46,8 +46,8 @@ class Framework:
     enums: dict[str, int] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
-    # Class to selector to [return type, argument types...]; None where a type is not told. Methods of protocols
-    # are listed under NSObject.
+    # Class to selector to [return type, argument types...]; None where a type is not told. Methods of
+    # protocols are listed under NSObject.
     selectors: dict[str, dict[str, list[str | None]]] = field(default_factory=dict)
     # Protocol to "-selector" to type encoding, for the protocols that the binding itself refers to.
     protocols: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare the emulator's Metal and Foundation headers with Apple's API.
 
-Every selector, enum value, constant and function that the headers declare must exist in Apple's frameworks, as
-told by the metadata in PyPI's pyobjc wheels, with the same value or type encoding. The headers are compiled for a
-Mac, so type encodings are those of the real ABI.
+Every selector, enum value, constant and function that the headers declare must exist in Apple's frameworks,
+as told by the metadata in PyPI's pyobjc wheels, with the same value or type encoding. The headers are
+compiled for a Mac, so type encodings are those of the real ABI.
 
 Usage: ``check_metal_api.py [--cache FOLDER] [--include FOLDER]``; exits with 1 and a list of differences.
 """

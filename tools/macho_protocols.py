@@ -1,8 +1,9 @@
 """Read the Objective-C protocols of a Mach-O library: their selectors and type encodings.
 
-Compilers write a full description of every protocol that a binary refers to, so a binding of Apple's frameworks
-holds their interface in a form that needs no header. Only what such a 64-bit little-endian library contains is
-understood: classic rebase information (pointers are stored as they are) and both forms of method lists.
+Compilers write a full description of every protocol that a binary refers to, so a binding of Apple's
+frameworks holds their interface in a form that needs no header. Only what such a 64-bit little-endian library
+contains is understood: classic rebase information (pointers are stored as they are) and both forms of method
+lists.
 """
 
 from __future__ import annotations

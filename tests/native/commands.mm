@@ -1,0 +1,218 @@
+// Queues, command buffers and encoders for Python.
+#include "metal_objects.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <vector>
+
+using namespace nanobind::literals;
+
+namespace metal_testing {
+namespace {
+
+const char* status_name(const CommandBuffer& self) {
+  switch (self.object.status) {
+    case MTLCommandBufferStatusNotEnqueued:
+      return "not enqueued";
+    case MTLCommandBufferStatusEnqueued:
+      return "enqueued";
+    case MTLCommandBufferStatusCommitted:
+      return "committed";
+    case MTLCommandBufferStatusScheduled:
+      return "scheduled";
+    case MTLCommandBufferStatusCompleted:
+      return "completed";
+    case MTLCommandBufferStatusError:
+      return "error";
+  }
+  return "unknown";
+}
+
+// Runs a Python callable once, on whatever thread.
+MTLCommandBufferHandler make_handler(nb::callable callable) {
+  auto* kept = new nb::callable(std::move(callable));
+  return ^(id<MTLCommandBuffer> commandBuffer) {
+    const nb::gil_scoped_acquire gil;
+    (*kept)(status_name({commandBuffer}));
+    delete kept;
+  };
+}
+
+CommandBuffer new_command_buffer(const Queue& self, bool retained) {
+  const AutoreleasePool pool;
+  id<MTLCommandBuffer> buffer =
+      retained ? [self.object commandBuffer] : [self.object commandBufferWithUnretainedReferences];
+  return {require(buffer, nil, "commandBuffer")};
+}
+
+ComputeEncoder compute_encoder(const CommandBuffer& self, bool concurrent, const std::string& label) {
+  const AutoreleasePool pool;
+  id<MTLComputeCommandEncoder> encoder = [self.object
+      computeCommandEncoderWithDispatchType:concurrent ? MTLDispatchTypeConcurrent : MTLDispatchTypeSerial];
+  if (!label.empty()) encoder.label = to_ns(label);
+  return {require(encoder, nil, "computeCommandEncoder")};
+}
+
+BlitEncoder blit_encoder(const CommandBuffer& self) {
+  const AutoreleasePool pool;
+  return {require([self.object blitCommandEncoder], nil, "blitCommandEncoder")};
+}
+
+void set_buffer(const ComputeEncoder& self, NSUInteger index, const Buffer* buffer, NSUInteger offset) {
+  const AutoreleasePool pool;
+  [self.object setBuffer:buffer ? buffer->object : nil offset:offset atIndex:index];
+}
+
+void barrier(const ComputeEncoder& self, const std::optional<std::vector<Buffer*>>& buffers) {
+  const AutoreleasePool pool;
+  if (!buffers) {
+    [self.object memoryBarrierWithScope:MTLBarrierScopeBuffers];
+    return;
+  }
+  std::vector<id<MTLResource>> resources;
+  for (const Buffer* buffer : *buffers) resources.push_back(buffer->object);
+  [self.object memoryBarrierWithResources:resources.data() count:resources.size()];
+}
+
+void bind_command_buffer(nb::module_& m) {
+  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<CommandBuffer>(m, "CommandBuffer")
+      .def_prop_rw(
+          "label",
+          [](const CommandBuffer& self) {
+            const AutoreleasePool pool;
+            return to_string(self.object.label);
+          },
+          [](const CommandBuffer& self, const std::string& label) {
+            const AutoreleasePool pool;
+            self.object.label = to_ns(label);
+          })
+      .def_prop_ro("status", &status_name)
+      .def_prop_ro("error",
+                   [](const CommandBuffer& self) {
+                     const AutoreleasePool pool;
+                     return to_string(self.object.error.localizedDescription);
+                   })
+      .def_prop_ro("error_code", [](const CommandBuffer& self) { return self.object.error.code; })
+      .def_prop_ro("gpu_start", [](const CommandBuffer& self) { return self.object.GPUStartTime; })
+      .def_prop_ro("gpu_end", [](const CommandBuffer& self) { return self.object.GPUEndTime; })
+      .def("enqueue", [](const CommandBuffer& self) { [self.object enqueue]; })
+      .def(
+          "commit",
+          [](const CommandBuffer& self) {
+            const AutoreleasePool pool;
+            [self.object commit];
+          },
+          kWithoutGil)
+      .def(
+          "wait_until_scheduled", [](const CommandBuffer& self) { [self.object waitUntilScheduled]; },
+          kWithoutGil)
+      .def(
+          "wait",
+          [](const CommandBuffer& self) {
+            const AutoreleasePool pool;
+            [self.object waitUntilCompleted];
+          },
+          kWithoutGil)
+      .def("add_scheduled_handler",
+           [](const CommandBuffer& self, nb::callable handler) {
+             [self.object addScheduledHandler:make_handler(std::move(handler))];
+           })
+      .def("add_completed_handler",
+           [](const CommandBuffer& self, nb::callable handler) {
+             [self.object addCompletedHandler:make_handler(std::move(handler))];
+           })
+      .def("compute_encoder", &compute_encoder, "concurrent"_a = false, "label"_a = "")
+      .def("blit_encoder", &blit_encoder)
+      .def("release", &release<CommandBuffer>);
+}
+
+void bind_compute_encoder(nb::module_& m) {
+  nb::class_<ComputeEncoder>(m, "ComputeEncoder")
+      .def("set_pipeline",
+           [](const ComputeEncoder& self, const Pipeline& pipeline) {
+             [self.object setComputePipelineState:pipeline.object];
+           })
+      .def("set_buffer", &set_buffer, "index"_a, "buffer"_a.none(), "offset"_a = 0)
+      .def(
+          "set_buffer_offset",
+          [](const ComputeEncoder& self, NSUInteger index, NSUInteger offset) {
+            [self.object setBufferOffset:offset atIndex:index];
+          },
+          "index"_a, "offset"_a)
+      .def(
+          "set_bytes",
+          [](const ComputeEncoder& self, NSUInteger index, nb::bytes bytes) {
+            [self.object setBytes:bytes.data() length:bytes.size() atIndex:index];
+          },
+          "index"_a, "data"_a)
+      .def(
+          "set_threadgroup_memory",
+          [](const ComputeEncoder& self, NSUInteger index, NSUInteger length) {
+            [self.object setThreadgroupMemoryLength:length atIndex:index];
+          },
+          "index"_a, "length"_a)
+      .def(
+          "dispatch_threadgroups",
+          [](const ComputeEncoder& self, const Size& groups, const Size& threads) {
+            const AutoreleasePool pool;
+            [self.object dispatchThreadgroups:to_mtl(groups) threadsPerThreadgroup:to_mtl(threads)];
+          },
+          "groups"_a, "threads"_a)
+      .def(
+          "dispatch_threads",
+          [](const ComputeEncoder& self, const Size& grid, const Size& threads) {
+            const AutoreleasePool pool;
+            [self.object dispatchThreads:to_mtl(grid) threadsPerThreadgroup:to_mtl(threads)];
+          },
+          "grid"_a, "threads"_a)
+      .def("barrier", &barrier, "buffers"_a = nb::none(), "Of all buffers, or of those given.")
+      .def("push_debug_group",
+           [](const ComputeEncoder& self, const std::string& name) {
+             const AutoreleasePool pool;
+             [self.object pushDebugGroup:to_ns(name)];
+           })
+      .def("pop_debug_group", [](const ComputeEncoder& self) { [self.object popDebugGroup]; })
+      .def("end", [](const ComputeEncoder& self) { [self.object endEncoding]; })
+      .def("release", &release<ComputeEncoder>);
+}
+
+void bind_blit_encoder(nb::module_& m) {
+  nb::class_<BlitEncoder>(m, "BlitEncoder")
+      .def(
+          "copy",
+          [](const BlitEncoder& self, const Buffer& source, NSUInteger source_offset,
+             const Buffer& destination, NSUInteger destination_offset, NSUInteger size) {
+            [self.object copyFromBuffer:source.object
+                           sourceOffset:source_offset
+                               toBuffer:destination.object
+                      destinationOffset:destination_offset
+                                   size:size];
+          },
+          "source"_a, "source_offset"_a, "destination"_a, "destination_offset"_a, "size"_a)
+      .def(
+          "fill",
+          [](const BlitEncoder& self, const Buffer& buffer, NSUInteger offset, NSUInteger length,
+             std::uint8_t value) {
+            [self.object fillBuffer:buffer.object range:NSMakeRange(offset, length) value:value];
+          },
+          "buffer"_a, "offset"_a, "length"_a, "value"_a)
+      .def("end", [](const BlitEncoder& self) { [self.object endEncoding]; });
+}
+
+}  // namespace
+
+void bind_commands(nb::module_& m) {
+  nb::class_<Queue>(m, "Queue")
+      .def("command_buffer", &new_command_buffer, "retained"_a = true,
+           nb::call_guard<nb::gil_scoped_release>());
+  bind_command_buffer(m);
+  bind_compute_encoder(m);
+  bind_blit_encoder(m);
+}
+
+}  // namespace metal_testing

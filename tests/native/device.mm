@@ -1,0 +1,290 @@
+// Device, buffers, libraries, functions and pipelines for Python.
+#include "metal_objects.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <map>
+#include <optional>
+#include <variant>
+#include <vector>
+
+using namespace nanobind::literals;
+
+namespace metal_testing {
+namespace {
+
+using ByteArray = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteView = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+
+MTLResourceOptions storage_options(const std::string& storage) {
+  if (storage == "shared") return MTLResourceStorageModeShared;
+  if (storage == "private") return MTLResourceStorageModePrivate;
+  if (storage == "managed") return MTLResourceStorageModeManaged;
+  throw std::invalid_argument("storage is 'shared', 'private' or 'managed', not '" + storage + "'");
+}
+
+Buffer labelled(id<MTLBuffer> buffer, const std::string& label) {
+  if (!buffer) throw std::bad_alloc();
+  if (!label.empty()) buffer.label = to_ns(label);
+  return {buffer};
+}
+
+Buffer new_buffer(const Device& self, NSUInteger length, const std::string& storage,
+                  const std::string& label) {
+  const AutoreleasePool pool;
+  return labelled([self.object newBufferWithLength:length options:storage_options(storage)], label);
+}
+
+Buffer new_buffer_with_bytes(const Device& self, nb::bytes bytes, const std::string& label) {
+  const AutoreleasePool pool;
+  return labelled([self.object newBufferWithBytes:bytes.data()
+                                           length:bytes.size()
+                                          options:MTLResourceStorageModeShared],
+                  label);
+}
+
+// The buffer keeps the array alive until its deallocator runs.
+Buffer new_buffer_no_copy(const Device& self, ByteArray array, NSUInteger offset,
+                          std::optional<NSUInteger> length, const std::string& label) {
+  const AutoreleasePool pool;
+  auto* owner = new nb::object(nb::cast(array));
+  const auto release_owner = [owner] {
+    const nb::gil_scoped_acquire gil;
+    delete owner;
+  };
+  id<MTLBuffer> buffer = nil;
+  try {
+    buffer = [self.object newBufferWithBytesNoCopy:array.data() + offset
+                                            length:length.value_or(array.size() - offset)
+                                           options:MTLResourceStorageModeShared
+                                       deallocator:^(void*, NSUInteger) {
+                                         release_owner();
+                                       }];
+  } catch (...) {
+    release_owner();
+    throw;
+  }
+  if (!buffer) release_owner();
+  return labelled(buffer, label);
+}
+
+std::optional<ByteView> contents(nb::handle self) {
+  id<MTLBuffer> buffer = nb::cast<const Buffer&>(self).object;
+  void* memory = buffer.contents;
+  if (!memory) return std::nullopt;
+  return ByteView(memory, {buffer.length}, self);
+}
+
+const char* storage_name(const Buffer& self) {
+  switch (self.object.storageMode) {
+    case MTLStorageModeShared:
+      return "shared";
+    case MTLStorageModePrivate:
+      return "private";
+    default:
+      return "other";
+  }
+}
+
+Library new_library(const Device& self, const std::string& source,
+                    const std::map<std::string, std::string>& macros) {
+  const AutoreleasePool pool;
+  MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
+  NSMutableDictionary<NSString*, NSObject*>* values = [NSMutableDictionary dictionary];
+  for (const auto& [name, value] : macros) values[to_ns(name)] = to_ns(value);
+  options.preprocessorMacros = values;
+  NSError* error = nil;
+  id<MTLLibrary> library = [self.object newLibraryWithSource:to_ns(source) options:options error:&error];
+  return {require(library, error, "newLibraryWithSource")};
+}
+
+Library load_library(const Device& self, const std::string& path) {
+  const AutoreleasePool pool;
+  NSError* error = nil;
+  id<MTLLibrary> library = [self.object newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path)] error:&error];
+  return {require(library, error, "newLibraryWithURL")};
+}
+
+std::vector<std::string> function_names(const Library& self) {
+  const AutoreleasePool pool;
+  std::vector<std::string> names;
+  for (NSString* name in self.object.functionNames) names.push_back(to_string(name));
+  return names;
+}
+
+using ConstantKey = std::variant<NSUInteger, std::string>;
+using Constant = std::tuple<std::string, double>;  // type and value
+
+template <typename T>
+void set_constant(MTLFunctionConstantValues* values, MTLDataType type, const ConstantKey& key,
+                  double number) {
+  const T value = static_cast<T>(number);
+  if (const auto* index = std::get_if<NSUInteger>(&key)) {
+    [values setConstantValue:&value type:type atIndex:*index];
+  } else {
+    [values setConstantValue:&value type:type withName:to_ns(std::get<std::string>(key))];
+  }
+}
+
+void set_constant(MTLFunctionConstantValues* values, const ConstantKey& key, const Constant& constant) {
+  using Setter = void (*)(MTLFunctionConstantValues*, MTLDataType, const ConstantKey&, double);
+  static const std::map<std::string, std::pair<MTLDataType, Setter>> kTypes = {
+      {"bool", {MTLDataTypeBool, set_constant<bool>}},
+      {"char", {MTLDataTypeChar, set_constant<std::int8_t>}},
+      {"uchar", {MTLDataTypeUChar, set_constant<std::uint8_t>}},
+      {"short", {MTLDataTypeShort, set_constant<std::int16_t>}},
+      {"ushort", {MTLDataTypeUShort, set_constant<std::uint16_t>}},
+      {"int", {MTLDataTypeInt, set_constant<std::int32_t>}},
+      {"uint", {MTLDataTypeUInt, set_constant<std::uint32_t>}},
+      {"long", {MTLDataTypeLong, set_constant<std::int64_t>}},
+      {"ulong", {MTLDataTypeULong, set_constant<std::uint64_t>}},
+      {"half", {MTLDataTypeHalf, set_constant<_Float16>}},
+      {"float", {MTLDataTypeFloat, set_constant<float>}},
+  };
+  const auto found = kTypes.find(std::get<0>(constant));
+  if (found == kTypes.end())
+    throw std::invalid_argument("unknown constant type '" + std::get<0>(constant) + "'");
+  found->second.second(values, found->second.first, key, std::get<1>(constant));
+}
+
+Function new_function(const Library& self, const std::string& name,
+                      const std::map<ConstantKey, Constant>& constants) {
+  const AutoreleasePool pool;
+  MTLFunctionConstantValues* values = [[MTLFunctionConstantValues alloc] init];
+  for (const auto& [key, constant] : constants) set_constant(values, key, constant);
+  NSError* error = nil;
+  id<MTLFunction> function = [self.object newFunctionWithName:to_ns(name) constantValues:values error:&error];
+  return {require(function, error, "newFunctionWithName")};
+}
+
+Pipeline new_pipeline(const Device& self, const Function& function, const std::string& label,
+                      NSUInteger max_threads) {
+  const AutoreleasePool pool;
+  MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+  descriptor.computeFunction = function.object;
+  descriptor.maxTotalThreadsPerThreadgroup = max_threads;
+  if (!label.empty()) descriptor.label = to_ns(label);
+  NSError* error = nil;
+  id<MTLComputePipelineState> pipeline =
+      [self.object newComputePipelineStateWithDescriptor:descriptor
+                                                 options:MTLPipelineOptionNone
+                                              reflection:nil
+                                                   error:&error];
+  return {require(pipeline, error, "newComputePipelineState")};
+}
+
+// Calls `handler` with a Pipeline or an error's text, on another thread.
+void new_pipeline_async(const Device& self, const Function& function, nb::callable handler) {
+  const AutoreleasePool pool;
+  auto* kept = new nb::callable(std::move(handler));
+  [self.object newComputePipelineStateWithFunction:function.object
+                                 completionHandler:^(id<MTLComputePipelineState> pipeline, NSError* error) {
+                                   const nb::gil_scoped_acquire gil;
+                                   if (pipeline) {
+                                     (*kept)(Pipeline{pipeline});
+                                   } else {
+                                     (*kept)(to_string(error.localizedDescription));
+                                   }
+                                   delete kept;
+                                 }];
+}
+
+Queue new_queue(const Device& self, std::optional<NSUInteger> max_command_buffers) {
+  const AutoreleasePool pool;
+  id<MTLCommandQueue> queue =
+      max_command_buffers ? [self.object newCommandQueueWithMaxCommandBufferCount:*max_command_buffers]
+                          : [self.object newCommandQueue];
+  return {require(queue, nil, "newCommandQueue")};
+}
+
+}  // namespace
+
+void bind_device(nb::module_& m) {
+  nb::class_<Buffer>(m, "Buffer")
+      .def_prop_ro("length", [](const Buffer& self) { return self.object.length; })
+      .def_prop_ro("storage", &storage_name)
+      .def_prop_rw(
+          "label",
+          [](const Buffer& self) {
+            const AutoreleasePool pool;
+            return to_string(self.object.label);
+          },
+          [](const Buffer& self, const std::string& label) {
+            const AutoreleasePool pool;
+            self.object.label = to_ns(label);
+          })
+      .def_prop_ro("contents", &contents, nb::for_getter(nb::sig("def contents(self) -> object")),
+                   "The bytes as a NumPy array that stands on them; None for Private storage.")
+      .def("did_modify", [](const Buffer& self, NSUInteger offset,
+                            NSUInteger length) { [self.object didModifyRange:NSMakeRange(offset, length)]; })
+      .def("release", &release<Buffer>);
+
+  nb::class_<Function>(m, "Function").def_prop_ro("name", [](const Function& self) {
+    const AutoreleasePool pool;
+    return to_string(self.object.name);
+  });
+
+  nb::class_<Library>(m, "Library")
+      .def_prop_ro("function_names", &function_names)
+      .def("new_function", &new_function, "name"_a, "constants"_a = std::map<ConstantKey, Constant>(),
+           "`constants`: index or name to (type, value).");
+
+  nb::class_<Pipeline>(m, "Pipeline")
+      .def_prop_ro("label",
+                   [](const Pipeline& self) {
+                     const AutoreleasePool pool;
+                     return to_string(self.object.label);
+                   })
+      .def_prop_ro("max_threads",
+                   [](const Pipeline& self) { return self.object.maxTotalThreadsPerThreadgroup; })
+      .def_prop_ro("execution_width", [](const Pipeline& self) { return self.object.threadExecutionWidth; })
+      .def_prop_ro("static_threadgroup_bytes",
+                   [](const Pipeline& self) { return self.object.staticThreadgroupMemoryLength; });
+
+  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Device>(m, "Device", "MTLCreateSystemDefaultDevice.")
+      .def("__init__",
+           [](Device* self) {
+             const AutoreleasePool pool;
+             new (self) Device{require(MTLCreateSystemDefaultDevice(), nil, "MTLCreateSystemDefaultDevice")};
+           })
+      .def_prop_ro("name",
+                   [](const Device& self) {
+                     const AutoreleasePool pool;
+                     return to_string(self.object.name);
+                   })
+      .def_prop_ro("max_buffer_length", [](const Device& self) { return self.object.maxBufferLength; })
+      .def_prop_ro("max_threadgroup_memory",
+                   [](const Device& self) { return self.object.maxThreadgroupMemoryLength; })
+      .def_prop_ro("working_set_bytes",
+                   [](const Device& self) { return self.object.recommendedMaxWorkingSetSize; })
+      .def_prop_ro("allocated_bytes", [](const Device& self) { return self.object.currentAllocatedSize; })
+      .def("supports_family",
+           [](const Device& self, long family) {
+             return static_cast<bool>([self.object supportsFamily:static_cast<MTLGPUFamily>(family)]);
+           })
+      .def("new_buffer", &new_buffer, "length"_a, "storage"_a = "shared", "label"_a = "")
+      .def("new_buffer_with_bytes", &new_buffer_with_bytes, "data"_a, "label"_a = "")
+      .def("new_buffer_no_copy", &new_buffer_no_copy, "array"_a, "offset"_a = 0, "length"_a = nb::none(),
+           "label"_a = "")
+      .def("new_library", &new_library, "source"_a, "macros"_a = std::map<std::string, std::string>(),
+           kWithoutGil)
+      .def("load_library", &load_library, "path"_a, kWithoutGil)
+      .def("default_library",
+           [](const Device& self) {
+             const AutoreleasePool pool;
+             return Library{require([self.object newDefaultLibrary], nil, "newDefaultLibrary")};
+           })
+      .def("new_pipeline", &new_pipeline, "function"_a, "label"_a = "", "max_threads"_a = 0, kWithoutGil)
+      .def("new_pipeline_async", &new_pipeline_async, "function"_a, "handler"_a)
+      .def("new_queue", &new_queue, "max_command_buffers"_a = nb::none());
+}
+
+}  // namespace metal_testing
