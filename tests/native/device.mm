@@ -75,11 +75,13 @@ Buffer new_buffer_no_copy(const Device& self, ByteArray array, NSUInteger offset
   return labelled(buffer, label);
 }
 
-std::optional<ByteView> contents(nb::handle self) {
-  id<MTLBuffer> buffer = nb::cast<const Buffer&>(self).object;
-  void* memory = buffer.contents;
-  if (!memory) return std::nullopt;
-  return ByteView(memory, {buffer.length}, self);
+// A view that keeps the buffer alive; None where the host cannot see it.
+nb::object contents(const Buffer& self) {
+  void* memory = self.object.contents;
+  if (!memory) return nb::none();
+  const nb::capsule owner(new Buffer(self),
+                          [](void* buffer) noexcept { delete static_cast<Buffer*>(buffer); });
+  return nb::cast(ByteView(memory, {self.object.length}, owner));
 }
 
 const char* storage_name(const Buffer& self) {

@@ -93,5 +93,6 @@ void release(T& self) {
 
 void bind_device(nb::module_& m);
 void bind_commands(nb::module_& m);
+void bind_objc_checks(nb::module_& m);
 
 }  // namespace metal_testing

@@ -1,0 +1,313 @@
+// What programs rely on in Objective-C and Foundation, each a function that throws when it does not hold.
+#include "metal_objects.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <map>
+#include <thread>
+#include <vector>
+
+// Counts its instances, and has members whose constructors and destructors must run.
+@interface Tracked : NSObject
+@property(nonatomic, copy) NSString* name;
+@property(atomic, strong) NSObject* partner;
++ (int)alive;
+- (std::vector<int>&)numbers;
+@end
+
+@interface TrackedMore : Tracked
+@end
+
+@interface Tracked (Category)
+- (NSString*)greeting;
+@end
+
+namespace {
+
+std::atomic<int> alive{0};
+
+struct MemberWithConstructor {
+  std::vector<int> numbers = {1, 2, 3};
+};
+
+}  // namespace
+
+@implementation Tracked {
+  MemberWithConstructor _member;
+}
+- (instancetype)init {
+  if ((self = [super init])) alive++;
+  return self;
+}
+- (void)dealloc {
+  alive--;
+}
++ (int)alive {
+  return alive;
+}
+- (std::vector<int>&)numbers {
+  return _member.numbers;
+}
+@end
+
+@implementation TrackedMore {
+  char _padding;
+  std::string _text;
+}
+- (instancetype)init {
+  if ((self = [super init])) _text = "more";
+  return self;
+}
+- (NSString*)description {
+  return [NSString stringWithFormat:@"%s %@", _text.c_str(), self.name];
+}
+@end
+
+@implementation Tracked (Category)
+- (NSString*)greeting {
+  return [@"hello " stringByAppendingString:self.name];
+}
+@end
+
+namespace metal_testing {
+namespace {
+
+void expect(bool condition, const char* what) {
+  if (!condition) throw std::runtime_error(what);
+}
+#define EXPECT(...) expect((__VA_ARGS__), #__VA_ARGS__)
+
+void reference_counts() {
+  Tracked* outer = nil;
+  {
+    Tracked* inner = [[Tracked alloc] init];
+    outer = inner;
+    EXPECT(Tracked.alive == 1);
+  }
+  EXPECT(Tracked.alive == 1);
+  outer = nil;
+  EXPECT(Tracked.alive == 0);
+}
+
+void members_of_superclasses() {
+  TrackedMore* object = [TrackedMore new];
+  EXPECT(object.numbers.size() == 3);
+  object.numbers.push_back(4);
+  object.name = @"x";
+  EXPECT([object.description isEqualToString:@"more x"]);
+  EXPECT([object isKindOfClass:[Tracked class]] && ![object isMemberOfClass:[Tracked class]]);
+  EXPECT([[TrackedMore superclass] isEqual:[Tracked class]]);
+}
+
+void categories_and_messages_to_nil() {
+  Tracked* object = [Tracked new];
+  object.name = @"you";
+  EXPECT([object.greeting isEqualToString:@"hello you"]);
+  EXPECT([object respondsToSelector:@selector(greeting)]);
+  EXPECT(![object respondsToSelector:@selector(objectAtIndex:)]);
+  object = nil;
+  EXPECT(object.greeting == nil);
+  EXPECT(object.name.length == 0);
+}
+
+void autorelease_pools() {
+  __unsafe_unretained Tracked* borrowed = nil;
+  @autoreleasepool {
+    NSArray<Tracked*>* array = [NSArray arrayWithObject:[Tracked new]];
+    borrowed = array.firstObject;
+    EXPECT(Tracked.alive == 1);
+    static_cast<void>(borrowed);
+  }
+  EXPECT(Tracked.alive == 0);
+}
+
+void exceptions_release_what_they_leave() {
+  const auto thrower = [] {
+    const AutoreleasePool pool;
+    Tracked* local = [Tracked new];
+    NSArray* array = [NSArray arrayWithObject:local];
+    [array objectAtIndex:0];
+    throw std::runtime_error("out of Objective-C++");
+  };
+  bool caught = false;
+  try {
+    thrower();
+  } catch (const std::runtime_error& error) {
+    caught = std::string(error.what()) == "out of Objective-C++";
+  }
+  EXPECT(caught);
+  EXPECT(Tracked.alive == 0);
+}
+
+void weak_references() {
+  __weak Tracked* weak = nil;
+  {
+    const AutoreleasePool pool;
+    Tracked* strong = [Tracked new];
+    weak = strong;
+    EXPECT(weak == strong);
+    __weak Tracked* copy = weak;
+    EXPECT(copy != nil);
+  }
+  EXPECT(weak == nil);
+}
+
+void weak_references_race_with_the_last_release() {
+  for (int round = 0; round < 200; round++) {
+    Tracked* object = [Tracked new];
+    __block __weak Tracked* weak = object;
+    void (^reader)() = ^{
+      const AutoreleasePool pool;
+      Tracked* seen = weak;
+      if (seen && seen.numbers.size() != 3) std::terminate();
+    };
+    std::thread thread([reader] { reader(); });
+    object = nil;
+    thread.join();
+  }
+  EXPECT(Tracked.alive == 0);
+}
+
+void blocks_keep_what_they_capture() {
+  int (^block)(int) = nil;
+  {
+    const AutoreleasePool pool;
+    Tracked* captured = [Tracked new];
+    __block int calls = 0;
+    block = ^(int step) {
+      calls += step;
+      return captured ? calls : -1;
+    };
+  }
+  EXPECT(Tracked.alive == 1);
+  EXPECT(block(1) == 1 && block(2) == 3);
+  NSArray* array = @[ block ];
+  EXPECT(array.count == 1);
+  array = nil;
+  block = nil;
+}
+
+void properties() {
+  @autoreleasepool {
+    Tracked* object = [Tracked new];
+    Tracked* partner = [Tracked new];
+    object.partner = partner;
+    partner = nil;
+    EXPECT(Tracked.alive == 2 && object.partner != nil);
+    object.partner = nil;
+  }
+  EXPECT(Tracked.alive == 0);
+}
+
+void strings() {
+  NSString* literal = @"héé€𝄞";
+  EXPECT(literal.length == 6);  // UTF-16 units
+  EXPECT([literal isEqualToString:[NSString stringWithUTF8String:"héé€𝄞"]]);
+  EXPECT(std::string(literal.UTF8String) == "héé€𝄞");
+  EXPECT(std::string(@"short".UTF8String) == "short");
+  EXPECT([@"a longer literal" hasPrefix:@"a long"] && [@"x.metal" hasSuffix:@".metal"]);
+  EXPECT(![@"a" isEqual:@1]);
+  EXPECT([@"same" hash] == [[NSString stringWithFormat:@"sa%s", "me"] hash]);
+  NSString* formatted = [NSString stringWithFormat:@"%@ %d %5.2f %lu %s %% %c %x %zu", @[ @"in" ].firstObject,
+                                                   -3, 2.5, 7ul, "c", 'z', 255, sizeof(int)];
+  EXPECT([formatted isEqualToString:@"in -3  2.50 7 c % z ff 4"]);
+  EXPECT([[NSString stringWithFormat:@"%@", static_cast<id>(nil)] isEqualToString:@"(null)"]);
+  NSError* error = nil;
+  EXPECT([NSString stringWithContentsOfFile:@"/no/such/file" encoding:NSUTF8StringEncoding
+                                      error:&error] == nil);
+  EXPECT(error.code == 260 && [error.domain isEqualToString:NSCocoaErrorDomain]);
+}
+
+void collections() {
+  NSArray<NSString*>* array = @[ @"one", @"two", @"three and more" ];
+  std::string joined;
+  for (NSString* item in array) joined += to_string(item);
+  EXPECT(joined == "onetwothree and more");
+  EXPECT([array containsObject:@"two"] &&
+         [array indexOfObject:@"four"] == static_cast<NSUInteger>(NSNotFound));
+  EXPECT([array[2] isEqualToString:@"three and more"] && [array.lastObject isEqual:array[2]]);
+  EXPECT([[array arrayByAddingObject:@"four"] count] == 4 && array.count == 3);
+  NSDictionary<NSString*, NSNumber*>* values = @{@"a" : @1, @"a longer key" : @2.5, @"yes" : @YES};
+  EXPECT(values[@"a"].intValue == 1 && values[@"a longer key"].doubleValue == 2.5 &&
+         values[@"yes"].boolValue);
+  EXPECT(values[@"none"] == nil && values.count == 3);
+  int sum = 0;
+  for (NSString* key in values) sum += values[key].intValue;
+  EXPECT(sum == 4);
+  NSMutableDictionary* changed = [NSMutableDictionary dictionary];
+  changed[@"k"] = array;
+  changed[@"k"] = @"other";
+  EXPECT([changed[@"k"] isEqual:@"other"] && changed.count == 1);
+  [changed removeObjectForKey:@"k"];
+  EXPECT(changed.count == 0);
+}
+
+void enumeration_of_many_objects() {
+  NSMutableArray<NSNumber*>* array = [NSMutableArray array];
+  for (int i = 0; i < 1000; i++) [array addObject:@(i)];
+  long sum = 0;
+  for (NSNumber* number in array) sum += number.longValue;
+  EXPECT(sum == 999 * 500);
+}
+
+void numbers_data_urls_errors() {
+  EXPECT([@(18446744073709551615ull).stringValue isEqualToString:@"18446744073709551615"]);
+  EXPECT([@(-5) isEqual:@(-5ll)] && ![@1 isEqual:@2]);
+  NSData* data = [NSData dataWithBytes:"abc" length:3];
+  EXPECT(data.length == 3 && static_cast<const char*>(data.bytes)[2] == 'c');
+  NSURL* url = [NSURL fileURLWithPath:@"/tmp/x.metallib"];
+  EXPECT([url.path isEqualToString:@"/tmp/x.metallib"] && url.fileURL);
+  NSError* error = [NSError errorWithDomain:@"D" code:7 userInfo:@{NSLocalizedDescriptionKey : @"words"}];
+  EXPECT([error.localizedDescription isEqualToString:@"words"] && error.code == 7);
+}
+
+void pools_belong_to_threads() {
+  @autoreleasepool {
+    std::thread([] {
+      const AutoreleasePool pool;
+      [NSArray arrayWithObject:[Tracked new]];
+    }).join();
+    EXPECT(Tracked.alive == 0);
+  }
+}
+
+const std::map<std::string, void (*)()>& checks() {
+  static const std::map<std::string, void (*)()> all = {
+      {"reference counts", reference_counts},
+      {"members of superclasses", members_of_superclasses},
+      {"categories and messages to nil", categories_and_messages_to_nil},
+      {"autorelease pools", autorelease_pools},
+      {"exceptions release what they leave", exceptions_release_what_they_leave},
+      {"weak references", weak_references},
+      {"weak references race with the last release", weak_references_race_with_the_last_release},
+      {"blocks keep what they capture", blocks_keep_what_they_capture},
+      {"properties", properties},
+      {"strings", strings},
+      {"collections", collections},
+      {"enumeration of many objects", enumeration_of_many_objects},
+      {"numbers, data, URLs, errors", numbers_data_urls_errors},
+      {"pools belong to threads", pools_belong_to_threads},
+  };
+  return all;
+}
+
+}  // namespace
+
+void bind_objc_checks(nb::module_& m) {
+  m.def("objc_checks", [] {
+    std::vector<std::string> names;
+    for (const auto& [name, check] : checks()) names.push_back(name);
+    return names;
+  });
+  m.def(
+      "run_objc_check",
+      [](const std::string& name) {
+        const AutoreleasePool pool;
+        checks().at(name)();
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError with the condition that does not hold.");
+}
+
+}  // namespace metal_testing
