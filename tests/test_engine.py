@@ -17,13 +17,13 @@ from metal_prefill import Model
 
 Logits = npt.NDArray[np.float32]
 
-# Of a normalized squared error. float32 sums of a few hundred products and float32 exponentials stay far below the
-# first. The Metal engine multiplies in half (11 bits) with float32 sums: a relative error of 2^-11 each operand,
-# averaged over the products and passed through a few layers, stays below the second.
+# Of a normalized squared error. float32 sums of a few hundred products and float32 exponentials stay far
+# below the first. The Metal engine multiplies in half (11 bits) with float32 sums: a relative error of 2^-11
+# each operand, averaged over the products and passed through a few layers, stays below the second.
 NMSE_F32 = 1e-9
 NMSE_HALF = 5e-6
-# Activations in 8 bits per block of 32 have a relative error near 0.5% each; what comes of it in models of random
-# weights, which have no margin to spare, is measured here only so that it cannot grow unseen.
+# Activations in 8 bits per block of 32 have a relative error near 0.5% each; what comes of it in models of
+# random weights, which have no margin to spare, is held here so that it cannot grow unseen.
 CORRELATION_INT8 = 0.998
 
 
@@ -91,9 +91,7 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
 @pytest.mark.parametrize("compute", ["f32", "int8"])
 def test_the_model_in_the_box_agrees_with_the_reference(device: str, demo_path: Path, compute: str) -> None:
     with Model(demo_path, device=device, compute=compute) as model:
-        ids = model.tokenizer.encode(
-            "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east"
-        )
+        ids = model.tokenizer.encode("ROMEO:\nBut, soft! what light through yonder window breaks?")
         expected = reference(demo_path).forward(ids).logits
         for n in (1, 7, len(ids)):
             model.reset()
@@ -154,7 +152,8 @@ def test_the_cache_holds_every_token(
 def exported(model: Model) -> tuple[list[int], list[npt.NDArray[Any]]]:
     """Token ids, and K and V of each layer in turn, of the default session."""
     tokens, rows = model._open()._open().export_state()
-    return tokens.tolist(), rows
+    element = np.float16 if model._kv_dtype == "f16" else np.float32
+    return tokens.tolist(), [row.view(element) for row in rows]
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
@@ -209,9 +208,7 @@ def test_metal_gives_nearly_the_same_however_a_prompt_is_split(
 
 def test_scores_match_the_reference(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device, compute="f32", chunk_tokens=32) as model:
-        ids = model.tokenizer.encode(
-            "To be, or not to be: that is the question:\nWhether 'tis nobler in the mind"
-        )
+        ids = model.tokenizer.encode("To be, or not to be: that is the question:\nWhether 'tis nobler")
         scores = model.score(ids)
     expected = reference(demo_path).forward(ids).log_probs(ids)
     np.testing.assert_allclose(scores, expected, atol=5e-3)
