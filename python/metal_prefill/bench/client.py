@@ -22,9 +22,17 @@ TAIL_LINES = 5  # of a worker's last words
 class Worker(Protocol):
     """An engine that can be asked for one sample at a time."""
 
-    name: str
-    identity: Identity
-    load_ns: int
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+
+    @property
+    def identity(self) -> Identity:
+        """What it says of itself."""
+
+    @property
+    def load_ns(self) -> int:
+        """Nanoseconds from the path to ready."""
 
     def sample(self, case: Case) -> tuple[int, int]:
         """Run a test once; return nanoseconds and involuntary context switches."""
