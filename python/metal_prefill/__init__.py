@@ -8,7 +8,6 @@
 """
 
 from metal_prefill.errors import (
-    ChatTemplateError,
     ClosedError,
     ContextOverflowError,
     DeviceError,
@@ -25,7 +24,6 @@ from metal_prefill.session import Session
 __version__ = "0.1.0"
 
 __all__ = [
-    "ChatTemplateError",
     "ClosedError",
     "ContextOverflowError",
     "DeviceError",

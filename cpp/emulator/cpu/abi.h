@@ -1,0 +1,183 @@
+// What compiled shaders and the CPU executor share: plain types, without any header of the standard library,
+// whose global functions would join the overload sets of a shader.
+//
+// The executor runs each thread of a threadgroup on a fiber. All fibers of a host thread have their stacks in
+// one region that is aligned to its size and begins with a Worker, so a shader finds its Worker, Fiber and
+// Simdgroup from its stack pointer, without thread-local storage or calls.
+#pragma once
+
+// METAL_EMULATOR_ASAN and METAL_EMULATOR_TSAN are 1 in builds with AddressSanitizer or ThreadSanitizer;
+// shaders and executor must agree.
+namespace metal_emulator::abi {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long;
+static_assert(sizeof(u64) == 8, "an LP64 system");
+
+inline constexpr u32 kLanes = 32;         // threads of a simdgroup
+inline constexpr u32 kMaxThreads = 1024;  // of a threadgroup
+#if METAL_EMULATOR_ASAN || METAL_EMULATOR_TSAN
+inline constexpr u64 kStackShift = 18;  // sanitizers pad every variable
+#else
+inline constexpr u64 kStackShift = 16;
+#endif
+inline constexpr u64 kStackBytes = u64{1} << kStackShift;
+inline constexpr u64 kRegionBytes =
+    2 * kMaxThreads * kStackBytes;  // Worker, then the stacks in the upper half
+
+struct Vec3 {
+  u32 x, y, z;
+};
+
+// What the built-in arguments of one thread are made from.
+struct Invocation {
+  void* const* buffers;      // by index
+  void* const* threadgroup;  // by index
+  Vec3 thread_position_in_grid, threads_per_grid;
+  Vec3 threadgroup_position_in_grid, threadgroups_per_grid;
+  Vec3 thread_position_in_threadgroup, threads_per_threadgroup, dispatch_threads_per_threadgroup;
+  u32 thread_index_in_threadgroup;
+};
+
+struct Simdgroup;
+
+// An operation of the threads of a simdgroup or quad. When all have arrived, `execute` makes the outputs of
+// the given lanes from their inputs; it returns -1, or the lane whose argument is out of range.
+struct Operation {
+  const char* name;
+  u32 width;  // 32, or 4 for a quad
+  int (*execute)(Simdgroup& simdgroup, u32 lanes);
+};
+
+// Exchange area of 32 threads. Inputs are read when the last thread arrives and outputs before a thread
+// arrives at the next operation, so one of each is enough.
+struct alignas(64) Simdgroup {
+  u64 in[kLanes][2];
+  u64 out[kLanes][2];
+  u32 argument[kLanes];
+  alignas(64) float a[64], b[64], c[64], d[64];  // operands and result of a matrix product, row by row
+
+  // Sets of lanes. A lane is active until it returns; of the active ones those that are not ready wait: for
+  // an operation (`waiting`) or at a threadgroup barrier.
+  u32 active, ready, fresh, waiting;
+};
+
+// A stack and the thread that runs on it.
+struct alignas(64) Fiber {
+  void* stack_pointer;  // while suspended
+  Simdgroup* simdgroup;
+  u32 thread;  // index in the threadgroup
+  u32 lane;
+};
+
+// At the base of each region. The functions are those of the executor that runs the shader.
+struct Worker {
+  // Waits for the other threads, then runs the operation.
+  void (*arrive)(Worker& worker, Fiber& fiber, const Operation& operation, const char* file, u32 line);
+  void (*threadgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
+  void (*simdgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
+  u8* threadgroup_memory;  // of the variables that the running kernel declares
+  Fiber fibers[kMaxThreads];
+};
+
+inline __attribute__((always_inline)) u64 stack_pointer() {
+  u64 value;
+#if defined(__x86_64__)
+  asm("movq %%rsp, %0" : "=r"(value));
+#elif defined(__aarch64__)
+  asm("mov %0, sp" : "=r"(value));
+#else
+#error "the fiber executor knows x86-64 and AArch64"
+#endif
+  return value;
+}
+inline __attribute__((always_inline)) Worker& current_worker() {
+  return *reinterpret_cast<Worker*>(stack_pointer() & ~(kRegionBytes - 1));
+}
+inline __attribute__((always_inline)) Fiber& current_fiber() {
+  const u64 stack = stack_pointer();
+  Worker& worker = *reinterpret_cast<Worker*>(stack & ~(kRegionBytes - 1));
+  return worker.fibers[(stack >> kStackShift) & (kMaxThreads - 1)];
+}
+
+// Threadgroup variables of one kernel: each takes the next aligned offset when the program starts.
+struct ThreadgroupLayout {
+  static constexpr u32 kMaxVariables = 64;
+  static constexpr u32 kAlignment = 64;
+  struct Variable {
+    const char* name;
+    u64 offset, bytes;
+  };
+  Variable variables[kMaxVariables];
+  u32 count;
+  u64 bytes;     // end of the last variable
+  u64 declared;  // sum of their sizes, each rounded up to 16 bytes
+
+  u64 add(const char* name, u64 size) {
+    if (count == kMaxVariables) __builtin_trap();
+    const u64 offset =
+        (bytes + kAlignment - 1) / kAlignment * kAlignment + (count ? kAlignment : 0);  // a gap between
+    variables[count++] = {name, offset, size};
+    bytes = offset + size;
+    declared += (size + 15) / 16 * 16;
+    return offset;
+  }
+};
+
+struct ConstantValue {
+  int index;
+  u64 bits;
+};
+struct ConstantValues {
+  const ConstantValue* values;
+  u64 count;
+};
+
+struct Argument {
+  u8 space;  // 0 device, 1 constant, 2 threadgroup
+  int index;
+  const char* name;
+  bool writable;
+  u64 element_bytes, element_align;
+  bool reference;
+  int function_constant;
+};
+
+struct Kernel {
+  const char* name;
+  const char* file;
+  u32 line;
+  const Argument* arguments;
+  u32 argument_count;
+  u32 max_threads;       // 0: no limit in the source
+  const int* constants;  // indices of the function constants that the kernel may read
+  u32 constant_count;
+  void (*call)(const Invocation& invocation);
+  const ThreadgroupLayout* layout;
+  void (*specialize)(ConstantValues values);  // for the calling host thread
+};
+
+struct FunctionConstant {
+  const char* name;
+  int index;
+  u8 type;  // of metal_emulator::ConstantType
+};
+
+struct Library {
+  const char* name;
+  const char* source;
+  u64 source_bytes;
+  const Kernel* kernels;
+  u32 kernel_count;
+  const FunctionConstant* constants;
+  u32 constant_count;
+  bool checked;  // every memory access calls the executor
+};
+
+}  // namespace metal_emulator::abi
+
+// Called by compiled shaders before main, or when a shared library of shaders is loaded.
+extern "C" __attribute__((visibility("hidden"))) void metal_emulator_register(
+    const metal_emulator::abi::Library* library);

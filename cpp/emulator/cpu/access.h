@@ -1,0 +1,75 @@
+// Checked mode: shaders call the executor before each access to memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../executor.h"
+#include "abi.h"
+
+namespace metal_emulator::cpu {
+
+// A buffer as a kernel sees it: from the bound offset to the end of the buffer.
+struct Binding {
+  std::uintptr_t begin = 0, end = 0;
+  int index = 0;
+  const char* name = "";
+  bool writable = false;
+  std::size_t offset = 0;  // of begin in its allocation
+};
+
+// What the running kernel reads and writes, by binding. Each host thread has its own; their ranges are
+// merged.
+class AccessRecorder {
+ public:
+  AccessRecorder() = default;
+  ~AccessRecorder();
+  AccessRecorder(const AccessRecorder&) = delete;
+  AccessRecorder& operator=(const AccessRecorder&) = delete;
+
+  // `report` does not return.
+  using Report = void (*)(void* context, std::string message);
+  // `bindings` are sorted by `begin`.
+  void begin(const std::vector<Binding>& bindings, Report report, void* context);
+  // Threadgroup memory lies in [begin, end); only what is added as a variable may be touched.
+  void set_threadgroup_memory(std::uintptr_t begin, std::uintptr_t end);
+  void add_threadgroup_variable(const char* name, std::uintptr_t begin, std::size_t bytes);
+  void access(std::uintptr_t address, std::size_t bytes, bool write, const void* caller);
+  // Adds what was recorded to `statistics` and forgets it.
+  void collect(DispatchStatistics& statistics);
+
+ private:
+  struct Touched {  // one bit for each byte of a binding
+    std::uint64_t* bits = nullptr;
+    std::size_t words = 0, first = SIZE_MAX, last = 0;  // words that are not all zero lie in [first, last]
+    std::uint64_t count = 0;                            // bytes, repeated accesses counted again
+  };
+  struct Variable {
+    const char* name;
+    std::uintptr_t begin, end;
+  };
+
+  const Binding* find(std::uintptr_t address, std::size_t bytes) const;
+  bool is_meant_for_buffer(std::uintptr_t address) const;
+  void mark(Touched& touched, std::size_t offset, std::size_t bytes);
+  void release();
+  [[noreturn]] void report_outside(std::uintptr_t address, std::size_t bytes, bool write, const void* caller);
+
+  const std::vector<Binding>* bindings_ = nullptr;
+  std::vector<Touched> read_, written_;  // by position in bindings_
+  std::vector<Variable> variables_;
+  std::uintptr_t arena_begin_ = 0, arena_end_ = 0;
+  Report report_ = nullptr;
+  void* context_ = nullptr;
+};
+
+// The recorder of the threadgroup that the calling host thread runs.
+void set_current_recorder(AccessRecorder* recorder);
+
+// "file:line" of an instruction where debug information and a symbolizer are at hand, else the module and
+// offset.
+std::string source_location(const void* instruction);
+
+}  // namespace metal_emulator::cpu

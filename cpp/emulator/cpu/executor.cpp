@@ -1,0 +1,355 @@
+// The executor on CPU threads: runs command lists in order on a thread of its own, and the threadgroups of
+// each dispatch on a pool of host threads.
+#include "../executor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <thread>
+
+#include "library.h"
+#include "threadgroup.h"
+
+namespace metal_emulator {
+namespace cpu {
+namespace {
+
+struct CpuPipeline final : Pipeline {
+  const KernelEntry* entry = nullptr;
+  std::vector<abi::ConstantValue> values;
+};
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+std::uint64_t volume(Dim3 d) {
+  return std::uint64_t{d.x} * d.y * d.z;
+}
+
+std::byte* address_of(const BoundBuffer& buffer) {
+  if (buffer.allocation) return static_cast<std::byte*>(buffer.allocation->host()) + buffer.offset;
+  return const_cast<std::byte*>(buffer.bytes.data());
+}
+
+std::size_t length_of(const BoundBuffer& buffer) {
+  return buffer.allocation ? buffer.allocation->bytes - buffer.offset : buffer.bytes.size();
+}
+
+// Threads that run threadgroups. The thread that calls `run` takes part as worker 0.
+class Pool {
+ public:
+  ~Pool() { resize(0); }
+
+  // `task` is called once on each of `workers` threads, with the thread's number.
+  void run(unsigned workers, const std::function<void(unsigned)>& task) {
+    resize(std::max(size(), workers - 1));
+    {
+      std::lock_guard lock(mutex_);
+      task_ = &task;
+      wanted_ = workers - 1;
+      running_ = wanted_;
+      generation_++;
+    }
+    if (workers > 1) wake_.notify_all();
+    task(0);
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [&] { return running_ == 0; });
+    task_ = nullptr;
+  }
+
+ private:
+  unsigned size() const { return static_cast<unsigned>(threads_.size()); }
+
+  void resize(unsigned threads) {
+    if (threads < size()) {
+      {
+        std::lock_guard lock(mutex_);
+        stop_ = true;
+      }
+      wake_.notify_all();
+      for (std::thread& thread : threads_) thread.join();
+      threads_.clear();
+      stop_ = false;
+    }
+    while (size() < threads) {
+      threads_.emplace_back([this, number = size() + 1] { work(number); });
+    }
+  }
+
+  void work(unsigned number) {
+    std::uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return stop_ || (generation_ != seen && number <= wanted_ && task_); });
+      if (stop_) return;
+      seen = generation_;
+      const auto* task = task_;
+      lock.unlock();
+      (*task)(number);
+      lock.lock();
+      if (--running_ == 0) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> threads_;
+  const std::function<void(unsigned)>* task_ = nullptr;
+  unsigned wanted_ = 0, running_ = 0;
+  std::uint64_t generation_ = 0;
+  bool stop_ = false;
+};
+
+// The order in which threadgroups begin: as numbered, or with a seed a permutation by a stride without common
+// divisor.
+class GroupOrder {
+ public:
+  GroupOrder(Dim3 grid, std::uint64_t seed) : grid_(grid), count_(volume(grid)) {
+    if (seed == 0) return;
+    offset_ = seed * 0x9e3779b97f4a7c15ull % count_;
+    stride_ = (seed * 0xbf58476d1ce4e5b9ull >> 8) % count_;
+    while (std::gcd(stride_, count_) != 1) stride_++;
+  }
+  Dim3 operator[](std::uint64_t n) const {
+    const auto index =
+        static_cast<std::uint64_t>((static_cast<unsigned __int128>(n) * stride_ + offset_) % count_);
+    return {static_cast<std::uint32_t>(index % grid_.x),
+            static_cast<std::uint32_t>(index / grid_.x % grid_.y),
+            static_cast<std::uint32_t>(index / grid_.x / grid_.y)};
+  }
+  std::uint64_t size() const { return count_; }
+
+ private:
+  Dim3 grid_;
+  std::uint64_t count_, offset_ = 0, stride_ = 1;
+};
+
+class CpuExecutor final : public Executor {
+ public:
+  ~CpuExecutor() override {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  std::string device_name() const override { return "Metal emulator (CPU)"; }
+
+  void configure(const ExecutorOptions& options) override {
+    std::lock_guard lock(mutex_);
+    options_ = options;
+  }
+
+  std::shared_ptr<Allocation> allocate(std::size_t bytes, bool host_visible) override {
+    return allocate_guarded(bytes, host_visible ? 0 : 0xff);
+  }
+  std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) override {
+    return wrap_memory(memory, bytes, true);
+  }
+  const ShaderLibrary* load(const std::string& path) override { return load_library(path); }
+
+  std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
+                                          const Specialization& constants) override {
+    auto pipeline = std::make_shared<CpuPipeline>();
+    pipeline->library = &library;
+    pipeline->kernel = &kernel;
+    pipeline->constants = constants;
+    pipeline->entry = static_cast<const KernelEntry*>(kernel.entry);
+    for (const ConstantValue& constant : constants)
+      pipeline->values.push_back({constant.index, constant.bits});
+    const abi::Kernel& table = *(pipeline->entry->plain ? pipeline->entry->plain : pipeline->entry->checked);
+    for (abi::u32 i = 0; i < table.constant_count; i++) {
+      const int index = table.constants[i];
+      if (std::any_of(constants.begin(), constants.end(), [&](const auto& c) { return c.index == index; }))
+        continue;
+      for (const FunctionConstant& constant : library.constants) {
+        if (constant.index != index) continue;
+        throw std::runtime_error(std::string("kernel '") + kernel.name + "': function constant '" +
+                                 constant.name + "' (index " + std::to_string(index) + ") has no value");
+      }
+    }
+    pipeline->static_threadgroup_bytes = table.layout->declared;
+    pipeline->max_threads = table.max_threads ? std::min(table.max_threads, kMaxThreads) : kMaxThreads;
+    return pipeline;
+  }
+
+  void submit(std::vector<Command> commands, std::function<void(Completion)> done) override {
+    std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    queue_.push_back({std::move(commands), std::move(done), options_});
+    wake_.notify_one();
+  }
+
+ private:
+  struct Submission {
+    std::vector<Command> commands;
+    std::function<void(Completion)> done;
+    ExecutorOptions options;
+  };
+
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return stop_ || !queue_.empty(); });
+      if (queue_.empty()) return;  // whatever was submitted has run
+      Submission submission = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      Completion completion = run(submission);
+      auto done = std::move(submission.done);
+      submission = {};  // buffers are released before the caller hears of it
+      done(std::move(completion));
+      done = nullptr;
+      lock.lock();
+    }
+  }
+
+  Completion run(const Submission& submission) {
+    Completion completion;
+    completion.start_seconds = now();
+    std::vector<std::size_t> order = order_of(submission);
+    std::vector<DispatchStatistics> statistics(submission.commands.size());
+    for (const std::size_t i : order) {
+      const Command& command = submission.commands[i];
+      switch (command.kind) {
+        case Command::Kind::kCopy:
+          std::memmove(address_of(command.copy.to), address_of(command.copy.from), command.copy.bytes);
+          break;
+        case Command::Kind::kFill:
+          std::memset(address_of(command.fill.to), command.fill.value, command.fill.bytes);
+          break;
+        case Command::Kind::kDispatch:
+          completion.error = dispatch(command.dispatch, submission.options, statistics[i]);
+          break;
+      }
+      if (!completion.error.empty()) break;
+    }
+    for (std::size_t i = 0; i < submission.commands.size(); i++) {
+      const bool ran = statistics[i].threads > 0;
+      if (submission.commands[i].kind == Command::Kind::kDispatch && ran) {
+        completion.statistics.push_back(std::move(statistics[i]));
+      }
+    }
+    completion.end_seconds = now();
+    return completion;
+  }
+
+  // Commands that no barrier separates may run in any order: with a seed they do.
+  static std::vector<std::size_t> order_of(const Submission& submission) {
+    std::vector<std::size_t> order(submission.commands.size());
+    for (std::size_t i = 0; i < order.size(); i++) order[i] = i;
+    if (submission.options.seed == 0) return order;
+    std::uint64_t state = submission.options.seed;
+    for (std::size_t begin = 0; begin < order.size();) {
+      std::size_t end = begin + 1;
+      while (end < order.size() && !submission.commands[end].after_barrier) end++;
+      for (std::size_t i = end - begin; i > 1; i--) {
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        std::swap(order[begin + i - 1], order[begin + (state >> 33) % i]);
+      }
+      begin = end;
+    }
+    return order;
+  }
+
+  std::string dispatch(const DispatchCommand& command, const ExecutorOptions& options,
+                       DispatchStatistics& statistics) {
+    const auto& pipeline = static_cast<const CpuPipeline&>(*command.pipeline);
+    Work work;
+    work.options = options;
+    work.kernel = pipeline.entry->plain;
+    if (options.checked && pipeline.entry->checked) work.kernel = pipeline.entry->checked;
+    work.options.checked = options.checked && pipeline.entry->checked;
+    work.constants = {pipeline.values.data(), pipeline.values.size()};
+    work.grid = command.grid;
+    work.group = command.group;
+    work.threads = command.threads.x
+                       ? command.threads
+                       : Dim3{command.grid.x * command.group.x, command.grid.y * command.group.y,
+                              command.grid.z * command.group.z};
+    work.label = "dispatch " + std::to_string(command.number) + ", kernel '" + pipeline.kernel->name + "'";
+    for (const KernelArgument& argument : pipeline.kernel->arguments) {
+      const auto index = static_cast<std::size_t>(argument.index);
+      if (argument.space == KernelArgument::Space::kThreadgroup) {
+        if (index < command.threadgroup_bytes.size())
+          work.threadgroup_bytes[index] = command.threadgroup_bytes[index];
+        continue;
+      }
+      if (index >= command.buffers.size()) continue;
+      const BoundBuffer& bound = command.buffers[index];
+      if (!bound.allocation && bound.bytes.empty()) continue;
+      std::byte* address = address_of(bound);
+      work.buffers[index] = address;
+      const auto begin = reinterpret_cast<std::uintptr_t>(address);
+      work.bindings.push_back({.begin = begin,
+                               .end = begin + length_of(bound),
+                               .index = argument.index,
+                               .name = argument.name,
+                               .writable = argument.writable,
+                               .offset = bound.allocation ? bound.offset : 0});
+    }
+    std::sort(work.bindings.begin(), work.bindings.end(),
+              [](const Binding& a, const Binding& b) { return a.begin < b.begin; });
+
+    const GroupOrder order(work.grid, options.seed);
+    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+    const auto workers = static_cast<unsigned>(
+        std::min<std::uint64_t>(options.workers ? options.workers : cores, order.size()));
+    while (runners_.size() < workers) runners_.push_back(std::make_unique<ThreadgroupRunner>());
+    std::atomic<std::uint64_t> next{0};
+    std::atomic<bool> failed{false};
+    std::vector<std::string> errors(workers);
+    pool_.run(workers, [&](unsigned worker) {
+      ThreadgroupRunner& runner = *runners_[worker];
+      runner.begin(work, options.seed * 31 + worker);
+      while (!failed) {
+        const std::uint64_t n = next++;
+        if (n >= order.size()) break;
+        errors[worker] = runner.run(order[n]);
+        if (!errors[worker].empty()) failed = true;
+      }
+      runner.finish();
+    });
+    statistics.bytes_read.resize(kMaxBuffers);
+    statistics.bytes_written.resize(kMaxBuffers);
+    statistics.read.resize(kMaxBuffers);
+    statistics.written.resize(kMaxBuffers);
+    for (unsigned worker = 0; worker < workers; worker++) {
+      ThreadgroupRunner& runner = *runners_[worker];
+      statistics.threads += runner.threads();
+      statistics.barriers += runner.barriers();
+      runner.accesses().collect(statistics);
+    }
+    for (std::string& error : errors) {
+      if (!error.empty()) return std::move(error);
+    }
+    return {};
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Submission> queue_;
+  ExecutorOptions options_;
+  bool stop_ = false;
+  std::thread thread_;
+  Pool pool_;
+  std::vector<std::unique_ptr<ThreadgroupRunner>> runners_;
+};
+
+}  // namespace
+}  // namespace cpu
+
+std::unique_ptr<Executor> make_cpu_executor() {
+  return std::make_unique<cpu::CpuExecutor>();
+}
+
+}  // namespace metal_emulator

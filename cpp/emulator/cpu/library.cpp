@@ -1,0 +1,112 @@
+#include "library.h"
+
+#include <dlfcn.h>
+
+#include <deque>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+namespace metal_emulator {
+namespace cpu {
+namespace {
+
+// A library as the Metal classes see it. Lives as long as the process.
+struct Loaded {
+  ShaderLibrary library{};
+  std::vector<Kernel> kernels;
+  std::deque<std::vector<KernelArgument>> arguments;
+  std::deque<KernelEntry> entries;
+  std::deque<std::vector<int>> constant_indices;
+  std::vector<FunctionConstant> constants;
+};
+
+// Of libraries that were seen, by name and text. Plain and checked variants of a source are two objects of
+// the same name; whichever comes first waits here for the other.
+struct Registry {
+  std::mutex mutex;
+  std::map<std::pair<std::string_view, std::string_view>, Loaded*> by_text;
+  static Registry& get() {
+    static auto* instance = new Registry;
+    return *instance;
+  }
+};
+
+std::vector<KernelArgument> arguments_of(const abi::Kernel& kernel) {
+  std::vector<KernelArgument> result;
+  for (abi::u32 i = 0; i < kernel.argument_count; i++) {
+    const abi::Argument& argument = kernel.arguments[i];
+    result.push_back({.space = static_cast<KernelArgument::Space>(argument.space),
+                      .index = argument.index,
+                      .name = argument.name,
+                      .writable = argument.writable,
+                      .element_bytes = argument.element_bytes,
+                      .element_align = argument.element_align,
+                      .reference = argument.reference,
+                      .function_constant = argument.function_constant});
+  }
+  return result;
+}
+
+void fill(Loaded& loaded, const abi::Library& table) {
+  for (abi::u32 i = 0; i < table.kernel_count; i++) {
+    const abi::Kernel& kernel = table.kernels[i];
+    loaded.arguments.push_back(arguments_of(kernel));
+    loaded.entries.emplace_back();
+    loaded.kernels.push_back({.name = kernel.name,
+                              .file = kernel.file,
+                              .arguments = loaded.arguments.back(),
+                              .entry = &loaded.entries.back()});
+  }
+  for (abi::u32 i = 0; i < table.constant_count; i++) {
+    const abi::FunctionConstant& constant = table.constants[i];
+    loaded.constants.push_back({constant.name, constant.index, static_cast<ConstantType>(constant.type)});
+  }
+  loaded.library = {.name = table.name,
+                    .source = {table.source, table.source_bytes},
+                    .kernels = loaded.kernels,
+                    .constants = loaded.constants};
+}
+
+}  // namespace
+
+const ShaderLibrary* add_library(const abi::Library& table, bool announce) {
+  Registry& registry = Registry::get();
+  std::lock_guard lock(registry.mutex);
+  Loaded*& loaded = registry.by_text[{table.name, {table.source, table.source_bytes}}];
+  if (!loaded) {
+    loaded = new Loaded;
+    fill(*loaded, table);
+    if (announce) register_library(&loaded->library);
+  }
+  for (abi::u32 i = 0; i < table.kernel_count; i++) {
+    KernelEntry& entry = loaded->entries[i];
+    (table.checked ? entry.checked : entry.plain) = &table.kernels[i];
+  }
+  return &loaded->library;
+}
+
+}  // namespace cpu
+}  // namespace metal_emulator
+
+void metal_emulator_register(const metal_emulator::abi::Library* library) {
+  metal_emulator::cpu::add_library(*library, true);
+}
+
+const metal_emulator::ShaderLibrary* metal_emulator::cpu::load_library(const std::string& path) {
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) throw std::runtime_error(path + ": " + dlerror());
+  using Libraries = const abi::Library* const* (*)(abi::u32* count);
+  const auto libraries = reinterpret_cast<Libraries>(dlsym(handle, "metal_emulator_libraries"));
+  if (!libraries) {
+    dlclose(handle);
+    throw std::runtime_error(path + ": not a library of compiled shaders");
+  }
+  abi::u32 count = 0;
+  const abi::Library* const* tables = libraries(&count);
+  const ShaderLibrary* result = nullptr;
+  for (abi::u32 i = 0; i < count; i++) result = add_library(*tables[i], false);
+  if (!result) throw std::runtime_error(path + ": a library without shaders");
+  return result;
+}

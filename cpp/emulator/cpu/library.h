@@ -1,0 +1,20 @@
+// Shader libraries: from the tables of compiled shaders to what the Metal classes look kernels up in.
+#pragma once
+
+#include <string>
+
+#include "../executor.h"
+#include "abi.h"
+
+namespace metal_emulator::cpu {
+
+// What Kernel::entry points to.
+struct KernelEntry {
+  const abi::Kernel* plain = nullptr;
+  const abi::Kernel* checked = nullptr;  // null where the shaders were built without
+};
+
+// Loads a shared library of shaders; throws std::runtime_error.
+const ShaderLibrary* load_library(const std::string& path);
+
+}  // namespace metal_emulator::cpu

@@ -1,0 +1,99 @@
+// Messages of the fiber executor: which kernel, which threadgroup, and where every thread waits.
+#include <bit>
+#include <utility>
+
+#include "threadgroup.h"
+
+namespace metal_emulator::cpu {
+
+using abi::u32;
+
+namespace {
+
+constexpr unsigned kShownSimdgroups = 6;
+
+// "0-3,7" for a set of lanes.
+std::string lane_ranges(u32 lanes) {
+  std::string text;
+  for (unsigned i = 0; i < 32; i++) {
+    if (!(lanes >> i & 1)) continue;
+    unsigned last = i;
+    while (last < 31 && (lanes >> (last + 1) & 1)) last++;
+    if (!text.empty()) text += ",";
+    text += std::to_string(i);
+    if (last > i) text += "-" + std::to_string(last);
+    i = last;
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string ThreadgroupRunner::describe_simdgroup(unsigned group) const {
+  const abi::Simdgroup& simdgroup = simdgroups_[group];
+  const u32 all = count_ - group * abi::kLanes >= 32 ? ~0u : (1u << (count_ - group * abi::kLanes)) - 1;
+  const auto describe = [&](unsigned lane) -> std::string {
+    const Thread& thread = threads_[group * abi::kLanes + lane];
+    const u32 bit = 1u << lane;
+    if (!(simdgroup.active & bit)) return "returned";
+    if (simdgroup.fresh & bit) return "not started";
+    if (simdgroup.ready & bit) return "running";
+    const char* what = simdgroup.waiting & bit ? thread.operation->name : "threadgroup_barrier";
+    return "at " + std::string(what) + " " + thread.file + ":" + std::to_string(thread.line);
+  };
+  std::string text = "\n  simdgroup " + std::to_string(group) + ":";
+  for (u32 left = all; left;) {
+    const std::string state = describe(static_cast<unsigned>(std::countr_zero(left)));
+    u32 same = 0;
+    for (u32 lanes = left; lanes; lanes &= lanes - 1) {
+      if (describe(static_cast<unsigned>(std::countr_zero(lanes))) == state) same |= lanes & (0 - lanes);
+    }
+    text += (left == all ? " lanes " : "; lanes ") + lane_ranges(same) + " " + state;
+    left &= ~same;
+  }
+  return text;
+}
+
+void ThreadgroupRunner::fail_waiting(std::string problem) {
+  for (unsigned i = 0; i < simdgroup_count_ && i < kShownSimdgroups; i++) problem += describe_simdgroup(i);
+  if (simdgroup_count_ > kShownSimdgroups) {
+    problem += "\n  and " + std::to_string(simdgroup_count_ - kShownSimdgroups) + " more simdgroups";
+  }
+  fail(std::move(problem));
+}
+
+// Ends the threadgroup from whichever fiber runs. Fibers that wait are given up: kernels own nothing.
+void ThreadgroupRunner::fail(std::string message) {
+  const auto coordinates = [](Dim3 at) {
+    return "(" + std::to_string(at.x) + "," + std::to_string(at.y) + "," + std::to_string(at.z) + ")";
+  };
+  error_ = work_->label + ", threadgroup " + coordinates(position_) + ": " + std::move(message);
+  switch_to(&abi::current_fiber(), nullptr);
+  __builtin_unreachable();
+}
+
+void ThreadgroupRunner::missed_guard(const Allocation& missed, std::size_t overrun, bool write) {
+  ThreadgroupRunner& runner = of(abi::current_worker());
+  const auto* begin = static_cast<const std::byte*>(const_cast<Allocation&>(missed).host());
+  std::string binding = "a buffer that is not bound";
+  for (u32 i = 0; i < runner.work_->kernel->argument_count; i++) {
+    const abi::Argument& argument = runner.work_->kernel->arguments[i];
+    if (argument.space == 2) continue;
+    const auto* bound = static_cast<const std::byte*>(runner.work_->buffers[argument.index]);
+    if (bound >= begin && bound <= begin + missed.bytes) {
+      binding = "buffer " + std::to_string(argument.index) + " ('" + argument.name + "', " +
+                std::to_string(missed.bytes) + " bytes)";
+      break;
+    }
+  }
+  const abi::Fiber& fiber = abi::current_fiber();
+  runner.fail(std::string(write ? "writes" : "reads") + " past the end of " + binding + " by " +
+              std::to_string(overrun + 1) + " bytes, thread " + std::to_string(fiber.thread));
+}
+
+void ThreadgroupRunner::report_access(void* runner, std::string message) {
+  const abi::Fiber& fiber = abi::current_fiber();
+  static_cast<ThreadgroupRunner*>(runner)->fail(message + ", thread " + std::to_string(fiber.thread));
+}
+
+}  // namespace metal_emulator::cpu

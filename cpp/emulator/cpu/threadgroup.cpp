@@ -1,0 +1,504 @@
+#include "threadgroup.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <iterator>
+#include <new>
+
+namespace metal_emulator::cpu {
+
+using abi::u32;
+
+struct ThreadgroupRunner::Header {
+  abi::Worker worker;
+  ThreadgroupRunner* runner;
+  void* buffers[kMaxBuffers];  // of the work
+  void* threadgroup_arguments[kMaxThreadgroupArguments];
+  abi::Simdgroup simdgroups[abi::kMaxThreads / abi::kLanes];
+};
+
+namespace {
+
+constexpr std::size_t kArenaBytes = 1 << 20;  // gaps between variables included
+constexpr std::size_t kArgumentGap = 128;     // between threadgroup arguments
+constexpr u32 kNoPreference = 31;
+
+std::size_t round_up(std::size_t value, std::size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+std::byte* map_arena(void* address) {
+  void* memory = mmap(address, kArenaBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (address ? MAP_FIXED : 0), -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<std::byte*>(memory);
+}
+
+// Orders what one fiber did before what another does, for ThreadSanitizer.
+void acquire([[maybe_unused]] char& point) {
+#if METAL_EMULATOR_TSAN
+  __tsan_acquire(&point);
+#endif
+}
+void release([[maybe_unused]] char& point) {
+#if METAL_EMULATOR_TSAN
+  __tsan_release(&point);
+#endif
+}
+
+}  // namespace
+
+ThreadgroupRunner::ThreadgroupRunner()
+    : header_(new(region_.base()) Header{}),
+      simdgroups_(header_->simdgroups),
+      threads_(new Thread[abi::kMaxThreads]()),
+      arena_(map_arena(nullptr)) {
+  header_->runner = this;
+  abi::Worker& worker = header_->worker;
+  worker.arrive = &arrive;
+  worker.threadgroup_barrier = &threadgroup_barrier;
+  worker.simdgroup_barrier = &simdgroup_barrier;
+  worker.threadgroup_memory = reinterpret_cast<abi::u8*>(arena_);
+#if METAL_EMULATOR_ASAN
+  fake_stacks_.resize(abi::kMaxThreads);
+#endif
+#if METAL_EMULATOR_TSAN
+  tsan_fibers_.resize(abi::kMaxThreads);
+#endif
+  reset_fibers();
+}
+
+ThreadgroupRunner::~ThreadgroupRunner() {
+  munmap(arena_, kArenaBytes);
+}
+
+ThreadgroupRunner& ThreadgroupRunner::of(abi::Worker& worker) {
+  return *reinterpret_cast<Header&>(worker).runner;
+}
+
+void ThreadgroupRunner::reset_fibers() {
+  free_fibers_.clear();
+  for (unsigned i = abi::kMaxThreads; i-- > 0;) {
+    header_->worker.fibers[i].stack_pointer = nullptr;
+    free_fibers_.push_back(static_cast<abi::u16>(i));
+  }
+}
+
+void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
+  work_ = &work;
+  rng_ = work.options.seed ? (seed + 1) * 0x9e3779b97f4a7c15ull | 1 : 0;
+  active_lanes_ = work.options.active_lanes;
+  barriers_ = threads_run_ = 0;
+  error_.clear();
+  std::copy(std::begin(work.buffers), std::end(work.buffers), header_->buffers);
+  work.kernel->specialize(work.constants);
+  set_guard_handler(&missed_guard);
+  if (work.options.checked) {
+    accesses_.begin(work.bindings, &report_access, this);
+    set_current_recorder(&accesses_);
+  }
+#if METAL_EMULATOR_TSAN
+  host_fiber_ = __tsan_get_current_fiber();
+#endif
+}
+
+void ThreadgroupRunner::finish() {
+  set_guard_handler(nullptr);
+  set_current_recorder(nullptr);
+#if METAL_EMULATOR_TSAN
+  for (void*& fiber : tsan_fibers_) {
+    if (fiber) __tsan_destroy_fiber(fiber);
+    fiber = nullptr;
+  }
+#endif
+}
+
+// Variables that the kernel declares come first, then its threadgroup arguments. All of it is filled with
+// 0xff, a NaN in every floating-point type: Metal initializes none of it.
+void ThreadgroupRunner::place_threadgroup_memory() {
+#if METAL_EMULATOR_TSAN
+  map_arena(arena_);  // no history but the kernel's own
+#endif
+  const abi::ThreadgroupLayout& layout = *work_->kernel->layout;
+  std::size_t end = layout.bytes;
+#if METAL_EMULATOR_ASAN
+  ASAN_UNPOISON_MEMORY_REGION(arena_, kArenaBytes);
+#endif
+  for (int i = 0; i < kMaxThreadgroupArguments; i++) {
+    header_->threadgroup_arguments[i] = nullptr;
+    if (work_->threadgroup_bytes[i] == 0) continue;
+    const std::size_t offset = round_up(end, kArgumentGap) + kArgumentGap;
+    header_->threadgroup_arguments[i] = arena_ + offset;
+    end = offset + work_->threadgroup_bytes[i];
+  }
+  std::memset(arena_, 0xff, end);
+#if METAL_EMULATOR_ASAN
+  ASAN_POISON_MEMORY_REGION(arena_, kArenaBytes);
+  for (u32 i = 0; i < layout.count; i++) {
+    ASAN_UNPOISON_MEMORY_REGION(arena_ + layout.variables[i].offset, layout.variables[i].bytes);
+  }
+  for (int i = 0; i < kMaxThreadgroupArguments; i++) {
+    if (header_->threadgroup_arguments[i]) {
+      ASAN_UNPOISON_MEMORY_REGION(header_->threadgroup_arguments[i], work_->threadgroup_bytes[i]);
+    }
+  }
+#endif
+  if (!work_->options.checked) return;
+  const auto address = reinterpret_cast<std::uintptr_t>(arena_);
+  accesses_.set_threadgroup_memory(address, address + kArenaBytes);
+  for (u32 i = 0; i < layout.count; i++) {
+    accesses_.add_threadgroup_variable(layout.variables[i].name, address + layout.variables[i].offset,
+                                       layout.variables[i].bytes);
+  }
+  for (u32 i = 0; i < work_->kernel->argument_count; i++) {
+    const abi::Argument& argument = work_->kernel->arguments[i];
+    if (argument.space == 2 && header_->threadgroup_arguments[argument.index]) {
+      accesses_.add_threadgroup_variable(
+          argument.name, reinterpret_cast<std::uintptr_t>(header_->threadgroup_arguments[argument.index]),
+          work_->threadgroup_bytes[argument.index]);
+    }
+  }
+}
+
+std::string ThreadgroupRunner::run(Dim3 position) {
+  position_ = position;
+  const Dim3 full = work_->group, threads = work_->threads;
+  size_ = {std::min(full.x, threads.x - position.x * full.x),
+           std::min(full.y, threads.y - position.y * full.y),
+           std::min(full.z, threads.z - position.z * full.z)};
+  count_ = size_.x * size_.y * size_.z;
+  simdgroup_count_ = (count_ + abi::kLanes - 1) / abi::kLanes;
+  returned_ = at_barrier_ = 0;
+  ready_simdgroups_ = simdgroup_count_ == 32 ? ~0u : (1u << simdgroup_count_) - 1;
+  for (unsigned i = 0; i < simdgroup_count_; i++) {
+    abi::Simdgroup& simdgroup = simdgroups_[i];
+    const unsigned lanes = count_ - i * abi::kLanes;
+    simdgroup.active = simdgroup.ready = simdgroup.fresh = lanes >= 32 ? ~0u : (1u << lanes) - 1;
+    simdgroup.waiting = 0;
+  }
+  place_threadgroup_memory();
+#if METAL_EMULATOR_TSAN
+  region_.forget();
+  reset_fibers();
+#endif
+  release(sync_begin_.byte);
+  threads_run_ += count_;
+  const int first = pick(kNoPreference);
+  switch_to(nullptr, &bind_fiber(static_cast<unsigned>(first)));
+  acquire(sync_end_.byte);
+  if (!error_.empty()) reset_fibers();  // suspended threads are given up
+  return error_;
+}
+
+// Fibers.
+
+abi::Fiber& ThreadgroupRunner::bind_fiber(unsigned thread) {
+  abi::Simdgroup& simdgroup = simdgroups_[thread / abi::kLanes];
+  const u32 bit = 1u << thread % abi::kLanes;
+  if (!(simdgroup.fresh & bit)) return header_->worker.fibers[threads_[thread].fiber];
+  simdgroup.fresh &= ~bit;
+  const abi::u16 index = free_fibers_.back();
+  free_fibers_.pop_back();
+  abi::Fiber& fiber = header_->worker.fibers[index];
+  if (!fiber.stack_pointer) {
+    fiber.stack_pointer = region_.prepare(index, &enter);
+#if METAL_EMULATOR_ASAN
+    fake_stacks_[index] = nullptr;
+    ASAN_UNPOISON_MEMORY_REGION(region_.stack(index), Region::kUsableBytes);
+#endif
+#if METAL_EMULATOR_TSAN
+    if (tsan_fibers_[index]) __tsan_destroy_fiber(tsan_fibers_[index]);
+    tsan_fibers_[index] = __tsan_create_fiber(0);
+#endif
+  }
+  fiber.thread = thread;
+  threads_[thread].fiber = index;
+  return fiber;
+}
+
+// Null stands for the host's own stack.
+void ThreadgroupRunner::switch_to(abi::Fiber* from, abi::Fiber* to) {
+  void** save = from ? &from->stack_pointer : &host_stack_;
+  void* target = to ? to->stack_pointer : host_stack_;
+#if METAL_EMULATOR_TSAN
+  __tsan_switch_to_fiber(to ? tsan_fibers_[to - header_->worker.fibers] : host_fiber_,
+                         __tsan_switch_to_fiber_no_sync);
+#endif
+#if METAL_EMULATOR_ASAN
+  void** fake = from ? &fake_stacks_[from - header_->worker.fibers] : &host_fake_stack_;
+  if (to) {
+    const auto index = static_cast<unsigned>(to - header_->worker.fibers);
+    __sanitizer_start_switch_fiber(fake, region_.stack(index), Region::kUsableBytes);
+  } else {
+    __sanitizer_start_switch_fiber(fake, host_bottom_, host_bytes_);
+  }
+#endif
+  metal_emulator_switch(save, target);
+#if METAL_EMULATOR_ASAN
+  __sanitizer_finish_switch_fiber(*fake, nullptr, nullptr);
+#endif
+}
+
+void ThreadgroupRunner::enter() {
+  ThreadgroupRunner& runner = of(abi::current_worker());
+#if METAL_EMULATOR_ASAN
+  const void* bottom = nullptr;
+  std::size_t bytes = 0;
+  __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
+  if (!runner.host_bottom_) runner.host_bottom_ = bottom, runner.host_bytes_ = bytes;
+#endif
+  abi::Fiber& fiber = abi::current_fiber();
+  for (;;) {
+    runner.run_thread(fiber);
+    runner.retire(fiber);  // comes back with another thread to run
+  }
+}
+
+void ThreadgroupRunner::run_thread(abi::Fiber& fiber) {
+  const unsigned index = fiber.thread;
+  fiber.simdgroup = &simdgroups_[index / abi::kLanes];
+  fiber.lane = index % abi::kLanes;
+  const Dim3 full = work_->group, grid = work_->grid, total = work_->threads;
+  abi::Invocation invocation;
+  invocation.buffers = header_->buffers;
+  invocation.threadgroup = header_->threadgroup_arguments;
+  const abi::Vec3 in_group = {index % size_.x, index / size_.x % size_.y, index / (size_.x * size_.y)};
+  invocation.thread_position_in_threadgroup = in_group;
+  invocation.thread_position_in_grid = {position_.x * full.x + in_group.x, position_.y * full.y + in_group.y,
+                                        position_.z * full.z + in_group.z};
+  invocation.threads_per_grid = {total.x, total.y, total.z};
+  invocation.threadgroup_position_in_grid = {position_.x, position_.y, position_.z};
+  invocation.threadgroups_per_grid = {grid.x, grid.y, grid.z};
+  invocation.threads_per_threadgroup = {size_.x, size_.y, size_.z};
+  invocation.dispatch_threads_per_threadgroup = {full.x, full.y, full.z};
+  invocation.thread_index_in_threadgroup = index;
+  acquire(sync_begin_.byte);
+  work_->kernel->call(invocation);
+  release(sync_end_.byte);
+}
+
+void ThreadgroupRunner::retire(abi::Fiber& fiber) {
+  const unsigned group = fiber.thread / abi::kLanes;
+  abi::Simdgroup& simdgroup = *fiber.simdgroup;
+  const u32 bit = 1u << fiber.lane;
+  simdgroup.active &= ~bit;
+  simdgroup.ready &= ~bit;
+  returned_++;
+  if (at_barrier_ > 0 && !active_lanes_)
+    fail_waiting("a thread returned while others wait at a threadgroup_barrier");
+  // A lane that has returned is inactive: the others no longer wait for it.
+  if (simdgroup.waiting) {
+    const u32 waiting = simdgroup.waiting;
+    for (u32 left = waiting; left;) {
+      const int lane = std::countr_zero(left);
+      const abi::Operation& operation = *threads_[group * abi::kLanes + static_cast<u32>(lane)].operation;
+      const u32 scope = operation.width == 4 ? 0xfu << (lane & ~3) : ~0u;
+      if ((waiting & scope) == (simdgroup.active & scope)) complete(simdgroup, waiting & scope);
+      left &= ~scope;
+    }
+  }
+  if (!simdgroup.ready) ready_simdgroups_ &= ~(1u << group);
+  const auto index = static_cast<abi::u16>(&fiber - header_->worker.fibers);
+  int next = pick(fiber.thread);
+  if (next < 0 && returned_ < count_) next = resolve();
+#if METAL_EMULATOR_TSAN  // every thread has a fiber of its own, so that no order is seen where there is none
+  switch_to(&fiber, next < 0 ? nullptr : &bind_fiber(static_cast<unsigned>(next)));
+#else
+  free_fibers_.push_back(index);
+  if (next < 0) {
+    switch_to(&fiber, nullptr);
+    return;  // a later threadgroup took this fiber
+  }
+  // The next thread begins on this fiber if it is a new one.
+  abi::Fiber& chosen = bind_fiber(static_cast<unsigned>(next));
+  if (&chosen != &fiber) switch_to(&fiber, &chosen);
+#endif
+  static_cast<void>(index);
+}
+
+// Scheduling.
+
+std::uint64_t ThreadgroupRunner::random() {
+  rng_ ^= rng_ << 13;
+  rng_ ^= rng_ >> 7;
+  rng_ ^= rng_ << 17;
+  return rng_ >> 16;
+}
+
+namespace {
+
+// The lowest member above `after`, else the lowest.
+unsigned next_member(u32 members, unsigned after) {
+  const u32 above = after >= 31 ? 0 : members & (~0u << (after + 1));
+  return static_cast<unsigned>(std::countr_zero(above ? above : members));
+}
+unsigned nth_member(u32 members, unsigned n) {
+  while (n-- > 0) members &= members - 1;
+  return static_cast<unsigned>(std::countr_zero(members));
+}
+
+}  // namespace
+
+int ThreadgroupRunner::pick(unsigned after) {
+  if (!ready_simdgroups_) return -1;
+  unsigned group = after / abi::kLanes;
+  if (rng_) {
+    group =
+        nth_member(ready_simdgroups_,
+                   static_cast<unsigned>(random() % static_cast<unsigned>(std::popcount(ready_simdgroups_))));
+    const u32 ready = simdgroups_[group].ready;
+    return static_cast<int>(
+        group * abi::kLanes +
+        nth_member(ready, static_cast<unsigned>(random() % static_cast<unsigned>(std::popcount(ready)))));
+  }
+  if (!(ready_simdgroups_ >> group & 1)) group = next_member(ready_simdgroups_, group);
+  return static_cast<int>(group * abi::kLanes + next_member(simdgroups_[group].ready, after % abi::kLanes));
+}
+
+void ThreadgroupRunner::suspend(abi::Fiber& self) {
+  if (!self.simdgroup->ready) ready_simdgroups_ &= ~(1u << (self.thread / abi::kLanes));
+  int next = pick(self.thread);
+  if (next < 0) next = resolve();
+  transfer(self, static_cast<unsigned>(next));
+}
+
+void ThreadgroupRunner::transfer(abi::Fiber& self, unsigned thread) {
+  if (thread == self.thread) return;
+  switch_to(&self, &bind_fiber(thread));
+}
+
+// Simdgroup operations and barriers.
+
+void ThreadgroupRunner::arrive(abi::Worker& worker, abi::Fiber& fiber, const abi::Operation& operation,
+                               const char* file, u32 line) {
+  of(worker).wait_for(fiber, operation, file, line);
+}
+
+void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operation, const char* file,
+                                 u32 line) {
+  abi::Simdgroup& simdgroup = *fiber.simdgroup;
+  Thread& self = threads_[fiber.thread];
+  self.operation = &operation;
+  self.file = file;
+  self.line = line;
+  const u32 bit = 1u << fiber.lane;
+  const u32 scope = operation.width == 4 ? 0xfu << (fiber.lane & ~3u) : ~0u;
+  const u32 peers = simdgroup.waiting & scope;
+  simdgroup.waiting |= bit;
+  simdgroup.ready &= ~bit;
+  if (peers) {
+    const Thread& peer = threads_[(fiber.thread & ~31u) + static_cast<u32>(std::countr_zero(peers))];
+    if (peer.operation != &operation || peer.line != line) {
+      if (!active_lanes_) fail_waiting("divergence: lanes of a simdgroup execute different operations");
+      return suspend(fiber);
+    }
+  }
+  if ((simdgroup.waiting & scope) != (simdgroup.active & scope)) return suspend(fiber);
+  if (active_lanes_) {  // lanes that wait elsewhere are found by resolve
+    for (u32 left = simdgroup.waiting & scope; left; left &= left - 1) {
+      const Thread& peer = threads_[(fiber.thread & ~31u) + static_cast<u32>(std::countr_zero(left))];
+      if (peer.operation != &operation || peer.line != line) return suspend(fiber);
+    }
+  }
+  complete(simdgroup, simdgroup.waiting & scope);
+  if (rng_ && (random() & 3) == 0) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
+}
+
+void ThreadgroupRunner::complete(abi::Simdgroup& simdgroup, u32 lanes) {
+  const auto group = static_cast<unsigned>(&simdgroup - simdgroups_);
+  const Thread& any = threads_[group * abi::kLanes + static_cast<u32>(std::countr_zero(lanes))];
+  const int culprit = any.operation->execute ? any.operation->execute(simdgroup, lanes) : -1;
+  if (culprit >= 0) {
+    fail(std::string(any.file) + ":" + std::to_string(any.line) + ": " + any.operation->name + ": lane " +
+         std::to_string(culprit) + " of simdgroup " + std::to_string(group) +
+         " takes part with a lane that is out of range, has returned or does not take part (argument " +
+         std::to_string(simdgroup.argument[culprit]) + ")");
+  }
+  simdgroup.waiting &= ~lanes;
+  simdgroup.ready |= lanes;
+  ready_simdgroups_ |= 1u << group;
+}
+
+void ThreadgroupRunner::simdgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, u32, const char* file,
+                                          u32 line) {
+  static constexpr abi::Operation kBarrier{"simdgroup_barrier", 32, nullptr};
+  ThreadgroupRunner& runner = of(worker);
+  char& point = runner.sync_simdgroup_[fiber.thread / abi::kLanes].byte;
+  release(point);
+  runner.wait_for(fiber, kBarrier, file, line);
+  acquire(point);
+}
+
+void ThreadgroupRunner::threadgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, u32, const char* file,
+                                            u32 line) {
+  ThreadgroupRunner& runner = of(worker);
+  release(runner.sync_barrier_.byte);
+  runner.wait_at_barrier(fiber, file, line);
+  acquire(runner.sync_barrier_.byte);
+}
+
+void ThreadgroupRunner::wait_at_barrier(abi::Fiber& fiber, const char* file, u32 line) {
+  Thread& self = threads_[fiber.thread];
+  self.operation = nullptr;
+  self.file = file;
+  self.line = line;
+  fiber.simdgroup->ready &= ~(1u << fiber.lane);
+  at_barrier_++;
+  if (!active_lanes_ && returned_ > 0)
+    fail_waiting("threadgroup_barrier: other threads have returned before it");
+  if (at_barrier_ + returned_ < count_) return suspend(fiber);
+  if (!active_lanes_) {
+    for (unsigned i = 0; i < count_; i++) {
+      if (threads_[i].line != line)
+        fail_waiting("divergence: threads wait at different threadgroup_barriers");
+    }
+  }
+  release_barrier();
+  if (rng_) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
+}
+
+void ThreadgroupRunner::release_barrier() {
+  for (unsigned i = 0; i < simdgroup_count_; i++) {
+    abi::Simdgroup& simdgroup = simdgroups_[i];
+    simdgroup.ready = simdgroup.active & ~simdgroup.waiting;
+    if (simdgroup.ready) ready_simdgroups_ |= 1u << i;
+  }
+  at_barrier_ = 0;
+  barriers_++;
+}
+
+// Nobody can run. In active-lane mode, the lanes that wait at the foremost line of a simdgroup go on without
+// the others, and a barrier opens when all that have not returned wait for it or for lanes behind it.
+int ThreadgroupRunner::resolve() {
+  if (!active_lanes_) fail_waiting("deadlock: not all threads reach the same operation");
+  bool progress = false;
+  for (unsigned i = 0; i < simdgroup_count_; i++) {
+    abi::Simdgroup& simdgroup = simdgroups_[i];
+    if (!simdgroup.waiting) continue;
+    const Thread* foremost = nullptr;
+    for (u32 left = simdgroup.waiting; left; left &= left - 1) {
+      const Thread& thread = threads_[i * abi::kLanes + static_cast<u32>(std::countr_zero(left))];
+      if (!foremost || thread.line < foremost->line) foremost = &thread;
+    }
+    u32 lanes = 0;
+    for (u32 left = simdgroup.waiting; left; left &= left - 1) {
+      const int lane = std::countr_zero(left);
+      const Thread& thread = threads_[i * abi::kLanes + static_cast<u32>(lane)];
+      const bool in_quad =
+          foremost->operation->width != 4 || lanes == 0 || (std::countr_zero(lanes) | 3) == (lane | 3);
+      if (thread.line == foremost->line && thread.operation == foremost->operation && in_quad)
+        lanes |= 1u << lane;
+    }
+    complete(simdgroup, lanes);
+    progress = true;
+  }
+  if (!progress) release_barrier();
+  const int next = pick(kNoPreference);
+  if (next < 0) fail_waiting("deadlock: no thread can run");
+  return next;
+}
+
+}  // namespace metal_emulator::cpu

@@ -1,0 +1,122 @@
+// Runs the threads of one threadgroup after another, each thread on a fiber.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../executor.h"
+#include "abi.h"
+#include "access.h"
+#include "context.h"
+
+namespace metal_emulator::cpu {
+
+// One dispatch, resolved to addresses; shared by all host threads that run it.
+struct Work {
+  const abi::Kernel* kernel = nullptr;
+  abi::ConstantValues constants{};
+  void* buffers[kMaxBuffers] = {};
+  std::size_t threadgroup_bytes[kMaxThreadgroupArguments] = {};
+  Dim3 grid, group, threads;      // threadgroups; threads of a full threadgroup; threads in all
+  std::vector<Binding> bindings;  // for checked mode, sorted by address
+  ExecutorOptions options;
+  std::string label;  // names the dispatch in messages
+};
+
+class ThreadgroupRunner {
+ public:
+  ThreadgroupRunner();
+  ~ThreadgroupRunner();
+  ThreadgroupRunner(const ThreadgroupRunner&) = delete;
+  ThreadgroupRunner& operator=(const ThreadgroupRunner&) = delete;
+
+  // The calling host thread runs threadgroups of this work until finish.
+  void begin(const Work& work, std::uint64_t seed);
+  // Returns an error, empty where all threads came to their end.
+  std::string run(Dim3 position);
+  void finish();
+
+  std::uint64_t barriers() const { return barriers_; }
+  std::uint64_t threads() const { return threads_run_; }
+  AccessRecorder& accesses() { return accesses_; }
+
+ private:
+  struct Thread {  // where it waits
+    const abi::Operation* operation = nullptr;
+    const char* file = "";
+    abi::u32 line = 0;
+    abi::u16 fiber = 0;
+  };
+  struct Header;  // the Worker at the base of the region
+
+  static ThreadgroupRunner& of(abi::Worker& worker);
+  static void arrive(abi::Worker&, abi::Fiber&, const abi::Operation&, const char* file, abi::u32 line);
+  static void threadgroup_barrier(abi::Worker&, abi::Fiber&, abi::u32 flags, const char* file, abi::u32 line);
+  static void simdgroup_barrier(abi::Worker&, abi::Fiber&, abi::u32 flags, const char* file, abi::u32 line);
+  static void enter();
+  static void missed_guard(const Allocation& missed, std::size_t overrun, bool write);
+  static void report_access(void* runner, std::string message);
+
+  void wait_for(abi::Fiber& fiber, const abi::Operation& operation, const char* file, abi::u32 line);
+  void wait_at_barrier(abi::Fiber& fiber, const char* file, abi::u32 line);
+  void complete(abi::Simdgroup& simdgroup, abi::u32 lanes);
+  void release_barrier();
+  void run_thread(abi::Fiber& fiber);
+  void retire(abi::Fiber& fiber);  // the fiber's thread has returned
+
+  int pick(unsigned after);  // a thread that can run, -1: none
+  int resolve();             // nobody can run: an error, or what active-lane mode makes of it
+  void suspend(abi::Fiber& self);
+  void transfer(abi::Fiber& self, unsigned thread);
+  void switch_to(abi::Fiber* from, abi::Fiber* to);
+  abi::Fiber& bind_fiber(unsigned thread);
+  std::uint64_t random();
+
+  [[noreturn]] void fail(std::string message);
+  [[noreturn]] void fail_waiting(std::string problem);
+  std::string describe_simdgroup(unsigned simdgroup) const;
+
+  void place_threadgroup_memory();
+  void reset_fibers();
+
+  Region region_;
+  Header* header_;
+  abi::Simdgroup* simdgroups_;
+  std::unique_ptr<Thread[]> threads_;
+  std::vector<abi::u16> free_fibers_;
+  const Work* work_ = nullptr;
+  std::byte* arena_ = nullptr;  // threadgroup memory, kArenaBytes
+
+  Dim3 position_, size_;  // of the running threadgroup
+  unsigned count_ = 0;    // its threads
+  unsigned simdgroup_count_ = 0;
+  unsigned returned_ = 0, at_barrier_ = 0;
+  std::uint32_t ready_simdgroups_ = 0;
+  std::uint64_t rng_ = 0;  // 0: in order
+  bool active_lanes_ = false;
+  std::uint64_t barriers_ = 0, threads_run_ = 0;
+  std::string error_;
+
+  AccessRecorder accesses_;
+
+  struct alignas(64) SyncPoint {  // an address that stands for an order between fibers
+    char byte;
+  };
+  SyncPoint sync_begin_, sync_end_, sync_barrier_, sync_simdgroup_[abi::kMaxThreads / abi::kLanes];
+
+  void* host_stack_ = nullptr;
+#if METAL_EMULATOR_ASAN
+  void* host_fake_stack_ = nullptr;
+  std::vector<void*> fake_stacks_;
+  const void* host_bottom_ = nullptr;
+  std::size_t host_bytes_ = 0;
+#endif
+#if METAL_EMULATOR_TSAN
+  void* host_fiber_ = nullptr;
+  std::vector<void*> tsan_fibers_;
+#endif
+};
+
+}  // namespace metal_emulator::cpu

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Compile a Metal source for the fiber executor: to C++ or to an object.
+
+Examples
+--------
+``compile_shader.py rope.metal -o rope.o`` makes an object; what it is linked into finds it by its text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from scanner.preprocess import find_clang
+from scanner.program import translate
+from scanner.tokens import SourceError
+
+HERE = Path(__file__).resolve().parent
+FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fsigned-char", "-fno-exceptions",
+         "-fno-rtti", "-ffp-contract=fast", "-fno-math-errno", "-ffreestanding", "-fno-strict-aliasing",
+         "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
+         "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas", "-Wno-duplicate-decl-specifier",
+         "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-missing-braces", "-Wno-sign-compare",
+         "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
+CHECKED = ["-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0",
+           "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm",
+           "-asan-kernel-mem-intrinsic-prefix=1"]  # fmt: skip
+
+
+def architecture_flags(clang: str) -> list[str]:
+    """Return the flags of the instruction set that shaders may use: 2013's on x86-64, the base elsewhere."""
+    target = subprocess.run([clang, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
+    return ["-march=x86-64-v3"] if target.startswith("x86_64") else []
+
+
+def sanitizer_flags(sanitizers: str) -> list[str]:
+    """Return the flags for a list such as 'address,undefined', with the macros that the executor shares."""
+    if not sanitizers:
+        return []
+    names = sanitizers.split(",")
+    return [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer",
+            f"-DMETAL_EMULATOR_ASAN={int('address' in names)}",
+            f"-DMETAL_EMULATOR_TSAN={int('thread' in names)}"]  # fmt: skip
+
+
+def compile_unit(cpp: Path, output: Path, metal_version: int, checked: bool, flags: list[str]) -> None:
+    """Compile a translated source to an object; raises SourceError with the compiler's words."""
+    clang = find_clang()
+    command = [clang, *FLAGS, *architecture_flags(clang), f"-D__METAL_VERSION__={metal_version}",
+               f"-DMSL_CHECKED={int(checked)}", *(CHECKED if checked else []), "-I", str(HERE / "shim"),
+               "-I", str(HERE.parent / "cpu"), *flags, "-c", str(cpp), "-o", str(output)]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SourceError(result.stderr.strip())
+    if result.stderr.strip():
+        print(result.stderr.strip(), file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; see the module's text."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True, help=".cpp: only translate")
+    parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
+    parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
+    parser.add_argument("--metal-version", type=int, default=310, help="__METAL_VERSION__; default 310")
+    parser.add_argument("--checked", action="store_true", help="let every memory access call the executor")
+    parser.add_argument("--sanitize", default="", metavar="LIST", help="such as address,undefined or thread")
+    parser.add_argument(
+        "--flag", dest="flags", action="append", default=[], help="more flags of the compiler"
+    )
+    options = parser.parse_args(arguments)
+    macros = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
+    try:
+        text = translate(options.source, "cpu", options.metal_version, macros)
+        if options.output.suffix == ".cpp":
+            options.output.write_text(text, encoding="utf-8")
+            return 0
+        with tempfile.TemporaryDirectory() as folder:
+            cpp = Path(folder) / (options.source.stem + ".cpp")
+            cpp.write_text(text, encoding="utf-8")
+            compile_unit(
+                cpp,
+                options.output,
+                options.metal_version,
+                options.checked,
+                [*sanitizer_flags(options.sanitize), *options.flags],
+            )
+    except SourceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+#pragma metal_emulator include simd/simd.h

@@ -1,0 +1,1 @@
+"""Turns Metal Shading Language into C++ for a CPU or for NVPTX, or into C++ for OpenCL to check it."""

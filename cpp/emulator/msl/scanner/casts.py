@@ -1,0 +1,225 @@
+"""Rewrites vector constructors and casts.
+
+Vectors are clang's ``ext_vector_type``, which gives swizzles, operators and fast code, but C++ has no
+``float4(v.xy, 1, 2)`` for it, and its ``(int4)v`` reinterprets bits where Metal converts values. So, for a
+type T that is or may be a vector:
+
+=========================  ==============================
+``T(a, b)``                ``::msl::construct<T>(a, b)``
+``T name(a, b);``          ``T name = ::msl::construct<T>(a, b);``
+``(T)x``                   ``::msl::Cast<T>()->*x``
+``static_cast<T>(x)``      ``::msl::construct<T>(x)``
+=========================  ==============================
+
+``->*`` binds tighter than every binary operator and weaker than postfix ones, as a cast does, so the end of
+the operand need not be found.
+"""
+
+from __future__ import annotations
+
+from .tokens import TokenList
+
+ELEMENTS = (
+    "float",
+    "half",
+    "bfloat",
+    "char",
+    "uchar",
+    "short",
+    "ushort",
+    "int",
+    "uint",
+    "long",
+    "ulong",
+    "bool",
+)
+VECTORS = frozenset(f"{element}{width}" for element in ELEMENTS for width in (2, 3, 4))
+MATRICES = frozenset(f"{t}{c}x{r}" for t in ("float", "half", "bfloat") for c in (2, 3, 4) for r in (2, 3, 4))
+SCALARS = frozenset(
+    {*ELEMENTS, "unsigned", "signed", "void", "size_t", "ptrdiff_t", "auto", "float", "double"}
+)
+EXPRESSION_WORDS = (
+    "return",
+    "case",
+    "else",
+    "do",
+    "throw",
+    "co_return",
+)  # names that an expression may follow
+NOT_BEFORE_TYPE = (
+    ".",
+    "->",
+    "~",
+    "class",
+    "struct",
+    "union",
+    "enum",
+    "operator",
+    "typename",
+    "using",
+    "namespace",
+)
+
+
+class CastRewriter:
+    """Knows which names are vectors or may be, and rewrites their constructors and casts."""
+
+    def __init__(self, tokens: TokenList) -> None:
+        self.tokens = tokens
+        self.parameters = self._type_parameters()
+        self.types = VECTORS | self.parameters | self._aliases()
+        self.angles = self._closing_angles()
+
+    def _type_parameters(self) -> frozenset[str]:
+        """Return names of template type parameters."""
+        names = set()
+        for index, token in enumerate(self.tokens):
+            if token.text in ("typename", "class") and self.tokens.at(index - 1) in ("<", ","):
+                position = index + 1 + (self.tokens.at(index + 1) == "...")
+                if self.tokens.kind(position) == "name" and self.tokens.at(position + 1) in (",", ">", "="):
+                    names.add(self.tokens.at(position))
+        return frozenset(names)
+
+    def _aliases(self) -> frozenset[str]:
+        """Return names made by using and typedef that do not plainly mean a scalar, pointer or function."""
+        names = set()
+        for index, token in enumerate(self.tokens):
+            if token.text not in ("using", "typedef"):
+                continue
+            end = index
+            while end < len(self.tokens) and self.tokens[end].text not in (";", "{"):
+                end += 1
+            words = [t.text for t in self.tokens[index + 1 : end]]
+            if not words or any(
+                word in words for word in ("*", "&", "(", "namespace", "struct", "[", "operator")
+            ):
+                continue
+            if token.text == "using" and len(words) > 2 and words[1] == "=":
+                name, target = words[0], words[2:]
+            elif token.text == "typedef":
+                name, target = words[-1], words[:-1]
+            else:
+                continue
+            if not set(target) <= SCALARS | {"const", "metal", "::"}:
+                names.add(name)
+        return frozenset(names)
+
+    def _closing_angles(self) -> frozenset[int]:
+        """Return the indices of ``>`` that close template arguments."""
+        closers = set()
+        for index, token in enumerate(self.tokens):
+            if token.text == "<" and (
+                self.tokens.kind(index - 1) == "name" or self.tokens.at(index - 1) == "operator"
+            ):
+                closing = self.tokens.closing_angle(index)
+                if closing is not None:
+                    closers.add(closing)
+        return frozenset(closers)
+
+    def _type(self, index: int) -> tuple[int, bool] | None:
+        """Parse a type name at index; return the end and whether it is or may be a vector."""
+        tokens, position, named = self.tokens, index, False
+        while tokens.at(position) in ("const", "typename"):
+            named = named or tokens.at(position) == "typename"
+            position += 1
+        if tokens.at(position) == "::":
+            position += 1
+        while True:
+            if tokens.kind(position) != "name":
+                return None
+            last = tokens.at(position)
+            position += 1
+            template = False
+            if tokens.at(position) == "<" and (closing := tokens.closing_angle(position)) is not None:
+                position, template = closing + 1, True
+            if tokens.at(position) == "::" and tokens.kind(position + 1) == "name":
+                position += 1
+                continue
+            return position, named or (last == "vec" if template else last in self.types)
+
+    def _is_expression_context(self, index: int) -> bool:
+        """Whether an expression may begin at index, judged by the token before it."""
+        before = self.tokens.at(index - 1)
+        if before in NOT_BEFORE_TYPE or (before == ">" and index - 1 in self.angles):
+            return False
+        return self.tokens.kind(index - 1) != "name" or before in EXPRESSION_WORDS
+
+    def rewrite(self, bodies: list[tuple[int, int]]) -> None:
+        """Rewrite all tokens; bodies are the braces of functions, where declarations may construct."""
+        tokens, index = self.tokens, 0
+        while index < len(tokens):
+            if tokens[index].text == "(" and self._rewrite_cast(index):
+                index += 1
+            elif tokens[index].text == "static_cast" and tokens.at(index + 1) == "<":
+                self._rewrite_static_cast(index)
+            elif tokens[index].kind == "name" and tokens.at(index - 1) != "::":
+                index = self._rewrite_constructor(index, bodies)
+                continue
+            index += 1
+
+    def _rewrite_cast(self, index: int) -> bool:
+        """Rewrite ``(T)`` before an operand."""
+        tokens, closing = self.tokens, self.tokens.partner[index]
+        found = self._type(index + 1)
+        if found is None or found[0] != closing or not found[1]:
+            return False
+        before = tokens.at(index - 1)
+        if before in (")", "]", "}") or not self._is_expression_context(index):
+            return False
+        following = tokens.at(closing + 1)
+        if tokens.kind(closing + 1) not in ("name", "number") and following not in (
+            "(",
+            "-",
+            "!",
+            "~",
+            "*",
+            "&",
+            "::",
+        ):
+            return False
+        if following in ("const", "noexcept", "thread", "device", "constant", "threadgroup"):
+            return False  # a parameter list
+        tokens[index].out = "::msl::Cast<"
+        tokens[closing].out = ">()->*"
+        return True
+
+    def _rewrite_static_cast(self, index: int) -> None:
+        found = self._type(index + 2)
+        closing = self.tokens.closing_angle(index + 1)
+        if found is not None and found[1] and found[0] == closing:
+            self.tokens[index].out = "::msl::construct"
+
+    def _rewrite_constructor(self, index: int, bodies: list[tuple[int, int]]) -> int:
+        """Rewrite ``T(...)`` or ``T name(...)`` at index; return where to go on."""
+        tokens = self.tokens
+        if tokens[index].text in ("const", "return") or tokens.at(index) in EXPRESSION_WORDS:
+            return index + 1
+        found = self._type(index)
+        if found is None or not found[1]:
+            return index + 1
+        end = found[0]
+        before = tokens.at(index - 1)
+        if tokens.at(end) == "(" and self._is_expression_context(index) and not self._is_declarator(end):
+            tokens[index].out = "::msl::construct<" + tokens[index].out
+            tokens[end - 1].out += ">"
+            return end
+        if (
+            tokens.kind(end) == "name"
+            and tokens.at(end + 1) == "("
+            and (tokens[end - 1].text in VECTORS | self.parameters or tokens.at(end - 1) == ">")
+            and before in (";", "{", "}", "const", "constexpr", ")")
+            and tokens.at(tokens.partner[end + 1] + 1) in (";", ",")
+            and any(opening < index < closing for opening, closing in bodies)
+            and tokens.partner[end + 1] > end + 2
+        ):
+            tokens[end].out += f" = ::msl::construct<{tokens.text(index, end)}>"
+        return end
+
+    def _is_declarator(self, opening: int) -> bool:
+        """Whether ``(*name)[`` or ``(&name)(`` stands here, as in a declaration of a pointer or reference."""
+        closing = self.tokens.partner[opening]
+        return (
+            self.tokens.at(opening + 1) in ("*", "&")
+            and closing == opening + 3
+            and self.tokens.at(closing + 1) in ("[", "(")
+        )

@@ -1,0 +1,209 @@
+"""Splits a token list into the declarations of its namespaces and classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .tokens import TokenList
+
+CLASS_KEYS = ("struct", "class", "union")
+NOT_PARAMETERS = ("alignas", "__attribute__", "decltype", "noexcept", "sizeof")  # their parentheses hold none
+
+
+@dataclass(slots=True)
+class Declaration:
+    """A declaration in tokens [begin, end).
+
+    Attributes
+    ----------
+    kind
+        'namespace', 'class', 'enum', 'alias' (using, typedef), 'function' or 'variable'.
+    head
+        Index of the first token behind template heads.
+    head_end
+        Index of the token that ends the head: ``{``, ``;``, ``=``, or the ``:`` of constructor initializers.
+    body
+        Braces of a function, class, enum or namespace.
+    scope
+        Names of the enclosing namespaces and classes.
+    templates
+        ``<`` and ``>`` of each template head; empty for ``template`` without parameters.
+    parameters
+        Parentheses of a function's parameters.
+    """
+
+    kind: str
+    begin: int
+    end: int
+    head: int
+    head_end: int
+    body: tuple[int, int] | None
+    scope: tuple[str, ...]
+    templates: list[tuple[int, int]]
+    instantiation: bool
+    parameters: tuple[int, int] | None
+
+
+def declarations(tokens: TokenList) -> Iterator[Declaration]:
+    """Yield every declaration at namespace or class scope, outer ones first."""
+    yield from _declarations(tokens, 0, len(tokens), ())
+
+
+def _declarations(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...]) -> Iterator[Declaration]:
+    index = begin
+    while index < end:
+        if tokens[index].text == ";":
+            index += 1
+            continue
+        if tokens[index].text in ("public", "private", "protected") and tokens.at(index + 1) == ":":
+            index += 2
+            continue
+        found = _declaration(tokens, index, end, scope)
+        yield found
+        if found.kind in ("namespace", "class") and found.body:
+            name = _scope_name(tokens, found)
+            yield from _declarations(tokens, found.body[0] + 1, found.body[1], (*scope, *name))
+        index = found.end
+
+
+def _scope_name(tokens: TokenList, found: Declaration) -> tuple[str, ...]:
+    """Return the name that a namespace or class adds to qualified names; none where it is anonymous."""
+    assert found.body is not None
+    names = []
+    index = found.head
+    while index < found.body[0]:
+        if tokens.is_attribute(index):
+            index = tokens.partner[index]
+        elif tokens[index].kind == "name" and tokens[index].text not in (
+            *CLASS_KEYS,
+            "namespace",
+            "inline",
+            "alignas",
+        ):
+            names.append(tokens[index].text)
+        elif tokens[index].text == ":":
+            break
+        index += 1
+    return tuple(names) if found.kind == "namespace" else tuple(names[:1])
+
+
+def _declaration(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...]) -> Declaration:
+    """Parse the one declaration that begins here."""
+    index, templates, instantiation = begin, [], False
+    while tokens.at(index) == "template":
+        if tokens.at(index + 1) == "<":
+            closing = tokens.closing_angle(index + 1)
+            if closing is None:
+                raise tokens[index].error("template parameters without end")
+            templates.append((index + 1, closing))
+            index = closing + 1
+        else:
+            instantiation = True
+            index += 1
+    head = index
+    first = _first_word(tokens, head, end)
+    if first == "namespace" or (first == "extern" and tokens.kind(head + 1) == "string"):
+        return _finish(tokens, "namespace", begin, head, end, scope, templates, instantiation)
+    if first in ("using", "typedef"):
+        return _finish(tokens, "alias", begin, head, end, scope, templates, instantiation)
+    if first == "enum":
+        return _finish(tokens, "enum", begin, head, end, scope, templates, instantiation)
+    return _finish(
+        tokens, "class" if first in CLASS_KEYS else "", begin, head, end, scope, templates, instantiation
+    )
+
+
+def _first_word(tokens: TokenList, index: int, end: int) -> str:
+    while index < end and (
+        tokens.is_attribute(index) or tokens.at(index) in ("inline", "static", "constexpr", "const")
+    ):
+        index = tokens.partner[index] + 1 if tokens.is_attribute(index) else index + 1
+    return tokens.at(index)
+
+
+def _finish(
+    tokens: TokenList,
+    kind: str,
+    begin: int,
+    head: int,
+    end: int,
+    scope: tuple[str, ...],
+    templates: list[tuple[int, int]],
+    instantiation: bool,
+) -> Declaration:
+    """Find the end of the head, the body and the end of a declaration whose kind may still be open ('')."""
+    index, parameters, head_end, body = head, None, -1, None
+    while index < end:
+        text = tokens[index].text
+        if text == "operator":
+            index += 1 + (
+                tokens.at(index + 1) in ("(", "[")
+            )  # operator() and operator[] end with the bracket
+            if tokens.at(index) in (")", "]") or tokens.at(index + 1) in (")", "]"):
+                index += 1
+            while tokens.kind(index) == "punctuation" and tokens.at(index) not in ("(", ";"):
+                index += 1
+            continue
+        if text == "<" and (closing := tokens.closing_angle(index)) is not None and closing < end:
+            index = closing
+        elif text == "(":
+            if parameters is None and tokens.at(index - 1) not in NOT_PARAMETERS and kind in ("", "class"):
+                parameters = (index, tokens.partner[index])
+            index = tokens.partner[index]
+        elif text == "[":
+            index = tokens.partner[index]
+        elif text in (";", "{", "=") or (text == ":" and parameters is not None):
+            head_end = index
+            break
+        elif text == ":" and kind in ("class", "enum"):  # bases or the underlying type
+            while index < end and tokens[index].text not in ("{", ";"):
+                index += 1
+            continue
+        index += 1
+    if head_end < 0:
+        raise tokens[head].error(f"declaration without end: {tokens.text(head, min(head + 12, end))} ...")
+
+    if kind == "class" and parameters is not None:
+        kind = ""  # a function that returns a struct by elaborated name
+    if not kind:
+        kind = "function" if parameters is not None else "variable"
+    stop = tokens.at(head_end)
+    if kind == "namespace" and stop == "{":
+        body = (head_end, tokens.partner[head_end])
+        return Declaration(
+            kind, begin, body[1] + 1, head, head_end, body, scope, templates, instantiation, None
+        )
+    if kind == "function":
+        opening = _function_body(tokens, head_end, end)
+        if opening is not None:
+            body = (opening, tokens.partner[opening])
+            return Declaration(
+                kind, begin, body[1] + 1, head, head_end, body, scope, templates, instantiation, parameters
+            )
+    elif stop == "{" and kind in ("class", "enum"):
+        body = (head_end, tokens.partner[head_end])
+    index = head_end
+    while index < end and tokens[index].text != ";":
+        index = tokens.partner[index] if tokens[index].text in ("(", "[", "{") else index
+        index += 1
+    return Declaration(
+        kind, begin, index + 1, head, head_end, body, scope, templates, instantiation, parameters
+    )
+
+
+def _function_body(tokens: TokenList, index: int, end: int) -> int | None:
+    """Return the ``{`` of a function whose head ended at index; None for a declaration without body."""
+    while index < end:
+        text = tokens[index].text
+        if text in (";", "="):
+            return None
+        if text == "{":
+            if tokens.at(tokens.partner[index] + 1) in (",", "{"):  # brace of a constructor initializer
+                index = tokens.partner[index]
+            else:
+                return index
+        elif text in ("(", "["):
+            index = tokens.partner[index]
+        index += 1
+    return None

@@ -1,0 +1,117 @@
+"""Writes the C++ translation unit of a rewritten source."""
+
+from __future__ import annotations
+
+import re
+
+from .kernels import Argument, FunctionConstant, Instantiation, Program
+from .tokens import SourceError, TokenList
+
+CONSTANT_TYPES = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "float")
+OPTIONAL = -2  # exists under a constant that is computed from function constants
+
+
+def raw_string(text: str) -> str:
+    """Return a text as raw string literals of limited length."""
+    delimiter = "MSL"
+    while f"){delimiter}" in text:
+        delimiter += "_"
+    pieces = [text[start : start + 16000] for start in range(0, len(text), 16000)] or [""]
+    return "\n".join(f'R"{delimiter}({piece}){delimiter}"' for piece in pieces)
+
+
+def parameter(argument: Argument) -> str:
+    """Return the template argument that describes a parameter of a kernel."""
+    return f"::msl::Parameter<::msl::Role::{argument.kind}, {max(argument.index, 0)}>"
+
+
+def unit(tokens: TokenList, backend: str) -> str:
+    """Return the prologue and the rewritten source, inside an anonymous namespace."""
+    prologue = [f"#define MSL_{backend.upper()} 1"]
+    if backend == "cpu":
+        prologue.append('#include "abi.h"')
+    if backend == "check":  # C++ for OpenCL has no unnamed namespace with constant objects to initialize
+        return "\n".join([*prologue, '#include "msl.h"', tokens.render()])
+    return "\n".join([*prologue, "namespace {", '#include "msl.h"', tokens.render(), "}  // namespace"])
+
+
+def check_table(program: Program) -> str:
+    """Return assertions on the parameters of every kernel, for the static check."""
+    lines = []
+    for entry in program.instantiations:
+        described = ", ".join(parameter(a) for a in entry.kernel.arguments)
+        lines.append(f'#line {entry.line} "{entry.file}"')
+        arguments = f"decltype({entry.expression})" + (f", {described}" if described else "")
+        lines.append(f'static_assert(::msl::Checked<{arguments}>::value, "{entry.host_name}");')
+    return "\n".join(lines) + "\n"
+
+
+def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int]]) -> str:
+    """Return the kernel table and its registration.
+
+    Parameters
+    ----------
+    name
+        File name of the source, by which the host knows the library.
+    source
+        Exact text that the host gives to newLibraryWithSource.
+    uses
+        For each kernel's name, the indices of the function constants that it may read.
+    """
+    constants = {constant.name: constant.index for constant in program.constants}
+    lines = ["namespace {", "namespace msl_table {", "using namespace ::metal_emulator::abi;"]
+    rows = []
+    for number, entry in enumerate(program.instantiations):
+        described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
+        lines.append(f'#line {entry.line} "{entry.file}"')
+        lines.append(f"using Entry{number} = ::msl::Entry<&{entry.expression}{described}>;")
+        lines += _arguments(entry, number, constants)
+        used = uses.get(entry.kernel.name, [])
+        lines.append(f"const int kConstants{number}[] = {{{', '.join(map(str, [*used, -1]))}}};")
+        bindings = sum(a.kind in ("buffer", "threadgroup") for a in entry.kernel.arguments)
+        rows.append(
+            f'    {{"{entry.host_name}", "{entry.file}", {entry.line}, kArguments{number}, {bindings}, '
+            f"{entry.kernel.max_threads}, kConstants{number}, {len(used)}, &Entry{number}::call, "
+            f"Entry{number}::layout, &::msl::Specializer::set_all}},"
+        )
+    lines += ["const Kernel kKernels[] = {", *rows, "    {}};"]
+    lines += ["const FunctionConstant kFunctionConstants[] = {"]
+    lines += [
+        f'    {{"{c.name}", {c.index}, ::msl::ConstantTypeOf<{_constant_type(c)}>::value}},'
+        for c in program.constants
+    ]
+    lines += ["    {}};", f"const char kSource[] =\n{raw_string(source)};"]
+    lines += [
+        f'const Library kLibrary = {{"{name}", kSource, sizeof(kSource) - 1, kKernels, {len(rows)}, '
+        f"kFunctionConstants, {len(program.constants)}, MSL_CHECKED}};",
+        "struct Registration {",
+        "  Registration() { metal_emulator_register(&kLibrary); }",
+        "} registration;",
+        "}  // namespace msl_table",
+        "}  // namespace",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _constant_type(constant: FunctionConstant) -> str:
+    kind = re.sub(r"^(metal|::)+", "", constant.type)
+    if kind not in CONSTANT_TYPES:
+        raise SourceError(f"function constant '{constant.name}' has the type '{kind}', which is not modelled")
+    return kind
+
+
+def _arguments(entry: Instantiation, number: int, constants: dict[str, int]) -> list[str]:
+    rows = []
+    for position, argument in enumerate(entry.kernel.arguments):
+        if argument.kind not in ("buffer", "threadgroup"):
+            continue
+        space = {"device": 0, "constant": 1, "threadgroup": 2}[argument.space]
+        condition = -1 if argument.condition is None else constants.get(argument.condition, OPTIONAL)
+        writable = f"Entry{number}::writable[{position}]" if argument.space == "device" else "false"
+        entry_name = f"Entry{number}"
+        rows.append(
+            f'    {{{space}, {argument.index}, "{argument.name}", {writable}, '
+            f"{entry_name}::bytes[{position}], "
+            f"{entry_name}::alignment[{position}], {entry_name}::reference[{position}], {condition}}},"
+        )
+    return [f"const Argument kArguments{number}[] = {{", *rows, "    {}};"]

@@ -1,0 +1,355 @@
+"""Finds kernels, their arguments and instantiations, and function constants."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from .attributes import Attribute, attributes, evaluate, integer_constants
+from .declarations import Declaration
+from .tokens import TokenList
+
+SPACES = ("device", "constant", "threadgroup", "thread")
+BUILTINS = (
+    "thread_position_in_grid",
+    "threads_per_grid",
+    "threadgroup_position_in_grid",
+    "threadgroups_per_grid",
+    "thread_position_in_threadgroup",
+    "threads_per_threadgroup",
+    "dispatch_threads_per_threadgroup",
+    "thread_index_in_threadgroup",
+    "thread_index_in_simdgroup",
+    "simdgroup_index_in_threadgroup",
+    "simdgroups_per_threadgroup",
+    "threads_per_simdgroup",
+    "thread_execution_width",
+    "dispatch_simdgroups_per_threadgroup",
+    "quadgroup_index_in_threadgroup",
+    "quadgroups_per_threadgroup",
+    "dispatch_quadgroups_per_threadgroup",
+    "thread_index_in_quadgroup",
+    "grid_origin",
+    "grid_size",
+)
+KERNEL_ATTRIBUTES = ("kernel", "host_name", "max_total_threads_per_threadgroup")
+MAX_BUFFERS = 31
+
+
+@dataclass(slots=True)
+class Argument:
+    """A parameter of a kernel: a buffer, threadgroup memory or a built-in value.
+
+    ``kind`` is 'buffer', 'threadgroup' or the name of the built-in; ``condition`` the function constant that
+    must be true for the argument to exist.
+    """
+
+    name: str
+    kind: str
+    index: int
+    space: str
+    text: str
+    condition: str | None = None
+
+
+@dataclass(slots=True)
+class Kernel:
+    """A kernel or kernel template; ``max_threads`` is 0 where the source names no limit."""
+
+    name: str
+    scope: tuple[str, ...]
+    file: str
+    line: int
+    arguments: list[Argument]
+    declaration: Declaration
+    max_threads: int
+    template_arguments: str | None
+    host_name: str | None
+
+
+@dataclass(slots=True)
+class Instantiation:
+    """A kernel that the host can name: a kernel itself, or an instantiation of a kernel template."""
+
+    host_name: str
+    expression: str
+    line: int
+    file: str
+    kernel: Kernel
+
+
+@dataclass(slots=True)
+class FunctionConstant:
+    """``constant T name [[function_constant(index)]]``."""
+
+    name: str
+    scope: tuple[str, ...]
+    type: str
+    index: int
+    declaration: Declaration
+
+
+@dataclass(slots=True)
+class Program:
+    """What a source offers to the host."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    instantiations: list[Instantiation] = field(default_factory=list)
+    constants: list[FunctionConstant] = field(default_factory=list)
+
+
+def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
+    """Read kernels and function constants off the declarations of a source."""
+    program = Program()
+    integers = integer_constants(tokens)
+    for declaration in found:
+        if declaration.kind == "variable" and not is_kernel(tokens, declaration):
+            constant = _function_constant(tokens, declaration, integers)
+            if constant is not None:
+                program.constants.append(constant)
+        elif is_kernel(tokens, declaration) and declaration.body:
+            program.kernels.append(_kernel(tokens, declaration, integers))
+    by_name = {kernel.name: kernel for kernel in program.kernels}
+    for kernel in program.kernels:
+        if kernel.template_arguments is None:
+            expression = "::".join((*kernel.scope, kernel.name))
+            program.instantiations.append(
+                Instantiation(kernel.host_name or kernel.name, expression, kernel.line, kernel.file, kernel)
+            )
+    for declaration in found:
+        if declaration.instantiation and is_kernel(tokens, declaration):
+            program.instantiations.append(_instantiation(tokens, declaration, by_name))
+    names: dict[str, Instantiation] = {}
+    for instantiation in program.instantiations:
+        if instantiation.host_name in names:
+            raise tokens[instantiation.kernel.declaration.begin].error(
+                f"two kernels named '{instantiation.host_name}'"
+            )
+        names[instantiation.host_name] = instantiation
+    indices: dict[int, str] = {}
+    for constant in program.constants:
+        first = indices.setdefault(constant.index, constant.name)
+        if first != constant.name:
+            raise tokens[constant.declaration.begin].error(
+                f"function_constant({constant.index}) is both '{first}' and '{constant.name}'"
+            )
+    return program
+
+
+def is_kernel(tokens: TokenList, declaration: Declaration) -> bool:
+    """Whether the head says ``kernel`` or ``[[kernel]]`` before the name."""
+    index = declaration.head
+    while index < declaration.head_end:
+        if tokens.is_attribute(index):
+            if any(
+                a.name in ("kernel", "host_name")
+                for a in attributes(tokens, index, tokens.partner[index] + 1)
+            ):
+                return True
+            index = tokens.partner[index]
+        elif tokens[index].text == "kernel":
+            return True
+        elif tokens[index].text == "(":
+            break
+        index += 1
+    return False
+
+
+def _head_attributes(tokens: TokenList, declaration: Declaration) -> list[Attribute]:
+    end = declaration.body[0] if declaration.body else declaration.end
+    return attributes(tokens, declaration.head, end)
+
+
+def _host_name(found: list[Attribute]) -> str | None:
+    for attribute in found:
+        if attribute.name == "host_name":
+            return "".join(re.findall(r'"([^"]*)"', attribute.argument or ""))
+    return None
+
+
+def _kernel(tokens: TokenList, declaration: Declaration, integers: dict[str, int]) -> Kernel:
+    assert declaration.parameters is not None
+    opening, closing = declaration.parameters
+    name = tokens.at(opening - 1)
+    first = tokens[declaration.head]
+    if tokens.at(opening - 2) != "void":
+        raise tokens[opening - 1].error(f"kernel '{name}' must return void")
+    max_threads = 0
+    for attribute in _head_attributes(tokens, declaration):
+        if attribute.name not in KERNEL_ATTRIBUTES:
+            raise tokens[attribute.begin].error(f"kernel '{name}': unknown attribute '{attribute.name}'")
+        if attribute.name == "max_total_threads_per_threadgroup":
+            max_threads = evaluate(attribute.argument or "", integers) or 0
+    arguments = [
+        _argument(tokens, begin, end, name, integers)
+        for begin, end in split_list(tokens, opening + 1, closing)
+    ]
+    _number_implicit(tokens, declaration, name, arguments)
+    templates = _template_arguments(tokens, declaration) if declaration.templates else None
+    host_name = _host_name(_head_attributes(tokens, declaration))
+    return Kernel(
+        name,
+        declaration.scope,
+        first.file,
+        first.line,
+        arguments,
+        declaration,
+        max_threads,
+        templates,
+        host_name,
+    )
+
+
+def split_list(tokens: TokenList, begin: int, end: int) -> list[tuple[int, int]]:
+    """Return the ranges between commas of a parameter or argument list."""
+    ranges, start, index = [], begin, begin
+    while index < end:
+        text = tokens[index].text
+        if text in ("(", "[", "{"):
+            index = tokens.partner[index]
+        elif text == "<" and (closing := tokens.closing_angle(index)) is not None and closing < end:
+            index = closing
+        elif text == ",":
+            ranges.append((start, index))
+            start = index + 1
+        index += 1
+    if start < end:
+        ranges.append((start, end))
+    return ranges
+
+
+def _argument(tokens: TokenList, begin: int, end: int, kernel: str, integers: dict[str, int]) -> Argument:
+    found = attributes(tokens, begin, end)
+    stop = found[0].begin if found else end
+    words = [token.text for token in tokens[begin:stop]]
+    name_at = stop - 1
+    while tokens.at(name_at) == "]":
+        name_at = tokens.partner[name_at] - 1
+    name, text = tokens.at(name_at), tokens.text(begin, stop)
+    space = next((word for word in words if word in SPACES), "")
+    pointer = "*" in words or "&" in words or tokens.at(stop - 1) == "]"
+    kind, index, condition = "", -1, None
+    for attribute in found:
+        if attribute.name in ("buffer", "threadgroup"):
+            value = evaluate(attribute.argument or "", integers)
+            if value is None:
+                raise tokens[begin].error(
+                    f"kernel '{kernel}': index of '{name}' is not an integer constant: {attribute.argument}"
+                )
+            if not 0 <= value < MAX_BUFFERS:
+                raise tokens[begin].error(
+                    f"kernel '{kernel}': {attribute.name}({value}) of '{name}' is not in 0 to 30"
+                )
+            chosen, index = attribute.name, value
+        elif attribute.name in BUILTINS:
+            chosen = attribute.name
+        elif attribute.name == "function_constant":
+            condition = attribute.argument
+            continue
+        else:
+            raise tokens[begin].error(
+                f"kernel '{kernel}': '{name}' has the unknown attribute '{attribute.name}'"
+            )
+        if kind:
+            raise tokens[begin].error(f"kernel '{kernel}': '{name}' is both [[{kind}]] and [[{chosen}]]")
+        kind = chosen
+    if not kind:
+        kind = {"device": "buffer", "constant": "buffer", "threadgroup": "threadgroup"}.get(
+            space if pointer else "", ""
+        )
+        if not kind:
+            raise tokens[begin].error(
+                f"kernel '{kernel}': '{text}' needs an attribute, or an address space and a pointer"
+            )
+    if kind in ("buffer", "threadgroup") and not pointer:
+        raise tokens[begin].error(
+            f"kernel '{kernel}': [[{kind}]] argument '{text}' must be a pointer or a reference"
+        )
+    if kind == "buffer" and space not in ("device", "constant"):
+        raise tokens[begin].error(
+            f"kernel '{kernel}': [[buffer]] argument '{text}' must be device or constant"
+        )
+    if kind == "threadgroup" and space != "threadgroup":
+        raise tokens[begin].error(f"kernel '{kernel}': [[threadgroup]] argument '{text}' must be threadgroup")
+    return Argument(name, kind, index, space, text, condition)
+
+
+def _number_implicit(
+    tokens: TokenList, declaration: Declaration, kernel: str, arguments: list[Argument]
+) -> None:
+    """Give arguments without index the next free one, and refuse an index used twice."""
+    for kind in ("buffer", "threadgroup"):
+        taken: dict[int, str] = {}
+        for argument in (a for a in arguments if a.kind == kind and a.index >= 0):
+            if other := taken.get(argument.index):
+                raise tokens[declaration.head].error(
+                    f"kernel '{kernel}': {kind}({argument.index}) is both '{other}' and '{argument.name}'"
+                )
+            taken[argument.index] = argument.name
+        for argument in (a for a in arguments if a.kind == kind and a.index < 0):
+            argument.index = next(n for n in range(len(arguments) + len(taken) + 1) if n not in taken)
+            taken[argument.index] = argument.name
+            if argument.index >= MAX_BUFFERS:
+                raise tokens[declaration.head].error(
+                    f"kernel '{kernel}' has more than {MAX_BUFFERS} {kind} arguments"
+                )
+
+
+def _template_arguments(tokens: TokenList, declaration: Declaration) -> str:
+    """Return the parameters of the innermost template head as arguments: ``<T, N>``."""
+    opening, closing = declaration.templates[-1]
+    names = []
+    for begin, end in split_list(tokens, opening + 1, closing):
+        stop = next((i for i in range(begin, end) if tokens[i].text == "="), end)
+        pack = "..." if any(tokens[i].text == "..." for i in range(begin, stop)) else ""
+        pointer = [i for i in range(begin, stop) if tokens[i].text == "(" and tokens.at(i + 1) in ("*", "&")]
+        name = tokens.at(pointer[0] + 2) if pointer else tokens.at(stop - 1)
+        names.append(name + pack)
+    return f"<{', '.join(names)}>"
+
+
+def _instantiation(tokens: TokenList, declaration: Declaration, kernels: dict[str, Kernel]) -> Instantiation:
+    found = _head_attributes(tokens, declaration)
+    index, match = declaration.head, None
+    while index < declaration.end - 1:
+        if tokens.is_attribute(index):
+            index = tokens.partner[index]
+        elif tokens[index].text == "<" and (closing := tokens.closing_angle(index)) is not None:
+            if tokens.at(index - 1) in kernels and tokens.at(closing + 1) in ("(", ";"):
+                match = (index - 1, closing)
+                break
+            if tokens.at(index - 1) != "decltype":
+                index = closing
+        elif tokens[index].text == "(":
+            index = tokens.partner[index]
+        index += 1
+    if match is None:
+        raise tokens[declaration.begin].error("instantiation of an unknown kernel template")
+    kernel = kernels[tokens.at(match[0])]
+    first = tokens[match[0]]
+    arguments = tokens.text(match[0] + 1, match[1] + 1)
+    host_name = _host_name(found) or kernel.name + arguments
+    expression = "::".join((*kernel.scope, kernel.name)) + tokens.written(match[0] + 1, match[1] + 1)
+    return Instantiation(host_name, expression, first.line, first.file, kernel)
+
+
+def _function_constant(
+    tokens: TokenList, declaration: Declaration, integers: dict[str, int]
+) -> FunctionConstant | None:
+    found = attributes(tokens, declaration.head, declaration.head_end)
+    chosen = next((a for a in found if a.name == "function_constant"), None)
+    if chosen is None:
+        return None
+    name = tokens[chosen.begin - 1]
+    words = [
+        t.text
+        for t in tokens[declaration.head : chosen.begin - 1]
+        if t.text not in ("static", "const", "inline")
+    ]
+    if "constant" not in words or tokens.at(declaration.head_end) != ";":
+        raise name.error(f"function constant '{name.text}' must be 'constant' and has no initializer")
+    index = evaluate(chosen.argument or "", integers)
+    if index is None or not 0 <= index <= 65535:
+        raise name.error(f"index of function constant '{name.text}' is not an integer constant in 0 to 65535")
+    words.remove("constant")
+    return FunctionConstant(name.text, declaration.scope, " ".join(words), index, declaration)

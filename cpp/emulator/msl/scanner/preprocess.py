@@ -1,0 +1,46 @@
+"""Runs clang's preprocessor over a flat Metal source, with empty stand-ins for Apple's headers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from .tokens import SourceError
+
+STUB_HEADERS = Path(__file__).resolve().parent.parent / "include"
+
+
+def find_clang() -> str:
+    """Return the clang to use: ``METAL_EMULATOR_CLANG``, else the newest of the known names on the path."""
+    if chosen := os.environ.get("METAL_EMULATOR_CLANG"):
+        return chosen
+    for name in ("clang++-19", "clang++-20", "clang++-18", "clang++"):
+        if path := shutil.which(name):
+            return path
+    raise SourceError("clang++ was not found; on Debian: apt-get install clang-19")
+
+
+def preprocess(source: str, metal_version: int, flags: list[str]) -> str:
+    """Expand macros and conditions; line markers stay.
+
+    Parameters
+    ----------
+    source
+        Path of the source.
+    metal_version
+        Value of ``__METAL_VERSION__``: 300 is Metal 3.0 of macOS 13, 310 brings bfloat.
+    flags
+        More flags, such as -D and -I.
+    """
+    command = [find_clang(), "-E", "-x", "c++", "-std=c++17", "-nostdinc", "-nostdinc++", "-undef",
+               "-Wno-pragma-once-outside-header",
+               "-D__METAL__=1", f"-D__METAL_VERSION__={metal_version}", "-D__METAL_MACOS__=1",
+               "-D__clang__=1",
+               *(["-D__HAVE_BFLOAT__=1"] if metal_version >= 310 else []),
+               "-I", str(STUB_HEADERS), *flags, source]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SourceError(result.stderr.strip())
+    return result.stdout

@@ -1,0 +1,97 @@
+"""From a Metal source to C++: the steps in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import emit
+from .declarations import Declaration, declarations
+from .kernels import Program, analyze
+from .preprocess import preprocess
+from .rewrite import rewrite
+from .tokens import SourceError, TokenList, tokenize
+
+
+def translate(path: Path, backend: str, metal_version: int, flags: list[str]) -> str:
+    """Return the C++ of a Metal source.
+
+    Parameters
+    ----------
+    path
+        A source; local includes are looked up as the preprocessor does.
+    backend
+        'cpu' for the fiber executor, 'check' for the static check.
+    metal_version
+        Value of ``__METAL_VERSION__``.
+    flags
+        Flags of the preprocessor.
+
+    Raises
+    ------
+    SourceError
+        The source is not Metal, or uses what is not modelled; the text has file and line.
+    """
+    tokens, directives = tokenize(preprocess(str(path), metal_version, flags), str(path))
+    check_directives(path, directives)
+    found = list(declarations(tokens))
+    program = analyze(tokens, found)
+    uses = constant_uses(tokens, found, program)
+    rewrite(tokens, found, program, check=backend == "check")
+    text = emit.unit(tokens, backend) + "\n"
+    if backend == "check":
+        return text + emit.check_table(program)
+    return text + emit.cpu_table(program, path.name, path.read_text(encoding="utf-8"), uses)
+
+
+def check_directives(path: Path, directives: list[tuple[str, int, str]]) -> None:
+    """Refuse a source without Metal's standard library."""
+    if not any("metal_emulator include" in text for _, _, text in directives):
+        raise SourceError(f"{path}:1: error: #include <metal_stdlib> is missing")
+
+
+def constant_uses(tokens: TokenList, found: list[Declaration], program: Program) -> dict[str, list[int]]:
+    """Return for each kernel the function constants that must have a value.
+
+    Those are the ones that the kernel, or what it calls, may read.
+    A name stands for all functions, classes and variables with it, so the result may be too large, never too
+    small. Constants that the source asks is_function_constant_defined about are left out.
+    """
+    tested = {
+        tokens.at(i + 2) for i, token in enumerate(tokens) if token.text == "is_function_constant_defined"
+    }
+    indices = {constant.name: constant.index for constant in program.constants if constant.name not in tested}
+    names: dict[str, set[str]] = {}
+    for declaration in found:
+        if declaration.kind in ("namespace", "alias"):
+            continue
+        words = {t.text for t in tokens[declaration.begin : declaration.end] if t.kind == "name"}
+        for name in _declared_names(tokens, declaration):
+            names.setdefault(name, set()).update(words)
+    uses = {}
+    for kernel in program.kernels:
+        reached, pending = {kernel.name}, [kernel.name]
+        for entry in program.instantiations:
+            if entry.kernel is kernel:  # template arguments may name functions
+                pending += [word for word in names if word in entry.expression]
+        while pending:
+            for word in names.get(pending.pop(), ()):
+                if word not in reached:
+                    reached.add(word)
+                    pending.append(word)
+        optional = {a.condition for a in kernel.arguments if a.condition}
+        uses[kernel.name] = sorted({indices[name] for name in reached | optional if name in indices})
+    return uses
+
+
+def _declared_names(tokens: TokenList, declaration: Declaration) -> list[str]:
+    if declaration.kind == "function":
+        assert declaration.parameters is not None
+        return [tokens.at(declaration.parameters[0] - 1)]
+    end = declaration.head_end
+    head = [t for t in tokens[declaration.head : end] if t.kind == "name"]
+    if declaration.kind == "class":
+        return [t.text for t in head[1:3]]
+    names = [t.text for t in head[-1:]]
+    if declaration.kind == "enum" and declaration.body:
+        names += [t.text for t in tokens[declaration.body[0] : declaration.body[1]] if t.kind == "name"]
+    return names

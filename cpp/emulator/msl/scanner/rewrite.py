@@ -1,0 +1,213 @@
+"""Rewrites the parts of Metal that C++ does not have. Passes run in the order of ``rewrite``."""
+
+from __future__ import annotations
+
+import re
+
+from .attributes import attributes
+from .casts import CastRewriter
+from .declarations import Declaration
+from .duplicates import drop_duplicates
+from .kernels import Kernel, Program, is_kernel
+from .tokens import TokenList
+
+OPENCL_SPACES = {
+    "device": "__global",
+    "constant": "const __constant",
+    "threadgroup": "__local",
+    "thread": "__private",
+}
+ERASED_SPACES = {"device": "", "constant": "const", "threadgroup": "", "thread": ""}
+FLOAT_LITERAL = re.compile(r"(?P<value>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)(?P<suffix>[fFhH]|bf|BF)?")
+
+
+def rewrite(tokens: TokenList, found: list[Declaration], program: Program, check: bool) -> None:
+    """Turn a Metal source into C++, or with ``check`` into C++ for OpenCL, which keeps address spaces."""
+    bodies = [d.body for d in found if d.kind == "function" and d.body]
+    _literals(tokens, check)
+    CastRewriter(tokens).rewrite(bodies)
+    if check:
+        _function_pointers(tokens)
+    _address_spaces(tokens, check)
+    _function_constants(tokens, found, program)
+    _threadgroup_variables(tokens, program)
+    _kernels(tokens, found)
+    _attributes(tokens)
+    if not check:
+        drop_duplicates(tokens, found)
+
+
+def _literals(tokens: TokenList, check: bool) -> None:
+    """Make unsuffixed floating literals float, as Metal does, and give half literals their C++ suffix."""
+    for token in tokens:
+        if token.kind != "number" or token.text[:2] in ("0x", "0X", "0b", "0B"):
+            continue
+        match = FLOAT_LITERAL.fullmatch(token.text)
+        if match is None or (match["suffix"] is None and not re.search(r"[.eE]", token.text)):
+            continue
+        value, suffix = match["value"], (match["suffix"] or "f").lower()
+        if "." not in value and "e" not in value.lower():
+            value += ".0"
+        if suffix == "h":
+            token.out = value + ("h" if check else "f16")
+        elif suffix == "bf":
+            token.out = f"bfloat({value}f)"
+        else:
+            token.out = value + "f"
+
+
+def _function_pointers(tokens: TokenList) -> None:
+    """Make function pointers among template parameters references: C++ for OpenCL takes only those."""
+    for index in range(1, len(tokens) - 4):
+        if tokens[index].text == "(" and tokens.at(index + 1) == "*" and tokens.kind(index + 2) == "name":
+            if tokens.at(index + 3) != ")" or tokens.at(index + 4) != "(":
+                continue
+            begin = index - 1
+            while begin > 0 and tokens[begin].text not in (",", "<", ";", "{", "}", "(", ")"):
+                begin -= 1
+            if tokens[begin].text in (",", "<"):
+                tokens[index + 1].out = "&"
+
+
+def _address_spaces(tokens: TokenList, check: bool) -> None:
+    """Translate or erase address spaces; those behind a member function's parameters qualify ``this``."""
+    for index, token in enumerate(tokens):
+        if token.text not in ERASED_SPACES or tokens.at(index - 1) in (".", "->", "::"):
+            continue
+        if tokens.at(index - 1) == "[" or tokens.at(index + 1) in ("(", "]"):
+            continue  # an attribute
+        trailing = tokens.at(index - 1) == ")" or (
+            tokens.at(index - 1) == "const" and tokens.at(index - 2) == ")"
+        )
+        trailing = trailing and tokens.at(index + 1) in ("{", ":", ";", "=", "const", "noexcept")
+        if not check:
+            token.out = "" if trailing else ERASED_SPACES[token.text]
+        elif not trailing:
+            token.out = OPENCL_SPACES[token.text]
+        elif token.text == "constant":
+            token.out = "__constant"
+        elif token.text == "thread" and _is_constructor(tokens, index):
+            token.out = ""  # clang cannot construct temporaries with a __private constructor
+        else:
+            token.out = OPENCL_SPACES[token.text]
+
+
+def _is_constructor(tokens: TokenList, index: int) -> bool:
+    closing = index - 1 - (tokens.at(index - 1) == "const")
+    opening = tokens.partner[closing]
+    return tokens.at(index + 1) == ":" or tokens.at(opening - 2) in (
+        "constexpr",
+        ";",
+        "{",
+        "}",
+        "METAL_FUNC",
+        "inline",
+        ":",
+    )
+
+
+def _function_constants(tokens: TokenList, found: list[Declaration], program: Program) -> None:
+    """Turn function constants, and what is computed from them, into variables of the host thread."""
+    dependent: set[str] = set()
+    for constant in program.constants:
+        declaration = constant.declaration
+        tokens.erase(declaration.begin, declaration.end)
+        tokens[
+            declaration.begin
+        ].out = f"MSL_FUNCTION_CONSTANT({constant.type}, {constant.name}, {constant.index});"
+        dependent.add(constant.name)
+    for declaration in found:
+        if declaration.kind != "variable" or tokens.at(declaration.head_end) != "=":
+            continue
+        begin, assignment = declaration.head, declaration.head_end
+        words = [t.text for t in tokens[begin:assignment]]
+        if "constant" not in words or not dependent & {t.text for t in tokens[assignment : declaration.end]}:
+            continue
+        name = tokens[assignment - 1]
+        kept = [
+            t.text for t in tokens[begin : assignment - 1] if t.text not in ("constant", "const", "static")
+        ]
+        if "constexpr" in kept or name.kind != "name":
+            raise name.error(f"'{name.text}' depends on a function constant and must be a plain variable")
+        value = tokens.written(assignment + 1, declaration.end - 1)
+        tokens.erase(declaration.begin, declaration.end)
+        tokens[declaration.begin].out = f"MSL_COMPUTED_CONSTANT({name.text}, ({value}), {' '.join(kept)});"
+        dependent.add(name.text)
+
+
+def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
+    """Turn threadgroup variables of kernels into references to the memory of the running threadgroup."""
+    inside: dict[int, Kernel] = {}
+    for kernel in program.kernels:
+        assert kernel.declaration.body is not None
+        for index in range(*kernel.declaration.body):
+            inside[index] = kernel
+    for index, token in enumerate(tokens):
+        before = tokens.at(index - 1)
+        if token.text != "threadgroup" or before not in (";", "{", "}", ")", "const", "constexpr"):
+            continue
+        end, pointer = index, False
+        while end < len(tokens) and tokens[end].text not in (";", "{", "}", "(", ")", "="):
+            pointer = pointer or tokens[end].text in ("*", "&")
+            if tokens[end].text == "<" and (closing := tokens.closing_angle(end)) is not None:
+                end = closing
+            end = tokens.partner[end] + 1 if tokens[end].text == "[" else end + 1
+        if pointer or tokens.at(end) in ("{", "}", "(", ")"):
+            continue
+        if tokens.at(end) == "=":
+            raise token.error("a threadgroup variable cannot have an initializer")
+        if index not in inside:
+            raise token.error("a threadgroup variable must be declared in a kernel")
+        _threadgroup_variable(tokens, index, end, inside[index])
+
+
+def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kernel) -> None:
+    """Rewrite ``threadgroup T a[2], b;``; index is at ``threadgroup``, end at the semicolon."""
+    position = index + 1
+    while position < end:  # the type ends before the first name that a bracket, comma or semicolon follows
+        if tokens.at(position) == "<" and (closing := tokens.closing_angle(position)) is not None:
+            position = closing
+        elif tokens.kind(position) == "name" and (
+            tokens.at(position + 1) in ("[", ",") or position + 1 == end
+        ):
+            break
+        position += 1
+    kind = tokens.written(index + 1, position)
+    declared = []
+    while position < end:
+        name, start = tokens.at(position), position + 1
+        while position + 1 < end and tokens.at(position + 1) == "[" and not tokens.is_attribute(position + 1):
+            position = tokens.partner[position + 1]
+        dimensions = tokens.written(start, position + 1)
+        owner = "::".join((*kernel.scope, kernel.name)) + (kernel.template_arguments or "")
+        declared.append(f"MSL_THREADGROUP_VARIABLE({name}, ({dimensions}), ({owner}), {kind})")
+        position += 1
+        while position < end and tokens.at(position) != ",":
+            position += 1  # attributes
+        position += 1
+    tokens.erase(index, end)
+    tokens[index].out = "; ".join(declared)
+
+
+def _kernels(tokens: TokenList, found: list[Declaration]) -> None:
+    """Make kernels plain functions and drop their instantiations: the kernel table instantiates them."""
+    for declaration in found:
+        if not is_kernel(tokens, declaration):
+            continue
+        if declaration.instantiation:
+            tokens.erase(declaration.begin, declaration.end)
+            continue
+        for token in tokens[declaration.head : declaration.head_end]:
+            if token.text == "kernel":
+                token.out = ""
+
+
+def _attributes(tokens: TokenList) -> None:
+    """Erase ``[[...]]``: what they say is in the kernel table."""
+    index = 0
+    while index < len(tokens):
+        if tokens.is_attribute(index):
+            for attribute in attributes(tokens, index, tokens.partner[index] + 1):
+                tokens.erase(attribute.begin, attribute.end)
+            index = tokens.partner[index]
+        index += 1

@@ -1,0 +1,154 @@
+"""Tokens of a preprocessed Metal source.
+
+Passes rewrite a source by changing the ``out`` text of its tokens. White space, comments and line markers
+travel with the token behind them and are never changed, so the output has the lines of the input.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TOKEN = re.compile(
+    r"""
+    (?P<space>\s+ | //[^\n]* | /\*.*?\*/)
+  | (?P<directive>\#(?:\\\n|[^\n])*)
+  | (?P<string>"(?:\\.|[^"\\])*")
+  | (?P<character>'(?:\\.|[^'\\])+')
+  | (?P<number>(?:0[xX][0-9a-fA-F.]+(?:[pP][+-]?\d+)?|0[bB][01]+
+                |(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)[A-Za-z]*)
+  | (?P<name>[A-Za-z_]\w*)
+  | (?P<punctuation>::|->\*|->|<<=|<<|\.\.\.|[-+*/%&|^=<!]=|>=|&&|\|\||\+\+|--|.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+LINE_MARKER = re.compile(r'#\s*(?:line\s+)?(\d+)\s+"([^"]*)"')
+OPENING = {"(": ")", "[": "]", "{": "}"}
+
+
+class SourceError(Exception):
+    """A source that Metal would refuse, or that lies outside of the modelled language."""
+
+
+@dataclass(slots=True)
+class Token:
+    """One token: its kind and text, the space before it, where it stands, and what to write in its place."""
+
+    kind: str
+    text: str
+    space: str
+    file: str
+    line: int
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        self.out = self.text
+
+    def error(self, message: str) -> SourceError:
+        """Return an error at this token."""
+        return SourceError(f"{self.file}:{self.line}: error: {message}")
+
+
+class TokenList(list[Token]):
+    """The tokens of a source, with partners of brackets.
+
+    ``partner[i]`` is the index of the bracket that belongs to bracket ``i``, for (), [] and {}.
+    """
+
+    def __init__(self, tokens: Iterable[Token], tail: str = "") -> None:
+        super().__init__(tokens)
+        self.tail = tail
+        self.partner: dict[int, int] = {}
+        stack: list[int] = []
+        for index, token in enumerate(self):
+            if token.text in OPENING:
+                stack.append(index)
+            elif token.text in (")", "]", "}"):
+                if not stack or OPENING[self[stack[-1]].text] != token.text:
+                    raise token.error(f"unmatched '{token.text}'")
+                opening = stack.pop()
+                self.partner[opening], self.partner[index] = index, opening
+        if stack:
+            raise self[stack[-1]].error(f"unmatched '{self[stack[-1]].text}'")
+
+    def at(self, index: int) -> str:
+        """Return the text of a token, empty outside of the list."""
+        return self[index].text if 0 <= index < len(self) else ""
+
+    def kind(self, index: int) -> str:
+        """Return the kind of a token, empty outside of the list."""
+        return self[index].kind if 0 <= index < len(self) else ""
+
+    def is_attribute(self, index: int) -> bool:
+        """Whether ``[[`` begins here."""
+        return self.at(index) == "[" and self.at(index + 1) == "[" and not self[index + 1].space
+
+    def closing_angle(self, index: int) -> int | None:
+        """Return the ``>`` that closes the ``<`` at index; None where it is a comparison."""
+        depth = 0
+        while index < len(self):
+            text = self[index].text
+            if text == "<":
+                depth += 1
+            elif text == ">":
+                depth -= 1
+                if depth == 0:
+                    return index
+            elif text in ("(", "["):
+                index = self.partner[index]
+            elif text in (";", "{", "}", ")", "]", "&&", "||"):
+                return None
+            index += 1
+        return None
+
+    def text(self, begin: int, end: int) -> str:
+        """Return the source text of tokens [begin, end) on one line."""
+        return "".join((" " if t.space else "") + t.text for t in self[begin:end]).strip()
+
+    def written(self, begin: int, end: int) -> str:
+        """Return the output text of tokens [begin, end) on one line."""
+        return "".join((" " if t.space else "") + t.out for t in self[begin:end]).strip()
+
+    def erase(self, begin: int, end: int) -> None:
+        """Write nothing for tokens [begin, end)."""
+        for token in self[begin:end]:
+            token.out = ""
+
+    def render(self) -> str:
+        """Return the rewritten source."""
+        return "".join(part for token in self for part in (token.space, token.out)) + self.tail
+
+
+def tokenize(source: str, file: str) -> tuple[TokenList, list[tuple[str, int, str]]]:
+    """Split a preprocessed source.
+
+    Returns
+    -------
+    tokens
+        All tokens but space and directives.
+    directives
+        (file, line, text) of every ``#`` line that is not a line marker.
+    """
+    tokens: list[Token] = []
+    directives: list[tuple[str, int, str]] = []
+    position, line, space = 0, 1, ""
+    while position < len(source):
+        match = TOKEN.match(source, position)
+        assert match is not None  # the pattern ends in '.'
+        kind, text = match.lastgroup or "", match.group()
+        position = match.end()
+        if kind == "directive" and (marker := LINE_MARKER.match(text)):
+            line, file = int(marker[1]) - 1, marker[2]
+            space += f'#line {line + 1} "{file}"'
+        elif kind == "directive":
+            directives.append((file, line, text))
+            space += text
+        elif kind == "space":
+            space += text if not text.startswith("/") else "\n" * text.count("\n") or " "
+            line += text.count("\n")
+        else:
+            tokens.append(Token(kind, text, space, file, line))
+            space = ""
+            line += text.count("\n")
+    return TokenList(tokens, space), directives

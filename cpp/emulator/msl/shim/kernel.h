@@ -1,0 +1,98 @@
+// The kernel table: roles of arguments come from the scanner, their types from the function itself.
+#pragma once
+
+namespace msl {
+
+enum class Role : int {
+  buffer,
+  threadgroup,
+  thread_position_in_grid,
+  threads_per_grid,
+  threadgroup_position_in_grid,
+  threadgroups_per_grid,
+  thread_position_in_threadgroup,
+  threads_per_threadgroup,
+  dispatch_threads_per_threadgroup,
+  grid_origin,
+  grid_size,
+  thread_index_in_threadgroup,
+  thread_index_in_simdgroup,
+  simdgroup_index_in_threadgroup,
+  simdgroups_per_threadgroup,
+  dispatch_simdgroups_per_threadgroup,
+  threads_per_simdgroup,
+  thread_execution_width,
+  quadgroup_index_in_threadgroup,
+  quadgroups_per_threadgroup,
+  dispatch_quadgroups_per_threadgroup,
+  thread_index_in_quadgroup
+};
+template <Role R, int Index>
+struct Parameter {
+  MSL_CONSTANT Role role = R;
+  MSL_CONSTANT int index = Index;
+};
+
+// Number of components of a type that may hold a position, 0 for others.
+template <class T>
+struct Components {
+  MSL_CONSTANT int count = 0;
+};
+#define MSL_COMPONENTS(T)       \
+  template <>                   \
+  struct Components<T> {        \
+    MSL_CONSTANT int count = 1; \
+  };                            \
+  template <>                   \
+  struct Components<T##2> {     \
+    MSL_CONSTANT int count = 2; \
+  };                            \
+  template <>                   \
+  struct Components<T##3> {     \
+    MSL_CONSTANT int count = 3; \
+  };
+MSL_COMPONENTS(uint)
+MSL_COMPONENTS(ushort)
+template <class T>
+struct Components<const T> : Components<T> {};
+
+constexpr bool is_position(Role role) {
+  return role >= Role::thread_position_in_grid && role <= Role::grid_size;
+}
+constexpr bool is_index(Role role) {
+  return role >= Role::thread_index_in_threadgroup;
+}
+
+template <class T, class P>
+constexpr bool fits_role() {
+  static_assert(!is_position(P::role) || Components<T>::count > 0,
+                "a position is a uint or ushort, or a vector of two or three of them");
+  static_assert(!is_index(P::role) || Components<T>::count == 1, "an index is a uint or ushort");
+  return true;
+}
+
+}  // namespace msl
+
+#if MSL_CHECK
+
+namespace msl {
+template <class F, class... P>
+struct Checked;
+template <class... T, class... P>
+struct Checked<void(T...), P...> {
+  static_assert(sizeof...(T) == sizeof...(P),
+                "the scanner and the compiler disagree about a kernel's parameters");
+  MSL_CONSTANT bool value = (fits_role<T, P>() && ...);
+};
+template <class T>
+__local T& threadgroup_variable();
+}  // namespace msl
+#define MSL_FUNCTION_CONSTANT(type, name, index) extern const __constant type name
+#define MSL_COMPUTED_CONSTANT(name, value, type) \
+  const __constant type name = ::msl::computed<type>(MSL_UNWRAP value)
+#define MSL_THREADGROUP_VARIABLE(name, dimensions, kernel, ...)       \
+  __local ::msl::identity<__VA_ARGS__>(&name) MSL_UNWRAP dimensions = \
+      ::msl::threadgroup_variable<::msl::identity<__VA_ARGS__> MSL_UNWRAP dimensions>()
+#define is_function_constant_defined(name) (static_cast<void>(sizeof(name)), true)
+
+#endif

@@ -1,0 +1,140 @@
+// Runs single kernels for tests, without the Metal classes: a C interface to the executor on CPU threads, for
+// ctypes. Linked with cpu/*.cpp, metal/memory.cpp and compiled shaders into a shared library.
+#include <cstring>
+#include <future>
+#include <string>
+
+#include "../executor.h"
+
+namespace metal_emulator {
+namespace {
+
+std::vector<const ShaderLibrary*>& libraries() {
+  static auto* instance = new std::vector<const ShaderLibrary*>;
+  return *instance;
+}
+
+}  // namespace
+
+void register_library(const ShaderLibrary* library) {
+  libraries().push_back(library);
+}
+std::vector<const ShaderLibrary*> registered_libraries() {
+  return libraries();
+}
+
+}  // namespace metal_emulator
+
+using namespace metal_emulator;
+
+extern "C" {
+
+struct RunnerBuffer {
+  void* data;  // null: nothing is bound at this index
+  std::uint64_t bytes;
+  std::uint64_t offset;  // at which it is bound
+  std::int32_t kind;     // 0: a copy in guarded memory, 1: this memory itself, 2: as setBytes
+};
+
+struct RunnerConstant {
+  std::int32_t index, type;
+  std::uint64_t bits;
+};
+
+struct RunnerDispatch {
+  const char* kernel;
+  std::uint32_t grid[3], group[3], threads[3];  // threads of 0: as many as grid and group give
+  RunnerBuffer* buffers;
+  std::uint32_t buffer_count;
+  const std::uint64_t* threadgroup_bytes;
+  std::uint32_t threadgroup_count;
+  const RunnerConstant* constants;
+  std::uint32_t constant_count;
+  std::uint64_t seed;
+  std::uint32_t workers, checked, active_lanes, repeat;
+  // Results.
+  std::uint64_t threads_run, barriers, static_threadgroup_bytes, max_threads;
+  std::uint64_t bytes_read[31], bytes_written[31];  // in checked mode
+  double seconds;
+  char error[4096];  // empty: all went well
+};
+
+__attribute__((visibility("default"))) void runner_run(RunnerDispatch* run) {
+  static Executor& executor = *make_cpu_executor().release();  // its threads outlive static objects
+  run->error[0] = 0;
+  const auto fail = [&](const std::string& message) {
+    std::snprintf(run->error, sizeof run->error, "%s", message.c_str());
+  };
+  const ShaderLibrary* library = nullptr;
+  const Kernel* kernel = nullptr;
+  for (const ShaderLibrary* candidate : registered_libraries()) {
+    for (const Kernel& k : candidate->kernels) {
+      if (std::strcmp(k.name, run->kernel) == 0) library = candidate, kernel = &k;
+    }
+  }
+  if (!kernel) return fail(std::string("no kernel '") + run->kernel + "'");
+  Specialization constants;
+  for (std::uint32_t i = 0; i < run->constant_count; i++) {
+    constants.push_back(
+        {run->constants[i].index, static_cast<ConstantType>(run->constants[i].type), run->constants[i].bits});
+  }
+  executor.configure({.workers = run->workers,
+                      .seed = run->seed,
+                      .checked = run->checked != 0,
+                      .active_lanes = run->active_lanes != 0});
+  Command command;
+  DispatchCommand& dispatch = command.dispatch;
+  try {
+    dispatch.pipeline = executor.prepare(*library, *kernel, constants);
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+  run->static_threadgroup_bytes = dispatch.pipeline->static_threadgroup_bytes;
+  run->max_threads = dispatch.pipeline->max_threads;
+  const auto dim = [](const std::uint32_t* v) { return Dim3{v[0], v[1], v[2]}; };
+  dispatch.grid = dim(run->grid);
+  dispatch.group = dim(run->group);
+  dispatch.threads = dim(run->threads);
+  for (std::uint32_t i = 0; i < run->buffer_count; i++) {
+    const RunnerBuffer& given = run->buffers[i];
+    BoundBuffer bound;
+    bound.offset = given.offset;
+    if (given.data && given.kind == 0) {
+      bound.allocation = executor.allocate(given.bytes, true);
+      std::memcpy(bound.allocation->host(), given.data, given.bytes);
+    } else if (given.data && given.kind == 1) {
+      bound.allocation = executor.wrap(given.data, given.bytes);
+    } else if (given.data) {
+      const auto* bytes = static_cast<const std::byte*>(given.data);
+      bound.bytes.assign(bytes, bytes + given.bytes);
+    }
+    dispatch.buffers.push_back(std::move(bound));
+  }
+  for (std::uint32_t i = 0; i < run->threadgroup_count; i++) {
+    dispatch.threadgroup_bytes.push_back(run->threadgroup_bytes[i]);
+  }
+  const std::vector<BoundBuffer> buffers = dispatch.buffers;
+  std::vector<Command> commands(run->repeat ? run->repeat : 1, command);
+  std::promise<Completion> promise;
+  executor.submit(std::move(commands), [&](Completion result) { promise.set_value(std::move(result)); });
+  const Completion completion = promise.get_future().get();
+  fail(completion.error);
+  run->seconds = completion.end_seconds - completion.start_seconds;
+  for (const DispatchStatistics& statistics : completion.statistics) {
+    run->threads_run = statistics.threads;
+    run->barriers = statistics.barriers;
+    for (std::size_t i = 0; i < statistics.bytes_read.size(); i++) {
+      run->bytes_read[i] = statistics.bytes_read[i];
+      run->bytes_written[i] = statistics.bytes_written[i];
+    }
+  }
+  for (std::uint32_t i = 0; i < run->buffer_count; i++) {
+    const RunnerBuffer& given = run->buffers[i];
+    if (given.data && given.kind == 0) std::memcpy(given.data, buffers[i].allocation->host(), given.bytes);
+    if (buffers[i].allocation && !buffers[i].allocation->intact()) {
+      fail("a write past the end of buffer " + std::to_string(i));
+    }
+  }
+}
+
+}  // extern "C"

@@ -1,1 +1,0 @@
-"""Commands of ``metal-prefill``, one module each."""

@@ -1,0 +1,232 @@
+"""Compiles Metal sources for the fiber executor and runs their kernels on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATOR = ROOT / "cpp" / "emulator"
+CONSTANT_TYPES = {bool: 0, np.int8: 1, np.uint8: 2, np.int16: 3, np.uint16: 4, np.int32: 5, int: 5,
+                  np.uint32: 6,
+                  np.int64: 7, np.uint64: 8, np.float16: 9, np.float32: 10, float: 10}  # fmt: skip
+CONSTANT_FORMATS = {
+    0: "u1",
+    1: "i1",
+    2: "u1",
+    3: "i2",
+    4: "u2",
+    5: "i4",
+    6: "u4",
+    7: "i8",
+    8: "u8",
+    9: "f2",
+    10: "f4",
+}
+
+
+def find_clang() -> str | None:
+    """Return the clang that the emulator is built with, if there is one."""
+    names = (os.environ.get("METAL_EMULATOR_CLANG", ""), "clang++-19", "clang++-20", "clang++-18")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+class KernelError(Exception):
+    """What the executor said about a dispatch that failed."""
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+        ("kind", ctypes.c_int32),
+    )
+
+
+class _Constant(ctypes.Structure):
+    _fields_ = (("index", ctypes.c_int32), ("type", ctypes.c_int32), ("bits", ctypes.c_uint64))
+
+
+class _Dispatch(ctypes.Structure):
+    _fields_ = (
+        ("kernel", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3), ("group", ctypes.c_uint32 * 3), ("threads", ctypes.c_uint32 * 3),
+        ("buffers", ctypes.POINTER(_Buffer)), ("buffer_count", ctypes.c_uint32),
+        ("threadgroup_bytes", ctypes.POINTER(ctypes.c_uint64)), ("threadgroup_count", ctypes.c_uint32),
+        ("constants", ctypes.POINTER(_Constant)), ("constant_count", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64), ("workers", ctypes.c_uint32), ("checked", ctypes.c_uint32),
+        ("active_lanes", ctypes.c_uint32), ("repeat", ctypes.c_uint32),
+        ("threads_run", ctypes.c_uint64), ("barriers", ctypes.c_uint64),
+        ("static_threadgroup_bytes", ctypes.c_uint64),
+        ("max_threads", ctypes.c_uint64), ("bytes_read", ctypes.c_uint64 * 31),
+        ("bytes_written", ctypes.c_uint64 * 31),
+        ("seconds", ctypes.c_double), ("error", ctypes.c_char * 4096),
+    )  # fmt: skip
+
+
+@dataclass
+class NoCopy:
+    """An array to be bound where it lies, as newBufferWithBytesNoCopy does."""
+
+    array: np.ndarray[Any, Any]
+
+
+@dataclass
+class Offset:
+    """An array to be bound from a byte offset on."""
+
+    array: np.ndarray[Any, Any]
+    offset: int
+
+
+@dataclass
+class Run:
+    """What a dispatch reports."""
+
+    threads: int
+    barriers: int
+    static_threadgroup_bytes: int
+    max_threads: int
+    bytes_read: list[int] = field(default_factory=list)
+    bytes_written: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def build(sources: list[Path], folder: Path, sanitize: str = "", include: tuple[Path, ...] = ()) -> Path:
+    """Compile sources and the executor into one shared library.
+
+    Parameters
+    ----------
+    sources
+        Metal sources.
+    folder
+        Where objects and library go. Objects of the executor are made once per folder.
+    sanitize
+        Sanitizers such as 'address,undefined' or 'thread'.
+    """
+    clang = find_clang()
+    assert clang is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ["-std=c++20", "-O2", f"-I{EMULATOR}", "-g1", "-fPIC", "-fvisibility=hidden",
+             f"-DMETAL_EMULATOR_ASAN={int('address' in sanitize)}",
+             f"-DMETAL_EMULATOR_TSAN={int('thread' in sanitize)}"]  # fmt: skip
+    link = [f"-fsanitize={sanitize}", "-shared-libsan"] if sanitize else []
+    objects = []
+    executor = [
+        *sorted((EMULATOR / "cpu").glob("*.cpp")),
+        EMULATOR / "metal/memory.cpp",
+        EMULATOR / "testing/kernel_runner.cpp",
+    ]
+    for source in executor:
+        output = folder / f"{source.stem}.executor.o"
+        objects.append(output)
+        if not output.exists() or output.stat().st_mtime < max(
+            p.stat().st_mtime for p in (EMULATOR / "cpu").iterdir()
+        ):
+            instrument = (
+                link[:1]
+                if source.parent.name != "cpu" or sanitize != "thread" or source.stem == "executor"
+                else []
+            )
+            subprocess.run([clang, *flags, *instrument, "-c", source, "-o", output], check=True)
+    for source in sources:
+        for variant in ("plain",) if sanitize else ("plain", "checked"):
+            output = folder / f"{source.stem}.{variant}.o"
+            command = [sys.executable, EMULATOR / "msl/compile_shader.py", source, "-o", output]
+            command += ["--checked"] if variant == "checked" else []
+            command += ["--sanitize", sanitize] if sanitize else []
+            for path in include:
+                command += ["-I", path]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode or result.stderr:
+                raise KernelError(f"{source.name} does not compile:\n{result.stderr}")
+            objects.append(output)
+    library = folder / f"lib{sources[0].stem}.so"
+    subprocess.run([clang, "-shared", *link, *objects, "-o", library, "-lpthread", "-ldl"], check=True)
+    return library
+
+
+class KernelLibrary:
+    """The kernels of a built library."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def run(
+        self,
+        kernel: str,
+        grid: tuple[int, ...],
+        group: tuple[int, ...],
+        buffers: list[Any],
+        *,
+        threads: tuple[int, ...] | None = None,
+        threadgroup: tuple[int, ...] = (),
+        constants: dict[int, Any] | None = None,
+        seed: int = 0,
+        workers: int = 2,
+        checked: bool = False,
+        active_lanes: bool = False,
+        repeat: int = 1,
+    ) -> Run:
+        """Run a kernel; arrays are read and written in place, scalars and bytes are bound as setBytes does.
+
+        Raises
+        ------
+        KernelError
+            With the executor's message.
+        """
+        dispatch = _Dispatch(kernel=kernel.encode(), seed=seed, workers=workers, checked=checked,
+                             active_lanes=active_lanes, repeat=repeat)  # fmt: skip
+        for name, value in (("grid", grid), ("group", group)):
+            getattr(dispatch, name)[:] = (*value, *(1,) * (3 - len(value)))
+        if threads is not None:
+            dispatch.threads[:] = (*threads, *(1,) * (3 - len(threads)))
+        kept: list[Any] = []
+        rows = (_Buffer * max(len(buffers), 1))()
+        for row, value in zip(rows, buffers, strict=False):
+            if value is None:
+                continue
+            array, offset, kind = value, 0, 0
+            if isinstance(value, NoCopy):
+                array, kind = value.array, 1
+            elif isinstance(value, Offset):
+                array, offset = value.array, value.offset
+            elif not isinstance(value, np.ndarray):
+                array, kind = (
+                    np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value),
+                    2,
+                )
+            assert array.flags.c_contiguous
+            kept.append(array)
+            row.data, row.bytes, row.offset, row.kind = array.ctypes.data, array.nbytes, offset, kind
+        dispatch.buffers, dispatch.buffer_count = rows, len(buffers)
+        lengths = (ctypes.c_uint64 * max(len(threadgroup), 1))(*threadgroup)
+        dispatch.threadgroup_bytes, dispatch.threadgroup_count = lengths, len(threadgroup)
+        values = sorted((constants or {}).items())
+        table = (_Constant * max(len(values), 1))()
+        for row, (index, value) in zip(table, values, strict=False):
+            kind = CONSTANT_TYPES[type(value)]
+            bits = np.array(value, CONSTANT_FORMATS[kind]).tobytes()
+            row.index, row.type, row.bits = index, kind, int.from_bytes(bits, "little")
+        dispatch.constants, dispatch.constant_count = table, len(values)
+        self._library.runner_run(ctypes.byref(dispatch))
+        if dispatch.error:
+            raise KernelError(dispatch.error.decode())
+        return Run(
+            dispatch.threads_run,
+            dispatch.barriers,
+            dispatch.static_threadgroup_bytes,
+            dispatch.max_threads,
+            list(dispatch.bytes_read),
+            list(dispatch.bytes_written),
+            dispatch.seconds,
+        )
