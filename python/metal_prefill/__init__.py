@@ -8,6 +8,7 @@
 """
 
 from metal_prefill.errors import (
+    ChatTemplateError,
     ClosedError,
     ContextOverflowError,
     DeviceError,
@@ -24,6 +25,7 @@ from metal_prefill.session import Session
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatTemplateError",
     "ClosedError",
     "ContextOverflowError",
     "DeviceError",

@@ -25,6 +25,10 @@ class StateError(MetalPrefillError, ValueError):
     """The file is not a saved session, is damaged, or belongs to another model or cache dtype."""
 
 
+class ChatTemplateError(MetalPrefillError, ValueError):
+    """The model's chat template is not valid, or refuses the messages."""
+
+
 class HubError(MetalPrefillError, RuntimeError):
     """The model cannot be had from the Hugging Face Hub, nor from its cache."""
 

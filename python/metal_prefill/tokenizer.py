@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer as Segmenter
@@ -13,6 +14,9 @@ from tokenizers import Tokenizer as Segmenter
 from metal_prefill.errors import GGUFError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.vocabulary import SPACE, TokenType, Vocabulary
+
+if TYPE_CHECKING:
+    from metal_prefill.chat_template import ChatTemplate
 
 # Control tokens that end a turn or a text in the models at hand, for files whose metadata does not name them
 # all.
@@ -128,6 +132,71 @@ class Tokenizer:
                 ids += self._segmenter.encode(piece, add_special_tokens=False).ids
             after_token = isinstance(piece, int)
         return ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja text of the file's chat template; None where it has none."""
+        key = "tokenizer.chat_template"
+        source = self._gguf.metadata.get(key)
+        if source is not None and not isinstance(source, str):
+            raise GGUFError(
+                f"{self._gguf.path}: {key} has type {self._gguf.metadata.type_name(key)}, expected string"
+            )
+        return source
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Turn a conversation into token ids, by the file's chat template.
+
+        Control tokens are those that the template writes, never what a message spells like one. A file
+        without a template is served with a plain one: each message a paragraph under its role, as in
+        ``USER:``; an answer then ends with an empty line.
+
+        Parameters
+        ----------
+        messages
+            In order; each with a ``role`` (``system``, ``user``, ``assistant``, ...) and a ``content``.
+        add_generation_prompt
+            End with the beginning of an answer.
+        variables
+            For the template, such as ``tools`` or ``enable_thinking``. They are not searched for control
+            tokens: do not put text from outside here.
+
+        Raises
+        ------
+        ChatTemplateError
+            The template is not valid, or refuses these messages.
+        TypeError, ValueError
+            A message is not a mapping, or has no proper role.
+        """
+        pieces = self._chat.render(
+            messages,
+            {
+                "add_generation_prompt": add_generation_prompt,
+                "add_bos": self.add_bos,
+                "bos_token": self._spelling(self.bos_id),
+                "eos_token": self._spelling(self.eos_id),
+                "pad_token": self._spelling(self.pad_id),
+                "unk_token": self._spelling(self.unk_id),
+                "tools": None,
+                "documents": None,
+                **variables,
+            },
+        )
+        ids: list[int] = []
+        for text, special in pieces:
+            ids += [self._special[text]] if special else self.encode(text, add_bos=False)
+        return ids
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        from metal_prefill.chat_template import PLAIN_TEMPLATE, ChatTemplate
+
+        return ChatTemplate(self.chat_template or PLAIN_TEMPLATE, self._special)
+
+    def _spelling(self, token_id: int | None) -> str:
+        return "" if token_id is None else self.token(token_id)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Turn token ids into text; the inverse of `encode`.

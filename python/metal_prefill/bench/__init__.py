@@ -1,0 +1,130 @@
+"""Benchmarks: prompt processing and decoding, measured apart, alone or against peers on the same file.
+
+>>> from metal_prefill import bench
+>>> results = bench.run(prompts=[32, 512], compare=["llama.cpp"])   # a table in a notebook
+>>> results.row("metal_prefill", "pp512").median_ts                 # tokens per second
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metal_prefill.bench.errors import BenchError
+from metal_prefill.bench.results import BenchResults, Row
+
+if TYPE_CHECKING:
+    from metal_prefill.bench.client import WorkerFactory
+    from metal_prefill.bench.runner import Progress
+
+__all__ = ["BenchError", "BenchResults", "Row", "run"]
+
+
+def run(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    prompts: Sequence[int] = (32, 128, 512),
+    n_gen: int = 64,
+    depth: int = 32,
+    repetitions: int = 5,
+    threads: int | None = None,
+    device: str = "auto",
+    compute: str = "int8",
+    kv_dtype: str = "f16",
+    compare: Sequence[str] = (),
+    progress: Progress | None = None,
+    make_worker: WorkerFactory | None = None,
+) -> BenchResults:
+    """Measure this package on a model, and peers on the same file.
+
+    Each engine runs in a process of its own. They take turns sample by sample, and the machine is calibrated
+    before and after each: samples taken in a degraded state are dropped and repeated.
+
+    Parameters
+    ----------
+    model
+        GGUF file. None stands for a model of SmolLM-135M's shape with random weights, written and cached on
+        first use.
+    prompts
+        Lengths of the timed prompts, in tokens.
+    n_gen
+        Tokens that are decoded one by one; 0 leaves decoding out.
+    depth
+        Tokens in the context before decoding is timed.
+    repetitions
+        Samples that count, of each test of each engine.
+    threads
+        CPU threads; None for the engine's default alone, one per available core when there are peers.
+    device, compute, kv_dtype
+        As for `metal_prefill.Model`.
+    compare
+        Peers: ``"llama.cpp"``, ``"openvino"``. They need the extra ``bench``.
+    progress
+        Called before each sample with what is done, the samples of the test that count so far, and those
+        wanted.
+    make_worker
+        Makes the worker of an engine; by default a process.
+
+    Raises
+    ------
+    ValueError
+        Nothing to measure, a prompt longer than the model's context, an unknown peer.
+    BenchError
+        A peer is not installed, or an engine failed.
+    GGUFError, UnsupportedModelError
+        The file is no model that this package takes.
+    """
+    from metal_prefill.bench import cases, engines, machine, model_file
+    from metal_prefill.bench.client import WorkerProcess
+    from metal_prefill.bench.results import in_order, make_row
+    from metal_prefill.bench.runner import Runner
+
+    if repetitions < 1:
+        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+    tests = cases.make_cases(prompts, n_gen, depth)
+    names = [engines.OURS, *dict.fromkeys(compare)]
+    for name in names:
+        engines.check_installed(name)
+    path = Path(model) if model is not None else model_file.smollm_shape()
+    facts = model_file.read_facts(path)
+    longest = max(tests, key=lambda case: case.context)
+    if longest.context > facts.context_length:
+        raise ValueError(
+            f"{longest.name} takes {longest.context} positions, but the context of {path.name} "
+            f"has {facts.context_length}"
+        )
+    if threads is None and compare:
+        threads = machine.available_threads()
+    options = engines.Options(
+        path=os.fspath(path),
+        max_context=longest.context,
+        max_prompt=max(max(case.n_prompt, case.n_depth) for case in tests),
+        threads=threads,
+        device=device,
+        compute=compute,
+        kv_dtype=kv_dtype,
+    )
+    with ExitStack() as stack:
+        workers = []
+        for name in names:
+            if progress is not None:
+                progress(f"loading {name}", 0, 1)
+            worker = (make_worker or WorkerProcess)(name, options, facts.vocab_size)
+            stack.callback(worker.close)
+            workers.append(worker)
+        calibrator = machine.Calibrator(threads or machine.available_threads())
+        stack.callback(calibrator.close)
+        runner = Runner(workers, calibrator, repetitions, progress)
+        runner.run(tests)
+        cpu = machine.cpu_name()
+        rows = [
+            make_row(
+                worker, case, runner.selection(worker, case), facts, options, calibrator.reference_ns, cpu
+            )
+            for worker in workers
+            for case in tests
+        ]
+    return BenchResults(in_order(rows, names))

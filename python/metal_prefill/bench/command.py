@@ -1,0 +1,115 @@
+"""``metal-prefill bench``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from metal_prefill.bench.cases import DECODE_DEPTH
+from metal_prefill.bench.engines import KINDS, OURS
+from metal_prefill.cli import UsageError
+from metal_prefill.commands import common
+
+
+def _lengths(text: str) -> list[int]:
+    return [common.positive(word) for word in text.split(",")] if text else []
+
+
+def _names(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="GGUF file (default: SmolLM-135M's shape with random weights, written once and cached)",
+    )
+    parser.add_argument(
+        "--demo", action="store_true", help="measure the small model that ships with the package"
+    )
+    parser.add_argument(
+        "-p",
+        "--prompts",
+        type=_lengths,
+        default=[32, 128, 512],
+        metavar="N,N,...",
+        help="prompt lengths in tokens (default: 32,128,512)",
+    )
+    parser.add_argument(
+        "-n",
+        "--n-gen",
+        type=common.not_negative,
+        default=64,
+        metavar="N",
+        help="tokens to decode (default: 64)",
+    )
+    parser.add_argument(
+        "-d",
+        "--depth",
+        type=common.positive,
+        default=DECODE_DEPTH,
+        metavar="N",
+        help=f"tokens in the context before decoding is timed (default: {DECODE_DEPTH})",
+    )
+    parser.add_argument(
+        "-r",
+        "--repetitions",
+        type=common.positive,
+        default=5,
+        metavar="N",
+        help="samples of each test (default: 5)",
+    )
+    common.add_engine_arguments(parser)
+    output = parser.add_argument_group("output")
+    peers = ",".join(name for name in KINDS if name != OURS)
+    output.add_argument(
+        "--compare",
+        type=_names,
+        default=[],
+        metavar=peers,
+        help="measure peers on the same file, interleaved",
+    )
+    output.add_argument(
+        "--json", metavar="FILE", help="write the rows as JSON; - is stdout, instead of the table"
+    )
+    output.add_argument(
+        "--plot", metavar="PNG", help="draw speed over prompt length (needs the extra [plot])"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Measure, then print a table or JSON."""
+    from metal_prefill import bench, default_model_path
+
+    if arguments.demo and arguments.model:
+        raise UsageError("--demo stands for the model in the box; a model file cannot be named beside it")
+    if arguments.plot:
+        from metal_prefill.bench import plot
+
+        plot.check_installed()
+    model = default_model_path() if arguments.demo else arguments.model
+    with common.status_line() as show:
+        results = bench.run(
+            model,
+            prompts=arguments.prompts,
+            n_gen=arguments.n_gen,
+            depth=arguments.depth,
+            repetitions=arguments.repetitions,
+            threads=arguments.threads,
+            device=arguments.device,
+            compute=arguments.compute,
+            kv_dtype=arguments.kv_dtype,
+            compare=arguments.compare,
+            progress=None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}"),
+        )
+    if arguments.json == "-":
+        print(results.to_json())
+    else:
+        common.console().print(results)
+        if arguments.json:
+            Path(arguments.json).write_text(results.to_json() + "\n", encoding="utf-8")
+    if arguments.plot:
+        results.plot(arguments.plot)

@@ -1,0 +1,50 @@
+"""`metal_prefill` itself, as an engine to measure."""
+
+from __future__ import annotations
+
+from metal_prefill import Model, __version__
+from metal_prefill.bench.engines import Engine, Identity, Ids, Options
+from metal_prefill.bench.machine import available_threads
+
+
+class Ours(Engine):
+    """`metal_prefill.Model` through its public calls."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._model = Model(
+            options.path,
+            device=options.device,
+            max_context=options.max_context,
+            threads=options.threads,
+            compute=options.compute,
+            kv_dtype=options.kv_dtype,
+        )
+
+    def identity(self) -> Identity:
+        """Say what this is and how it runs."""
+        options = self._options
+        return Identity(
+            build=f"metal_prefill {__version__}",
+            device=self._model.device,
+            threads=int(self._model.stats().get("threads", available_threads())),
+            settings=f"{self._model.backend}, compute {options.compute}, KV {options.kv_dtype}",
+        )
+
+    def clear(self) -> None:
+        """Empty the context."""
+        self._model.reset()
+
+    def prefill(self, ids: Ids) -> None:
+        """Append a prompt and compute the logits of its last token."""
+        self._model.forward_prompt(ids)
+
+    def decode(self, ids: Ids) -> None:
+        """Append tokens one at a time, computing logits after each."""
+        for token in ids.tolist():
+            self._model.forward_token_greedy(token)
+
+
+def load(options: Options) -> Engine:
+    """Load the model."""
+    return Ours(options)

@@ -1,0 +1,140 @@
+"""The engines that can be measured, each behind the same three calls.
+
+A worker process makes one of them. An engine gets the same token ids as the others, starts from an empty
+context, and computes logits for the last token of a prompt only and for every decoded token. None samples:
+the ids to decode are given. (Ours also finds the largest logit, since that is what its calls return.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.bench.errors import BenchError
+
+Ids = npt.NDArray[np.int32]
+
+OURS = "metal_prefill"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine is to run.
+
+    Attributes
+    ----------
+    path : str
+        The GGUF file.
+    max_context : int
+        Positions that the longest test needs.
+    max_prompt : int
+        Tokens of the longest prompt.
+    threads : int or None
+        None: the engine's own default.
+    device, compute, kv_dtype : str
+        As for `metal_prefill.Model`; peers follow as far as they can.
+    """
+
+    path: str
+    max_context: int
+    max_prompt: int
+    threads: int | None = None
+    device: str = "auto"
+    compute: str = "int8"
+    kv_dtype: str = "f16"
+
+    def to_json(self) -> dict[str, Any]:
+        """As the keyword arguments that make it again."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What an engine says of itself.
+
+    Attributes
+    ----------
+    build : str
+        Name and version.
+    device : str
+        Where it runs; an emulator says that it is one.
+    threads : int
+    settings : str
+        What decides its speed, for the reader of a table.
+    """
+
+    build: str
+    device: str
+    threads: int
+    settings: str
+
+
+class Engine(ABC):
+    """A loaded model, ready to run."""
+
+    @abstractmethod
+    def identity(self) -> Identity:
+        """Say what this is and how it runs."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Empty the context."""
+
+    @abstractmethod
+    def prefill(self, ids: Ids) -> None:
+        """Append a prompt and compute the logits of its last token."""
+
+    @abstractmethod
+    def decode(self, ids: Ids) -> None:
+        """Append tokens one at a time, computing logits after each."""
+
+
+class Kind(NamedTuple):
+    """Where an engine's adapter is, and what has to be installed for it."""
+
+    adapter: str
+    modules: tuple[str, ...]
+    package: str
+
+
+KINDS = {
+    OURS: Kind("metal_prefill.bench.engine_ours", (), "metal_prefill"),
+    "llama.cpp": Kind("metal_prefill.bench.engine_llama_cpp", ("llama_cpp",), "llama-cpp-python"),
+    "openvino": Kind(
+        "metal_prefill.bench.engine_openvino", ("openvino", "openvino_genai"), "openvino and openvino-genai"
+    ),
+}
+
+
+def check_installed(name: str) -> None:
+    """Raise what to install if an engine lacks its package.
+
+    Raises
+    ------
+    ValueError
+        There is no engine of that name.
+    BenchError
+        Its package is not installed.
+    """
+    if name not in KINDS:
+        peers = ", ".join(known for known in KINDS if known != OURS)
+        raise ValueError(f"unknown engine {name!r} to compare with; known are {peers}")
+    kind = KINDS[name]
+    for module in kind.modules:
+        if importlib.util.find_spec(module) is None:
+            raise BenchError(
+                f"comparing with {name} needs {kind.package}, which is not installed: "
+                "pip install 'metal_prefill[bench]'"
+            )
+
+
+def load(name: str, options: Options) -> Engine:
+    """Load the model into an engine."""
+    engine: Engine = importlib.import_module(KINDS[name].adapter).load(options)
+    return engine

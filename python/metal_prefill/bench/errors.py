@@ -1,0 +1,9 @@
+"""Errors of benchmarks."""
+
+from __future__ import annotations
+
+from metal_prefill.errors import MetalPrefillError
+
+
+class BenchError(MetalPrefillError):
+    """A benchmark cannot begin or go on; names the engine."""

@@ -1,0 +1,138 @@
+"""The state of the machine: whether it is as fast now as at its best.
+
+On a shared or virtual machine, speed comes and goes: a hypervisor gives two virtual CPUs one core, another
+process takes one. A sample that was taken then says nothing about an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.floating[Any]]
+
+TOLERANCE = 1.25  # a calibration that takes this many times the best one marks a degraded machine
+REFERENCE_RUNS = 40
+POLL_S = 0.02
+KERNEL_VALUES = 4096  # float64 values, 32 KiB: within L1
+KERNEL_PASSES = 1024  # about 2 ms: short beside a sample, long beside the start of a thread
+
+
+def available_threads() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _divide_many_times(values: Rows) -> None:
+    # Division keeps a core's vector unit busy without touching memory. During this one call NumPy leaves the
+    # GIL to the other threads.
+    np.divide.reduce(values, axis=0)
+
+
+class Calibrator:
+    """Times a fixed computation on all threads at once.
+
+    The time is that of the slowest thread. So it shows a lower clock, another process on one of the cores,
+    and two virtual CPUs that share a core. Each thread is tied to a CPU of its own where the system allows
+    it, since a scheduler may well put two threads that wake together on the same one.
+
+    Parameters
+    ----------
+    threads
+        As many as the engines use.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._rows = np.broadcast_to(np.ones(KERNEL_VALUES), (KERNEL_PASSES, KERNEL_VALUES))
+        self._threads = [ThreadPoolExecutor(1) for _ in range(threads)]
+        if hasattr(os, "sched_setaffinity"):
+            cpus = sorted(os.sched_getaffinity(0))
+            for i, thread in enumerate(self._threads):
+                thread.submit(os.sched_setaffinity, 0, {cpus[i % len(cpus)]}).result()
+        self.reference_ns = sys.maxsize
+        for _ in range(REFERENCE_RUNS):
+            self.measure()
+
+    def measure(self) -> int:
+        """Run the computation once; return nanoseconds. The best time so far is the reference."""
+        begin = time.perf_counter_ns()
+        for done in [thread.submit(_divide_many_times, self._rows) for thread in self._threads]:
+            done.result()
+        elapsed = time.perf_counter_ns() - begin
+        self.reference_ns = min(self.reference_ns, elapsed)
+        return elapsed
+
+    def is_degraded(self, calibration_ns: int) -> bool:
+        """Whether the machine was clearly slower than at its best so far."""
+        return calibration_ns > TOLERANCE * self.reference_ns
+
+    def settle(self, patience_s: float) -> int:
+        """Wait for the machine to be at its best; return the last calibration.
+
+        Parameters
+        ----------
+        patience_s
+            Seconds after which it is taken as it is.
+        """
+        deadline = time.monotonic() + patience_s
+        while self.is_degraded(calibration := self.measure()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return calibration
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown()
+
+
+def stolen_ns() -> int:
+    """Time that the hypervisor withheld from this machine, all CPUs together; 0 where that is unknown."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return 0
+    ticks = int(fields[8]) if len(fields) > 8 else 0
+    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    # Not getrusage on Linux: a child inherits its parent's peak across fork and exec there.
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def involuntary_switches() -> int:
+    """How often this process's threads were taken off their cores although they wanted to go on."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def cpu_name() -> str:
+    """Name of the processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,79 @@
+"""The file to measure: found, or written and cached."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from metal_prefill.gguf_file import GGUFFile
+
+SHAPE = "smollm-135m"
+
+
+def cache_dir() -> Path:
+    """Folder for what can be made again: ``METAL_PREFILL_CACHE``, or the platform's cache for this user."""
+    chosen = os.environ.get("METAL_PREFILL_CACHE")
+    if chosen:
+        return Path(chosen)
+    if platform.system() == "Darwin":
+        return Path.home() / "Library" / "Caches" / "metal_prefill"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metal_prefill"
+
+
+def smollm_shape() -> Path:
+    """Return a model of SmolLM-135M's shape, tensor types and vocabulary size with random weights.
+
+    Speed depends on the shape and not on the words. Written on first use.
+    """
+    from metal_prefill import __version__, synth
+
+    path = cache_dir() / f"{SHAPE}-{__version__}.Q4_0.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        synth.synthesize(path, preset=SHAPE)
+    return path
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the rows of a benchmark say of a model, with llama-bench's names."""
+
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    vocab_size: int
+    context_length: int
+
+
+def _short(count: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.0f}{unit}" if value >= 10 else f"{value:.1f}{unit}"
+    return str(count)
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """Read them from the file; `model_type` names the type that most of the layers' weights have."""
+    from metal_prefill.architecture import read_config
+
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        sizes: Counter[str] = Counter()
+        for tensor in gguf.tensors.values():
+            if tensor.name.startswith("blk."):
+                sizes[tensor.type_name] += prod(tensor.shape)
+        n_params = sum(prod(tensor.shape) for tensor in gguf.tensors.values())
+        return ModelFacts(
+            model_filename=str(path),
+            model_type=f"{config.architecture} {_short(n_params)} {sizes.most_common(1)[0][0]}",
+            model_size=sum(tensor.nbytes for tensor in gguf.tensors.values()),
+            model_n_params=n_params,
+            vocab_size=config.vocab_size,
+            context_length=config.context_length,
+        )

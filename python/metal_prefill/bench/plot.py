@@ -1,0 +1,114 @@
+"""Results as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+from metal_prefill.bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from metal_prefill.bench.results import BenchResults, Row
+
+# The first is ours. Colours that stay apart for colour-blind readers (Okabe and Ito).
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v")
+
+
+def check_installed() -> None:
+    """Raise what to install if there is no matplotlib.
+
+    Raises
+    ------
+    BenchError
+        It is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BenchError("plots need matplotlib, which is not installed: pip install 'metal_prefill[plot]'")
+
+
+def _errors(rows: list[Row]) -> list[list[float]]:
+    return [
+        [row.spread.median - row.spread.low for row in rows],
+        [row.spread.high - row.spread.median for row in rows],
+    ]
+
+
+def _label(row: Row) -> str:
+    emulated = " (emulator)" if "emulat" in row.device.lower() else ""
+    return row.engine + emulated
+
+
+def _draw_prompts(axes: Any, results: BenchResults) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    lengths = sorted({row.n_prompt for row in results.rows if row.n_prompt})
+    for engine, colour, marker in zip(results.engines, COLOURS, MARKERS, strict=False):
+        rows = sorted(
+            (r for r in results.rows if r.engine == engine and r.n_prompt), key=lambda r: r.n_prompt
+        )
+        axes.errorbar(
+            [row.n_prompt for row in rows],
+            [row.median_ts for row in rows],
+            yerr=_errors(rows),
+            color=colour,
+            marker=marker,
+            capsize=3,
+            label=_label(rows[0]),
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("prompt length, tokens")
+    axes.set_ylabel("prefill, tok/s (median, min to max)")
+    axes.legend()
+
+
+def _draw_decode(axes: Any, results: BenchResults) -> None:
+    rows = [row for row in results.rows if row.n_gen]
+    names = [_label(row) for row in rows]
+    axes.bar(
+        names, [row.median_ts for row in rows], yerr=_errors(rows), color=COLOURS[: len(rows)], capsize=3
+    )
+    axes.set_ylabel("decode, tok/s (median, min to max)")
+    axes.tick_params(axis="x", rotation=20)
+
+
+def draw(results: BenchResults, path: str | os.PathLike[str]) -> None:
+    """Draw prefill speed over prompt length, and decoding beside it; peers in the same axes.
+
+    Parameters
+    ----------
+    results
+        Of `metal_prefill.bench.run`.
+    path
+        Picture to write; the ending chooses the format.
+
+    Raises
+    ------
+    BenchError
+        matplotlib is not installed, or there is nothing to draw.
+    """
+    check_installed()
+    panels = [
+        (panel, width)
+        for panel, width, present in (
+            (_draw_prompts, 2, any(row.n_prompt for row in results.rows)),
+            (_draw_decode, 1, any(row.n_gen for row in results.rows)),
+        )
+        if present
+    ]
+    if not panels:
+        raise BenchError("there are no results to draw")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.6 * sum(width for _, width in panels), 4.2), layout="constrained")
+    grid = figure.subplots(1, len(panels), width_ratios=[width for _, width in panels], squeeze=False)
+    for axes, (panel, _) in zip(grid[0], panels, strict=True):
+        panel(axes, results)
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", alpha=0.3)
+    first = results.rows[0]
+    figure.suptitle(f"{first.model_type}, {first.n_threads} threads, {first.cpu_info}", fontsize=10)
+    figure.savefig(path, dpi=150)

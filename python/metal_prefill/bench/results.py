@@ -1,0 +1,222 @@
+"""Results: one row per engine and test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from metal_prefill.bench.cases import Case
+from metal_prefill.bench.client import Worker
+from metal_prefill.bench.engines import OURS, Options
+from metal_prefill.bench.model_file import ModelFacts
+from metal_prefill.bench.samples import Selection
+from metal_prefill.bench.summary import Spread, ratios, spread, stddev
+
+NANO = 1e9
+EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
+
+
+@dataclass
+class Row:
+    """One test of one engine. Names that llama-bench has too mean what they mean there.
+
+    Attributes
+    ----------
+    engine, test : str
+        ``metal_prefill`` or a peer; ``pp512`` or ``tg64``.
+    build, device : str
+        Name and version of the engine; where it ran.
+    n_prompt, n_gen, n_depth : int
+        Timed prompt tokens, timed decoded tokens, tokens in the context before.
+    avg_ns, stddev_ns, median_ns : float
+        Of `samples_ns`, the durations in nanoseconds.
+    avg_ts, stddev_ts, median_ts : float
+        Of `samples_ts`, the speeds in tokens per second.
+    n_dropped, n_degraded : int
+        Samples that were taken in a degraded state of the machine: left out, and kept for want of better
+        ones.
+    load_ns : int
+        From the path to ready.
+    peak_rss : int
+        Largest resident memory of the engine's process over the whole benchmark, in bytes.
+    ratio : Spread or None
+        In a peer's row, our speed over the peer's: below 1 is a loss.
+    """
+
+    engine: str
+    test: str
+    build: str
+    device: str
+    settings: str
+    cpu_info: str
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    n_threads: int
+    compute: str
+    kv_dtype: str
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    test_time: str
+    avg_ns: float
+    stddev_ns: float
+    median_ns: float
+    avg_ts: float
+    stddev_ts: float
+    median_ts: float
+    samples_ns: list[int]
+    samples_ts: list[float]
+    n_dropped: int
+    n_degraded: int
+    calibration_ns: int
+    load_ns: int
+    peak_rss: int
+    note: str = ""
+    ratio: Spread | None = None
+
+    @property
+    def spread(self) -> Spread:
+        """Median and range of the speed in tokens per second."""
+        return spread(self.samples_ts)
+
+
+def make_row(
+    worker: Worker,
+    case: Case,
+    selection: Selection,
+    facts: ModelFacts,
+    options: Options,
+    calibration_ns: int,
+    cpu: str,
+) -> Row:
+    """Summarize the samples of one test of one engine."""
+    samples_ns = [sample.ns for sample in selection.kept]
+    samples_ts = [case.timed_tokens * NANO / ns for ns in samples_ns]
+    identity = worker.identity
+    notes = []
+    if "emulat" in identity.device.lower():
+        notes.append(EMULATOR_NOTE)
+    if selection.n_degraded:
+        notes.append(f"{selection.n_degraded} of {len(samples_ns)} samples from a degraded machine")
+    return Row(
+        engine=worker.name,
+        test=case.name,
+        build=identity.build,
+        device=identity.device,
+        settings=identity.settings,
+        cpu_info=cpu,
+        model_filename=facts.model_filename,
+        model_type=facts.model_type,
+        model_size=facts.model_size,
+        model_n_params=facts.model_n_params,
+        n_threads=identity.threads,
+        compute=options.compute,
+        kv_dtype=options.kv_dtype,
+        n_prompt=case.n_prompt,
+        n_gen=case.n_gen,
+        n_depth=case.n_depth,
+        test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        avg_ns=sum(samples_ns) / len(samples_ns),
+        stddev_ns=stddev(samples_ns),
+        median_ns=spread(samples_ns).median,
+        avg_ts=sum(samples_ts) / len(samples_ts),
+        stddev_ts=stddev(samples_ts),
+        median_ts=spread(samples_ts).median,
+        samples_ns=samples_ns,
+        samples_ts=samples_ts,
+        n_dropped=selection.n_dropped,
+        n_degraded=selection.n_degraded,
+        calibration_ns=calibration_ns,
+        load_ns=worker.load_ns,
+        peak_rss=worker.peak_rss(),
+        note="; ".join(notes),
+    )
+
+
+@dataclass
+class BenchResults:
+    """Rows of one benchmark; a table in a terminal and in a notebook.
+
+    Attributes
+    ----------
+    rows : list of Row
+        By engine, ours first, then by test.
+    int8_peak : float or None
+        Measured limit of 8-bit products on this machine, in multiply-adds per second; None where it is not
+        known.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    int8_peak: float | None = None
+
+    def __post_init__(self) -> None:
+        ours = {row.test: row for row in self.rows if row.engine == OURS}
+        for row in self.rows:
+            if row.engine != OURS and row.test in ours:
+                row.ratio = ratios(ours[row.test].samples_ts, row.samples_ts)
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines, in order."""
+        return list(dict.fromkeys(row.engine for row in self.rows))
+
+    @property
+    def tests(self) -> list[str]:
+        """Names of the tests, in order."""
+        return list(dict.fromkeys(row.test for row in self.rows))
+
+    def row(self, engine: str, test: str) -> Row:
+        """Return the row of one test of one engine; raises KeyError if there is none."""
+        for row in self.rows:
+            if (row.engine, row.test) == (engine, test):
+                return row
+        raise KeyError(f"{engine} has no test {test}")
+
+    def notes(self) -> list[str]:
+        """Return what a reader has to know beside the numbers."""
+        notes = dict.fromkeys(f"{row.engine} {row.test}: {row.note}" for row in self.rows if row.note)
+        dropped = sum(row.n_dropped for row in self.rows)
+        if dropped:
+            notes[
+                f"{dropped} samples were taken in a degraded state of the machine, dropped and repeated"
+            ] = None
+        return list(notes)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Rows as JSON objects."""
+        return [asdict(row) for row in self.rows]
+
+    def to_json(self) -> str:
+        """Rows as a JSON array."""
+        return json.dumps(self.to_dicts(), indent=2)
+
+    @classmethod
+    def from_dicts(cls, rows: Iterable[dict[str, Any]]) -> BenchResults:
+        """Read what `to_dicts` wrote."""
+        return cls([Row(**(row | {"ratio": None})) for row in rows])
+
+    def __rich__(self) -> Any:
+        from metal_prefill.bench.report import render
+
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        from metal_prefill.bench.report import to_html
+
+        return to_html(self)
+
+    def plot(self, path: str) -> None:
+        """Draw speed over prompt length as a picture; needs the extra ``plot``."""
+        from metal_prefill.bench.plot import draw
+
+        draw(self, path)
+
+
+def in_order(rows: Sequence[Row], engines: Sequence[str]) -> list[Row]:
+    """Sort rows by engine; tests keep their order."""
+    return sorted(rows, key=lambda row: engines.index(row.engine))

@@ -1,0 +1,102 @@
+"""Takes the samples: all engines in turn, the machine calibrated around each."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from metal_prefill.bench import machine
+from metal_prefill.bench.cases import Case
+from metal_prefill.bench.client import Worker
+from metal_prefill.bench.machine import Calibrator
+from metal_prefill.bench.samples import Sample, Selection, is_clean, select
+
+ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
+PATIENCE_S = 1.0  # how long a sample waits for a degraded machine to recover
+PATIENCE_IN_ALL_S = 60.0  # how long all samples together do
+
+Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
+
+
+@dataclass
+class Runner:
+    """Interleaves the engines.
+
+    The engines take turns sample by sample, so that what disturbs the machine hits all alike; the order
+    rotates, so that none always runs behind the same neighbour. Samples from a degraded machine are repeated,
+    up to `ATTEMPTS` times as many as are wanted.
+
+    Attributes
+    ----------
+    workers : sequence of Worker
+    calibrator : Calibrator
+    repetitions : int
+        Samples wanted of each test of each engine.
+    progress : callable, optional
+    patience_s : float
+        Seconds left for waiting until the machine is at its best.
+    samples : dict
+        All that were taken, in order.
+    """
+
+    workers: Sequence[Worker]
+    calibrator: Calibrator
+    repetitions: int
+    progress: Progress | None = None
+    patience_s: float = PATIENCE_IN_ALL_S
+    samples: dict[tuple[str, Case], list[Sample]] = field(default_factory=lambda: defaultdict(list))
+
+    def run(self, cases: Sequence[Case]) -> None:
+        """Take the samples of all tests.
+
+        The best state of the machine may show only late. Samples are judged by it once more at the end, and
+        those found wanting are repeated, in a second pass over the tests.
+        """
+        for case in cases:
+            for worker in self.workers:
+                self._report(f"{case.name}: warming up {worker.name}", case)
+                worker.sample(case)
+            self._collect(case)
+        for case in cases:
+            self._collect(case)
+
+    def selection(self, worker: Worker, case: Case) -> Selection:
+        """Return the samples that count."""
+        return select(self.samples[worker.name, case], self.repetitions, self._limit())
+
+    def _limit(self) -> float:
+        return machine.TOLERANCE * self.calibrator.reference_ns
+
+    def _clean(self, worker: Worker, case: Case) -> int:
+        limit = self._limit()
+        return sum(is_clean(sample, limit) for sample in self.samples[worker.name, case])
+
+    def _collect(self, case: Case) -> None:
+        turn = 0
+        while lacking := [worker for worker in self.workers if self._wants(worker, case)]:
+            # Whoever has enough sits out, unless all still want more: then the order rotates.
+            shift = turn % len(lacking)
+            for worker in lacking[shift:] + lacking[:shift]:
+                self._report(f"{case.name}: {worker.name}", case)
+                self.samples[worker.name, case].append(self._sample(worker, case))
+            turn += 1
+
+    def _wants(self, worker: Worker, case: Case) -> bool:
+        taken = len(self.samples[worker.name, case])
+        return taken < ATTEMPTS * self.repetitions and self._clean(worker, case) < self.repetitions
+
+    def _sample(self, worker: Worker, case: Case) -> Sample:
+        begin = time.monotonic()
+        before = self.calibrator.settle(min(PATIENCE_S, self.patience_s))
+        self.patience_s = max(0.0, self.patience_s - (time.monotonic() - begin))
+        stolen = machine.stolen_ns()
+        elapsed, switches = worker.sample(case)
+        stolen = machine.stolen_ns() - stolen
+        return Sample(elapsed, max(before, self.calibrator.measure()), switches, stolen)
+
+    def _report(self, what: str, case: Case) -> None:
+        if self.progress is not None:
+            counts = [min(self._clean(worker, case), self.repetitions) for worker in self.workers]
+            self.progress(what, sum(counts), self.repetitions * len(self.workers))

@@ -1,0 +1,75 @@
+"""Samples: one timed run of one test on one engine, and the state of the machine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Involuntary context switches that a quiet machine shows too: kernel threads need a core now and then.
+SWITCHES_ALLOWED = 2
+SWITCHES_ALLOWED_PER_SECOND = 20.0
+STOLEN_ALLOWED = 0.02  # share of a sample's time
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed run.
+
+    Attributes
+    ----------
+    ns : int
+        Duration.
+    calibration_ns : int
+        The slower of the calibrations before and after it.
+    switches : int
+        Involuntary context switches of the engine's threads during it.
+    stolen_ns : int
+        Time that the hypervisor withheld during it.
+    """
+
+    ns: int
+    calibration_ns: int = 0
+    switches: int = 0
+    stolen_ns: int = 0
+
+    def disturbed(self) -> bool:
+        """Whether something else ran on the engine's cores."""
+        allowed = SWITCHES_ALLOWED + SWITCHES_ALLOWED_PER_SECOND * self.ns * 1e-9
+        return self.switches > allowed or self.stolen_ns > STOLEN_ALLOWED * self.ns
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The samples that count.
+
+    Attributes
+    ----------
+    kept : list of Sample
+        In the order in which they were taken.
+    n_dropped : int
+        Samples taken in a degraded state and left out.
+    n_degraded : int
+        Samples among `kept` that were taken in a degraded state, because there were not enough good ones.
+    """
+
+    kept: list[Sample]
+    n_dropped: int
+    n_degraded: int
+
+
+def is_clean(sample: Sample, calibration_limit_ns: float) -> bool:
+    """Whether the sample was taken on an undisturbed machine."""
+    return sample.calibration_ns <= calibration_limit_ns and not sample.disturbed()
+
+
+def select(samples: Sequence[Sample], wanted: int, calibration_limit_ns: float) -> Selection:
+    """Choose the samples that count: the first clean ones, filled up with the least degraded.
+
+    How long the timed run itself took plays no part, so the choice cannot favour an engine.
+    """
+    clean = [i for i, sample in enumerate(samples) if is_clean(sample, calibration_limit_ns)][:wanted]
+    degraded = [i for i, sample in enumerate(samples) if not is_clean(sample, calibration_limit_ns)]
+    degraded.sort(key=lambda i: (samples[i].disturbed(), samples[i].calibration_ns))
+    filled = degraded[: wanted - len(clean)]
+    kept = [samples[i] for i in sorted(clean + filled)]
+    return Selection(kept, len(degraded) - len(filled), len(filled))

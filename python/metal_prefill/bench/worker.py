@@ -1,0 +1,71 @@
+"""One engine in a process of its own, so that memory and threads of engines are apart.
+
+``python -m metal_prefill.bench.worker NAME OPTIONS`` loads the engine and answers requests, one JSON object a
+line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from typing import IO, Any
+
+from metal_prefill.bench import engines, machine
+from metal_prefill.bench.cases import Case, token_ids
+from metal_prefill.bench.engines import Engine
+
+
+def timed_run(engine: Engine, case: Case, vocab_size: int) -> dict[str, int]:
+    """Run a test once; return its nanoseconds and the involuntary context switches meanwhile."""
+    ids = token_ids(case.context, vocab_size)
+    engine.clear()
+    if case.n_depth:
+        engine.prefill(ids[: case.n_depth])
+    timed = ids[case.n_depth :]
+    call = engine.prefill if case.n_prompt else engine.decode
+    switches = machine.involuntary_switches()
+    begin = time.perf_counter_ns()
+    call(timed)
+    elapsed = time.perf_counter_ns() - begin
+    return {"ns": elapsed, "switches": machine.involuntary_switches() - switches}
+
+
+def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str]) -> None:
+    """Load the engine, say what it is, and answer until `requests` ends."""
+
+    def reply(**fields: Any) -> None:
+        print(json.dumps(fields), file=replies, flush=True)
+
+    try:
+        vocab_size = options.pop("vocab_size")
+        before = machine.peak_rss_bytes()
+        begin = time.perf_counter_ns()
+        engine = engines.load(name, engines.Options(**options))
+        reply(load_ns=time.perf_counter_ns() - begin, rss_before_load=before, **asdict(engine.identity()))
+        gc.disable()
+        for line in requests:
+            request = json.loads(line)
+            if request["do"] == "sample":
+                reply(**timed_run(engine, Case(**request["case"]), vocab_size))
+                gc.collect()
+            else:
+                reply(peak_rss=machine.peak_rss_bytes())
+    except Exception as error:
+        reply(error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def main() -> None:
+    """Run as a process: requests on stdin, replies on stdout."""
+    # Libraries print to stdout too. The pipe is kept for replies; what they print goes to stderr.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.argv[1], json.loads(sys.argv[2]), sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

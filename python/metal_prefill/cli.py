@@ -1,0 +1,123 @@
+"""The command ``metal-prefill``.
+
+Each command is a module with ``add_arguments(parser)`` and ``execute(arguments)``. It is imported only when
+it is the one asked for, so that ``metal-prefill --help`` does not wait for NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class UsageError(ValueError):
+    """The command line asks for something that makes no sense."""
+
+
+class Command(NamedTuple):
+    """Where a command lives, and its line in the help."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "run": Command("metal_prefill.commands.run", "continue a prompt"),
+    "bench": Command(
+        "metal_prefill.bench.command", "measure prompt processing and decoding, alone or against peers"
+    ),
+    "info": Command("metal_prefill.commands.info", "show what is in a model file, and the devices"),
+    "perplexity": Command("metal_prefill.commands.perplexity", "score a text"),
+    "synth": Command("metal_prefill.commands.synth", "write a model of any shape with random weights"),
+}
+
+
+def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.ArgumentParser:
+    """Build the parser, with the options of one command; the others are only listed."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Fast prompt processing for small quantized Llama-family models.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. "
+        "METAL_PREFILL_TRACEBACK=1 shows where an error comes from.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        if name == wanted:
+            module = importlib.import_module(command.module)
+            module.add_arguments(subparser)
+            subparser.set_defaults(execute=module.execute)
+    return parser
+
+
+def report(error: BaseException) -> int:
+    """Print an error the way a user wants it and return the exit code it stands for."""
+    if os.environ.get("METAL_PREFILL_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        # Whoever read our output has left. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    from metal_prefill.errors import MetalPrefillError
+
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+    if isinstance(error, (MetalPrefillError, OSError, MemoryError)):
+        print(f"error: {error or type(error).__name__}", file=sys.stderr)
+        return EXIT_FAILED
+    if isinstance(error, ValueError):
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    hint = "METAL_PREFILL_TRACEBACK=1 shows where"
+    print(f"error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Parameters
+    ----------
+    argv
+        Arguments without the program's name; by default those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        parser = make_parser(wanted)
+        options = parser.parse_args(arguments)
+        if options.version:
+            from metal_prefill import __version__
+
+            print(f"metal-prefill {__version__}")
+        elif options.command is None:
+            parser.print_help(sys.stderr)
+            return EXIT_USAGE
+        else:
+            options.execute(options)
+        sys.stdout.flush()
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option, message already printed
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

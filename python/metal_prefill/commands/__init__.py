@@ -1,0 +1,1 @@
+"""Commands of ``metal-prefill``, one module each."""

@@ -1,0 +1,130 @@
+"""What several commands share: options of the engine, a progress bar for prompts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from metal_prefill import Model
+
+WIDTH_OF_FILES = 160  # columns of a table that goes to a file or a pipe
+PROGRESS_FROM = 1024  # tokens; shorter prompts are done before a bar would help
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    value = _integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """Parse an integer of at least 0."""
+    value = _integer(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose device, threads and number formats."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "-t", "--threads", type=positive, metavar="N", help="CPU threads (default: one per core)"
+    )
+    engine.add_argument("--device", choices=("auto", "cpu", "metal"), default="auto", help="default: auto")
+    engine.add_argument(
+        "--compute",
+        choices=("int8", "f32"),
+        default="int8",
+        help="activations against quantized weights: 8 bits per block of 32, or float32 (default: int8)",
+    )
+    engine.add_argument(
+        "--kv-dtype", choices=("f16", "f32"), default="f16", help="elements of the KV cache (default: f16)"
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``-m`` and ``--max-context``."""
+    parser.add_argument(
+        "-m",
+        "--model",
+        metavar="FILE",
+        help="GGUF file (default: the small model that ships with the package)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=positive,
+        metavar="N",
+        help="limit of the context in tokens (default: the model's)",
+    )
+
+
+def open_model(arguments: argparse.Namespace) -> Model:
+    """Open the model that the options ask for."""
+    from metal_prefill import Model
+
+    return Model(
+        arguments.model,
+        device=arguments.device,
+        max_context=arguments.max_context,
+        threads=arguments.threads,
+        compute=arguments.compute,
+        kv_dtype=arguments.kv_dtype,
+    )
+
+
+def console() -> Console:
+    """Return a console on stdout; a file or pipe is taken to be wide."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+
+
+@contextmanager
+def progress_bar(what: str, unit: str, enabled: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr while the body runs; the callback takes how much is done, and of how much.
+
+    Nothing is shown, and the callback is None, where stderr is not a terminal or `enabled` is false.
+    """
+    if not enabled or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], object] | None]:
+    """Show a line on stderr that says what is going on; yields None where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update

@@ -1,0 +1,133 @@
+"""``metal-prefill info``: what is in a model file, and the devices."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import fields
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metal_prefill.commands import common
+
+if TYPE_CHECKING:
+    from metal_prefill.gguf_file import GGUFFile
+
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "-m",
+        "--model",
+        metavar="FILE",
+        help="GGUF file (default: the small model that ships with the package)",
+    )
+    parser.add_argument("--plot", metavar="PNG", help="draw where the bytes are (needs the extra [plot])")
+
+
+def bytes_by_type(gguf: GGUFFile) -> list[tuple[str, int, int, int]]:
+    """Return type, tensors, weights and bytes of each tensor type, the largest first."""
+    tensors: Counter[str] = Counter()
+    weights: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in gguf.tensors.values():
+        tensors[tensor.type_name] += 1
+        weights[tensor.type_name] += prod(tensor.shape)
+        sizes[tensor.type_name] += tensor.nbytes
+    return [(name, tensors[name], weights[name], size) for name, size in sizes.most_common()]
+
+
+def role_of(name: str) -> str:
+    """Return the part of the model that a tensor belongs to: its name without layer number and ending."""
+    parts = name.removesuffix(".weight").removesuffix(".bias").split(".")
+    return ".".join(parts[2:]) if parts[0] == "blk" and len(parts) > 2 else ".".join(parts)
+
+
+def bytes_by_role(gguf: GGUFFile) -> list[tuple[str, dict[str, int]]]:
+    """Return bytes by tensor type of each part of the model, the largest part first."""
+    roles: dict[str, Counter[str]] = {}
+    for tensor in gguf.tensors.values():
+        roles.setdefault(role_of(tensor.name), Counter())[tensor.type_name] += tensor.nbytes
+    return sorted(
+        ((role, dict(sizes)) for role, sizes in roles.items()), key=lambda item: -sum(item[1].values())
+    )
+
+
+def devices() -> list[tuple[str, str]]:
+    """Return name and availability of each device."""
+    from metal_prefill import _core
+    from metal_prefill.model import resolve_device
+
+    if not _core.metal_available():
+        metal = "not available: needs a Mac with Apple Silicon, or a build with the emulator"
+    elif _core.has_emulator:
+        metal = "emulator: for correctness, says nothing about the speed of Metal"
+    else:
+        metal = "available"
+    return [("auto", resolve_device("auto")), ("cpu", "available"), ("metal", metal)]
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the tables."""
+    from rich.table import Table
+
+    from metal_prefill import default_model_path
+    from metal_prefill.architecture import read_config
+    from metal_prefill.gguf_file import GGUFFile
+
+    path = Path(arguments.model) if arguments.model else default_model_path()
+    console = common.console()
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        console.print(f"{path}: GGUF version {gguf.version}, {path.stat().st_size:,} bytes", highlight=False)
+        table = Table("setting", "value", title="configuration", title_justify="left")
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if value != ():
+                table.add_row(field.name, f"{value:g}" if isinstance(value, float) else str(value))
+        model_name, pre = gguf.metadata.get("tokenizer.ggml.model"), gguf.metadata.get("tokenizer.ggml.pre")
+        table.add_row(
+            "tokenizer", "none" if model_name is None else f"{model_name}" + (f" ({pre})" if pre else "")
+        )
+        console.print(table)
+
+        table = Table(title="tensors", title_justify="left")
+        for i, name in enumerate(("type", "tensors", "weights", "bytes", "MiB", "bits a weight")):
+            table.add_column(name, justify="left" if i == 0 else "right")
+        for kind, count, weights, size in bytes_by_type(gguf):
+            bits = f"{8 * size / weights:.2f}"
+            table.add_row(kind, str(count), f"{weights:,}", f"{size:,}", f"{size / MIB:.2f}", bits)
+        console.print(table)
+        if arguments.plot:
+            draw(gguf, arguments.plot)
+
+    table = Table("device", "state", title="devices", title_justify="left")
+    for device, state in devices():
+        table.add_row(device, state)
+    console.print(table)
+
+
+def draw(gguf: GGUFFile, path: str) -> None:
+    """Draw the bytes of each part of the model, by tensor type, as a picture."""
+    from metal_prefill.bench.plot import COLOURS, check_installed
+
+    check_installed()
+    from matplotlib.figure import Figure
+
+    roles = bytes_by_role(gguf)[::-1]
+    figure = Figure(figsize=(8, 1 + 0.32 * len(roles)), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(roles)
+    for i, (kind, *_) in enumerate(bytes_by_type(gguf)):
+        widths = [sizes.get(kind, 0) / MIB for _, sizes in roles]
+        names = [role for role, _ in roles]
+        axes.barh(names, widths, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_xlabel("MiB, all layers together")
+    axes.set_title(gguf.path.name, fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,305 @@
+"""The command line: what it prints, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metal_prefill import Model, cli
+from metal_prefill.commands import common
+from metal_prefill.commands.perplexity import perplexity, windows
+from metal_prefill.gguf_file import GGUFFile
+
+COMMAND = [sys.executable, "-m", "metal_prefill.cli"]
+PROMPT = "ROMEO:\n"
+NO_DEVICE = {k: v for k, v in os.environ.items() if k != "METAL_PREFILL_DEVICE"}
+
+
+def spawn(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=NO_DEVICE
+    )
+
+
+@pytest.fixture(autouse=True)
+def _plain_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("METAL_PREFILL_TRACEBACK", raising=False)
+    monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert re.search(rf"^\s+{name}\b", out, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    assert f"metal-prefill {name}" in capsys.readouterr().out
+
+
+def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_help_imports_no_command() -> None:
+    code = (
+        "import sys; from metal_prefill import cli; cli.main(['--help']); "
+        "late = ('metal_prefill.commands', 'metal_prefill.bench', 'rich'); "
+        "print([m for m in sys.modules if m.startswith(late)])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_run_continues_the_prompt_as_the_model_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-p", PROMPT, "-n", "20", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    with Model(device="cpu") as model:
+        expected = "".join(model.generate(PROMPT, 20))
+    assert len(expected) > 20
+    assert out == PROMPT + expected + "\n"
+
+
+def test_run_reports_prompt_and_decode_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-p", PROMPT, "-n", "20"]) == 0
+    line = capsys.readouterr().err
+    with Model() as model:
+        n_prompt = len(model.tokenizer.encode(PROMPT))
+    match = re.search(
+        r"prompt: (\d+) tokens, ([\d.]+) tok/s\s+\|\s+decode: (\d+) tokens, ([\d.]+) tok/s", line
+    )
+    assert match
+    assert int(match[1]) == n_prompt
+    assert int(match[3]) == 19  # the first of the 20 comes from the prompt's own logits
+    assert float(match[2]) > 0
+    assert float(match[4]) > 0
+
+
+def test_run_without_tokens_prints_the_prompt_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-p", PROMPT, "-n", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == PROMPT + "\n"
+    assert "tok/s" not in captured.err
+
+
+def test_run_samples_reproducibly(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        options = [
+            "--temperature",
+            "1",
+            "--top-k",
+            "50",
+            "--top-p",
+            "0.95",
+            "--min-p",
+            "0.01",
+            "--seed",
+            seed,
+        ]
+        assert cli.main(["run", "-p", PROMPT, "-n", "16", "--repeat-penalty", "1.1", *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-p", PROMPT, "-n", "60"]) == 0
+    word = capsys.readouterr().out.removeprefix(PROMPT).split()[3]
+    assert cli.main(["run", "-p", PROMPT, "-n", "60", "--stop", word]) == 0
+    assert word not in capsys.readouterr().out.removeprefix(PROMPT)
+
+
+def test_run_reads_the_prompt_from_a_file_or_stdin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["run", "-p", PROMPT, "-n", "8"]) == 0
+    expected = capsys.readouterr().out
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    assert cli.main(["run", "-f", str(file), "-n", "8"]) == 0
+    assert capsys.readouterr().out == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert cli.main(["run", "-f", "-", "-n", "8"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_info_counts_every_byte_of_the_tensors(capsys: pytest.CaptureFixture[str], demo_path: Path) -> None:
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    with GGUFFile(demo_path) as gguf:
+        for kind in {tensor.type_name for tensor in gguf.tensors.values()}:
+            size = sum(tensor.nbytes for tensor in gguf.tensors.values() if tensor.type_name == kind)
+            assert re.search(rf"{kind}\b.*\b{size:,}\b", out), kind
+    assert re.search(r"n_kv_heads\W+3\b", out)
+    assert re.search(r"tokenizer\W+gpt2 \(smollm\)", out)
+    assert re.search(r"cpu\W+available", out)
+
+
+def test_info_draws_where_the_bytes_are(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "bytes.png"
+    assert cli.main(["info", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.gguf"
+    assert cli.main(["synth", str(path), "--preset", "tiny"]) == 0
+    assert f"{path.stat().st_size:,} bytes" in capsys.readouterr().err
+    assert cli.main(["run", "-m", str(path), "-p", "ab", "-n", "3"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fly"],
+        ["run"],
+        ["run", "-p", "a", "-f", "b"],
+        ["run", "-p", "a", "-n", "-1"],
+        ["run", "-p", "a", "-n", "many"],
+        ["run", "-p", "a", "-t", "0"],
+        ["run", "-p", "a", "--device", "cuda"],
+        ["run", "-p", "a", "--temperature", "-1"],
+        ["run", "-p", "a", "--top-p", "2"],
+        ["run", "-p", "a", "--stop", ""],
+        ["run", "-p", "a", "--max-context", "100000"],
+        ["synth"],
+        ["bench", "-p", "0"],
+        ["bench", "-p", "32,32", "--demo"],
+        ["bench", "-p", "5000", "--demo"],
+        ["bench", "-p", "", "-n", "0", "--demo"],
+        ["bench", "--demo", "model.gguf"],
+        ["bench", "--demo", "--compare", "nobody"],
+        ["perplexity"],
+    ],
+)
+def test_wrong_use_is_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "error: " in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_missing_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.gguf"
+    for command in (["run", "-p", "a", "-m"], ["info", "-m"], ["bench"], ["run", "-f"]):
+        assert cli.main([*command, str(path)]) == 1
+        assert capsys.readouterr().err == f"error: {path}: No such file or directory\n"
+
+
+def test_a_damaged_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 60)
+    assert cli.main(["run", "-p", "a", "-m", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert str(path) in error
+    assert "Traceback" not in error
+
+
+def test_a_prompt_too_long_is_a_failed_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-p", "a " * 100, "--max-context", "16"]) == 1
+    assert "16" in capsys.readouterr().err
+
+
+def test_the_traceback_is_there_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_TRACEBACK", "1")
+    assert cli.main(["info", "-m", str(tmp_path / "none.gguf")]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_cleanly() -> None:
+    # Sampled text ends at no fixed point; the context of 1024 takes far longer than the first character.
+    process = spawn("run", "-p", PROMPT, "-n", "1000", "--temperature", "1", "--seed", "1", "-t", "1")
+    assert process.stdout is not None
+    process.stdout.read(len(PROMPT) + 1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == "interrupted\n"
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    process = spawn("run", "-p", PROMPT, "-n", "1000", "--temperature", "1", "--seed", "1")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+    assert error == ""
+
+
+def test_windows_begin_with_bos_and_drop_the_rest() -> None:
+    assert windows(range(10), 4, bos=99) == [[99, 1, 2, 3], [99, 5, 6, 7]]
+    assert windows(range(10), 4, bos=None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert windows(range(3), 4, bos=None) == []
+
+
+def test_perplexity_counts_second_halves_only() -> None:
+    # A window of 8 scores tokens 5, 6 and 7: entries 4, 5 and 6 of the log probabilities.
+    log_probs = np.array([-50, -50, -50, -50, -1, -2, -3], np.float32)
+    result = perplexity(lambda window: log_probs, [[0] * 8, [0] * 8])
+    assert result.value == pytest.approx(np.exp(2.0))
+    assert result.n_scored == 6
+    assert result.n_windows == 2
+    variance = 2 / 3
+    assert result.error == pytest.approx(np.exp(2.0) * np.sqrt(variance / 5))
+
+
+def test_perplexity_of_shakespeare_is_that_of_the_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verse = "MENENIUS:\nWhat work's, my countrymen, in hand? where go you\nWith bats and clubs?"
+    text = verse * 2
+    file = tmp_path / "text.txt"
+    file.write_text(text, encoding="utf-8")
+    assert cli.main(["perplexity", "-f", str(file), "-c", "16", "--windows", "2", "--compute", "f32"]) == 0
+    printed = capsys.readouterr().out
+
+    losses = []
+    with Model(compute="f32") as model:
+        ids = model.tokenizer.encode(text)
+        assert model.tokenizer.bos_id is not None
+        for begin in (0, 16):
+            window = [model.tokenizer.bos_id, *ids[begin + 1 : begin + 16]]
+            model.reset()
+            for position, token in enumerate(window[:-1]):
+                logits = model.forward_token(token).astype(np.float64)
+                if position >= 8:
+                    log_sum = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
+                    losses.append(log_sum - logits[window[position + 1]])
+    match = re.match(r"perplexity ([\d.]+) ± [\d.]+ over (\d+) tokens", printed)
+    assert match
+    assert int(match[2]) == len(losses) == 14
+    assert float(match[1]) == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
+
+
+def test_a_text_shorter_than_a_window_is_wrong_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("To be", encoding="utf-8")
+    assert cli.main(["perplexity", "-f", str(file)]) == 2
+    assert "one window takes 512" in capsys.readouterr().err
+
+
+def test_progress_is_silent_where_nobody_looks() -> None:
+    with common.progress_bar("prompt", "tokens") as progress:
+        assert progress is None
