@@ -37,7 +37,7 @@ build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
 	@rm -f build/.plain && touch $@
 
 demo: build/.plain
-	$(BIN)/metal-prefill run -p "ROMEO:" -n 120
+	$(BIN)/metal-prefill run -p "ROMEO:" -n 120 --temperature 0.8 --seed 3
 	$(BIN)/metal-prefill bench --demo -p 32,128,512 -n 64 -r 3
 
 test: build/.emulator
