@@ -209,7 +209,8 @@ void bind_blit_encoder(nb::module_& m) {
 void bind_commands(nb::module_& m) {
   nb::class_<Queue>(m, "Queue")
       .def("command_buffer", &new_command_buffer, "retained"_a = true,
-           nb::call_guard<nb::gil_scoped_release>());
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("release", &release<Queue>);
   bind_command_buffer(m);
   bind_compute_encoder(m);
   bind_blit_encoder(m);

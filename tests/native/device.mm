@@ -236,7 +236,8 @@ void bind_device(nb::module_& m) {
   nb::class_<Library>(m, "Library")
       .def_prop_ro("function_names", &function_names)
       .def("new_function", &new_function, "name"_a, "constants"_a = std::map<ConstantKey, Constant>(),
-           "`constants`: index or name to (type, value).");
+           "`constants`: index or name to (type, value).")
+      .def("release", &release<Library>);
 
   nb::class_<Pipeline>(m, "Pipeline")
       .def_prop_ro("label",
@@ -286,7 +287,8 @@ void bind_device(nb::module_& m) {
            })
       .def("new_pipeline", &new_pipeline, "function"_a, "label"_a = "", "max_threads"_a = 0, kWithoutGil)
       .def("new_pipeline_async", &new_pipeline_async, "function"_a, "handler"_a)
-      .def("new_queue", &new_queue, "max_command_buffers"_a = nb::none());
+      .def("new_queue", &new_queue, "max_command_buffers"_a = nb::none())
+      .def("release", &release<Device>);
 }
 
 }  // namespace metal_testing

@@ -9,7 +9,7 @@ namespace {
 constexpr std::size_t kMinConstantAlignment = 4;
 
 std::string join(const Size& size) {
-  return std::to_string(size.width) + "×" + std::to_string(size.height) + "×" + std::to_string(size.depth);
+  return std::to_string(size.width) + "x" + std::to_string(size.height) + "x" + std::to_string(size.depth);
 }
 
 void check_buffer(const Pipeline& pipeline, int dispatch, const KernelArgument& argument,

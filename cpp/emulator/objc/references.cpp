@@ -41,6 +41,17 @@ struct Census {
 };
 
 thread_local std::vector<Object*> autorelease_stack;
+// The object that a method has just autoreleased to return it. A caller that wants to keep it takes it from
+// the top of the stack again instead of retaining it once more, so that it does not wait for the pool.
+thread_local Object* just_returned = nullptr;
+
+// True when the reference that the callee put into the pool is the caller's now.
+bool take_returned(Object* object) {
+  const bool taken = object && just_returned == object && autorelease_stack.back() == object;
+  if (taken) autorelease_stack.pop_back();
+  just_returned = nullptr;
+  return taken;
+}
 
 // Literals and classes are never freed.
 bool is_immortal(Object* object) {
@@ -160,36 +171,43 @@ void objc_release(Object* object) {
 }
 
 void* objc_autoreleasePoolPush() {
+  just_returned = nullptr;
   return reinterpret_cast<void*>(autorelease_stack.size());
 }
 
 void objc_autoreleasePoolPop(void* pool) {
   const auto size = reinterpret_cast<std::size_t>(pool);
+  just_returned = nullptr;
   while (autorelease_stack.size() > size) {  // releasing may autorelease more
     Object* object = autorelease_stack.back();
     autorelease_stack.pop_back();
     objc_release(object);
   }
+  just_returned = nullptr;
 }
 
 Object* objc_autorelease(Object* object) {
+  just_returned = nullptr;
   if (object && !is_tagged(object)) autorelease_stack.push_back(object);
   return object;
 }
 
 Object* objc_autoreleaseReturnValue(Object* object) {
-  return objc_autorelease(object);
+  objc_autorelease(object);
+  just_returned = is_tagged(object) ? nullptr : object;
+  return object;
 }
 Object* objc_retainAutorelease(Object* object) {
   return objc_autorelease(objc_retain(object));
 }
 Object* objc_retainAutoreleaseReturnValue(Object* object) {
-  return objc_autorelease(objc_retain(object));
+  return objc_autoreleaseReturnValue(objc_retain(object));
 }
 Object* objc_retainAutoreleasedReturnValue(Object* object) {
-  return objc_retain(object);
+  return take_returned(object) ? object : objc_retain(object);
 }
 Object* objc_unsafeClaimAutoreleasedReturnValue(Object* object) {
+  if (take_returned(object)) objc_release(object);
   return object;
 }
 Object* objc_retainBlock(Object* block) {

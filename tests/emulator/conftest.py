@@ -1,0 +1,61 @@
+"""What the tests of the emulator share."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metal_kernels import KernelLibrary
+
+MISSING = (
+    "the package was built without the Metal emulator: install clang 19 (Debian: apt-get install clang-19 "
+    "lld-19 libclang-rt-19-dev) and run `make test`"
+)
+KERNELS = Path(__file__).parent / "kernels"
+
+
+@pytest.fixture(scope="session")
+def metal_testing() -> Any:
+    """Return the module through which tests call Metal, with an emulator of its own."""
+    try:
+        from metal_prefill import _metal_testing
+    except ImportError:
+        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    return _metal_testing
+
+
+@pytest.fixture
+def emulator(metal_testing: Any) -> Iterator[Any]:
+    """Yield the emulator's introspection; afterwards nothing may be alive and no misuse unnoticed."""
+    introspection = metal_testing.emulator
+    introspection.take_violations()
+    yield introspection
+    introspection.clear_faults()
+    introspection.set_options(introspection.Options())
+    introspection.set_limits(introspection.Limits())
+    introspection.set_history_depth(0)
+    gc.collect()
+    assert introspection.live_objects_by_class() == {}
+    assert introspection.take_violations() == []
+
+
+@pytest.fixture
+def device(metal_testing: Any, emulator: Any) -> Iterator[Any]:
+    """Yield an emulated device."""
+    device = metal_testing.Device()
+    yield device
+    device.release()
+
+
+@pytest.fixture
+def library(emulator: Any) -> Iterator[KernelLibrary]:
+    """Yield the kernels that the tests of the API run."""
+    library = KernelLibrary(KERNELS / "host_api.metal")
+    yield library
+    library.close()

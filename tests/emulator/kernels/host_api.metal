@@ -1,0 +1,79 @@
+// Small kernels for tests of the API around them.
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void add(device const float* a [[buffer(0)]],  //
+                device const float* b [[buffer(1)]],  //
+                device float* sum [[buffer(2)]],      //
+                uint i [[thread_position_in_grid]]) {
+  sum[i] = a[i] + b[i];
+}
+
+struct ScaleArgs {
+  uint count;
+  float factor;
+};
+
+kernel void scale(device const float* x [[buffer(0)]],      //
+                  device float* y [[buffer(1)]],            //
+                  constant ScaleArgs& args [[buffer(2)]],   //
+                  uint i [[thread_position_in_grid]]) {
+  if (i < args.count) y[i] = x[i] * args.factor;
+}
+
+kernel void negate4(device const float4* x [[buffer(0)]],  //
+                    device float4* y [[buffer(1)]],        //
+                    uint i [[thread_position_in_grid]]) {
+  y[i] = -x[i];
+}
+
+constant bool kHasBias [[function_constant(0)]];
+constant float kFactor [[function_constant(3)]];
+
+kernel void biased(device const float* x [[buffer(0)]],                                 //
+                   device const float* bias [[buffer(1), function_constant(kHasBias)]],  //
+                   device float* y [[buffer(2)]],                                       //
+                   uint i [[thread_position_in_grid]]) {
+  y[i] = x[i] * kFactor;
+  if (kHasBias) y[i] += bias[i];
+}
+
+kernel void reverse(device const uint* x [[buffer(0)]],          //
+                    device uint* y [[buffer(1)]],                //
+                    threadgroup uint* scratch [[threadgroup(0)]],  //
+                    uint i [[thread_position_in_threadgroup]],   //
+                    uint n [[threads_per_threadgroup]]) {
+  scratch[i] = x[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  y[i] = scratch[n - 1 - i];
+}
+
+kernel void static_scratch(device uint* y [[buffer(0)]],                //
+                           threadgroup uint* more [[threadgroup(0)]],  //
+                           uint i [[thread_position_in_threadgroup]]) {
+  threadgroup uint tile[1024];
+  tile[i] = i;
+  more[i] = 1;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  y[i] = tile[i] + more[i];
+}
+
+// Touches elements [first, first + count).
+kernel void store(device uint* y [[buffer(0)]],              //
+                  constant uint& first [[buffer(1)]],        //
+                  constant uint& value [[buffer(2)]],        //
+                  uint i [[thread_position_in_grid]]) {
+  y[first + i] = value;
+}
+
+kernel void load(device const uint* x [[buffer(0)]],  //
+                 device uint* y [[buffer(1)]],        //
+                 constant uint& first [[buffer(2)]],  //
+                 uint i [[thread_position_in_grid]]) {
+  y[i] = x[first + i];
+}
+
+[[max_total_threads_per_threadgroup(64)]] kernel void limited(device uint* y [[buffer(0)]],
+                                                              uint i [[thread_position_in_grid]]) {
+  y[i] = i;
+}

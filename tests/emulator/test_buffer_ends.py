@@ -1,0 +1,110 @@
+"""Reads and writes past a buffer's end are found, also where the memory behind it is mapped."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+from metal_kernels import KernelLibrary
+
+PAGE = mmap.PAGESIZE
+
+
+def run_store(library: KernelLibrary, buffer: Any, position: int) -> Any:
+    """Write one element at a position; returns the command buffer."""
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.compute_encoder()
+    encoder.set_pipeline(library.pipeline("store"))
+    encoder.set_buffer(0, buffer)
+    encoder.set_bytes(1, position.to_bytes(4, "little"))
+    encoder.set_bytes(2, b"\1\0\0\0")
+    encoder.dispatch_threads((1, 1, 1), (1, 1, 1))
+    encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
+    return command_buffer
+
+
+def run_load(library: KernelLibrary, buffer: Any, position: int) -> Any:
+    """Read one element at a position; returns the command buffer."""
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.compute_encoder()
+    encoder.set_pipeline(library.pipeline("load"))
+    encoder.set_buffer(0, buffer)
+    encoder.set_buffer(1, library.device.new_buffer(16))
+    encoder.set_bytes(2, position.to_bytes(4, "little"))
+    encoder.dispatch_threads((1, 1, 1), (1, 1, 1))
+    encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
+    return command_buffer
+
+
+def names(error: str, kernel: str, argument: str) -> bool:
+    """Return whether a message names kernel, dispatch and binding."""
+    return all(part in error for part in (f"kernel '{kernel}'", "dispatch 0", f"'{argument}'"))
+
+
+@pytest.mark.parametrize("length", [4, 40, 64, PAGE, PAGE + 4])
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_last_element_can_be_used(
+    device: Any, library: KernelLibrary, emulator: Any, length: int, checked: bool
+) -> None:
+    emulator.set_options(emulator.Options(checked=checked))
+    buffer = device.new_buffer(length)
+    assert run_store(library, buffer, length // 4 - 1).error == ""
+    assert run_load(library, buffer, length // 4 - 1).error == ""
+    assert buffer.contents.view(np.uint32)[-1] == 1
+
+
+@pytest.mark.parametrize("storage", ["shared", "private"])
+@pytest.mark.parametrize("length", [4, 40, 64, PAGE, PAGE + 4])
+def test_a_write_past_the_end_is_found(
+    device: Any, library: KernelLibrary, storage: str, length: int
+) -> None:
+    buffer = device.new_buffer(length, storage=storage, label="small")
+    command_buffer = run_store(library, buffer, length // 4)
+    assert command_buffer.status == "error"
+    assert names(command_buffer.error, "store", "y")
+
+
+@pytest.mark.parametrize("length", [64, PAGE])
+def test_a_read_past_the_end_is_found(device: Any, library: KernelLibrary, length: int) -> None:
+    command_buffer = run_load(library, device.new_buffer(length), length // 4)
+    assert command_buffer.status == "error"
+    assert names(command_buffer.error, "load", "x")
+
+
+def test_checked_mode_finds_any_read_past_the_end(device: Any, library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_options(emulator.Options(checked=True))
+    for length, position in ((4, 1), (40, 10), (40, 11), (256, 100_000)):
+        command_buffer = run_load(library, device.new_buffer(length), position)
+        assert names(command_buffer.error, "load", "x")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private mapping", "file mapping"])
+@pytest.mark.parametrize("write", [False, True])
+def test_checked_mode_finds_the_end_of_a_buffer_inside_a_larger_mapping(
+    device: Any, library: KernelLibrary, emulator: Any, shared: bool, write: bool
+) -> None:
+    emulator.set_options(emulator.Options(checked=True))
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4 * PAGE)
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        memory = np.frombuffer(mmap.mmap(file.fileno(), 4 * PAGE, flags=flags), np.uint8)
+    buffer = device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
+    run = run_store if write else run_load
+    assert run(library, buffer, PAGE // 4 - 1).error == ""
+    error = run(library, buffer, PAGE // 4).error
+    assert names(error, "store", "y") if write else names(error, "load", "x")
+    assert not memory[2 * PAGE :].any()
+
+
+def test_the_emulator_survives_an_error(device: Any, library: KernelLibrary) -> None:
+    buffer = device.new_buffer(PAGE)
+    for _ in range(20):
+        assert run_store(library, buffer, PAGE // 4).status == "error"
+        assert run_store(library, buffer, 3).status == "completed"

@@ -1,0 +1,162 @@
+"""Dispatches of a concurrent encoder that need a barrier between them, and those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from metal_kernels import KernelLibrary
+
+
+def u32(value: int) -> bytes:
+    """Return four bytes."""
+    return value.to_bytes(4, "little")
+
+
+class Encoder:
+    """A concurrent encoder over one buffer of 64 unsigned integers and a second one."""
+
+    def __init__(self, library: KernelLibrary, concurrent: bool = True) -> None:
+        self.library = library
+        self.first = library.device.new_buffer(256, label="first")
+        self.second = library.device.new_buffer(256, label="second")
+        self.command_buffer = library.queue.command_buffer()
+        self.encoder = self.command_buffer.compute_encoder(concurrent)
+        self.pipelines = {kernel: library.pipeline(kernel) for kernel in ("store", "load")}
+
+    def store(self, position: int, offset: int = 0) -> None:
+        """Write 8 elements of the first buffer, bound at a byte offset."""
+        self.encoder.set_pipeline(self.pipelines["store"])
+        self.encoder.set_buffer(0, self.first, offset)
+        self.encoder.set_bytes(1, u32(position))
+        self.encoder.set_bytes(2, u32(7))
+        self.encoder.dispatch_threads((8, 1, 1), (8, 1, 1))
+
+    def load(self, position: int, offset: int = 0, target: int = 0) -> None:
+        """Read 8 elements of the first buffer into the second, each bound at a byte offset."""
+        self.encoder.set_pipeline(self.pipelines["load"])
+        self.encoder.set_buffer(0, self.first, offset)
+        self.encoder.set_buffer(1, self.second, target)
+        self.encoder.set_bytes(2, u32(position))
+        self.encoder.dispatch_threads((8, 1, 1), (8, 1, 1))
+
+    def finish(self) -> str:
+        """Run it; returns the error."""
+        self.encoder.end()
+        self.command_buffer.commit()
+        self.command_buffer.wait()
+        return str(self.command_buffer.error)
+
+
+def test_read_after_write_without_a_barrier(library: KernelLibrary, emulator: Any) -> None:
+    encoder = Encoder(library)
+    encoder.store(0)
+    expected = (
+        r"kernel 'load', dispatch 1, buffer\(0\) 'x' reads bytes 0 to 256 of a buffer that "
+        r"kernel 'store', dispatch 0, buffer\(0\) 'y' writes, with no memory barrier"
+    )
+    with pytest.raises(emulator.ValidationError, match=expected):
+        encoder.load(0)
+    assert encoder.finish() == ""
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_reads_do_not_need_a_barrier(library: KernelLibrary, emulator: Any, checked: bool) -> None:
+    emulator.set_options(emulator.Options(checked=checked))
+    encoder = Encoder(library)
+    encoder.load(0, target=0)
+    encoder.load(0, target=128)
+    assert encoder.finish() == ""
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_barrier_orders(library: KernelLibrary, emulator: Any, checked: bool) -> None:
+    emulator.set_options(emulator.Options(checked=checked))
+    encoder = Encoder(library)
+    encoder.store(0)
+    encoder.encoder.barrier()
+    encoder.load(0)
+    assert encoder.finish() == ""
+    assert encoder.second.contents.view(np.uint32)[:8].tolist() == [7] * 8
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_serial_encoder_orders_by_itself(library: KernelLibrary, emulator: Any, checked: bool) -> None:
+    emulator.set_options(emulator.Options(checked=checked))
+    encoder = Encoder(library, concurrent=False)
+    encoder.store(0)
+    encoder.load(0)
+    assert encoder.finish() == ""
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_barrier_of_another_buffer_does_not_order(
+    library: KernelLibrary, emulator: Any, checked: bool
+) -> None:
+    emulator.set_options(emulator.Options(checked=checked))
+    encoder = Encoder(library)
+    encoder.store(0)
+    encoder.encoder.barrier([encoder.second])
+    if checked:
+        encoder.load(0)
+        assert "no memory barrier" in encoder.finish()
+    else:
+        with pytest.raises(emulator.ValidationError, match="no memory barrier"):
+            encoder.load(0)
+        encoder.encoder.end()
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_barrier_of_the_buffer_orders(library: KernelLibrary, emulator: Any, checked: bool) -> None:
+    emulator.set_options(emulator.Options(checked=checked))
+    encoder = Encoder(library)
+    encoder.store(0)
+    encoder.encoder.barrier([encoder.first])
+    encoder.load(0)
+    assert encoder.finish() == ""
+
+
+def test_parts_of_a_buffer_bound_at_different_offsets_are_independent(library: KernelLibrary) -> None:
+    encoder = Encoder(library)
+    encoder.store(0, offset=0)
+    encoder.store(0, offset=128)
+    encoder.load(0, offset=64)
+    assert encoder.finish() == ""
+
+
+def test_checked_mode_finds_parts_that_overlap(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_options(emulator.Options(checked=True))
+    encoder = Encoder(library)
+    encoder.store(4, offset=0)  # bytes 16 to 48
+    encoder.load(0, offset=32)  # bytes 32 to 64
+    error = encoder.finish()
+    assert "kernel 'load', dispatch 1, buffer(0) 'x' = \"first\" reads bytes 32 to 48" in error
+    assert "kernel 'store', dispatch 0, buffer(0) 'y' = \"first\" writes" in error
+
+
+def test_checked_mode_accepts_what_only_seems_to_overlap(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_options(emulator.Options(checked=True))
+    encoder = Encoder(library)
+    encoder.store(0)
+    encoder.load(8)
+    encoder.store(16)
+    assert encoder.finish() == ""
+
+
+def test_checked_mode_finds_two_writes(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_options(emulator.Options(checked=True))
+    encoder = Encoder(library)
+    encoder.store(0)
+    encoder.store(7)
+    assert "writes bytes 28 to 32" in encoder.finish()
+
+
+def test_a_new_encoder_is_ordered_after_the_one_before(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_options(emulator.Options(checked=True))
+    encoder = Encoder(library)
+    encoder.store(0)
+    encoder.encoder.end()
+    encoder.encoder = encoder.command_buffer.compute_encoder(True)
+    encoder.load(0)
+    assert encoder.finish() == ""

@@ -1,0 +1,317 @@
+"""Devices, buffers, libraries, pipelines, queues and command buffers do what Metal's documentation says."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from metal_kernels import KernelLibrary
+
+PAGE = mmap.PAGESIZE
+
+
+def page_aligned(pages: int) -> np.ndarray[Any, Any]:
+    """Return bytes that begin at a page."""
+    return np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8)
+
+
+def test_device_says_that_it_is_an_emulator(device: Any) -> None:
+    assert "emulator" in device.name.lower()
+
+
+def test_devices_are_one(metal_testing: Any, device: Any, emulator: Any) -> None:
+    other = metal_testing.Device()
+    assert emulator.live_objects_by_class() == {"EmulatorDevice": 1}
+    assert other.name == device.name
+
+
+@pytest.mark.parametrize(("family", "last"), [(7, 1007), (9, 1009)])
+def test_device_has_the_family_it_is_given(device: Any, emulator: Any, family: int, last: int) -> None:
+    emulator.set_limits(emulator.Limits(apple_family=family))
+    assert [f for f in range(1001, 1011) if device.supports_family(f)] == list(range(1001, last + 1))
+    assert device.supports_family(5001)  # Metal 3
+    assert not device.supports_family(4001)
+
+
+def test_shared_buffers_are_zeroed_and_visible(device: Any) -> None:
+    buffer = device.new_buffer(1000, label="x")
+    assert (buffer.length, buffer.storage, buffer.label) == (1000, "shared", "x")
+    assert not buffer.contents.any()
+    buffer.contents[999] = 7
+    assert buffer.contents[999] == 7
+
+
+def test_private_buffers_are_not_visible_and_begin_as_nan(device: Any, library: KernelLibrary) -> None:
+    private = device.new_buffer(64, storage="private")
+    assert private.contents is None
+    visible = device.new_buffer(64)
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.blit_encoder()
+    encoder.copy(private, 0, visible, 0, 64)
+    encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
+    assert np.isnan(visible.contents.view(np.float32)).all()
+
+
+def test_buffers_copy_the_bytes_they_are_made_from(device: Any) -> None:
+    assert device.new_buffer_with_bytes(b"metal").contents.tobytes() == b"metal"
+
+
+def test_buffers_without_copy_stand_on_the_memory_itself(device: Any, library: KernelLibrary) -> None:
+    memory = page_aligned(2)
+    floats = memory.view(np.float32)
+    floats[:] = 1
+    buffer = device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
+    encode_add(device, library, buffer, PAGE // 4)
+    assert (floats[: PAGE // 4] == 1).all()
+    assert (floats[PAGE // 4 :] == 2).all()
+
+
+def encode_add(device: Any, library: KernelLibrary, buffer: Any, count: int) -> None:
+    """Double a buffer of floats in place."""
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.compute_encoder()
+    encoder.set_pipeline(library.pipeline("add"))
+    for index in range(3):
+        encoder.set_buffer(index, buffer)
+    encoder.dispatch_threads((count, 1, 1), (64, 1, 1))
+    encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
+    assert command_buffer.error == ""
+
+
+def test_the_deallocator_runs_when_the_buffer_goes(device: Any, emulator: Any) -> None:
+    memory = page_aligned(1)
+    alive = weakref.ref(memory)
+    buffer = device.new_buffer_no_copy(memory)
+    del memory
+    assert [info.no_copy for info in emulator.live_buffers()] == [True]
+    assert alive() is not None
+    del buffer
+    assert emulator.live_buffers() == []
+    assert alive() is None
+
+
+def test_allocated_bytes_are_those_of_live_buffers(device: Any, emulator: Any) -> None:
+    before = device.allocated_bytes
+    buffer = device.new_buffer(1 << 20)
+    assert device.allocated_bytes - before == 1 << 20
+    del buffer
+    assert device.allocated_bytes == emulator.allocated_bytes() == before
+
+
+def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
+    emulator.fail_allocation(2)
+    first = device.new_buffer(16)
+    with pytest.raises(MemoryError):
+        device.new_buffer(16)
+    assert device.new_buffer(16).length == first.length
+
+
+def test_library_lists_its_functions(library: KernelLibrary) -> None:
+    expected = "add scale negate4 biased reverse static_scratch store load limited"
+    assert sorted(library.library.function_names) == sorted(expected.split())
+
+
+def test_a_text_that_does_not_compile_is_an_error(metal_testing: Any, device: Any) -> None:
+    with pytest.raises(metal_testing.MetalError, match="newLibraryWithSource"):
+        device.new_library("kernel void broken( {")
+
+
+def test_a_missing_library_file_is_an_error(metal_testing: Any, device: Any) -> None:
+    with pytest.raises(metal_testing.MetalError, match=r"no such library.*nowhere\.metallib"):
+        device.load_library("/nowhere.metallib")
+
+
+def test_an_unknown_function_is_an_error(metal_testing: Any, library: KernelLibrary) -> None:
+    with pytest.raises(metal_testing.MetalError, match="no function 'divide'"):
+        library.library.new_function("divide")
+
+
+def test_function_constants_choose_arguments_and_values(library: KernelLibrary) -> None:
+    x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
+    library.dispatch("biased", [x, None, y], grid=8, threads=8, constants={0: ("bool", 0), 3: ("float", 0.5)})
+    np.testing.assert_array_equal(y, x * 0.5)
+    bias = np.full(8, 10, np.float32)
+    constants = {"kHasBias": ("bool", 1.0), 3: ("float", 2.0)}
+    library.dispatch("biased", [x, bias, y], grid=8, threads=8, constants=constants)
+    np.testing.assert_array_equal(y, x * 2 + 10)
+
+
+def test_a_function_constant_of_another_type_is_an_error(metal_testing: Any, library: KernelLibrary) -> None:
+    with pytest.raises(metal_testing.MetalError, match=r"'kFactor'.*not declared as int"):
+        library.library.new_function("biased", {3: ("int", 1)})
+
+
+def test_pipelines_tell_their_limits(device: Any, library: KernelLibrary) -> None:
+    pipeline = library.pipeline("static_scratch")
+    assert (pipeline.max_threads, pipeline.execution_width) == (1024, 32)
+    assert pipeline.static_threadgroup_bytes == 4096
+    assert library.pipeline("limited").max_threads == 64
+    function = library.library.new_function("add")
+    assert device.new_pipeline(function, max_threads=128).max_threads == 128
+
+
+def test_pipelines_can_be_built_on_other_threads(device: Any, library: KernelLibrary, emulator: Any) -> None:
+    built: list[Any] = []
+    before = emulator.counters().pipelines
+    for _ in range(20):
+        device.new_pipeline_async(library.library.new_function("add"), built.append)
+    emulator.live_objects()  # waits
+    assert emulator.counters().pipelines - before == 20
+    assert [pipeline.max_threads for pipeline in built] == [1024] * 20
+
+
+def test_a_command_buffer_passes_through_its_states(library: KernelLibrary) -> None:
+    command_buffer = library.queue.command_buffer()
+    assert command_buffer.status == "not enqueued"
+    command_buffer.enqueue()
+    assert command_buffer.status == "enqueued"
+    statuses: list[str] = []
+    command_buffer.add_scheduled_handler(statuses.append)
+    command_buffer.add_completed_handler(statuses.append)
+    command_buffer.commit()
+    command_buffer.wait()
+    assert command_buffer.status == "completed"
+    assert statuses == ["scheduled", "completed"]
+    assert 0 < command_buffer.gpu_start <= command_buffer.gpu_end
+
+
+def test_command_buffers_run_in_the_order_in_which_they_were_enqueued(
+    device: Any, library: KernelLibrary
+) -> None:
+    buffer = device.new_buffer(4)
+    first, second = library.queue.command_buffer(), library.queue.command_buffer()
+    for command_buffer, value in ((first, 1), (second, 2)):
+        command_buffer.enqueue()
+        encoder = command_buffer.blit_encoder()
+        encoder.fill(buffer, 0, 4, value)
+        encoder.end()
+    second.commit()
+    assert second.status == "committed"
+    first.commit()
+    second.wait()
+    assert buffer.contents.tolist() == [2] * 4
+
+
+def test_blit_encoders_copy_and_fill(device: Any, library: KernelLibrary) -> None:
+    a, b = device.new_buffer_with_bytes(bytes(range(16))), device.new_buffer(16)
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.blit_encoder()
+    encoder.fill(b, 0, 16, 0xEE)
+    encoder.copy(a, 4, b, 8, 5)
+    encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
+    assert b.contents.tolist() == [0xEE] * 8 + [4, 5, 6, 7, 8] + [0xEE] * 3
+
+
+def test_retained_buffers_live_until_the_command_buffer_completes(
+    device: Any, library: KernelLibrary, emulator: Any
+) -> None:
+    source, target = device.new_buffer_with_bytes(b"abcd"), device.new_buffer(4)
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.blit_encoder()
+    encoder.copy(source, 0, target, 0, 4)
+    encoder.end()
+    del source
+    assert len(emulator.live_buffers()) == 2
+    command_buffer.commit()
+    command_buffer.wait()
+    assert target.contents.tobytes() == b"abcd"
+    assert len(emulator.live_buffers()) == 1
+
+
+def test_an_injected_fault_fails_the_command_buffer_it_is_meant_for(
+    device: Any, library: KernelLibrary, emulator: Any
+) -> None:
+    emulator.fail_command_buffer(2, "out of luck", code=8)
+    for expected in ("completed", "error", "completed"):
+        command_buffer = library.queue.command_buffer()
+        seen: list[str] = []
+        command_buffer.add_completed_handler(seen.append)
+        command_buffer.commit()
+        command_buffer.wait()
+        assert [command_buffer.status] == seen == [expected]
+        if expected == "error":
+            assert (command_buffer.error, command_buffer.error_code) == ("out of luck", 8)
+
+
+def test_a_fault_in_the_middle_leaves_the_dispatches_before_it_done(
+    device: Any, library: KernelLibrary, emulator: Any
+) -> None:
+    buffer = device.new_buffer(8)
+    emulator.fail_command_buffer(1, "half way", dispatches=1)
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.compute_encoder()
+    encoder.set_pipeline(library.pipeline("store"))
+    encoder.set_buffer(0, buffer)
+    for position in range(2):
+        encoder.set_bytes(1, position.to_bytes(4, "little"))
+        encoder.set_bytes(2, (9).to_bytes(4, "little"))
+        encoder.dispatch_threads((1, 1, 1), (1, 1, 1))
+    encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
+    assert command_buffer.error == "half way"
+    assert buffer.contents.view(np.uint32).tolist() == [9, 0]
+
+
+def test_history_tells_what_was_dispatched(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_history_depth(1)
+    library.dispatch("add", [np.ones(100, np.float32)] * 3, grid=100, threads=32)
+    (record,) = emulator.history()
+    (dispatch,) = record.dispatches
+    assert (dispatch.kernel, dispatch.grid, dispatch.group) == ("add", (4, 1, 1), (32, 1, 1))
+    assert dispatch.threads == 100
+    assert [(binding.index, binding.name) for binding in dispatch.bindings] == [
+        (0, "a"),
+        (1, "b"),
+        (2, "sum"),
+    ]
+    assert record.end_seconds >= record.start_seconds > 0
+
+
+def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_options(emulator.Options(checked=True))
+    emulator.set_history_depth(1)
+    library.dispatch("add", [np.ones(100, np.float32)] * 3, grid=100, threads=32)
+    bindings = emulator.history()[0].dispatches[0].bindings
+    assert [(binding.bytes_read, binding.bytes_written) for binding in bindings] == [
+        (400, 0),
+        (400, 0),
+        (0, 400),
+    ]
+
+
+def test_counters_count(library: KernelLibrary, emulator: Any) -> None:
+    before = emulator.counters()
+    counts = (before.command_buffers, before.dispatches, before.buffers)
+    library.dispatch("add", [np.ones(4, np.float32)] * 3, grid=4, threads=4)
+    after = emulator.counters()
+    assert (after.command_buffers, after.dispatches, after.buffers) == (
+        counts[0] + 1,
+        counts[1] + 1,
+        counts[2] + 3,
+    )
+
+
+def test_ten_thousand_objects_leave_nothing_behind(
+    device: Any, library: KernelLibrary, emulator: Any
+) -> None:
+    before = emulator.live_objects()
+    for _ in range(1000):
+        command_buffer = library.queue.command_buffer()
+        encoder = command_buffer.blit_encoder()
+        encoder.fill(device.new_buffer(64), 0, 64, 1)
+        encoder.end()
+        command_buffer.commit()
+        command_buffer.wait()
+        del command_buffer, encoder
+    assert emulator.live_objects() == before
+    assert emulator.live_buffers() == []

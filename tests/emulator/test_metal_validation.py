@@ -1,0 +1,307 @@
+"""Misuse that Apple's validation layer aborts on is a precise error at the call."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from metal_kernels import KernelLibrary
+
+PAGE = mmap.PAGESIZE
+
+
+class Setup:
+    """An open encoder with everything that `add` needs, of which a test spoils one thing."""
+
+    def __init__(self, library: KernelLibrary, kernel: str = "add", concurrent: bool = False) -> None:
+        self.library = library
+        self.device = library.device
+        self.buffers = [self.device.new_buffer(256, label=f"buffer {i}") for i in range(3)]
+        self.command_buffer = library.queue.command_buffer()
+        self.encoder = self.command_buffer.compute_encoder(concurrent)
+        self.encoder.set_pipeline(library.pipeline(kernel))
+        for index, buffer in enumerate(self.buffers):
+            self.encoder.set_buffer(index, buffer)
+
+    def dispatch(self, grid: int = 64, threads: int = 32) -> None:
+        """Run 64 threads."""
+        self.encoder.dispatch_threads((grid, 1, 1), (threads, 1, 1))
+
+    def finish(self) -> Any:
+        """Commit and wait."""
+        self.encoder.end()
+        self.command_buffer.commit()
+        self.command_buffer.wait()
+        return self.command_buffer
+
+
+@pytest.fixture
+def refuses(emulator: Any) -> Callable[[str], Any]:
+    """Context in which a call must be refused with a message that matches."""
+    return lambda pattern: pytest.raises(emulator.ValidationError, match=pattern)
+
+
+def test_the_setup_itself_is_right(library: KernelLibrary) -> None:
+    setup = Setup(library)
+    setup.dispatch()
+    assert setup.finish().status == "completed"
+
+
+def test_missing_binding(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    setup.dispatch()
+    setup.encoder.set_buffer(1, None)
+    with refuses(r"kernel 'add', dispatch 1, buffer\(1\) 'b': nothing is bound"):
+        setup.dispatch()
+    setup.encoder.end()
+
+
+def test_binding_that_only_a_function_constant_asks_for(library: KernelLibrary, refuses: Any) -> None:
+    x = np.zeros(4, np.float32)
+    with refuses(r"kernel 'biased', dispatch 0, buffer\(1\) 'bias': nothing is bound"):
+        library.dispatch(
+            "biased", [x, None, x], grid=4, threads=4, constants={0: ("bool", 1), 3: ("float", 1)}
+        )
+
+
+def test_bytes_for_an_argument_that_is_written(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    setup.encoder.set_bytes(2, bytes(256))
+    with refuses(r"buffer\(2\) 'sum': the kernel writes to it, but it was bound by setBytes"):
+        setup.dispatch()
+    setup.encoder.end()
+
+
+def test_struct_argument_that_is_too_short(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library, "scale")
+    setup.encoder.set_bytes(2, bytes(4))
+    with refuses(r"buffer\(2\) 'args': holds 4 bytes from offset 0, the argument needs 8"):
+        setup.dispatch()
+    setup.encoder.end()
+
+
+@pytest.mark.parametrize(("kernel", "index", "offset", "unit"), [("add", 0, 2, 4), ("negate4", 1, 8, 16)])
+def test_misaligned_offset(
+    library: KernelLibrary, refuses: Any, kernel: str, index: int, offset: int, unit: int
+) -> None:
+    setup = Setup(library, kernel)
+    setup.encoder.set_buffer_offset(index, offset)
+    with refuses(rf"kernel '{kernel}', .*buffer\({index}\).*offset {offset} is not a multiple of {unit}"):
+        setup.dispatch(8)
+    setup.encoder.end()
+
+
+def test_offset_outside_the_buffer(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    with refuses("setBuffer: offset 256 at index 0 lies outside the buffer of 256 bytes"):
+        setup.encoder.set_buffer(0, setup.buffers[0], 256)
+    with refuses("setBufferOffset: offset 300 at index 0 lies outside"):
+        setup.encoder.set_buffer_offset(0, 300)
+    with refuses("setBufferOffset: no buffer is bound at index 5"):
+        setup.encoder.set_buffer_offset(5, 0)
+    setup.encoder.end()
+
+
+def test_more_than_31_buffers(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    setup.encoder.set_buffer(30, setup.buffers[0])
+    with refuses("setBuffer: index 31 is not below 31"):
+        setup.encoder.set_buffer(31, setup.buffers[0])
+    with refuses("setBytes: index 31 is not below 31"):
+        setup.encoder.set_bytes(31, b"1234")
+    setup.encoder.end()
+
+
+def test_more_than_4_kb_of_bytes(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    setup.encoder.set_bytes(0, bytes(4096))
+    with refuses("setBytes: 4097 bytes at index 0 exceed the limit of 4096"):
+        setup.encoder.set_bytes(0, bytes(4097))
+    with refuses("setBytes: no bytes"):
+        setup.encoder.set_bytes(0, b"")
+    setup.encoder.end()
+
+
+def test_empty_grid_or_threadgroup(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    with refuses("kernel 'add', dispatch 0: the grid 0x1x1 is empty"):
+        setup.dispatch(0)
+    with refuses("kernel 'add', dispatch 0: the threadgroup 0x1x1 is empty"):
+        setup.dispatch(64, 0)
+    with refuses("the grid 1x0x1 is empty"):
+        setup.encoder.dispatch_threadgroups((1, 0, 1), (1, 1, 1))
+    setup.encoder.end()
+
+
+def test_too_many_threads(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    with refuses("the threadgroup 32x33x1 exceeds the pipeline's limit of 1024 threads"):
+        setup.encoder.dispatch_threadgroups((1, 1, 1), (32, 33, 1))
+    setup.encoder.set_pipeline(library.pipeline("limited"))
+    with refuses("kernel 'limited', dispatch 0: the threadgroup 65x1x1 exceeds the pipeline's limit of 64"):
+        setup.dispatch(64, 65)
+    function = library.library.new_function("add")
+    setup.encoder.set_pipeline(library.device.new_pipeline(function, max_threads=16))
+    with refuses("exceeds the pipeline's maxTotalThreadsPerThreadgroup of 16"):
+        setup.dispatch(64, 17)
+    setup.encoder.end()
+
+
+def test_no_pipeline(library: KernelLibrary, refuses: Any) -> None:
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.compute_encoder()
+    with refuses("dispatchThreads: no compute pipeline state is set"):
+        encoder.dispatch_threads((1, 1, 1), (1, 1, 1))
+    encoder.end()
+
+
+def test_threadgroup_memory(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library, "reverse")
+    with refuses(r"kernel 'reverse', dispatch 0, threadgroup\(0\) 'scratch': has 0 bytes"):
+        setup.dispatch()
+    with refuses("setThreadgroupMemoryLength: 24 at index 0 is not a multiple of 16"):
+        setup.encoder.set_threadgroup_memory(0, 24)
+    with refuses("32784 bytes at index 0 exceed the limit of 32768"):
+        setup.encoder.set_threadgroup_memory(0, 32784)
+    setup.encoder.set_pipeline(library.pipeline("static_scratch"))
+    setup.encoder.set_threadgroup_memory(0, 32768 - 4096 + 16)
+    with refuses(
+        "kernel 'static_scratch', dispatch 0: 32784 bytes of threadgroup memory exceed the limit of 32768"
+    ):
+        setup.dispatch()
+    setup.encoder.set_threadgroup_memory(0, 32768 - 4096)
+    setup.dispatch()
+    assert setup.finish().status == "completed"
+
+
+def test_use_after_end_encoding(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    setup.encoder.end()
+    for call, name in (
+        (lambda: setup.encoder.set_buffer(0, None), "setBuffer"),
+        (lambda: setup.encoder.set_bytes(0, b"1234"), "setBytes"),
+        (lambda: setup.dispatch(), "dispatchThreads"),
+        (lambda: setup.encoder.barrier(), "memoryBarrierWithScope"),
+        (lambda: setup.encoder.end(), "endEncoding"),
+    ):
+        with refuses(f"{name}: the encoder has ended encoding"):
+            call()
+
+
+def test_encoder_released_without_end_encoding(library: KernelLibrary, emulator: Any, refuses: Any) -> None:
+    setup = Setup(library)
+    command_buffer = setup.command_buffer
+    del setup
+    with refuses("commit: an encoder was released without endEncoding"):
+        command_buffer.commit()
+    with refuses("earlier: an encoder was released without endEncoding"):
+        library.queue.command_buffer()
+    assert emulator.take_violations() == []
+
+
+def test_two_encoders_at_once(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    with refuses("blitCommandEncoder: another encoder has not ended encoding"):
+        setup.command_buffer.blit_encoder()
+    with refuses("commit: an encoder of the command buffer has not ended encoding"):
+        setup.command_buffer.commit()
+    setup.encoder.end()
+
+
+def test_command_buffer_used_out_of_order(library: KernelLibrary, refuses: Any) -> None:
+    command_buffer = library.queue.command_buffer()
+    with refuses("waitUntilCompleted: the command buffer was not committed"):
+        command_buffer.wait()
+    command_buffer.commit()
+    command_buffer.wait()
+    for call, name in (
+        (command_buffer.commit, "commit"),
+        (command_buffer.compute_encoder, "computeCommandEncoder"),
+        (lambda: command_buffer.add_completed_handler(print), "addCompletedHandler"),
+    ):
+        with refuses(f"{name}: the command buffer was already committed"):
+            call()
+    with refuses("enqueue: the command buffer was already enqueued"):
+        command_buffer.enqueue()
+
+
+def test_more_command_buffers_than_the_queue_has(device: Any, refuses: Any) -> None:
+    queue = device.new_queue(2)
+    held = [queue.command_buffer() for _ in range(2)]
+    with refuses("would block forever: the queue's 2 command buffers are all in use"):
+        queue.command_buffer()
+    held.pop()
+    queue.command_buffer()
+
+
+def test_buffer_lengths(device: Any, emulator: Any, refuses: Any) -> None:
+    with refuses("newBufferWithLength: length is 0"):
+        device.new_buffer(0)
+    emulator.set_limits(emulator.Limits(max_buffer_length=4096))
+    assert device.max_buffer_length == 4096
+    with refuses("newBufferWithLength: length 4097 exceeds maxBufferLength 4096"):
+        device.new_buffer(4097)
+    with refuses("MTLStorageModeManaged is for GPUs with memory of their own"):
+        device.new_buffer(16, storage="managed")
+
+
+def test_buffers_without_copy_want_whole_pages(device: Any, refuses: Any) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 2 * PAGE), np.uint8)
+    with refuses("newBufferWithBytesNoCopy: pointer is NULL or not a multiple of the page size"):
+        device.new_buffer_no_copy(memory, offset=64, length=PAGE)
+    with refuses(f"newBufferWithBytesNoCopy: length {PAGE + 4} is not a multiple of the page size"):
+        device.new_buffer_no_copy(memory, length=PAGE + 4)
+
+
+def test_did_modify_range_of_a_shared_buffer(device: Any, refuses: Any) -> None:
+    buffer = device.new_buffer(16)
+    with refuses("didModifyRange: the buffer is not MTLStorageModeManaged"):
+        buffer.did_modify(0, 4)
+
+
+def test_blit_ranges(device: Any, library: KernelLibrary, refuses: Any) -> None:
+    a, b = device.new_buffer(16), device.new_buffer(8)
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.blit_encoder()
+    with refuses("copyFromBuffer: destination bytes 4 to 12 of a buffer of 8"):
+        encoder.copy(a, 0, b, 4, 8)
+    with refuses("copyFromBuffer: source bytes 12 to 20 of a buffer of 16"):
+        encoder.copy(a, 12, b, 0, 8)
+    with refuses("copyFromBuffer: source and destination overlap"):
+        encoder.copy(a, 0, a, 4, 8)
+    with refuses("fillBuffer: range: bytes 8 to 24 of a buffer of 16"):
+        encoder.fill(a, 8, 16, 0)
+    with refuses("copyFromBuffer: size is 0"):
+        encoder.copy(a, 0, b, 0, 0)
+    encoder.end()
+
+
+def test_debug_groups_are_paired(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    with refuses("popDebugGroup: no debug group is open"):
+        setup.encoder.pop_debug_group()
+    setup.encoder.push_debug_group("layer 0")
+    with refuses("endEncoding: a debug group is still open"):
+        setup.encoder.end()
+    setup.encoder.pop_debug_group()
+    setup.encoder.end()
+
+
+def test_unretained_buffer_that_is_freed_before_commit(
+    device: Any, library: KernelLibrary, refuses: Any
+) -> None:
+    command_buffer = library.queue.command_buffer(retained=False)
+    encoder = command_buffer.compute_encoder()
+    encoder.set_pipeline(library.pipeline("limited"))
+    buffer = device.new_buffer(16, label="short-lived")
+    encoder.set_buffer(0, buffer)
+    encoder.dispatch_threads((4, 1, 1), (4, 1, 1))
+    encoder.end()
+    del buffer
+    with refuses(
+        r"commit: kernel 'limited', dispatch 0, buffer\(0\) 'y' = \"short-lived\": the buffer was deallocated"
+    ):
+        command_buffer.commit()

@@ -1,0 +1,124 @@
+"""Run single Metal kernels on NumPy arrays, through the same Objective-C API as any program uses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "cmake"))
+
+import embed_shaders  # noqa: E402
+
+# A buffer argument: an array is bound as a Shared buffer and has the buffer's contents afterwards; bytes are
+# passed with setBytes; None leaves the index unbound.
+Argument = np.ndarray[Any, Any] | bytes | None
+Size = int | tuple[int, ...]
+
+
+def source_text(path: Path, include: Sequence[Path] = (), root: Path = ROOT) -> str:
+    """Return the text that newLibraryWithSource is given: the file with its local includes in place."""
+    return embed_shaders.flatten(path, list(include), root)[0]
+
+
+def three(size: Size) -> tuple[int, int, int]:
+    """Return a size in three dimensions."""
+    sizes = (size,) if isinstance(size, int) else size
+    return (*sizes, 1, 1, 1)[:3]  # type: ignore[return-value]
+
+
+class KernelLibrary:
+    """The kernels of one Metal source.
+
+    Parameters
+    ----------
+    path
+        The ``.metal`` file. Off a Mac it must be among those that the test module was built with.
+    include
+        Folders of its local headers.
+    """
+
+    def __init__(self, path: Path, include: Sequence[Path] = ()) -> None:
+        from metal_prefill import _metal_testing
+
+        self.device: Any = _metal_testing.Device()
+        self.library: Any = self.device.new_library(source_text(path, include))
+        self.queue: Any = self.device.new_queue()
+
+    def close(self) -> None:
+        """Let go of all that is held, whoever still refers to this object."""
+        for holder in (self.library, self.queue, self.device):
+            holder.release()
+
+    def pipeline(self, kernel: str, constants: Mapping[int | str, tuple[str, float]] | None = None) -> Any:
+        """Return a compute pipeline; constants are index or name to (type, value)."""
+        return self.device.new_pipeline(
+            self.library.new_function(kernel, dict(constants or {})), label=kernel
+        )
+
+    def dispatch(
+        self,
+        kernel: str,
+        buffers: Sequence[Argument],
+        *,
+        threads: Size,
+        groups: Size | None = None,
+        grid: Size | None = None,
+        constants: Mapping[int | str, tuple[str, float]] | None = None,
+        threadgroup: Sequence[int] = (),
+    ) -> None:
+        """Run one dispatch and wait for it.
+
+        Parameters
+        ----------
+        kernel
+            Name of the function.
+        buffers
+            Arguments by index.
+        threads
+            Threads of a threadgroup.
+        groups, grid
+            Either the threadgroups, or the threads in all.
+        constants
+            Function constants, index or name to (type, value).
+        threadgroup
+            Bytes of threadgroup memory by index.
+
+        Raises
+        ------
+        RuntimeError
+            What Metal or the emulator said.
+        """
+        if (groups is None) == (grid is None):
+            raise TypeError("give either groups or grid")
+        command_buffer = self.queue.command_buffer()
+        pipeline = self.pipeline(kernel, constants)
+        encoder = command_buffer.compute_encoder(label=kernel)
+        bound = []
+        try:
+            encoder.set_pipeline(pipeline)
+            for index, argument in enumerate(buffers):
+                if isinstance(argument, bytes):
+                    encoder.set_bytes(index, argument)
+                elif argument is not None:
+                    buffer = self.device.new_buffer_with_bytes(np.ascontiguousarray(argument).tobytes())
+                    encoder.set_buffer(index, buffer)
+                    bound.append((argument, buffer))
+            for index, length in enumerate(threadgroup):
+                encoder.set_threadgroup_memory(index, length)
+            if groups is not None:
+                encoder.dispatch_threadgroups(three(groups), three(threads))
+            elif grid is not None:
+                encoder.dispatch_threads(three(grid), three(threads))
+        finally:
+            encoder.end()
+        command_buffer.commit()
+        command_buffer.wait()
+        if command_buffer.status != "completed":
+            raise RuntimeError(command_buffer.error)
+        for array, buffer in bound:
+            array[...] = buffer.contents.view(array.dtype).reshape(array.shape)
