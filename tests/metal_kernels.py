@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ import embed_shaders  # noqa: E402
 # passed with setBytes; None leaves the index unbound.
 Argument = np.ndarray[Any, Any] | bytes | None
 Size = int | tuple[int, ...]
+
+
+def testing_module() -> Any:
+    """Return the module through which tests call Metal; raises ImportError where the package lacks it."""
+    return importlib.import_module("metal_prefill._metal_testing")
 
 
 def source_text(path: Path, include: Sequence[Path] = (), root: Path = ROOT) -> str:
@@ -43,9 +49,7 @@ class KernelLibrary:
     """
 
     def __init__(self, path: Path, include: Sequence[Path] = ()) -> None:
-        from metal_prefill import _metal_testing
-
-        self.device: Any = _metal_testing.Device()
+        self.device: Any = testing_module().Device()
         self.library: Any = self.device.new_library(source_text(path, include))
         self.queue: Any = self.device.new_queue()
 

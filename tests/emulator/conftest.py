@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metal_kernels import KernelLibrary
+from metal_kernels import KernelLibrary, testing_module
 
 MISSING = (
     "the package was built without the Metal emulator: install clang 19 (Debian: apt-get install clang-19 "
@@ -22,12 +22,11 @@ KERNELS = Path(__file__).parent / "kernels"
 def metal_testing() -> Any:
     """Return the module through which tests call Metal, with an emulator of its own."""
     try:
-        from metal_prefill import _metal_testing
+        return testing_module()
     except ImportError:
         if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
             pytest.fail(MISSING)
         pytest.skip(MISSING)
-    return _metal_testing
 
 
 @pytest.fixture

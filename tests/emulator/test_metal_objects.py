@@ -138,7 +138,7 @@ def test_function_constants_choose_arguments_and_values(library: KernelLibrary) 
     library.dispatch("biased", [x, None, y], grid=8, threads=8, constants={0: ("bool", 0), 3: ("float", 0.5)})
     np.testing.assert_array_equal(y, x * 0.5)
     bias = np.full(8, 10, np.float32)
-    constants = {"kHasBias": ("bool", 1.0), 3: ("float", 2.0)}
+    constants: dict[int | str, tuple[str, float]] = {"kHasBias": ("bool", 1), 3: ("float", 2)}
     library.dispatch("biased", [x, bias, y], grid=8, threads=8, constants=constants)
     np.testing.assert_array_equal(y, x * 2 + 10)
 
