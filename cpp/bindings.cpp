@@ -341,6 +341,9 @@ void bind_session(nb::module_& m) {
            nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
       .def("import_state", &import_state, "tokens"_a, "rows"_a)
       .def("memory_bytes", &Session::memory_bytes, nb::call_guard<nb::gil_scoped_release>())
+      .def("intermediate", &Session::intermediate, "name"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Return a buffer of the last call by its name in the forward pass; Metal with "
+           "METAL_PREFILL_DEBUG=1 only.")
       .def("stats", &Session::stats, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -185,6 +185,15 @@ Stats Session::stats() const {
   return stats;
 }
 
+std::vector<float> Session::intermediate(const std::string& name) const {
+  const std::scoped_lock lock(mutex_);
+  return read_intermediate(name);
+}
+
+std::vector<float> Session::read_intermediate(const std::string& name) const {
+  throw std::invalid_argument("the " + engine_->backend() + " engine keeps no intermediate '" + name + "'");
+}
+
 std::unique_ptr<Session> Engine::session(int max_context) {
   const int limit = config().context_length;
   if (max_context < 0 || max_context > limit)

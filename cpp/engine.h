@@ -120,6 +120,9 @@ class Session {
 
   std::size_t memory_bytes() const;  // of the KV cache as allocated now
   Stats stats() const;               // of the last call
+  // A buffer as the last call left it, by its name in the forward pass, for engines that can be told to keep
+  // them. Throws std::invalid_argument for one that is not kept.
+  std::vector<float> intermediate(const std::string& name) const;
   const Engine& engine() const { return *engine_; }
 
  protected:
@@ -134,6 +137,7 @@ class Session {
   virtual void write_kv(int layer, bool values, int positions, const std::byte* in) = 0;
   virtual std::size_t cache_bytes() const = 0;
   virtual void collect_stats(Stats& stats) const = 0;
+  virtual std::vector<float> read_intermediate(const std::string& name) const;
   virtual void begin_call() {}  // resets the counters behind stats()
 
   const std::shared_ptr<Engine> engine_;

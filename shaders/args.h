@@ -34,6 +34,11 @@ typedef std::uint64_t u64_t;
 // V. Bounded by registers: a lane holds 8 * chunks values of query and output for each.
 #define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
 
+// 8-row blocks of queries that a simdgroup of attention_prefill owns, by the most dimensions of a head and
+// the bytes of a cached element. Bounded by registers: output and query take dims / 8 * 2 floats and as many
+// cached elements for each.
+#define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
+
 // Floats of threadgroup memory that one simdgroup of attention_prefill needs: scores [rows][PREFILL_KEYS],
 // one diagonal 8x8 matrix for each 8 rows, and an 8x8 block of V at the end of the cache.
 #define PREFILL_SCRATCH(row_blocks) ((row_blocks) * (8 * PREFILL_KEYS + 64) + 64)

@@ -204,11 +204,12 @@ kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][
 
 typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;
 typedef decltype(attention_prefill<float, 8, 2>) attention_prefill_f32;
-#define INSTANTIATE(name, T, blocks, rows, dims) \
-  template [[host_name(#name "_" #dims)]] kernel name attention_prefill<T, blocks, rows>;
-INSTANTIATE(attention_prefill_f16, half, 8, 2, 64)
-INSTANTIATE(attention_prefill_f16, half, 16, 2, 128)
-INSTANTIATE(attention_prefill_f16, half, 32, 1, 256)
-INSTANTIATE(attention_prefill_f32, float, 8, 2, 64)
-INSTANTIATE(attention_prefill_f32, float, 16, 1, 128)
-INSTANTIATE(attention_prefill_f32, float, 32, 1, 256)
+#define INSTANTIATE(name, T, dims) \
+  template [[host_name(            \
+      #name "_" #dims)]] kernel name attention_prefill<T, dims / 8, PREFILL_ROW_BLOCKS(dims, sizeof(T))>;
+#define EACH_SIZE(name, T)  \
+  INSTANTIATE(name, T, 64)  \
+  INSTANTIATE(name, T, 128) \
+  INSTANTIATE(name, T, 256)
+EACH_SIZE(attention_prefill_f16, half)
+EACH_SIZE(attention_prefill_f32, float)

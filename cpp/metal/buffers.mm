@@ -1,0 +1,164 @@
+#include "buffers.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace metal_prefill::metal {
+
+namespace {
+
+// The kernels read weights in units of up to four floats.
+constexpr std::size_t kAlignment = 16;
+
+std::vector<const Tensor*> all_tensors(const Model& model) {
+  std::vector<const Tensor*> tensors = {&model.token_embedding, &model.output_norm, &model.output};
+  for (const LayerWeights& w : model.layers)
+    for (const Tensor* t : {&w.attn_norm, &w.wq, &w.wk, &w.wv, &w.q_norm, &w.k_norm, &w.wo, &w.post_attn_norm,
+                            &w.ffn_norm, &w.w_gate, &w.w_up, &w.w_down, &w.post_ffn_norm})
+      if (*t) tensors.push_back(t);
+  std::sort(tensors.begin(), tensors.end(),
+            [](const Tensor* a, const Tensor* b) { return a->data < b->data; });
+  return tensors;
+}
+
+}  // namespace
+
+WeightBuffers::WeightBuffers(const Device& device, const Model& model)
+    : device_(device), mapping_(model.mapping) {
+  const std::vector<const Tensor*> tensors = all_tensors(model);
+  map_file(model, tensors);
+  for (const Tensor* t : tensors)
+    if (offset_in_file(*t) % kAlignment != 0 && !copies_.contains(t->data))
+      copies_[t->data] = copy(t->name.c_str(), {t->data, t->bytes});
+}
+
+void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*>& tensors) {
+  const auto page = std::size_t(getpagesize());
+  if (reinterpret_cast<std::uintptr_t>(model.mapping.data) % page != 0)
+    throw std::invalid_argument("the model's mapping does not begin at a page");
+  // A mapping is made of whole pages: the rest of its last one may be read.
+  const std::size_t file_end = (model.mapping.bytes + page - 1) / page * page;
+  const std::size_t most = device_.mtl().maxBufferLength / page * page;
+  for (const Tensor* t : tensors) {
+    const std::size_t begin = offset_in_file(*t), end = begin + t->bytes;
+    if (!files_.empty() && end <= files_.back().end) continue;
+    FileView file;
+    file.begin = begin / page * page;
+    file.end = std::min(file_end, file.begin + most);
+    if (end > file.end)
+      throw DeviceError("the tensor '" + t->name + "' of " + std::to_string(t->bytes) +
+                        " bytes is larger than a buffer of this GPU can be (" + std::to_string(most) + ")");
+    void* start = const_cast<std::byte*>(model.mapping.data) + file.begin;
+    file.buffer = [device_.mtl()
+        newBufferWithBytesNoCopy:start
+                          length:file.end - file.begin
+                         options:MTLResourceStorageModeShared | MTLResourceHazardTrackingModeUntracked
+                     deallocator:nil];
+    if (!file.buffer)
+      throw DeviceError("the GPU cannot map the model's file: " + std::to_string(file.end - file.begin) +
+                        " bytes at " + std::to_string(file.begin));
+    file.buffer.label = @"weights";
+    files_.push_back(file);
+    mapped_bytes_ += file.end - file.begin;
+  }
+}
+
+View WeightBuffers::copy(const char* label, std::span<const std::byte> bytes) {
+  CallCounters ignored;
+  id<MTLBuffer> buffer = device_.allocate(label, bytes.size(), Access::kHost, ignored);
+  std::memcpy(buffer.contents, bytes.data(), bytes.size());
+  copied_bytes_ += bytes.size();
+  return {buffer, 0};
+}
+
+View WeightBuffers::view(const Tensor& tensor) const {
+  if (const auto copied = copies_.find(tensor.data); copied != copies_.end()) return copied->second;
+  const std::size_t begin = offset_in_file(tensor), end = begin + tensor.bytes;
+  for (const FileView& file : files_)
+    if (file.begin <= begin && end <= file.end) return {file.buffer, begin - file.begin};
+  throw std::logic_error("the tensor '" + tensor.name + "' is in no buffer");
+}
+
+std::optional<WeightBuffers::Stack> WeightBuffers::stack(std::span<const Tensor* const> tensors) const {
+  Stack stack = {view(*tensors[0]), {}};
+  std::array<std::size_t, 3> offsets{};
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& t = *tensors[i];
+    const View v = view(t);
+    if (v.buffer != stack.binding.buffer || t.type != tensors[0]->type || t.cols != tensors[0]->cols)
+      return std::nullopt;
+    offsets[i] = v.offset;
+    stack.weights.rows[i] = u32_t(t.rows);
+  }
+  stack.binding.offset = *std::min_element(offsets.begin(), offsets.begin() + std::ptrdiff_t(tensors.size()));
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    stack.weights.offset[i] = offsets[i] - stack.binding.offset;
+  stack.weights.row_bytes = u32_t(row_bytes(tensors[0]->type, std::size_t(tensors[0]->cols)));
+  return stack;
+}
+
+View WeightBuffers::concatenate(const char* label, std::span<const std::pair<const Tensor*, int>> vectors) {
+  std::vector<float> all;
+  for (const auto& [tensor, n] : vectors) {
+    const std::size_t begin = all.size();
+    all.resize(begin + std::size_t(n), 0.0f);
+    if (*tensor) std::memcpy(all.data() + begin, tensor->data, tensor->bytes);
+  }
+  return copy(label, std::as_bytes(std::span(all)));
+}
+
+const char* name_of(Name name) {
+  static constexpr std::array<const char*, std::size_t(Name::kCount)> kNames = {
+      "ids", "x",      "normed",      "qkv",        "partial", "att",     "block",    "gate_up",
+      "ffn", "logits", "host_logits", "candidates", "result",  "targets", "log_probs"};
+  return kNames[std::size_t(name)];
+}
+
+View Batch::get(Name name, std::size_t bytes, CallCounters& counters) {
+  id<MTLBuffer> __strong& buffer = buffers_[std::size_t(name)];
+  if (!buffer || buffer.length < bytes) {
+    const bool host = name == Name::kIds || name == Name::kHostLogits || name == Name::kResult ||
+                      name == Name::kTargets || name == Name::kLogProbs;
+    buffer = nil;  // before the larger one is made: both need not fit
+    buffer = device_.allocate(name_of(name), bytes, host ? Access::kHost : Access::kGpu, counters);
+  }
+  return {buffer, 0};
+}
+
+std::size_t Batch::bytes() const {
+  std::size_t sum = 0;
+  for (id<MTLBuffer> buffer : buffers_) sum += buffer.length;
+  return sum;
+}
+
+BatchPool::Lease BatchPool::take() {
+  const std::scoped_lock lock(mutex_);
+  if (idle_.empty()) return {*this, std::make_unique<Batch>(device_)};
+  std::unique_ptr<Batch> batch = std::move(idle_.back());
+  idle_.pop_back();
+  return {*this, std::move(batch)};
+}
+
+void BatchPool::put_back(std::unique_ptr<Batch> batch) {
+  const std::scoped_lock lock(mutex_);
+  idle_.push_back(std::move(batch));
+}
+
+void BatchPool::trim() {
+  const AutoreleasePool pool;
+  const std::scoped_lock lock(mutex_);
+  idle_.clear();
+}
+
+std::size_t BatchPool::bytes() const {
+  const AutoreleasePool pool;
+  const std::scoped_lock lock(mutex_);
+  std::size_t sum = 0;
+  for (const auto& batch : idle_) sum += batch->bytes();
+  return sum;
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,78 @@
+// The GPU: device, queue, buffers by storage mode, and command buffers that report their errors.
+#pragma once
+
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "../engine.h"
+#include "tuning.h"
+
+namespace metal_prefill::metal {
+
+// An autorelease pool that is drained when the scope ends. Unlike @autoreleasepool it also ends well when a
+// C++ exception leaves the scope.
+class AutoreleasePool {
+ public:
+  AutoreleasePool();
+  ~AutoreleasePool();
+  AutoreleasePool(const AutoreleasePool&) = delete;
+  AutoreleasePool& operator=(const AutoreleasePool&) = delete;
+
+ private:
+  void* pool_;
+};
+
+NSString* to_ns(const std::string& text);
+std::string describe(NSError* error);
+
+// Who reads a buffer besides the GPU.
+enum class Access {
+  kGpu,   // nobody: Private, or Shared when debugging
+  kHost,  // the host: Shared
+};
+
+// What one call did, for Session::stats().
+struct CallCounters {
+  std::uint64_t dispatches = 0, command_buffers = 0, allocations = 0;
+  double gpu_seconds = 0;
+};
+
+// True when METAL_PREFILL_DEBUG or GPU_DEBUG is set to anything but 0: every buffer can then be read on the
+// host.
+bool debug_requested();
+
+class Device {
+ public:
+  Device();  // throws DeviceError where there is no GPU of Apple's seventh family or later
+
+  id<MTLDevice> mtl() const { return device_; }
+  const Tuning& tuning() const { return tuning_; }
+  bool debug() const { return debug_; }
+  std::string name() const;
+
+  // Throws DeviceError naming the buffer and its size.
+  id<MTLBuffer> allocate(const char* label, std::size_t bytes, Access access, CallCounters& counters) const;
+
+  // A command buffer that holds no references to what it uses: whoever runs it keeps that alive.
+  id<MTLCommandBuffer> command_buffer(const std::string& label) const;
+  // Commits and waits. Throws DeviceError with the label and Metal's words when the GPU failed.
+  void run(id<MTLCommandBuffer> commands, CallCounters& counters) const;
+
+  // Copies between the host and any buffer.
+  void upload(id<MTLBuffer> buffer, std::size_t offset, const void* from, std::size_t bytes,
+              CallCounters& counters) const;
+  void download(id<MTLBuffer> buffer, std::size_t offset, void* to, std::size_t bytes,
+                CallCounters& counters) const;
+
+ private:
+  id<MTLDevice> device_;
+  id<MTLCommandQueue> queue_;
+  const bool debug_;
+  Tuning tuning_;
+};
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,133 @@
+#include "device.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+extern "C" void* objc_autoreleasePoolPush(void);
+extern "C" void objc_autoreleasePoolPop(void* pool);
+
+namespace metal_prefill::metal {
+
+namespace {
+
+// Nothing is shared between command buffers that run at the same time but what no one writes, and within one
+// the encoder sets the barriers: Metal need not track hazards.
+constexpr MTLResourceOptions kUntracked = MTLResourceHazardTrackingModeUntracked;
+constexpr std::size_t kStagingBytes = std::size_t(8) << 20;
+
+bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value && *value && std::strcmp(value, "0") != 0;
+}
+
+// MTLCreateSystemDefaultDevice finds nothing in a program without a window server session.
+id<MTLDevice> find_device() {
+  id<MTLDevice> device = MTLCreateSystemDefaultDevice();
+  return device ? device : MTLCopyAllDevices().firstObject;
+}
+
+Tuning tuning_of(id<MTLDevice> device) {
+  for (const Tuning& tuning : kTunings)
+    if ([device supportsFamily:tuning.family]) return tuning;
+  throw DeviceError("the GPU '" + std::string(device.name.UTF8String) +
+                    "' is not supported: Apple Silicon (M1 or later) is needed; use device='cpu'");
+}
+
+}  // namespace
+
+AutoreleasePool::AutoreleasePool() : pool_(objc_autoreleasePoolPush()) {}
+
+AutoreleasePool::~AutoreleasePool() {
+  objc_autoreleasePoolPop(pool_);
+}
+
+NSString* to_ns(const std::string& text) {
+  return [NSString stringWithUTF8String:text.c_str()];
+}
+
+std::string describe(NSError* error) {
+  return error ? error.localizedDescription.UTF8String : "no reason given";
+}
+
+bool debug_requested() {
+  return is_set("METAL_PREFILL_DEBUG") || is_set("GPU_DEBUG");
+}
+
+Device::Device() : device_(find_device()), debug_(debug_requested()) {
+  if (!device_) throw DeviceError("no Metal device was found; use device='cpu'");
+  tuning_ = tuning_of(device_);
+  queue_ = [device_ newCommandQueue];
+  if (!queue_) throw DeviceError("the Metal device '" + name() + "' gave no command queue");
+}
+
+std::string Device::name() const {
+  return device_.name.UTF8String;
+}
+
+id<MTLBuffer> Device::allocate(const char* label, std::size_t bytes, Access access,
+                               CallCounters& counters) const {
+  const auto fail = [&](const std::string& why) {
+    throw DeviceError("cannot allocate " + std::to_string(bytes) + " bytes on the GPU for '" + label +
+                      "': " + why);
+  };
+  if (bytes > device_.maxBufferLength)
+    fail("a buffer holds at most " + std::to_string(device_.maxBufferLength));
+  const bool shared = access == Access::kHost || debug_;
+  id<MTLBuffer> buffer = [device_ newBufferWithLength:bytes
+                                              options:kUntracked | (shared ? MTLResourceStorageModeShared
+                                                                           : MTLResourceStorageModePrivate)];
+  if (!buffer) fail("out of memory");
+  buffer.label = to_ns(label);
+  ++counters.allocations;
+  return buffer;
+}
+
+id<MTLCommandBuffer> Device::command_buffer(const std::string& label) const {
+  id<MTLCommandBuffer> commands = [queue_ commandBufferWithUnretainedReferences];
+  if (!commands) throw DeviceError("the GPU gave no command buffer for " + label);
+  commands.label = to_ns(label);
+  return commands;
+}
+
+void Device::run(id<MTLCommandBuffer> commands, CallCounters& counters) const {
+  [commands commit];
+  [commands waitUntilCompleted];
+  ++counters.command_buffers;
+  if (commands.status != MTLCommandBufferStatusCompleted)
+    throw DeviceError("the GPU failed in " + std::string(commands.label.UTF8String) + ": " +
+                      describe(commands.error));
+  counters.gpu_seconds += commands.GPUEndTime - commands.GPUStartTime;
+}
+
+void Device::upload(id<MTLBuffer> buffer, std::size_t offset, const void* from, std::size_t bytes,
+                    CallCounters& counters) const {
+  if (bytes == 0) return;
+  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost, counters);
+  for (std::size_t done = 0; done < bytes; done += kStagingBytes) {
+    const std::size_t size = std::min(bytes - done, kStagingBytes);
+    std::memcpy(staging.contents, static_cast<const std::byte*>(from) + done, size);
+    id<MTLCommandBuffer> commands = command_buffer("an upload");
+    id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
+    [blit copyFromBuffer:staging sourceOffset:0 toBuffer:buffer destinationOffset:offset + done size:size];
+    [blit endEncoding];
+    run(commands, counters);
+  }
+}
+
+void Device::download(id<MTLBuffer> buffer, std::size_t offset, void* to, std::size_t bytes,
+                      CallCounters& counters) const {
+  if (bytes == 0) return;
+  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost, counters);
+  for (std::size_t done = 0; done < bytes; done += kStagingBytes) {
+    const std::size_t size = std::min(bytes - done, kStagingBytes);
+    id<MTLCommandBuffer> commands = command_buffer("a download");
+    id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
+    [blit copyFromBuffer:buffer sourceOffset:offset + done toBuffer:staging destinationOffset:0 size:size];
+    [blit endEncoding];
+    run(commands, counters);
+    std::memcpy(static_cast<std::byte*>(to) + done, staging.contents, size);
+  }
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,186 @@
+#include "kernels.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cctype>
+#include <condition_variable>
+#include <filesystem>
+#include <mutex>
+
+#include "embedded_shaders.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+// Function names by Kernel. $type is the tensor type, $cache the type of the cache, $decode and $prefill the
+// head size.
+constexpr std::array<const char*, std::size_t(Kernel::kCount)> kNames = {
+    "embed_$type",
+    "matvec_$type",
+    "matvec_swiglu_$type",
+    "matmul_$type_narrow",
+    "matmul_$type_wide",
+    "matmul_swiglu_$type_narrow",
+    "matmul_swiglu_$type_wide",
+    "rmsnorm_matvec_$type",
+    "multi_token_matvec_q4_0",
+    "multi_token_matvec_q4_0_accumulate",
+    "silu_matvec_q4_0_accumulate",
+    "rmsnorm_f32",
+    "rmsnorm_f16",
+    "rmsnorm_add",
+    "rope_append_$cache",
+    "attention_decode_$cache_$decode",
+    "attention_combine",
+    "attention_prefill_$cache_$prefill",
+    "swiglu_f32",
+    "swiglu_f16",
+    "argmax_stage1",
+    "argmax_stage2",
+    "log_prob",
+};
+
+void replace(std::string& text, const std::string& from, const std::string& to) {
+  const std::size_t at = text.find(from);
+  if (at != std::string::npos) text.replace(at, from.size(), to);
+}
+
+template <std::size_t N>
+int smallest_holding(const std::array<int, N>& sizes, int head_dim) {
+  const auto size = std::find_if(sizes.begin(), sizes.end(), [&](int s) { return s >= head_dim; });
+  if (size == sizes.end())
+    throw UnsupportedModelError("attention heads of " + std::to_string(head_dim) +
+                                " dimensions: the Metal engine does at most " + std::to_string(sizes.back()));
+  return *size;
+}
+
+// Starts `n` asynchronous jobs and waits for all of them. A job gets its index and must call `done` once,
+// with an error message or an empty one; it must not throw. Throws DeviceError with the first message.
+template <typename Start>
+void run_concurrently(std::size_t n, const Start& start) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::size_t left = n;
+  std::string first_error;
+  const auto done = [&](const std::string& error) {
+    const std::scoped_lock lock(mutex);
+    if (first_error.empty()) first_error = error;
+    --left;
+    changed.notify_all();
+  };
+  for (std::size_t i = 0; i < n; ++i) {
+    try {
+      start(i, done);
+    } catch (const std::exception& error) {
+      done(error.what());
+    }
+  }
+  std::unique_lock lock(mutex);
+  changed.wait(lock, [&] { return left == 0; });
+  if (!first_error.empty()) throw DeviceError(first_error);
+}
+
+// The compiled library beside this module, where the build made one.
+id<MTLLibrary> compiled_library(id<MTLDevice> device) {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&kernel_name), &info) == 0 || !info.dli_fname) return nil;
+  const auto path = std::filesystem::path(info.dli_fname).parent_path() / "metal_prefill.metallib";
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return nil;
+  NSError* error = nil;
+  return [device newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path.string())] error:&error];
+}
+
+// Metal's default of fast maths assumes that there are no infinities and no NaN; masks and argmax need both.
+MTLCompileOptions* compile_options() {
+  MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+  options.fastMathEnabled = NO;
+#pragma clang diagnostic pop
+  return options;
+}
+
+// The library of each kernel's name: the compiled one, or all sources compiled here.
+std::map<std::string, id<MTLLibrary>> open_libraries(id<MTLDevice> device) {
+  std::vector<id<MTLLibrary>> libraries;
+  if (id<MTLLibrary> compiled = compiled_library(device)) {
+    libraries.push_back(compiled);
+  } else {
+    libraries.resize(kShaderSourceCount);
+    run_concurrently(kShaderSourceCount, [&](std::size_t i, const auto& done) {
+      const auto finish = [&libraries, &done, i](id<MTLLibrary> library, NSError* error) {
+        libraries[i] = library;
+        done(library ? ""
+                     : "the shaders in " + std::string(kShaderSources[i].name) +
+                           " do not compile: " + describe(error));
+      };
+      [device newLibraryWithSource:to_ns(kShaderSources[i].text)
+                           options:compile_options()
+                 completionHandler:^(id<MTLLibrary> library, NSError* error) {
+                   finish(library, error);
+                 }];
+    });
+  }
+  std::map<std::string, id<MTLLibrary>> by_name;
+  for (id<MTLLibrary> library : libraries)
+    for (NSString* name in library.functionNames) by_name[name.UTF8String] = library;
+  return by_name;
+}
+
+}  // namespace
+
+int CacheShape::decode_size() const {
+  return smallest_holding(std::array{32, 64, 96, 128, 256}, head_dim);
+}
+
+int CacheShape::prefill_size() const {
+  return smallest_holding(std::array{64, 128, 256}, head_dim);
+}
+
+std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
+  std::string name = kNames[std::size_t(key.first)];
+  std::string type(type_info(key.second).name);
+  std::transform(type.begin(), type.end(), type.begin(),
+                 [](unsigned char c) { return char(std::tolower(c)); });
+  replace(name, "$type", type);
+  replace(name, "$cache", cache.type == KvType::kF16 ? "f16" : "f32");
+  replace(name, "$decode", std::to_string(cache.decode_size()));
+  replace(name, "$prefill", std::to_string(cache.prefill_size()));
+  return name;
+}
+
+Kernels::Kernels(const Device& device, const std::set<KernelKey>& wanted, const CacheShape& cache)
+    : cache_(cache), count_(wanted.size()), pipelines_{} {
+  const auto libraries = open_libraries(device.mtl());
+  const std::vector<KernelKey> keys(wanted.begin(), wanted.end());
+  run_concurrently(keys.size(), [&](std::size_t i, const auto& done) {
+    const std::string name = kernel_name(keys[i], cache_);
+    const auto library = libraries.find(name);
+    id<MTLFunction> function =
+        library == libraries.end() ? nil : [library->second newFunctionWithName:to_ns(name)];
+    if (!function) return done("there is no kernel '" + name + "' in the shaders");
+    id<MTLComputePipelineState> __strong* slot =
+        &pipelines_[std::size_t(keys[i].first)][std::size_t(keys[i].second)];
+    const auto finish = [slot, name, &done](id<MTLComputePipelineState> state, NSError* error) {
+      *slot = state;
+      done(state ? "" : "the kernel '" + name + "' cannot be built: " + describe(error));
+    };
+    [device.mtl() newComputePipelineStateWithFunction:function
+                                    completionHandler:^(id<MTLComputePipelineState> state, NSError* error) {
+                                      finish(state, error);
+                                    }];
+  });
+}
+
+id<MTLComputePipelineState> Kernels::pipeline(Kernel kernel, TensorType type) const {
+  id<MTLComputePipelineState> state = pipelines_[std::size_t(kernel)][std::size_t(type)];
+  if (!state)
+    throw std::logic_error("the pipeline of '" + kernel_name({kernel, type}, cache_) +
+                           "' was not built at load");
+  return state;
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,109 @@
+#include "kv_cache.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace metal_prefill::metal {
+
+namespace {
+
+// attention_prefill reads keys in blocks of 8, the last one reaching beyond the last position.
+constexpr std::size_t kBlock = 8;
+constexpr std::size_t kFirstCapacity = 64;
+
+std::size_t round_up(std::size_t n, std::size_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+KvCache::KvCache(const Device& device, const Config& c, KvType type, int max_positions)
+    : device_(device),
+      n_layers_(std::size_t(c.n_layers)),
+      max_capacity_(round_up(std::size_t(max_positions), kBlock)) {
+  const std::size_t element = type == KvType::kF16 ? 2 : 4;
+  keys_ = {nil, std::size_t(c.n_kv_heads) * std::size_t(c.key_dim) * element};
+  values_ = {nil, std::size_t(c.n_kv_heads) * std::size_t(c.value_dim) * element};
+}
+
+void KvCache::reserve(int positions, CallCounters& counters) {
+  if (std::size_t(positions) <= capacity_) return;
+  const std::size_t wanted = std::max({std::size_t(positions), 2 * capacity_, kFirstCapacity});
+  const std::size_t capacity = std::min(round_up(wanted, kBlock), max_capacity_);
+  id<MTLBuffer> keys =
+      device_.allocate("k_cache", n_layers_ * capacity * keys_.row_bytes, Access::kGpu, counters);
+  id<MTLBuffer> values =
+      device_.allocate("v_cache", n_layers_ * capacity * values_.row_bytes, Access::kGpu, counters);
+  if (capacity_ > 0) {
+    id<MTLCommandBuffer> commands = device_.command_buffer("the growth of the KV cache");
+    id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
+    const auto copy = [&](const Half& from, id<MTLBuffer> to) {
+      for (std::size_t layer = 0; layer < n_layers_; ++layer)
+        [blit copyFromBuffer:from.buffer
+                 sourceOffset:layer * capacity_ * from.row_bytes
+                     toBuffer:to
+            destinationOffset:layer * capacity * from.row_bytes
+                         size:capacity_ * from.row_bytes];
+    };
+    copy(keys_, keys);
+    copy(values_, values);
+    [blit endEncoding];
+    device_.run(commands, counters);
+  }
+  keys_.buffer = keys;
+  values_.buffer = values;
+  capacity_ = capacity;
+}
+
+RopeTables::RopeTables(const Device& device, const Model& model) : device_(device) {
+  for (int layer = 0; layer < model.config.n_layers; ++layer) {
+    Table table;
+    table.frequencies = rope_frequencies(model, layer, &table.magnitude);
+    const auto same = std::find_if(tables_.begin(), tables_.end(), [&](const Table& t) {
+      return t.frequencies == table.frequencies && t.magnitude == table.magnitude;
+    });
+    table_of_.push_back(std::size_t(same - tables_.begin()));
+    if (same == tables_.end()) tables_.push_back(std::move(table));
+  }
+}
+
+void RopeTables::reserve(int positions, CallCounters& counters) {
+  const std::scoped_lock lock(mutex_);
+  if (std::size_t(positions) <= capacity_) return;
+  const std::size_t capacity = std::max({std::size_t(positions), 2 * capacity_, kFirstCapacity});
+  std::vector<id<MTLBuffer>> grown;
+  for (const Table& table : tables_) {
+    const std::size_t pairs = table.frequencies.size();
+    const std::size_t row_bytes = std::max<std::size_t>(pairs, 1) * 2 * sizeof(float);  // rope_dim may be 0
+    id<MTLBuffer> buffer = device_.allocate("rope_table", capacity * row_bytes, Access::kHost, counters);
+    if (table.buffer) std::memcpy(buffer.contents, table.buffer.contents, capacity_ * row_bytes);
+    auto* out = static_cast<float*>(buffer.contents) + capacity_ * pairs * 2;
+    for (std::size_t position = capacity_; position < capacity; ++position) {
+      for (const float frequency : table.frequencies) {
+        const double angle = double(position) * double(frequency);
+        *out++ = float(std::cos(angle) * double(table.magnitude));
+        *out++ = float(std::sin(angle) * double(table.magnitude));
+      }
+    }
+    grown.push_back(buffer);
+  }
+  for (std::size_t i = 0; i < tables_.size(); ++i) tables_[i].buffer = grown[i];
+  capacity_ = capacity;
+}
+
+std::vector<id<MTLBuffer>> RopeTables::by_layer() const {
+  const std::scoped_lock lock(mutex_);
+  std::vector<id<MTLBuffer>> buffers;
+  for (const std::size_t table : table_of_) buffers.push_back(tables_[table].buffer);
+  return buffers;
+}
+
+std::size_t RopeTables::bytes() const {
+  const std::scoped_lock lock(mutex_);
+  std::size_t sum = 0;
+  for (const Table& table : tables_) sum += table.buffer.length;
+  return sum;
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,29 @@
+// Sizes that depend on the GPU, one row for each family. The reasons are in docs/kernels.md.
+#pragma once
+
+#import <Metal/Metal.h>
+
+#include <array>
+
+namespace metal_prefill::metal {
+
+struct Tuning {
+  MTLGPUFamily family;
+  int few_tokens;          // most tokens of multi_token_matvec_q4_0; above it, matmul
+  int wide_groups;         // wide matmul tiles where there are at least so many threadgroups of them
+  int matvec_threads;      // threads that a matvec wants in all: more lanes share a row until it has them
+  int matvec_group;        // threads of a matvec threadgroup
+  int split_keys;          // fewest keys of a threadgroup of attention_decode
+  int max_splits;          // most threadgroups that share the keys of a head
+  int prefill_simdgroups;  // simdgroups of an attention_prefill threadgroup
+  int argmax_groups;       // threadgroups of the first stage of argmax
+};
+
+inline constexpr std::array<Tuning, 3> kTunings = {{
+    // family            few wide matvec      splits   prefill argmax
+    {MTLGPUFamilyApple9, 8, 40, 16384, 64, 128, 32, 4, 32},  // M3, M4
+    {MTLGPUFamilyApple8, 8, 40, 12288, 64, 128, 32, 4, 32},  // M2
+    {MTLGPUFamilyApple7, 8, 32, 12288, 64, 128, 32, 2, 32},  // M1
+}};
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,433 @@
+"""What the Metal engine does with the GPU: dispatches, storage modes, pools, pipelines, failures.
+
+The emulator shows all of it; on a Mac these tests are skipped and those of the sessions' behaviour run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from metal_prefill import ContextOverflowError, DeviceError, Model, _core, synth
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+HOST_BUFFERS = {
+    "ids",
+    "host_logits",
+    "result",
+    "targets",
+    "log_probs",
+    "weights",
+    "rope_table",
+    "staging",
+    "qkv_bias",
+}
+
+
+@pytest.fixture(autouse=True)
+def settled() -> Iterator[None]:
+    gpu.set_history_depth(4)
+    yield
+    gpu.clear_faults()
+    gpu.set_history_depth(0)
+    gpu.set_limits(gpu.Limits())
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture
+def model(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="metal") as opened:
+        yield opened
+
+
+def prompt(n: int, start: int = 5) -> list[int]:
+    return [(start + 7 * i) % 1024 for i in range(n)]
+
+
+def native(model: Model) -> Any:
+    """Return the C++ session, which alone knows of intermediates."""
+    return model._open()._core
+
+
+def kernels() -> list[str]:
+    """Kernels of the last command buffer."""
+    return [dispatch.kernel for dispatch in gpu.history()[-1].dispatches]
+
+
+@pytest.mark.parametrize(("tokens", "per_layer"), [(1, 8), (4, 9), (8, 9), (9, 8), (32, 8), (200, 8)])
+def test_the_number_of_dispatches_does_not_grow_with_the_prompt(
+    model: Model, tokens: int, per_layer: int
+) -> None:
+    model.forward_prompt(prompt(tokens))
+    stats = model.stats()
+    layers = model.config.n_layers
+    # The last layer of a few tokens goes on with one, whose SwiGLU is merged. Around the layers: embedding,
+    # norm, head and two stages of argmax.
+    last = 8
+    assert stats["dispatches"] == (layers - 1) * per_layer + last + 5 == len(kernels())
+    assert stats["command_buffers"] == 1
+
+
+def test_a_chunk_is_one_command_buffer(demo_path: Path) -> None:
+    with Model(demo_path, device="metal", chunk_tokens=64) as model:
+        model.forward_prompt(prompt(64))
+        before = gpu.counters()
+        model.forward_prompt(prompt(130))
+        grown = 1  # the cache outgrew its first capacity
+        assert gpu.counters().command_buffers - before.command_buffers == 3 + grown
+        # A chunk that more follow ends with the K and V of its last layer.
+        middle = gpu.history()[-2].dispatches
+        assert middle[-1].kernel == "rope_append_f16"
+        assert len(middle) == 1 + 8 * (model.config.n_layers - 1) + 3
+
+
+def test_one_layer_per_layer_in_order(model: Model) -> None:
+    model.forward_prompt(prompt(40))
+    layer = [
+        "rmsnorm_f16",
+        "matmul_q4_0_narrow",
+        "rope_append_f16",
+        "attention_prefill_f16_64",
+        "matmul_q4_0_narrow",
+        "rmsnorm_f16",
+        "matmul_swiglu_q4_0_narrow",
+        "matmul_q4_0_narrow",
+    ]
+    assert kernels()[1:33] == layer * 4
+
+
+def test_dispatches_are_separated_by_barriers_but_for_independent_ones(tmp_path: Path) -> None:
+    path = synth.synthesize(
+        tmp_path / "m.gguf",
+        preset="tiny",
+        dim=256,
+        head_dim=64,
+        ffn=256,
+        tensor_type="Q4_K",
+        overrides={"*attn_v*": "Q6_K"},
+    )
+    with Model(path, device="metal") as model:
+        model.forward_prompt([1, 2, 3])
+    overlapping = [d.kernel for d in gpu.history()[-1].dispatches[1:] if not d.after_barrier]
+    assert overlapping == ["matmul_q6_k_narrow"] * model.config.n_layers  # beside that of q and k
+
+
+def private_and_shared() -> tuple[set[str], set[str]]:
+    buffers = gpu.live_buffers()
+    return (
+        {b.label for b in buffers if b.storage_mode == "private"},
+        {b.label for b in buffers if b.storage_mode == "shared"},
+    )
+
+
+def test_scratch_is_private_and_what_the_host_touches_is_shared(model: Model) -> None:
+    model.forward_prompt_logits(prompt(300))
+    model.forward_prompt(prompt(3))
+    model.score(prompt(40))
+    private, shared = private_and_shared()
+    assert shared <= HOST_BUFFERS
+    assert private == {
+        "x",
+        "normed",
+        "qkv",
+        "partial",
+        "att",
+        "gate_up",
+        "ffn",
+        "logits",
+        "candidates",
+        "k_cache",
+        "v_cache",
+    }
+
+
+def test_weights_are_mapped_not_copied(model: Model, demo_path: Path) -> None:
+    model.forward_prompt([1])
+    assert {b.label for b in gpu.live_buffers() if b.no_copy} == {"weights"}
+    assert model.stats()["weights_mapped_bytes"] <= demo_path.stat().st_size + 65536
+    assert model.stats()["weights_copied_bytes"] == 0
+
+
+@pytest.mark.parametrize("variable", ["METAL_PREFILL_DEBUG", "GPU_DEBUG"])
+def test_debug_mode_makes_every_intermediate_readable(
+    monkeypatch: pytest.MonkeyPatch, demo_path: Path, variable: str
+) -> None:
+    with Model(demo_path, device="metal") as plain:
+        expected = plain.forward_prompt(prompt(40))
+        with pytest.raises(ValueError, match="METAL_PREFILL_DEBUG"):
+            native(plain).intermediate("x")
+    monkeypatch.setenv(variable, "1")
+    with Model(demo_path, device="metal") as model:
+        assert model.forward_prompt(prompt(40)) == expected
+        private, _ = private_and_shared()
+        assert private == set()
+        session, config = native(model), model.config
+        sizes = {
+            "x": 40 * config.dim,
+            "qkv": 40
+            * (config.n_heads * config.key_dim + config.n_kv_heads * (config.key_dim + config.value_dim)),
+            "normed": config.dim,
+            "att": config.n_heads * config.value_dim,
+            "ffn": config.ffn_dim,
+            "logits": config.vocab_size,
+        }
+        for name, size in sizes.items():
+            values = np.array(session.intermediate(name))
+            assert values.size == size
+            assert np.isfinite(values).all()
+        assert int(np.argmax(session.intermediate("logits"))) == expected
+        with pytest.raises(ValueError, match="nonsense"):
+            session.intermediate("nonsense")
+
+
+def test_debug_mode_is_off_where_the_variable_is_zero(
+    monkeypatch: pytest.MonkeyPatch, demo_path: Path
+) -> None:
+    monkeypatch.setenv("GPU_DEBUG", "0")
+    with Model(demo_path, device="metal") as model:
+        model.forward_prompt([1])
+        assert "x" in private_and_shared()[0]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_a_second_prompt_of_the_same_size_allocates_nothing(model: Model, tokens: int) -> None:
+    model.forward_prompt(prompt(tokens))
+    model.reset()
+    before = gpu.counters().buffers
+    model.forward_prompt(prompt(tokens, 11))
+    assert gpu.counters().buffers == before
+    assert model.stats()["allocations"] == 0
+
+
+def test_memory_of_one_token_is_small(model: Model) -> None:
+    token = model.forward_prompt([3])
+    model.forward_token_greedy(token)
+    assert 0 < model.stats()["batch_pool_bytes"] < 1_000_000
+
+
+def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
+    with Model(demo_path, device="metal") as model:
+        model.forward_prompt(prompt(200))
+        with model.session() as other:
+            other.forward_prompt([1])
+        assert "ffn" in private_and_shared()[0], "freed while a session is open"
+    assert gpu.live_buffers() == []
+
+
+def test_mixed_calls_leave_objects_and_bytes_as_they_were(model: Model) -> None:
+    def calls() -> None:
+        model.reset()
+        token = model.forward_prompt(prompt(2))
+        token = model.forward_token_greedy(token)
+        model.forward_token(token)
+        model.rewind(1)
+        with model.session() as other, pytest.raises(ContextOverflowError):
+            other.forward_prompt(prompt(model.config.context_length + 1))
+        with pytest.raises(ValueError, match="empty"):
+            model.forward_prompt([])
+
+    calls()
+    objects, memory = gpu.live_objects(), gpu.allocated_bytes()
+    for _ in range(100):
+        calls()
+    assert gpu.live_objects() == objects
+    assert gpu.allocated_bytes() == memory
+
+
+def test_nothing_is_left_when_a_model_is_closed(demo_path: Path) -> None:
+    with Model(demo_path, device="metal") as model:
+        model.forward_prompt(prompt(20))
+    assert gpu.live_buffers() == []
+    assert gpu.live_objects() == 0
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "smollm": {},
+    "tied_q8_0": {"embedding_type": "Q8_0"},
+    "mixed": {
+        "tensor_type": "Q4_K",
+        "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q5_K"},
+        "output_type": "Q6_K",
+    },
+    "f16": {"tensor_type": "F16", "embedding_type": "F16"},
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_norm": True}, {"fused_silu": True}, {"fused_norm": True, "fused_silu": True}]
+)
+@pytest.mark.parametrize("features", FEATURES)
+def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
+    tmp_path: Path, features: str, options: dict[str, bool]
+) -> None:
+    shape = {
+        "preset": "tiny",
+        "dim": 256,
+        "heads": 4,
+        "head_dim": 64,
+        "ffn": 768,
+        "vocab": 320,
+        "context": 300,
+    }
+    path = synth.synthesize(tmp_path / "m.gguf", **(shape | FEATURES[features]))
+    gpu.set_limits(gpu.Limits(apple_family=7))
+    before = gpu.counters()
+    with Model(path, device="metal", **options) as model:
+        built = gpu.counters().pipelines - before.pipelines
+        assert built == model.stats()["pipelines"]
+        used: set[str] = set()
+        for call in (
+            lambda: model.forward_prompt([1]),
+            lambda: model.forward_prompt([1, 2, 3]),
+            lambda: model.forward_prompt(list(range(20))),
+            lambda: model.forward_prompt(list(range(270))),
+            lambda: model.forward_token(5),
+            lambda: model.reset(),
+            lambda: model.score(list(range(12))),
+            lambda: (model.reset(), model.score(list(range(280)))),
+        ):
+            call()
+            used |= set(kernels())
+        assert gpu.counters().pipelines - before.pipelines == built, "a call built a pipeline"
+        assert len(used) == built
+
+
+@pytest.mark.parametrize("family", [7, 8, 9])
+def test_every_family_gives_the_same_token(demo_path: Path, family: int) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=family))
+    with (
+        Model(demo_path, device="metal") as model,
+        Model(demo_path, device="cpu", compute="f32") as reference,
+    ):
+        assert model.forward_prompt(prompt(90)) == reference.forward_prompt(prompt(90))
+
+
+def test_a_gpu_before_apple_silicon_is_refused(demo_path: Path) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=6))
+    assert not _core.metal_available()
+    with pytest.raises(DeviceError):
+        Model(demo_path, device="metal")
+
+
+def test_a_file_larger_than_a_buffer_is_mapped_in_overlapping_views(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", compute="f32") as reference:
+        expected = reference.forward_prompt(prompt(40))
+    gpu.set_limits(gpu.Limits(max_buffer_length=512 * 1024))
+    with Model(demo_path, device="metal") as model:
+        views = [b for b in gpu.live_buffers() if b.no_copy]
+        assert len(views) > 4
+        assert all(view.length <= 512 * 1024 for view in views)
+        assert model.forward_prompt(prompt(40)) == expected
+
+
+def test_a_tensor_larger_than_a_buffer_is_an_error_that_names_it(demo_path: Path) -> None:
+    gpu.set_limits(gpu.Limits(max_buffer_length=64 * 1024))
+    with pytest.raises(DeviceError, match=r"token_embd\.weight|blk\.\d"):
+        Model(demo_path, device="metal")
+    assert gpu.live_objects() == 0
+
+
+def test_a_failed_command_buffer_leaves_position_and_cache_usable(model: Model) -> None:
+    token = model.forward_prompt(prompt(30))
+    expected = [model.forward_token_greedy(token)]
+    model.rewind(30)
+    for dispatches in (0, 7, 30):
+        gpu.fail_command_buffer(message="the GPU had enough", dispatches=dispatches)
+        with pytest.raises(DeviceError, match=r"20 tokens at position 30.*the GPU had enough"):
+            model.forward_prompt(prompt(20, 77))
+        assert model.position == 30
+    assert [model.forward_token_greedy(token)] == expected
+
+
+def test_a_failure_in_the_second_chunk_restores_the_state_before_the_call(demo_path: Path) -> None:
+    with Model(demo_path, device="metal", chunk_tokens=16) as model:
+        token = model.forward_prompt(prompt(10))
+        expected = model.forward_token_greedy(token)
+        model.rewind(10)
+        gpu.fail_command_buffer(nth=2)
+        with pytest.raises(DeviceError):
+            model.forward_prompt(prompt(40, 9))
+        assert model.position == 10
+        assert model.forward_token_greedy(token) == expected
+
+
+def test_every_failed_allocation_is_an_error_and_the_next_call_works(demo_path: Path) -> None:
+    with Model(demo_path, device="metal") as model:
+        before = gpu.counters().buffers
+        expected = model.forward_prompt(prompt(70))
+        needed = gpu.counters().buffers - before
+    assert needed >= 10  # rope table, K, V, and the activations
+    for nth in range(1, needed + 1):
+        with Model(demo_path, device="metal") as model:
+            gpu.fail_allocation(nth)
+            with pytest.raises(DeviceError, match=r"cannot allocate .* out of memory"):
+                model.forward_prompt(prompt(70))
+            assert model.position == 0
+            assert model.forward_prompt(prompt(70)) == expected
+
+
+def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
+    with Model(demo_path, device="metal", fused_norm=True, fused_silu=True) as model:
+        model.forward_token_greedy(model.forward_prompt(prompt(12)))
+        assert model.stats()["dispatches"] == 6 * model.config.n_layers + 5
+        assert kernels()[1:7] == [
+            "rmsnorm_matvec_q4_0",
+            "rope_append_f16",
+            "attention_decode_f16_32",
+            "matvec_q4_0",
+            "rmsnorm_matvec_q4_0",
+            "silu_matvec_q4_0_accumulate",
+        ]
+
+
+def test_fused_kernels_drift_less_than_a_thousandth_through_thirty_layers(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=30, dim=192, ffn=512)
+    tokens = [3, 1, 4, 1, 5]
+    logits = []
+    for fused in (False, True):
+        with Model(path, device="metal", fused_norm=fused, fused_silu=fused) as model:
+            logits.append([model.forward_token(token) for token in tokens])
+    separate, together = np.array(logits)
+    assert np.abs(separate - together).max() <= 1e-3 * np.abs(separate).max()
+
+
+def test_a_failure_while_the_cache_grows_keeps_what_it_holds(model: Model) -> None:
+    token = model.forward_prompt(prompt(60))
+    expected = model.forward_token_greedy(token)
+    model.rewind(60)
+    gpu.fail_command_buffer(message="no room to grow")
+    with pytest.raises(DeviceError, match=r"growth of the KV cache.*no room to grow"):
+        model.forward_prompt(prompt(100))
+    assert model.position == 60
+    assert model.forward_token_greedy(token) == expected
+
+
+def test_a_failure_at_load_leaves_nothing_behind(demo_path: Path) -> None:
+    gpu.fail_allocation()
+    with pytest.raises(DeviceError, match="map the model's file"):
+        Model(demo_path, device="metal")
+    assert gpu.live_objects() == 0
+
+
+def test_logits_of_nothing_but_nan_are_an_error(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny")
+    norm = next(t for t in GGUFReader(path).tensors if t.name == "output_norm.weight")
+    broken = bytearray(path.read_bytes())
+    start, size = norm.data_offset, norm.n_bytes
+    broken[start : start + size] = np.full(size // 4, np.nan, "<f4").tobytes()
+    path.write_bytes(bytes(broken))
+    with (
+        Model(path, device="metal") as model,
+        pytest.raises(DeviceError, match="every logit of the token at position 2 is NaN"),
+    ):
+        model.forward_prompt([1, 2, 3])
