@@ -41,7 +41,7 @@ PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix 
   const std::size_t start = prefix == Prefix::kAppend ? tokens_.size() : 0;  // position of tokens[0]
   reserve(int(start + tokens.size()));
   tokens_.reserve(start + tokens.size());  // what follows a computed chunk must not fail
-  reused_ = reused;
+  if (prefix == Prefix::kReuse) reused_ = reused;
   const std::size_t before = start + reused;
   tokens_.resize(before);
 

@@ -150,7 +150,7 @@ class Session {
   const int max_context_;
   mutable std::mutex mutex_;
   std::vector<TokenId> tokens_;  // in the cache
-  std::size_t reused_ = 0;       // tokens that the last call found in the cache
+  std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {

@@ -21,8 +21,9 @@ from metal_prefill.tokenizer import Tokenizer
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIAL = [START, END, "<|endoftext|>", "<s>", "</s>", "[INST]", "[/INST]", "<turn>"]
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
-    "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TRIMMING = "{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{% endfor %}"
 THINKING = (  # looks into messages, and cuts them
@@ -121,7 +122,7 @@ def test_a_later_turn_begins_with_the_earlier_ones(tokenizer_with: GGUFMaker) ->
 )
 @pytest.mark.parametrize("field", ["content", "name"])
 def test_a_message_never_writes_a_control_token(tokenizer_with: GGUFMaker, content: str, field: str) -> None:
-    template = CHATML.replace("message['content']", "(message['name'] or '') + message['content']")
+    template = CHATML.replace("m['content']", "(m['name'] or '') + m['content']")
     tokenizer = tokenizer_with(template)
     harmless = [{"role": "user", "content": "x", "name": "y"}, {"role": "assistant", "content": "z"}]
     hostile = [{**harmless[0], field: content}, {**harmless[1], field: content}]

@@ -89,6 +89,14 @@ def test_saving_what_was_loaded_writes_the_same_state(demo: Model, saved: Path, 
         assert a.metadata() == b.metadata()
 
 
+def test_notes_come_back_with_the_session(demo: Model, tmp_path: Path) -> None:
+    with demo.session() as session:
+        session.notes = 'anything "at all"\n漢字'
+        session.save(tmp_path / "s.session")
+    assert demo.load_session(tmp_path / "s.session").notes == session.notes
+    assert demo.session().notes == ""
+
+
 def test_a_rewound_session_saves_what_it_still_holds(demo: Model, tmp_path: Path) -> None:
     path = tmp_path / "half.session"
     with demo.session() as session:
@@ -351,7 +359,7 @@ def test_a_save_that_is_killed_midway_leaves_the_old_file(
     if child == 0:
         owner, n = demo._state_owner, 3
         rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
-        state.write(saved, owner, np.arange(n, dtype=np.int32), rows)
+        state.write(saved, owner, state.State(np.arange(n, dtype=np.int32), rows))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert saved.read_bytes() == before

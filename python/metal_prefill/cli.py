@@ -33,6 +33,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("metal_prefill.commands.run", "continue a prompt"),
+    "chat": Command("metal_prefill.commands.chat", "talk with a model"),
     "bench": Command(
         "metal_prefill.bench.command", "measure prompt processing and decoding, alone or against peers"
     ),

@@ -284,8 +284,9 @@ class Model:
             It cannot be opened.
         """
         session = self.session(max_context=max_context)
-        tokens, rows = state.read(path, self._state_owner)
-        session._open().import_state(tokens, rows)
+        saved = state.read(path, self._state_owner)
+        session._open().import_state(saved.tokens, saved.rows)
+        session.notes = saved.notes
         return session
 
     @property

@@ -85,11 +85,17 @@ class Session:
     Made by :meth:`metal_prefill.Model.session`. All methods may be called from several threads: calls on
     one session run one after another, calls on different sessions may overlap. The GIL is released during
     compute.
+
+    Attributes
+    ----------
+    notes : str
+        The user's own; saved and loaded with the session.
     """
 
     def __init__(self, model: Model, core: _core.Session) -> None:
         self._model = model
         self._core: _core.Session | None = core
+        self.notes = ""
 
     def _open(self) -> _core.Session:
         core = self._core
@@ -224,7 +230,7 @@ class Session:
             The file cannot be written.
         """
         tokens, rows = self._open().export_state()
-        state.write(path, self._model._state_owner, tokens, rows)
+        state.write(path, self._model._state_owner, state.State(tokens, rows, self.notes))
 
     def stats(self) -> dict[str, float]:
         """Counters of the last call and sizes in bytes.

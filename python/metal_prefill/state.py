@@ -9,6 +9,7 @@ The file holds ``tokens`` (int32 ``[n]``) and, for each layer i, ``layer.i.key``
 ``model``          :func:`fingerprint` of the GGUF file
 ``model_file``     its name, for messages
 ``kv_dtype``       ``f16`` or ``f32``
+``notes``          what the user put in ``Session.notes``
 ``checksum``       XXH64 of all tensors and of the other metadata, 16 hexadecimal digits
 =================  =============================================================================
 
@@ -22,11 +23,11 @@ import json
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,6 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 _SAMPLES, _SAMPLE_BYTES = 4, 1024  # of each tensor, for the fingerprint
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-TokenArray: TypeAlias = npt.NDArray[np.int32]
 
 
 def fingerprint(gguf: GGUFFile) -> str:
@@ -105,27 +105,36 @@ class Owner:
         }
 
 
-def write(path: str | os.PathLike[str], owner: Owner, tokens: TokenArray, rows: Sequence[Bytes]) -> None:
+class State(NamedTuple):
+    """What a session holds.
+
+    Attributes
+    ----------
+    tokens : numpy.ndarray
+        Ids in the cache, int32 ``[n]``.
+    rows : list of numpy.ndarray
+        Bytes of K and V of each layer in turn, in canonical layout ``[n, n_kv_heads, head_dim]``.
+    notes : str
+        The user's own.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    rows: list[Bytes]
+    notes: str = ""
+
+
+def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
     """Write a state, or leave what was at `path` untouched.
 
-    Parameters
-    ----------
-    path
-        An existing file is replaced in one step, once the new one is on the disk.
-    owner
-        What the state belongs to.
-    tokens
-        Ids in the cache, ``[n]``.
-    rows
-        Bytes of K and V of each layer in turn, in canonical layout ``[n, n_kv_heads, head_dim]``.
+    An existing file is replaced in one step, once the new one is on the disk.
 
     Raises
     ------
     OSError
         The file cannot be written.
     """
-    arrays: dict[str, npt.NDArray[Any]] = {TOKENS: tokens}
-    for (name, (dtype, shape)), raw in zip(owner.tensors(len(tokens)).items(), rows, strict=True):
+    arrays: dict[str, npt.NDArray[Any]] = {TOKENS: state.tokens}
+    for (name, (dtype, shape)), raw in zip(owner.tensors(len(state.tokens)).items(), state.rows, strict=True):
         arrays[name] = raw.view(_NUMPY_DTYPES[dtype]).reshape(shape)
     metadata = {
         "format": FORMAT,
@@ -133,6 +142,7 @@ def write(path: str | os.PathLike[str], owner: Owner, tokens: TokenArray, rows: 
         "model": owner.fingerprint,
         "model_file": owner.name,
         "kv_dtype": owner.kv_dtype,
+        "notes": state.notes,
     }
     metadata[CHECKSUM] = _checksum({name: _bytes(a) for name, a in arrays.items()}, metadata)
     with _replacing(Path(os.path.realpath(path))) as temporary:
@@ -142,13 +152,8 @@ def write(path: str | os.PathLike[str], owner: Owner, tokens: TokenArray, rows: 
             raise OSError(f"{path}: cannot be written: {error}") from error
 
 
-def read(path: str | os.PathLike[str], owner: Owner) -> tuple[TokenArray, list[Bytes]]:
-    """Map a state and check that it is whole and belongs to `owner`.
-
-    Returns
-    -------
-    tuple
-        Token ids ``[n]``, and the bytes of K and V of each layer in turn: views into the mapped file.
+def read(path: str | os.PathLike[str], owner: Owner) -> State:
+    """Map a state and check that it is whole and belongs to `owner`. Its arrays are views into the file.
 
     Raises
     ------
@@ -172,7 +177,7 @@ def read(path: str | os.PathLike[str], owner: Owner) -> tuple[TokenArray, list[B
     if dtype != "I32" or len(shape) != 1 or shapes != {TOKENS: (dtype, shape), **expected}:
         raise StateError(f"{path}: its tensors are not those of a session of this model")
     tokens = arrays[TOKENS].view(_NUMPY_DTYPES["I32"])
-    return tokens, [arrays[name] for name in expected]
+    return State(tokens, [arrays[name] for name in expected], metadata.get("notes", ""))
 
 
 Shapes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]

@@ -189,6 +189,13 @@ class Tokenizer:
             ids += [self._special[text]] if special else self.encode(text, add_bos=False)
         return ids
 
+    @property
+    def chat_stop(self) -> tuple[str, ...]:
+        """Strings that end an answer; none where the file has a template, whose control tokens do."""
+        from metal_prefill.chat_template import PLAIN_STOP
+
+        return () if self.chat_template else (PLAIN_STOP,)
+
     @cached_property
     def _chat(self) -> ChatTemplate:
         from metal_prefill.chat_template import PLAIN_TEMPLATE, ChatTemplate

@@ -90,7 +90,7 @@ def execute(arguments: argparse.Namespace) -> None:
         from metal_prefill.bench import plot
 
         plot.check_installed()
-    model = default_model_path() if arguments.demo else arguments.model
+    model = default_model_path() if arguments.demo else common.model_path(arguments.model)
     with common.status_line() as show:
         results = bench.run(
             model,

@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,13 +59,48 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options that choose tokens; `sampling_options` gives their values."""
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy"
+    )
+    sampling.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all"
+    )
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep a probability mass of P"
+    )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens of at least P times the highest probability",
+    )
+    sampling.add_argument(
+        "--repeat-penalty", type=float, default=1.0, metavar="X", help="1, the default, is none"
+    )
+    sampling.add_argument(
+        "--seed", type=int, metavar="N", help="of the random numbers (default: a fresh one)"
+    )
+    return sampling
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of :meth:`metal_prefill.Session.generate` that choose tokens."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
+    return {name: getattr(arguments, name) for name in names}
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``-m`` and ``--max-context``."""
     parser.add_argument(
         "-m",
         "--model",
         metavar="FILE",
-        help="GGUF file (default: the small model that ships with the package)",
+        help="GGUF file, or owner/repo:file on the Hugging Face Hub, where file may be a pattern such as "
+        "'*Q4_0.gguf' (default: the small model that ships with the package)",
     )
     parser.add_argument(
         "--max-context",
@@ -74,12 +110,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def model_path(name: str | None) -> Path | None:
+    """Return the path of the model that an option names, fetching it if need be; None where it names none."""
+    from metal_prefill.hub import resolve_model
+
+    return None if name is None else resolve_model(name)
+
+
 def open_model(arguments: argparse.Namespace) -> Model:
     """Open the model that the options ask for."""
     from metal_prefill import Model
 
     return Model(
-        arguments.model,
+        model_path(arguments.model),
         device=arguments.device,
         max_context=arguments.max_context,
         threads=arguments.threads,

@@ -6,7 +6,6 @@ import argparse
 from collections import Counter
 from dataclasses import fields
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metal_prefill.commands import common
@@ -23,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--model",
         metavar="FILE",
-        help="GGUF file (default: the small model that ships with the package)",
+        help="GGUF file, or owner/repo:file on the Hugging Face Hub (default: the model in the package)",
     )
     parser.add_argument("--plot", metavar="PNG", help="draw where the bytes are (needs the extra [plot])")
 
@@ -78,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill.architecture import read_config
     from metal_prefill.gguf_file import GGUFFile
 
-    path = Path(arguments.model) if arguments.model else default_model_path()
+    path = common.model_path(arguments.model) or default_model_path()
     console = common.console()
     with GGUFFile(path) as gguf:
         config = read_config(gguf)

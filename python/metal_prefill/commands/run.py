@@ -26,30 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to make (default: 128)",
     )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy"
-    )
-    sampling.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all"
-    )
-    sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep a probability mass of P"
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="keep tokens of at least P times the highest probability",
-    )
-    sampling.add_argument(
-        "--repeat-penalty", type=float, default=1.0, metavar="X", help="1, the default, is none"
-    )
-    sampling.add_argument(
-        "--seed", type=int, metavar="N", help="of the random numbers (default: a fresh one)"
-    )
-    sampling.add_argument(
+    common.add_sampling_arguments(parser).add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
     )
     common.add_engine_arguments(parser)
@@ -107,14 +84,9 @@ def execute(arguments: argparse.Namespace) -> None:
             pieces = model.generate(
                 ids,
                 arguments.max_tokens,
-                temperature=arguments.temperature,
-                top_k=arguments.top_k,
-                top_p=arguments.top_p,
-                min_p=arguments.min_p,
-                repeat_penalty=arguments.repeat_penalty,
-                seed=arguments.seed,
                 stop=arguments.stop,
                 progress=on_progress,
+                **common.sampling_options(arguments),
             )
             timing.begin = time.perf_counter()
             first = next(pieces, "")

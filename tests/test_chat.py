@@ -1,0 +1,292 @@
+"""Conversations, and ``metal-prefill chat`` through pipes and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+from metal_prefill import ContextOverflowError, Model, StateError
+from metal_prefill.chat import Conversation
+from metal_prefill.synth import synthesize
+
+COMMAND = [sys.executable, "-m", "metal_prefill.cli", "chat", "--device", "cpu"]
+QUESTIONS = ["Who art thou?", "What is thy name?", "Where goest thou?"]
+
+
+def talk(chat: Conversation, *questions: str, max_tokens: int = 24) -> list[str]:
+    return ["".join(chat.answer(question, max_tokens)) for question in questions]
+
+
+@pytest.fixture
+def chat(demo: Model) -> Iterator[Conversation]:
+    conversation = Conversation(demo, system="A room in the castle.")
+    yield conversation
+    conversation.close()
+
+
+def test_an_answer_continues_the_template(demo: Model, chat: Conversation) -> None:
+    (answer,) = talk(chat, QUESTIONS[0])
+    messages = [
+        {"role": "system", "content": "A room in the castle."},
+        {"role": "user", "content": QUESTIONS[0]},
+    ]
+    prompt = demo.tokenizer.apply_chat_template(messages)
+    assert answer == "".join(demo.generate(prompt, 24, stop="\n\n"))
+    assert chat.messages == [*messages, {"role": "assistant", "content": answer}]
+
+
+def test_a_turn_computes_only_what_is_new(demo: Model, chat: Conversation) -> None:
+    talk(chat, QUESTIONS[0])
+    before = demo.tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False)
+    talk(chat, QUESTIONS[1])
+    # All of the first turn but, at most, the blank line behind its answer, which was not generated.
+    assert chat.session.stats()["tokens_reused"] >= len(before) - 2
+
+
+def test_reuse_changes_no_answer(demo: Model, chat: Conversation) -> None:
+    answers = talk(chat, *QUESTIONS)
+    messages: list[dict[str, str]] = [{"role": "system", "content": "A room in the castle."}]
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        messages.append({"role": "user", "content": question})
+        with demo.session() as fresh:
+            prompt = demo.tokenizer.apply_chat_template(messages)
+            assert "".join(fresh.generate(prompt, 24, stop="\n\n")) == answer
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_an_answer_that_is_stopped_counts_as_far_as_it_went(chat: Conversation) -> None:
+    pieces = chat.answer(QUESTIONS[0], 24)
+    begun = "".join(islice(pieces, 3))
+    pieces.close()
+    assert chat.messages[-1] == {"role": "assistant", "content": begun}
+    assert talk(chat, QUESTIONS[1])
+
+
+def test_interrupting_the_prompt_unsays_the_question(chat: Conversation) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(chat.answer(QUESTIONS[0], progress=interrupt))
+    assert [m["role"] for m in chat.messages] == ["system"]
+    assert talk(chat, QUESTIONS[0])
+
+
+def test_a_failed_answer_leaves_the_conversation(chat: Conversation) -> None:
+    talk(chat, QUESTIONS[0])
+    before = list(chat.messages)
+    with pytest.raises(ValueError, match="temperature"):
+        list(chat.answer(QUESTIONS[1], temperature=-1.0))
+    assert chat.messages == before
+
+
+def test_the_oldest_turns_are_forgotten_when_the_context_is_full(demo: Model) -> None:
+    chat = Conversation(demo, system="A room.", max_context=96)
+    forgotten = 0
+    for i in range(12):
+        talk(chat, f"Question the {i}th?", max_tokens=8)
+        forgotten += chat.forgotten
+        assert chat.session.position <= 96
+        assert chat.messages[0]["content"] == "A room."
+        assert [m["role"] for m in chat.messages[1:]] == ["user", "assistant"] * (
+            (len(chat.messages) - 1) // 2
+        )
+        assert chat.messages[-2]["content"] == f"Question the {i}th?"
+    assert forgotten == 2 * 12 - (len(chat.messages) - 1) > 0
+
+
+def test_a_message_that_can_never_fit_is_refused(demo: Model) -> None:
+    chat = Conversation(demo, max_context=32)
+    talk(chat, "Ay?", max_tokens=2)
+    before = list(chat.messages)
+    with pytest.raises(ContextOverflowError, match="exceeds the context of 32"):
+        talk(chat, "word " * 40)
+    assert chat.messages == before
+
+
+def test_a_saved_conversation_goes_on(demo: Model, chat: Conversation, tmp_path: Path) -> None:
+    talk(chat, QUESTIONS[0])
+    chat.save(tmp_path / "talk.session")
+    expected = talk(chat, QUESTIONS[1])
+    other = Conversation(demo)
+    talk(other, "Something else.")
+    other.load(tmp_path / "talk.session")
+    assert talk(other, QUESTIONS[1]) == expected
+    assert other.messages == chat.messages
+    assert other.session.stats()["tokens_reused"] > 20
+
+
+def test_what_holds_no_conversation_is_refused(demo: Model, chat: Conversation, tmp_path: Path) -> None:
+    talk(chat, QUESTIONS[0])
+    before = list(chat.messages)
+    for i, notes in enumerate(["", "no json", "3", '["text"]', '[{"role": "user"}]']):
+        path = tmp_path / f"{i}.session"
+        with demo.session() as session:
+            session.notes = notes
+            session.save(path)
+        with pytest.raises(StateError, match="no conversation"):
+            chat.load(path)
+    with pytest.raises(FileNotFoundError):
+        chat.load(tmp_path / "absent")
+    assert chat.messages == before
+    assert talk(chat, QUESTIONS[1])
+
+
+def test_reset_keeps_what_the_system_said(chat: Conversation) -> None:
+    first = talk(chat, QUESTIONS[0])
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "A room in the castle."}]
+    assert talk(chat, QUESTIONS[0]) == first
+
+
+def piped(text: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *options], input=text, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_pipes_carry_a_conversation(demo_path: Path, tmp_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        expected = talk(Conversation(model, system="A room."), *QUESTIONS)
+    lines = [QUESTIONS[0], "", f"/save {tmp_path}/talk.session", *QUESTIONS[1:], "/quit", "unheard"]
+    child = piped("\n".join(lines), "--system", "A room.", "-n", "24", "--stats")
+    assert child.returncode == 0, child.stderr
+    assert child.stdout == "".join(answer + "\n" for answer in expected)
+    stats = re.findall(r"\[prompt: (\d+) tokens, (\d+) reused", child.stderr)
+    assert len(stats) == 3
+    assert int(stats[0][1]) == 0
+    for (before, _), (_, reused) in pairwise(stats):
+        assert int(reused) >= int(before)
+
+    child = piped(QUESTIONS[1], "--load", f"{tmp_path}/talk.session", "-n", "24")
+    assert child.stdout == expected[1] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("/nonsense", 2, "there is no command /nonsense; /help lists them"),
+        ("/save", 2, "name a file"),
+        ("/load /absent/file", 1, "/absent/file: No such file or directory"),
+    ],
+)
+def test_an_error_ends_a_pipe(line: str, code: int, message: str) -> None:
+    child = piped(f"{line}\n{QUESTIONS[0]}\n")
+    assert (child.returncode, child.stdout) == (code, "")
+    assert message in child.stderr
+
+
+def test_help_and_reset_through_a_pipe() -> None:
+    child = piped(f"{QUESTIONS[0]}\n/reset\n/help\n{QUESTIONS[0]}\n", "-n", "12")
+    first, second = child.stdout.splitlines()
+    assert first == second
+    for command in ("/reset", "/save", "/load", "/help", "/quit"):
+        assert command in child.stderr
+
+
+# Makes the terminal on stdin the one whose Ctrl-C reaches the process, as a shell does.
+ON_TERMINAL = (
+    "import fcntl, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "from metal_prefill.cli import main\n"
+    "sys.exit(main(['chat', '--device', 'cpu', *sys.argv[1:]]))"
+)
+
+
+class Terminal:
+    """A person at a terminal that runs the command."""
+
+    def __init__(self, *options: str) -> None:
+        self._master, slave = os.openpty()
+        self._seen = ""
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", ON_TERMINAL, *options],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env={**os.environ, "TERM": "dumb"},
+        )
+        os.close(slave)
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> str:
+        """Read until something matches; return what was read up to its end."""
+        end = time.monotonic() + timeout
+        while (found := re.search(pattern, self._seen)) is None:
+            ready, _, _ = select.select([self._master], [], [], max(end - time.monotonic(), 0))
+            assert ready, f"waited for {pattern!r}, saw {self._seen!r}"
+            try:
+                self._seen += os.read(self._master, 4096).decode(errors="replace").replace("\r\n", "\n")
+            except OSError:  # what Linux says when the other side is closed
+                pytest.fail(f"the command ended; waited for {pattern!r}, saw {self._seen!r}")
+        read, self._seen = self._seen[: found.end()], self._seen[found.end() :]
+        return read
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def exit_code(self) -> int:
+        code = self._child.wait(30)
+        os.close(self._master)
+        return code
+
+    def kill(self) -> None:
+        if self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    """Terminals to be cleared away, whatever happens."""
+    opened: list[Terminal] = []
+    yield opened
+    for terminal in opened:
+        terminal.kill()
+
+
+def test_a_terminal_conversation(terminals: list[Terminal], demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        expected = talk(Conversation(model), *QUESTIONS[:2])
+    terminal = Terminal("-n", "24")
+    terminals.append(terminal)
+    assert "/help lists the commands" in terminal.wait_for("> ")
+    for question, answer in zip(QUESTIONS, expected, strict=False):
+        terminal.type(question + "\n")
+        assert answer in terminal.wait_for("\n> ")
+    terminal.type("/nonsense\n")
+    terminal.wait_for("error: there is no command /nonsense.*\n> ")
+    terminal.type("\x03")
+    terminal.wait_for("/quit or Ctrl-D ends the conversation\n> ")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminals: list[Terminal], tmp_path: Path) -> None:
+    """A random model with a long context talks until it is stopped."""
+    synthesize(tmp_path / "endless.gguf", preset="tiny", context=200_000)
+    terminal = Terminal("-m", f"{tmp_path}/endless.gguf", "-n", "150000")
+    terminals.append(terminal)
+    terminal.wait_for("> ")
+    terminal.type("Hello\n")
+    terminal.wait_for(r"Hello\n.{40}")
+    terminal.type("\x03")
+    terminal.wait_for(r"\[stopped\]\n+> ")
+    terminal.type(f"/save {tmp_path}/talk.session\n")
+    terminal.wait_for("> ")
+    terminal.type("/quit\n")
+    assert terminal.exit_code() == 0
+    with Model(tmp_path / "endless.gguf", device="cpu") as model:
+        messages = json.loads(model.load_session(tmp_path / "talk.session").notes)
+    assert [m["role"] for m in messages] == ["user", "assistant"]
+    assert len(messages[1]["content"]) >= 20
