@@ -131,7 +131,7 @@ MODELS: dict[str, SmallModel] = {
     "long context": SmallModel(layers=1, context=4096),
     "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, key_dim=64, ffn=1536, vocab=512),
     "wide feed-forward": SmallModel(dim=64, ffn=2048),
-    "qwen2": SmallModel(architecture="qwen2", qkv_bias=True),
+    "qwen2": SmallModel(architecture="qwen2", dim=128, qkv_bias=True),
     "qwen3": SmallModel(architecture="qwen3", key_dim=64),
     "smollm3": SmallModel(architecture="smollm3", layers=5),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),

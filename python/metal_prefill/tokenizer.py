@@ -224,13 +224,12 @@ class Tokenizer:
         -----
         Bytes that are not UTF-8 become U+FFFD.
         """
-        decoder = self.decoder(skip_special=skip_special)
-        text = "".join([*map(decoder.step, ids), decoder.flush()])
-        return text[1:] if self._space_prefix and text.startswith(" ") else text
+        decoder = TokenDecoder(self, skip_special, self._space_prefix)
+        return "".join([*map(decoder.step, ids), decoder.flush()])
 
     def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
         """Return a decoder that takes a continuation token by token."""
-        return TokenDecoder(self, skip_special)
+        return TokenDecoder(self, skip_special, strip_prefix=False)
 
     def token(self, token_id: int) -> str:
         """Text of a token as the file writes it, such as ``Ġthe`` or ``<0x0A>``."""
@@ -239,6 +238,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token or the unknown token."""
         return int(self._vocabulary.types[self._checked(token_id)]) in _SPECIAL
+
+    def is_user_defined(self, token_id: int) -> bool:
+        """Whether a token stands for its spelling wherever that occurs in a text."""
+        return int(self._vocabulary.types[self._checked(token_id)]) == TokenType.USER_DEFINED
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that a token stands for, not always whole characters; of a special token its spelling."""
@@ -319,18 +322,29 @@ class Tokenizer:
 
 
 class TokenDecoder:
-    """Turns a stream of token ids into text, never showing an incomplete character."""
+    """Turns a stream of token ids into text, never showing an incomplete character.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    Made by :meth:`Tokenizer.decoder`. With `strip_prefix`, the space that `encode` sets before each stretch
+    of plain text is taken away again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_prefix: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._strip_prefix = strip_prefix
+        self._prefix_next = strip_prefix
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
         """Take one token and return the text that is complete with it, which may be empty."""
+        raw = self._tokenizer.token_bytes(token_id)
+        spelled = self._tokenizer.is_special(token_id) or self._tokenizer.is_user_defined(token_id)
+        if self._prefix_next and not spelled:
+            raw = raw.removeprefix(b" ")
+        self._prefix_next = self._strip_prefix and spelled
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        return self._utf8.decode(raw)
 
     def flush(self) -> str:
         """Return what is left at the end: U+FFFD for a character that was never completed."""

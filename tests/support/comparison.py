@@ -1,0 +1,226 @@
+"""What is compared with llama.cpp: texts and vocabularies to tokenize, models to compute.
+
+The tool that records llama.cpp's answers and the tests that compare with them share these definitions.
+"""
+
+# ruff: noqa: RUF001  (the look-alikes are the point)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFWriter
+from small_models import MODELS, SmallModel
+
+DATA = Path(__file__).parents[1] / "data"
+TOKENS = DATA / "llama_cpp_tokens.json"
+LOGITS = DATA / "llama_cpp_logits.npz"
+
+BYTE_LEVEL_SPECIALS = {
+    "<|endoftext|>": 3,
+    "<|im_start|>": 3,
+    "<|im_end|>": 3,
+    "<|pad|>": 4,
+    "    ": 4,
+}  # text, type
+USER_DEFINED = ("<|user|>", "\n\n", "   ")
+
+PROSE = """\
+Before we proceed any further, hear me speak. "Speak, speak!" You are all resolved rather to die than to
+famish? It's what they'd've said; I'LL see that WE'RE done, don't you think? The U.S.A.'s 3rd e-mail:
+a_b@example.org.
+"""
+
+
+def texts() -> list[str]:
+    """Texts that tell tokenizers apart."""
+    whitespace = [
+        "",
+        " ",
+        "  ",
+        "   ",
+        "     ",
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        "\t",
+        "\r\n",
+        " \n",
+        "\n ",
+        " \n \n  x",
+        "\t\ta",
+        "\x0b\x0c",
+    ]
+    words = [
+        "Hello",
+        " Hello",
+        "  Hello",
+        "Hello ",
+        "Hello world",
+        "Hello  world",
+        "Hello\nworld",
+        "a b c",
+        "HELLO World",
+    ]
+    contractions = [
+        "it's",
+        "IT'S",
+        "we'll we'LL",
+        "they've they'VE",
+        "I'm I'M'm",
+        "'s't're've'm'll'd",
+        "x' s",
+        "don't",
+    ]
+    numbers = [
+        "1",
+        "12",
+        "123",
+        "1234",
+        "12345",
+        "1234567890",
+        " 123",
+        "3.14159",
+        "1,000,000",
+        "x1y22z333",
+        "٣٤٥ ½ Ⅷ ²",
+    ]
+    marks = [
+        "...",
+        "!?!?",
+        "a.b,c;d:e",
+        "(x+y)*[z]={}",
+        "$100 + 5% = ~105^2",
+        "C++ <T> #include",
+        "--\n--",
+        "«q» „q“ “q”",
+    ]
+    scripts = [
+        "Übergröße naïve façade",
+        "привет мир",
+        "γειά σου Κόσμε",
+        "שלום עולם",
+        "مرحبا بالعالم",
+        "你好，世界",
+        "こんにちは",
+    ]
+    symbols = [
+        "🎭",
+        "🎭🎭 x",
+        "👩‍👩‍👧‍👦",
+        "a\u0301 e\u0301",
+        "\u00a0x\u00a0",
+        "\u3000x",
+        "\u200bx",
+        "\ufeffx",
+        "∑∫≠",
+        "\u2581x",
+        "𝔘𝔫𝔦",
+    ]
+    code = [
+        "def f(x):\n    return x + 1\n",
+        "\tif (a) {\n\t\tb();\n\t}\n",
+        "    four   three  two one",
+        '{"key": [1, 2.5, null]}',
+    ]
+    specials = [
+        "<|im_start|>user\nhi<|im_end|>",
+        "a<|pad|>b",
+        "<|user|> x <|user|>",
+        "<s>[INST] x [/INST]</s>",
+        "<unk>",
+        "<0x41>",
+    ]
+    control = ["\x00", "\x01\x02", "a\x00b", "\x7f\x80\x9f", "\ud7ff\ue000", "\uffff"]
+    lines = PROSE.splitlines(keepends=True)
+    return [
+        *whitespace, *words, *contractions, *numbers, *marks, *scripts, *symbols, *code, *specials, *control,
+        *lines, PROSE, "a" * 100, "ab" * 50, " " * 50, "\n" * 20, "1" * 50, "." * 50,
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenizerVariant:
+    """One way to read a vocabulary.
+
+    Attributes
+    ----------
+    kind
+        "gpt2" or "llama".
+    pre
+        Name of the pre-tokenizer.
+    space_prefix
+        Whether text begins with a space of its own.
+    parse_special
+        Whether control tokens are recognized in the text.
+    """
+
+    kind: str
+    pre: str = "default"
+    space_prefix: bool = True
+    parse_special: bool = False
+
+
+TOKENIZERS = {
+    **{pre: TokenizerVariant("gpt2", pre) for pre in ("default", "gpt-2", "smollm", "llama-bpe", "qwen2")},
+    "smollm, special": TokenizerVariant("gpt2", "smollm", parse_special=True),
+    "sentencepiece": TokenizerVariant("llama"),
+    "sentencepiece, special": TokenizerVariant("llama", parse_special=True),
+    "sentencepiece, no prefix": TokenizerVariant("llama", space_prefix=False),
+}
+
+
+def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerVariant) -> Path:
+    """Write a file that holds a vocabulary and no tensors."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model(variant.kind)
+    writer.add_tokenizer_pre(variant.pre)
+    writer.add_token_list(vocabulary["tokens"])
+    writer.add_token_types(vocabulary["types"])
+    if variant.kind == "gpt2":
+        writer.add_token_merges(vocabulary["merges"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+    else:
+        writer.add_token_scores(vocabulary["scores"])
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    writer.add_add_space_prefix(variant.space_prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def compared_models() -> Iterator[tuple[str, SmallModel]]:
+    """Models of the catalogue that llama.cpp takes.
+
+    Where the type of the weights is not the point they are float32, so that llama.cpp's rounding of
+    activations does not hide a difference in the features.
+    """
+    for name, model in MODELS.items():
+        if (
+            model.rope_dim or model.v_dim != model.key_dim
+        ):  # llama.cpp wants heads of one width, all of it rotated
+            continue
+        if not name.startswith(("type ", "tied ", "mixed ")):
+            output = "F32" if model.output else None
+            model = replace(model, types={"*": "F32"}, embedding="F32", output=output)
+        yield name, model
+
+
+def tokens_for(model: SmallModel) -> npt.NDArray[np.int64]:
+    """Return a prompt that is longer than every window."""
+    return np.random.default_rng(3).integers(0, model.vocab, 100)

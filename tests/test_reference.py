@@ -1,0 +1,52 @@
+"""The oracle itself against llama.cpp, whose logits were recorded by tools/record_llama_cpp.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_models
+from reference import ReferenceModel
+from support import comparison
+
+COMPARED = dict(comparison.compared_models())
+
+
+def tolerance(name: str) -> float:
+    """Largest difference allowed, relative to the largest logit.
+
+    With float32 weights llama.cpp computes in float32; its GELU looks up half-precision values. Against
+    weights of other types it rounds activations to the type, or to 8 bits per block.
+    """
+    if name.startswith(("type ", "tied ", "mixed ")):
+        return 3e-2
+    return 1e-3 if name.startswith("gemma3") else 1e-5
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    model = COMPARED[name]
+    path = small_models.write(tmp_path / "model.gguf", model)
+    logits = ReferenceModel(path).forward(comparison.tokens_for(model)).logits[-1]
+    with np.load(comparison.LOGITS) as recorded:
+        expected = recorded[name].astype(np.float64)
+    assert np.abs(logits - expected).max() <= tolerance(name) * np.abs(expected).max()
+    assert logits.argmax() == expected.argmax()
+
+
+def test_log_probs_are_normalized_and_of_the_next_token(tmp_path: Path) -> None:
+    path = small_models.write(tmp_path / "model.gguf", small_models.SmallModel(layers=1))
+    tokens = np.array([5, 9, 2, 7])
+    result = ReferenceModel(path).forward(tokens)
+    probabilities = np.exp(result.logits) / np.exp(result.logits).sum(axis=1, keepdims=True)
+    expected = np.log([probabilities[i, tokens[i + 1]] for i in range(3)])
+    assert result.log_probs(tokens) == pytest.approx(expected)
+
+
+def test_rounding_of_the_cache_changes_little_but_something(tmp_path: Path) -> None:
+    path = small_models.write(tmp_path / "model.gguf", small_models.SmallModel())
+    tokens = np.arange(50)
+    exact = ReferenceModel(path).forward(tokens).logits
+    rounded = ReferenceModel(path, kv_dtype=np.float16).forward(tokens).logits
+    assert 0 < np.abs(exact - rounded).max() < 1e-2

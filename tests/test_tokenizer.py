@@ -1,0 +1,334 @@
+"""Tokenizers: the same ids as llama.cpp, the same text back, and no special token out of plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFReader
+from support import comparison
+from support.comparison import TokenizerVariant
+from support.gguf_bytes import ARRAY, BOOL, F32, I32, STRING, U32, array, entry, gguf, scalar, text, u32
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import models, pre_tokenizers
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.tokenizer import Tokenizer
+
+RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
+GPT2, LLAMA = RECORD["vocabularies"]["gpt2"], RECORD["vocabularies"]["llama"]
+
+Open = Callable[..., Tokenizer]
+
+
+@pytest.fixture
+def open_variant(tmp_path: Path) -> Open:
+    """Open one of the recorded vocabularies, changed or not."""
+
+    def open_variant(variant: TokenizerVariant, **changes: Any) -> Tokenizer:
+        vocabulary = {**RECORD["vocabularies"][variant.kind], **changes}
+        return Tokenizer.from_gguf(
+            GGUFFile(comparison.write_vocabulary(tmp_path / "vocabulary.gguf", vocabulary, variant))
+        )
+
+    return open_variant
+
+
+@pytest.fixture
+def smollm(open_variant: Open) -> Tokenizer:
+    return open_variant(comparison.TOKENIZERS["smollm"])
+
+
+@pytest.fixture
+def sentencepiece(open_variant: Open) -> Tokenizer:
+    return open_variant(comparison.TOKENIZERS["sentencepiece"])
+
+
+def test_recorded_texts_are_the_current_ones() -> None:
+    assert RECORD["texts"] == comparison.texts()
+    assert set(RECORD["expected"]) == set(comparison.TOKENIZERS)
+
+
+@pytest.mark.parametrize("name", comparison.TOKENIZERS)
+def test_ids_are_those_of_llama_cpp(open_variant: Open, name: str) -> None:
+    variant = comparison.TOKENIZERS[name]
+    tokenizer = open_variant(variant)
+    for string, expected in zip(RECORD["texts"], RECORD["expected"][name], strict=True):
+        ids = tokenizer.encode(string, add_bos=False, parse_special=variant.parse_special)
+        assert ids == expected, string
+
+
+def test_pre_tokenizers_differ_in_the_record() -> None:
+    by_pre = [
+        json.dumps(RECORD["expected"][name]) for name in ("default", "gpt-2", "smollm", "llama-bpe", "qwen2")
+    ]
+    assert len(set(by_pre)) == 5
+
+
+def test_whole_words_without_merges_are_in_the_record() -> None:
+    made = {merge.replace(" ", "") for merge in GPT2["merges"]}
+    alone = {i for i, token in enumerate(GPT2["tokens"]) if len(token) > 1 and token not in made} - set(
+        range(5)
+    )
+    used = {name: {i for ids in RECORD["expected"][name] for i in ids} for name in ("llama-bpe", "gpt-2")}
+    assert used["llama-bpe"] & alone
+    assert not used["gpt-2"] & alone
+
+
+def test_model_in_the_box_is_tokenized_as_it_was_trained(demo_path: Path) -> None:
+    fields = GGUFReader(demo_path).fields
+    vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    trained = HubTokenizer(models.BPE(vocab, merges))
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer = Tokenizer.from_gguf(GGUFFile(demo_path))
+    for string in comparison.texts():
+        assert tokenizer.encode(string, add_bos=False) == trained.encode(string).ids, string
+
+
+@pytest.mark.parametrize("name", comparison.TOKENIZERS)
+def test_text_comes_back_unchanged(open_variant: Open, name: str) -> None:
+    variant = comparison.TOKENIZERS[name]
+    tokenizer = open_variant(variant)
+    for string in comparison.texts():
+        if variant.kind == "llama" and "\u2581" in string:  # stands for a space there
+            continue
+        ids = tokenizer.encode(string, parse_special=variant.parse_special)
+        assert tokenizer.decode(ids[tokenizer.add_bos :], skip_special=False) == string
+
+
+def test_special_tokens_are_left_out_of_text_unless_asked_for(smollm: Tokenizer) -> None:
+    ids = smollm.encode("<|im_start|>user\nhi<|im_end|>", parse_special=True)
+    assert smollm.decode(ids) == "user\nhi"
+    assert smollm.decode(ids, skip_special=False) == "<|im_start|>user\nhi<|im_end|>"
+
+
+def test_bytes_that_are_no_text_become_replacement_characters(sentencepiece: Tokenizer) -> None:
+    ids = [sentencepiece.encode("\x01", add_bos=False)[-1] + n for n in (0, 0xFE)]
+    assert sentencepiece.decode(ids) == "\x01\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_stream_shows_whole_characters_only(open_variant: Open, kind: str) -> None:
+    tokenizer = open_variant(TokenizerVariant(kind, "smollm"))
+    string = "né 🎭 漢字 👩‍👧"
+    decoder = tokenizer.decoder()
+    pieces = [decoder.step(i) for i in tokenizer.encode(string, add_bos=False)]
+    assert "".join(pieces).lstrip(" ") == string
+    assert "" in pieces
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert decoder.flush() == ""
+
+
+def test_stream_that_ends_inside_a_character_says_so_at_the_end(smollm: Tokenizer) -> None:
+    decoder = smollm.decoder()
+    ids = smollm.encode("🐉", add_bos=False)
+    assert len(ids) > 1
+    assert [decoder.step(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
+    assert decoder.flush() == "\ufffd"
+
+
+def test_continuation_keeps_its_leading_space(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode("speak", add_bos=False)
+    assert sentencepiece.decode(ids) == "speak"
+    decoder = sentencepiece.decoder()
+    assert "".join(map(decoder.step, ids)) == " speak"
+
+
+def test_special_tokens_are_recognized_only_on_demand(smollm: Tokenizer) -> None:
+    string = "<|im_start|>user"
+    start = GPT2["tokens"].index("<|im_start|>")
+    assert start not in smollm.encode(string)
+    assert smollm.encode(string, parse_special=True)[0] == start
+
+
+def test_user_defined_tokens_are_always_recognized(smollm: Tokenizer) -> None:
+    assert GPT2["tokens"].index("<|pad|>") in smollm.encode("a<|pad|>b")
+
+
+def test_control_token_cannot_be_spelled_by_merges(open_variant: Open) -> None:
+    # The pieces of "</s>" are made to merge all the way; as a control token it still must not come out of
+    # text.
+    tokens = [*LLAMA["tokens"][:-2], "/s", "</s"]
+    for i, piece in enumerate(("<", "/", "s", ">")):
+        if piece not in tokens:
+            tokens[-3 - i] = piece
+    scores = [*LLAMA["scores"][:-2], 10.0, 9.0]
+    tokenizer = open_variant(TokenizerVariant("llama"), tokens=tokens, scores=scores)
+    ids = tokenizer.encode("</s>", add_bos=False)
+    assert tokens.index("</s") in ids
+    assert tokens.index("</s>") not in ids
+
+
+def test_control_token_cannot_be_a_whole_word(open_variant: Open) -> None:
+    tokens = [*GPT2["tokens"], "STOP"]
+    types = [*GPT2["types"], 3]
+    tokenizer = open_variant(TokenizerVariant("gpt2", "llama-bpe"), tokens=tokens, types=types)
+    assert len(tokens) - 1 not in tokenizer.encode("STOP")
+    assert tokenizer.encode("STOP", add_bos=False, parse_special=True) == [len(tokens) - 1]
+
+
+def test_longest_special_token_wins(open_variant: Open) -> None:
+    tokens = [*GPT2["tokens"], "<x>", "<x><y>"]
+    tokenizer = open_variant(TokenizerVariant("gpt2", "smollm"), tokens=tokens, types=[*GPT2["types"], 3, 3])
+    n = len(tokens)
+    assert tokenizer.encode("<x><y><x>", add_bos=False, parse_special=True) == [n - 1, n - 2]
+
+
+def test_stop_ids_are_the_named_ends_and_the_known_spellings(smollm: Tokenizer) -> None:
+    assert smollm.eos_id == 0
+    assert smollm.stop_ids == {0, GPT2["tokens"].index("<|im_end|>")}
+
+
+def test_ordinary_token_spelled_like_an_end_does_not_stop(open_variant: Open) -> None:
+    types = [
+        4 if token == "<|im_end|>" else kind
+        for token, kind in zip(GPT2["tokens"], GPT2["types"], strict=True)
+    ]
+    assert open_variant(TokenizerVariant("gpt2", "smollm"), types=types).stop_ids == {0}
+
+
+def test_bos_is_added_as_the_file_says_unless_told_otherwise(
+    smollm: Tokenizer, sentencepiece: Tokenizer
+) -> None:
+    assert not smollm.add_bos
+    assert smollm.encode("", add_bos=True) == [0]
+    assert smollm.encode("") == []
+    assert sentencepiece.add_bos
+    assert sentencepiece.encode("") == [1]
+    assert sentencepiece.encode("", add_bos=False) == []
+
+
+def test_llama3_adds_bos_where_the_file_is_silent(open_variant: Open) -> None:
+    assert open_variant(TokenizerVariant("gpt2", "llama-bpe")).encode("") == [0]
+
+
+def test_lone_surrogates_are_refused(smollm: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        smollm.encode("a\ud800b")
+
+
+@pytest.mark.parametrize("token_id", [-1, len(GPT2["tokens"]), 10**12])
+def test_ids_outside_the_vocabulary_are_refused(smollm: Tokenizer, token_id: int) -> None:
+    with pytest.raises(ValueError, match=f"token id {token_id} is outside the vocabulary"):
+        smollm.decode([token_id])
+
+
+def test_duplicate_spellings_keep_their_own_text(open_variant: Open) -> None:
+    tokens = [*GPT2["tokens"], GPT2["tokens"][10]]
+    tokenizer = open_variant(TokenizerVariant("gpt2", "smollm"), tokens=tokens, types=[*GPT2["types"], 1])
+    assert tokenizer.decode([10]) == tokenizer.decode([len(tokens) - 1])
+
+
+MODEL, PRE, TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens"
+MERGES, SCORES, TYPES = "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type"
+BOS = "tokenizer.ggml.bos_token_id"
+
+
+def strings(*values: str) -> bytes:
+    return array(STRING, [text(value) for value in values])
+
+
+def file_of(**changes: bytes | None) -> bytes:
+    """Make a file of three tokens and one merge; `changes` replaces entries, or leaves them out."""
+    entries: dict[str, bytes | None] = {
+        MODEL: entry(MODEL, STRING, text("gpt2")),
+        PRE: entry(PRE, STRING, text("gpt-2")),
+        TOKENS: entry(TOKENS, ARRAY, strings("a", "b", "ab")),
+        MERGES: entry(MERGES, ARRAY, strings("a b")),
+        **changes,
+    }
+    return gguf([content for content in entries.values() if content is not None])
+
+
+SPM = {MODEL: entry(MODEL, STRING, text("llama")), MERGES: None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({MODEL: None}, f"metadata {MODEL} is missing"),
+        ({MODEL: entry(MODEL, U32, u32(1))}, f"{MODEL} has type uint32, expected string"),
+        ({PRE: entry(PRE, U32, u32(1))}, f"{PRE} has type uint32"),
+        ({TOKENS: None}, f"metadata {TOKENS} is missing"),
+        ({TOKENS: entry(TOKENS, STRING, text("a"))}, rf"{TOKENS} has type string, expected array\[string\]"),
+        ({TOKENS: entry(TOKENS, ARRAY, array(U32, [u32(1)]))}, rf"{TOKENS} has type array\[uint32\]"),
+        ({TYPES: entry(TYPES, ARRAY, array(I32, [u32(1)]))}, f"{TYPES} has 1 entries for 3 tokens"),
+        ({TYPES: entry(TYPES, ARRAY, strings("x"))}, rf"{TYPES} has type array\[string\], expected an array"),
+        ({MERGES: None}, f"metadata {MERGES} is missing"),
+        ({MERGES: entry(MERGES, ARRAY, strings("a b", "a c"))}, f"merge 1 of {MERGES}, 'a c', does not make"),
+        ({MERGES: entry(MERGES, ARRAY, strings("b a"))}, "merge 0 .*'b a'"),
+        ({MERGES: entry(MERGES, ARRAY, strings("ab"))}, "merge 0 .*'ab'"),
+        ({MERGES: entry(MERGES, ARRAY, strings(""))}, "merge 0"),
+        ({BOS: entry(BOS, U32, u32(3))}, f"{BOS} is 3, outside the vocabulary of 3 tokens"),
+        ({BOS: entry(BOS, I32, scalar(I32, -1))}, f"{BOS} is -1, outside"),
+        ({BOS: entry(BOS, STRING, text("a"))}, f"{BOS} has type string, expected an integer"),
+        ({BOS: entry(BOS, BOOL, b"\1")}, f"{BOS} has type bool, expected an integer"),
+        (
+            {"add": entry("tokenizer.ggml.add_bos_token", BOOL, b"\1")},
+            f"tokenizer.ggml.add_bos_token is set, but {BOS} is missing",
+        ),
+        ({"add": entry("tokenizer.ggml.add_bos_token", U32, u32(1))}, "add_bos_token has type uint32"),
+        (SPM, f"metadata {SCORES} is missing"),
+        (
+            {**SPM, SCORES: entry(SCORES, ARRAY, array(F32, [scalar(F32, 0)] * 2))},
+            f"{SCORES} has 2 entries for 3 tokens",
+        ),
+        (
+            {**SPM, SCORES: entry(SCORES, ARRAY, array(F32, [scalar(F32, float("nan"))] * 3))},
+            f"{SCORES} holds a value that is not finite",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_vocabulary_is_an_error_that_names_it(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "bad.gguf").write_bytes(file_of(**changes))
+    with pytest.raises(GGUFError, match=message):
+        Tokenizer.from_gguf(GGUFFile(tmp_path / "bad.gguf")).encode("ab")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {MODEL: entry(MODEL, STRING, text("t5"))},
+            "tokenizer model t5 is not supported; supported are gpt2, llama",
+        ),
+        (
+            {PRE: entry(PRE, STRING, text("tekken"))},
+            "pre-tokenizer tekken is not supported; supported are default",
+        ),
+    ],
+)
+def test_other_kinds_of_tokenizer_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    (tmp_path / "other.gguf").write_bytes(file_of(**changes))
+    with pytest.raises(UnsupportedModelError, match=message):
+        Tokenizer.from_gguf(GGUFFile(tmp_path / "other.gguf"))
+
+
+def test_missing_pre_tokenizer_is_the_default_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "old.gguf").write_bytes(file_of(**{PRE: None}))
+    assert Tokenizer.from_gguf(GGUFFile(tmp_path / "old.gguf")).encode("abb") == [2, 1]
+    assert "tokenizer.ggml.pre is missing" in caplog.text
+
+
+def test_bos_must_exist_to_be_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(file_of())
+    with pytest.raises(ValueError, match="no token that begins a text"):
+        Tokenizer.from_gguf(GGUFFile(tmp_path / "model.gguf")).encode("a", add_bos=True)
+
+
+def test_byte_token_that_names_no_byte_is_an_error(open_variant: Open) -> None:
+    tokens = [("<0xZZ>" if token == "<0x41>" else token) for token in LLAMA["tokens"]]
+    tokenizer = open_variant(TokenizerVariant("llama"), tokens=tokens)
+    with pytest.raises(GGUFError, match="byte token '<0xZZ>' is not of the form <0x0A>"):
+        tokenizer.decode([tokens.index("<0xZZ>")])
