@@ -1,0 +1,85 @@
+"""A tiny valid model file, every entry of which a test can replace or leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from support.gguf_bytes import ARRAY, F32, STRING, U32, array, entry, gguf, scalar, tensor, text
+
+LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64
+HEAD = DIM // HEADS
+
+# What a test asks of an entry: value type and bytes, or None to leave it out.
+Metadata = Mapping[str, tuple[int, bytes] | None]
+# Shape in NumPy order and number of the tensor type, or None to leave it out.
+Tensors = Mapping[str, tuple[Sequence[int], int] | None]
+
+
+def integer(value: int) -> tuple[int, bytes]:
+    return U32, scalar(U32, value)
+
+
+def number(value: float) -> tuple[int, bytes]:
+    return F32, scalar(F32, value)
+
+
+def string(value: str) -> tuple[int, bytes]:
+    return STRING, text(value)
+
+
+def base_metadata(architecture: str) -> dict[str, tuple[int, bytes] | None]:
+    return {
+        "general.architecture": string(architecture),
+        f"{architecture}.context_length": integer(CONTEXT),
+        f"{architecture}.embedding_length": integer(DIM),
+        f"{architecture}.block_count": integer(LAYERS),
+        f"{architecture}.feed_forward_length": integer(FFN),
+        f"{architecture}.attention.head_count": integer(HEADS),
+        f"{architecture}.attention.head_count_kv": integer(KV_HEADS),
+        f"{architecture}.attention.layer_norm_rms_epsilon": number(1e-5),
+        "tokenizer.ggml.tokens": (ARRAY, array(STRING, [text(f"t{i}") for i in range(VOCAB)])),
+    }
+
+
+def base_tensors(layers: int = LAYERS) -> dict[str, tuple[Sequence[int], int] | None]:
+    tensors: dict[str, tuple[Sequence[int], int] | None] = {
+        "token_embd.weight": ((VOCAB, DIM), 0),
+        "output_norm.weight": ((DIM,), 0),
+    }
+    for layer in range(layers):
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": ((DIM,), 0),
+            f"blk.{layer}.attn_q.weight": ((DIM, DIM), 0),
+            f"blk.{layer}.attn_k.weight": ((KV_HEADS * HEAD, DIM), 0),
+            f"blk.{layer}.attn_v.weight": ((KV_HEADS * HEAD, DIM), 0),
+            f"blk.{layer}.attn_output.weight": ((DIM, DIM), 0),
+            f"blk.{layer}.ffn_norm.weight": ((DIM,), 0),
+            f"blk.{layer}.ffn_gate.weight": ((FFN, DIM), 0),
+            f"blk.{layer}.ffn_up.weight": ((FFN, DIM), 0),
+            f"blk.{layer}.ffn_down.weight": ((DIM, FFN), 0),
+        }
+    return tensors
+
+
+def model_file(
+    metadata: Metadata | None = None,
+    tensors: Tensors | None = None,
+    architecture: str = "llama",
+    layers: int = LAYERS,
+) -> bytes:
+    """Make the file: the base with the given entries in place of, or besides, its own."""
+    entries = {
+        **base_metadata(architecture),
+        f"{architecture}.block_count": integer(layers),
+        **(metadata or {}),
+    }
+    listed, offset = [], 0
+    for name, spec in {**base_tensors(layers), **(tensors or {})}.items():
+        if spec is None:
+            continue
+        shape, kind = spec
+        listed.append(tensor(name, list(reversed(shape)), kind, offset))
+        offset += -(-math.prod(shape) * 8 // 32) * 32  # room for eight bytes a value, the most of any type
+    kept = [entry(key, *content) for key, content in entries.items() if content is not None]
+    return gguf(kept, listed, bytes(offset))
