@@ -114,6 +114,14 @@ def test_bytes_that_are_no_text_become_replacement_characters(sentencepiece: Tok
     assert sentencepiece.decode(ids) == "\x01\ufffd"
 
 
+def test_every_token_has_its_bytes(smollm: Tokenizer, sentencepiece: Tokenizer) -> None:
+    assert smollm.token_bytes(GPT2["tokens"].index("\u0120")) == b" "
+    assert smollm.token_bytes(0) == b"<|endoftext|>"
+    assert {smollm.token_bytes(i) for i in range(smollm.vocab_size)} >= {bytes([b]) for b in range(256)}
+    assert sentencepiece.token_bytes(LLAMA["tokens"].index("<0xFF>")) == b"\xff"
+    assert [smollm.is_special(i) for i in range(5)] == [True, True, True, False, False]
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_stream_shows_whole_characters_only(open_variant: Open, kind: str) -> None:
     tokenizer = open_variant(TokenizerVariant(kind, "smollm"))
@@ -261,6 +269,10 @@ SPM = {MODEL: entry(MODEL, STRING, text("llama")), MERGES: None}
         ({TOKENS: entry(TOKENS, ARRAY, array(U32, [u32(1)]))}, rf"{TOKENS} has type array\[uint32\]"),
         ({TYPES: entry(TYPES, ARRAY, array(I32, [u32(1)]))}, f"{TYPES} has 1 entries for 3 tokens"),
         ({TYPES: entry(TYPES, ARRAY, strings("x"))}, rf"{TYPES} has type array\[string\], expected an array"),
+        (
+            {TYPES: entry(TYPES, ARRAY, array(I32, [scalar(I32, n) for n in (1, 7, -1)]))},
+            f"token 1 has type 7 in {TYPES}, known are 0 to 6",
+        ),
         ({MERGES: None}, f"metadata {MERGES} is missing"),
         ({MERGES: entry(MERGES, ARRAY, strings("a b", "a c"))}, f"merge 1 of {MERGES}, 'a c', does not make"),
         ({MERGES: entry(MERGES, ARRAY, strings("b a"))}, "merge 0 .*'b a'"),

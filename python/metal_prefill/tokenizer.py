@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as Segmenter
@@ -32,6 +32,14 @@ END_TOKENS = (
 )
 
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
+
+
+class _Piece(NamedTuple):
+    """What a token is in a text."""
+
+    raw: bytes
+    special: bool  # a control token or the unknown one
+    spelled: bool  # recognized by its spelling, not by segmenting text
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -63,6 +71,7 @@ class Tokenizer:
     def __init__(self, gguf: GGUFFile) -> None:
         self._gguf = gguf
         self._vocabulary = Vocabulary.from_gguf(gguf)
+        self._pieces: dict[int, _Piece] = {}  # of the tokens that were decoded so far
         self.vocab_size = len(self._vocabulary.tokens)
         self.bos_id = self._special_id("bos")
         self.eos_id = self._special_id("eos")
@@ -237,25 +246,33 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token or the unknown token."""
-        return int(self._vocabulary.types[self._checked(token_id)]) in _SPECIAL
-
-    def is_user_defined(self, token_id: int) -> bool:
-        """Whether a token stands for its spelling wherever that occurs in a text."""
-        return int(self._vocabulary.types[self._checked(token_id)]) == TokenType.USER_DEFINED
+        return self._piece(token_id).special
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that a token stands for, not always whole characters; of a special token its spelling."""
-        text, kind = self.token(token_id), self._vocabulary.types[token_id]
-        if kind in (*_SPECIAL, TokenType.USER_DEFINED):
+        return self._piece(token_id).raw
+
+    def __repr__(self) -> str:
+        return f"<metal_prefill.Tokenizer {self._vocabulary.kind}, {self.vocab_size} tokens>"
+
+    def _piece(self, token_id: int) -> _Piece:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            kind = TokenType(self._vocabulary.types[self._checked(token_id)])
+            special = kind in _SPECIAL
+            spelled = special or kind == TokenType.USER_DEFINED
+            raw = self._raw_bytes(self.token(token_id), kind, spelled)
+            piece = self._pieces[token_id] = _Piece(raw, special, spelled)
+        return piece
+
+    def _raw_bytes(self, text: str, kind: TokenType, spelled: bool) -> bytes:
+        if spelled:
             return text.encode("utf-8")
         if self._vocabulary.kind == "gpt2":
             return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode("utf-8") for c in text)
         if kind == TokenType.BYTE:
             return bytes([_byte_value(self._gguf, text)])
         return text.replace(SPACE, " ").encode("utf-8")
-
-    def __repr__(self) -> str:
-        return f"<metal_prefill.Tokenizer {self._vocabulary.kind}, {self.vocab_size} tokens>"
 
     @cached_property
     def _segmenter(self) -> Segmenter:
@@ -337,14 +354,11 @@ class TokenDecoder:
 
     def step(self, token_id: int) -> str:
         """Take one token and return the text that is complete with it, which may be empty."""
-        raw = self._tokenizer.token_bytes(token_id)
-        spelled = self._tokenizer.is_special(token_id) or self._tokenizer.is_user_defined(token_id)
+        raw, special, spelled = self._tokenizer._piece(token_id)
         if self._prefix_next and not spelled:
             raw = raw.removeprefix(b" ")
         self._prefix_next = self._strip_prefix and spelled
-        if self._skip_special and self._tokenizer.is_special(token_id):
-            return ""
-        return self._utf8.decode(raw)
+        return "" if special and self._skip_special else self._utf8.decode(raw)
 
     def flush(self) -> str:
         """Return what is left at the end: U+FFFD for a character that was never completed."""

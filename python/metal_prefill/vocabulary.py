@@ -28,6 +28,7 @@ SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 class TokenType(IntEnum):
     """Values of ``tokenizer.ggml.token_type``."""
 
+    UNDEFINED = 0
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -98,7 +99,14 @@ class Vocabulary:
             )
         tokens = _strings(gguf, "tokenizer.ggml.tokens")
         if "tokenizer.ggml.token_type" in gguf.metadata:
-            types = _numbers(gguf, "tokenizer.ggml.token_type", np.integer, len(tokens)).astype(np.int32)
+            types = _numbers(gguf, "tokenizer.ggml.token_type", np.integer, len(tokens))
+            unknown = np.flatnonzero((types < min(TokenType)) | (types > max(TokenType)))
+            if unknown.size:
+                raise GGUFError(
+                    f"{gguf.path}: token {unknown[0]} has type {types[unknown[0]]} in "
+                    f"tokenizer.ggml.token_type, known are {min(TokenType)} to {max(TokenType)}"
+                )
+            types = types.astype(np.int32)
         else:
             types = np.full(len(tokens), TokenType.NORMAL, np.int32)
         return cls(kind, _pre_tokenizer(gguf) if kind == "gpt2" else PreTokenizer(()), tokens, types)
