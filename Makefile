@@ -10,7 +10,7 @@ SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml 
 NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint bench format clean
+.PHONY: demo test lint bench bench-report format clean
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -45,6 +45,20 @@ test: build/.emulator
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench
+
+# Tables, rows and charts of the comparison with other engines, on all cores and on one.
+REPORT ?= build/report
+$(VENV)/.peers: pyproject.toml build/.plain
+	$(PIP) install --no-build-isolation ".[bench,plot]" -C build-dir=build/plain
+	@touch $@
+
+bench-report: $(VENV)/.peers
+	mkdir -p $(REPORT)
+	set -eo pipefail; for threads in $(CMAKE_BUILD_PARALLEL_LEVEL) 1; do \
+	  $(BIN)/metal-prefill bench -p 32,128,512,1024 -n 64 -r 9 -t $$threads --compare llama.cpp,openvino \
+	    --json $(REPORT)/threads-$$threads.json --plot $(REPORT)/threads-$$threads.png \
+	    | tee $(REPORT)/threads-$$threads.txt; \
+	done
 
 lint: build/.emulator $(VENV)/.dev-tools
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

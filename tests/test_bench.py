@@ -260,6 +260,22 @@ def test_repetition_is_bounded_and_says_so(demo_path: Path) -> None:
     assert any("9 samples" in note for note in results.notes())
 
 
+@pytest.mark.usefixtures("_quiet_machine")
+def test_without_patience_nothing_is_repeated(demo_path: Path) -> None:
+    workers = fakes(ours=10)
+    workers[engines.OURS].switches = iter([99] * 1000)
+    row = compare(workers, demo_path, n_gen=0, patience=0.0).row(engines.OURS, "pp8")
+    assert (len(row.samples_ns), row.n_dropped, row.n_degraded) == (3, 0, 3)
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_repeated_samples_use_up_the_patience(demo_path: Path) -> None:
+    workers = fakes(ours=10**9)  # a sample of 8 tokens says that it took 8 s
+    workers[engines.OURS].switches = iter([999] * 1000)
+    row = compare(workers, demo_path, n_gen=0, patience=30.0).row(engines.OURS, "pp8")
+    assert (len(row.samples_ns), row.n_dropped, row.n_degraded) == (3, 1, 3)
+
+
 def test_a_machine_that_gets_faster_casts_doubt_on_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "stolen_ns", lambda: 0)
     worker = FakeWorker("ours", 10)

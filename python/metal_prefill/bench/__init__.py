@@ -35,6 +35,7 @@ def run(
     compute: str = "int8",
     kv_dtype: str = "f16",
     compare: Sequence[str] = (),
+    patience: float = 60.0,
     progress: Progress | None = None,
     make_worker: WorkerFactory | None = None,
 ) -> BenchResults:
@@ -62,6 +63,9 @@ def run(
         As for `metal_prefill.Model`.
     compare
         Peers: ``"llama.cpp"``, ``"openvino"``. They need the extra ``bench``.
+    patience
+        Seconds that may be lost to a degraded machine, by waiting for it and by samples that are dropped; then
+        samples are taken as they come.
     progress
         Called before each sample with what is done, the samples of the test that count so far, and those
         wanted.
@@ -84,6 +88,8 @@ def run(
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+    if patience < 0:
+        raise ValueError(f"patience must not be negative, got {patience}")
     tests = cases.make_cases(prompts, n_gen, depth)
     names = [engines.OURS, *dict.fromkeys(compare)]
     for name in names:
@@ -117,7 +123,7 @@ def run(
             workers.append(worker)
         calibrator = machine.Calibrator(threads or machine.available_threads())
         stack.callback(calibrator.close)
-        runner = Runner(workers, calibrator, repetitions, progress)
+        runner = Runner(workers, calibrator, repetitions, progress, patience)
         runner.run(tests)
         cpu = machine.cpu_name()
         rows = [

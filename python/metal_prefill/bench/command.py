@@ -62,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples of each test (default: 5)",
     )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that may be lost to a degraded machine, waiting or repeating (default: 60)",
+    )
     common.add_engine_arguments(parser)
     output = parser.add_argument_group("output")
     peers = ",".join(name for name in KINDS if name != OURS)
@@ -103,6 +110,7 @@ def execute(arguments: argparse.Namespace) -> None:
             compute=arguments.compute,
             kv_dtype=arguments.kv_dtype,
             compare=arguments.compare,
+            patience=arguments.patience,
             progress=None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}"),
         )
     if arguments.json == "-":

@@ -14,8 +14,8 @@ from metal_prefill.bench.machine import Calibrator
 from metal_prefill.bench.samples import Sample, Selection, is_clean, select
 
 ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
-PATIENCE_S = 1.0  # how long a sample waits for a degraded machine to recover
-PATIENCE_IN_ALL_S = 60.0  # how long all samples together do
+WAIT_S = 1.0  # how long one sample waits for a degraded machine to recover
+PATIENCE_S = 60.0  # what a degraded machine may cost in all
 
 Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
 
@@ -36,7 +36,7 @@ class Runner:
         Samples wanted of each test of each engine.
     progress : callable, optional
     patience_s : float
-        Seconds left for waiting until the machine is at its best.
+        Seconds left to lose to a degraded machine, by waiting for it and by samples that do not count.
     samples : dict
         All that were taken, in order.
     """
@@ -45,7 +45,7 @@ class Runner:
     calibrator: Calibrator
     repetitions: int
     progress: Progress | None = None
-    patience_s: float = PATIENCE_IN_ALL_S
+    patience_s: float = PATIENCE_S
     samples: dict[tuple[str, Case], list[Sample]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, cases: Sequence[Case]) -> None:
@@ -85,16 +85,23 @@ class Runner:
 
     def _wants(self, worker: Worker, case: Case) -> bool:
         taken = len(self.samples[worker.name, case])
-        return taken < ATTEMPTS * self.repetitions and self._clean(worker, case) < self.repetitions
+        if taken < self.repetitions:
+            return True
+        may_repeat = self.patience_s > 0 and taken < ATTEMPTS * self.repetitions
+        return may_repeat and self._clean(worker, case) < self.repetitions
 
     def _sample(self, worker: Worker, case: Case) -> Sample:
         begin = time.monotonic()
-        before = self.calibrator.settle(min(PATIENCE_S, self.patience_s))
-        self.patience_s = max(0.0, self.patience_s - (time.monotonic() - begin))
+        before = self.calibrator.settle(min(WAIT_S, self.patience_s))
+        lost = time.monotonic() - begin
         stolen = machine.stolen_ns()
         elapsed, switches = worker.sample(case)
         stolen = machine.stolen_ns() - stolen
-        return Sample(elapsed, max(before, self.calibrator.measure()), switches, stolen)
+        sample = Sample(elapsed, max(before, self.calibrator.measure()), switches, stolen)
+        if not is_clean(sample, self._limit()):
+            lost += elapsed * 1e-9
+        self.patience_s = max(0.0, self.patience_s - lost)
+        return sample
 
     def _report(self, what: str, case: Case) -> None:
         if self.progress is not None:
