@@ -64,8 +64,8 @@ def run(
     compare
         Peers: ``"llama.cpp"``, ``"openvino"``. They need the extra ``bench``.
     patience
-        Seconds that may be lost to a degraded machine, by waiting for it and by samples that are dropped; then
-        samples are taken as they come.
+        Seconds that may be lost to a degraded machine, by waiting for it and by samples that are dropped;
+        then samples are taken as they come.
     progress
         Called before each sample with what is done, the samples of the test that count so far, and those
         wanted.
@@ -76,8 +76,10 @@ def run(
     ------
     ValueError
         Nothing to measure, a prompt longer than the model's context, an unknown peer.
+    MissingExtraError
+        A peer is not installed.
     BenchError
-        A peer is not installed, or an engine failed.
+        An engine failed.
     GGUFError, UnsupportedModelError
         The file is no model that this package takes.
     """

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.bench.errors import BenchError
+from metal_prefill.errors import MissingExtraError
 
 Ids = npt.NDArray[np.int32]
 
@@ -119,7 +119,7 @@ def check_installed(name: str) -> None:
     ------
     ValueError
         There is no engine of that name.
-    BenchError
+    MissingExtraError
         Its package is not installed.
     """
     if name not in KINDS:
@@ -128,7 +128,7 @@ def check_installed(name: str) -> None:
     kind = KINDS[name]
     for module in kind.modules:
         if importlib.util.find_spec(module) is None:
-            raise BenchError(
+            raise MissingExtraError(
                 f"comparing with {name} needs {kind.package}, which is not installed: "
                 "pip install 'metal_prefill[bench]'"
             )

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from metal_prefill.bench.errors import BenchError
+from metal_prefill.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from metal_prefill.bench.results import BenchResults, Row
@@ -21,11 +22,13 @@ def check_installed() -> None:
 
     Raises
     ------
-    BenchError
+    MissingExtraError
         It is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("plots need matplotlib, which is not installed: pip install 'metal_prefill[plot]'")
+        raise MissingExtraError(
+            "plots need matplotlib, which is not installed: pip install 'metal_prefill[plot]'"
+        )
 
 
 def _errors(rows: list[Row]) -> list[list[float]]:
@@ -87,8 +90,10 @@ def draw(results: BenchResults, path: str | os.PathLike[str]) -> None:
 
     Raises
     ------
+    MissingExtraError
+        matplotlib is not installed.
     BenchError
-        matplotlib is not installed, or there is nothing to draw.
+        There is nothing to draw.
     """
     check_installed()
     panels = [
