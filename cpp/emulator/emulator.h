@@ -83,4 +83,9 @@ void set_history_depth(std::size_t command_buffers);
 // the next call that makes a command buffer.
 std::vector<std::string> take_violations();
 
+// "address" or "thread" when the emulator is built with that sanitizer, else empty. Such builds have no
+// checked mode; with AddressSanitizer an access past a buffer's end is the sanitizer's report and ends the
+// process.
+const char* sanitizer();
+
 }  // namespace metal_emulator

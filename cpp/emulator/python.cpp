@@ -121,6 +121,7 @@ void bind_emulator(nb::module_& m) {
   m.def("history", &history, kWithoutGil, "Return the last completed command buffers, oldest first.");
   m.def("set_history_depth", &set_history_depth, "command_buffers"_a,
         "Keep that many command buffers for history(); 0, as at first, keeps none.");
+  m.attr("sanitizer") = sanitizer();
   m.def("take_violations", &take_violations,
         "Return and forget misuse that was found where nothing could be thrown.");
 }

@@ -45,6 +45,29 @@ def emulator(metal_testing: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
+def checked_mode(emulator: Any) -> None:
+    """Make the emulator record what each dispatch touches."""
+    if emulator.sanitizer:
+        pytest.skip("builds with a sanitizer have no checked mode")
+    emulator.set_options(emulator.Options(checked=True))
+
+
+@pytest.fixture(params=[False, True], ids=["bound ranges", "checked"])
+def checked(request: pytest.FixtureRequest) -> bool:
+    """Run a test in both modes."""
+    if request.param:
+        request.getfixturevalue("checked_mode")
+    return bool(request.param)
+
+
+@pytest.fixture
+def guards(emulator: Any) -> None:
+    """Require that the emulator itself finds accesses past a buffer's end."""
+    if emulator.sanitizer == "address":
+        pytest.skip("AddressSanitizer reports it and ends the process")
+
+
+@pytest.fixture
 def device(metal_testing: Any, emulator: Any) -> Iterator[Any]:
     """Yield an emulated device."""
     device = metal_testing.Device()

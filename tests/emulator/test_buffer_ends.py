@@ -49,11 +49,8 @@ def names(error: str, kernel: str, argument: str) -> bool:
 
 
 @pytest.mark.parametrize("length", [4, 40, 64, PAGE, PAGE + 4])
-@pytest.mark.parametrize("checked", [False, True])
-def test_the_last_element_can_be_used(
-    device: Any, library: KernelLibrary, emulator: Any, length: int, checked: bool
-) -> None:
-    emulator.set_options(emulator.Options(checked=checked))
+@pytest.mark.usefixtures("checked")
+def test_the_last_element_can_be_used(device: Any, library: KernelLibrary, length: int) -> None:
     buffer = device.new_buffer(length)
     assert run_store(library, buffer, length // 4 - 1).error == ""
     assert run_load(library, buffer, length // 4 - 1).error == ""
@@ -62,6 +59,7 @@ def test_the_last_element_can_be_used(
 
 @pytest.mark.parametrize("storage", ["shared", "private"])
 @pytest.mark.parametrize("length", [4, 40, 64, PAGE, PAGE + 4])
+@pytest.mark.usefixtures("guards")
 def test_a_write_past_the_end_is_found(
     device: Any, library: KernelLibrary, storage: str, length: int
 ) -> None:
@@ -72,14 +70,15 @@ def test_a_write_past_the_end_is_found(
 
 
 @pytest.mark.parametrize("length", [64, PAGE])
+@pytest.mark.usefixtures("guards")
 def test_a_read_past_the_end_is_found(device: Any, library: KernelLibrary, length: int) -> None:
     command_buffer = run_load(library, device.new_buffer(length), length // 4)
     assert command_buffer.status == "error"
     assert names(command_buffer.error, "load", "x")
 
 
-def test_checked_mode_finds_any_read_past_the_end(device: Any, library: KernelLibrary, emulator: Any) -> None:
-    emulator.set_options(emulator.Options(checked=True))
+@pytest.mark.usefixtures("checked_mode")
+def test_checked_mode_finds_any_read_past_the_end(device: Any, library: KernelLibrary) -> None:
     for length, position in ((4, 1), (40, 10), (40, 11), (256, 100_000)):
         command_buffer = run_load(library, device.new_buffer(length), position)
         assert names(command_buffer.error, "load", "x")
@@ -87,10 +86,10 @@ def test_checked_mode_finds_any_read_past_the_end(device: Any, library: KernelLi
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private mapping", "file mapping"])
 @pytest.mark.parametrize("write", [False, True])
+@pytest.mark.usefixtures("checked_mode")
 def test_checked_mode_finds_the_end_of_a_buffer_inside_a_larger_mapping(
-    device: Any, library: KernelLibrary, emulator: Any, shared: bool, write: bool
+    device: Any, library: KernelLibrary, shared: bool, write: bool
 ) -> None:
-    emulator.set_options(emulator.Options(checked=True))
     with tempfile.TemporaryFile() as file:
         file.truncate(4 * PAGE)
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
@@ -103,6 +102,7 @@ def test_checked_mode_finds_the_end_of_a_buffer_inside_a_larger_mapping(
     assert not memory[2 * PAGE :].any()
 
 
+@pytest.mark.usefixtures("guards")
 def test_the_emulator_survives_an_error(device: Any, library: KernelLibrary) -> None:
     buffer = device.new_buffer(PAGE)
     for _ in range(20):

@@ -61,18 +61,16 @@ def test_read_after_write_without_a_barrier(library: KernelLibrary, emulator: An
     assert encoder.finish() == ""
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_reads_do_not_need_a_barrier(library: KernelLibrary, emulator: Any, checked: bool) -> None:
-    emulator.set_options(emulator.Options(checked=checked))
+@pytest.mark.usefixtures("checked")
+def test_reads_do_not_need_a_barrier(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.load(0, target=0)
     encoder.load(0, target=128)
     assert encoder.finish() == ""
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_barrier_orders(library: KernelLibrary, emulator: Any, checked: bool) -> None:
-    emulator.set_options(emulator.Options(checked=checked))
+@pytest.mark.usefixtures("checked")
+def test_a_barrier_orders(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.encoder.barrier()
@@ -81,20 +79,17 @@ def test_a_barrier_orders(library: KernelLibrary, emulator: Any, checked: bool) 
     assert encoder.second.contents.view(np.uint32)[:8].tolist() == [7] * 8
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_serial_encoder_orders_by_itself(library: KernelLibrary, emulator: Any, checked: bool) -> None:
-    emulator.set_options(emulator.Options(checked=checked))
+@pytest.mark.usefixtures("checked")
+def test_a_serial_encoder_orders_by_itself(library: KernelLibrary) -> None:
     encoder = Encoder(library, concurrent=False)
     encoder.store(0)
     encoder.load(0)
     assert encoder.finish() == ""
 
 
-@pytest.mark.parametrize("checked", [False, True])
 def test_a_barrier_of_another_buffer_does_not_order(
     library: KernelLibrary, emulator: Any, checked: bool
 ) -> None:
-    emulator.set_options(emulator.Options(checked=checked))
     encoder = Encoder(library)
     encoder.store(0)
     encoder.encoder.barrier([encoder.second])
@@ -107,9 +102,8 @@ def test_a_barrier_of_another_buffer_does_not_order(
         encoder.encoder.end()
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_barrier_of_the_buffer_orders(library: KernelLibrary, emulator: Any, checked: bool) -> None:
-    emulator.set_options(emulator.Options(checked=checked))
+@pytest.mark.usefixtures("checked")
+def test_a_barrier_of_the_buffer_orders(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.encoder.barrier([encoder.first])
@@ -125,8 +119,8 @@ def test_parts_of_a_buffer_bound_at_different_offsets_are_independent(library: K
     assert encoder.finish() == ""
 
 
-def test_checked_mode_finds_parts_that_overlap(library: KernelLibrary, emulator: Any) -> None:
-    emulator.set_options(emulator.Options(checked=True))
+@pytest.mark.usefixtures("checked_mode")
+def test_checked_mode_finds_parts_that_overlap(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(4, offset=0)  # bytes 16 to 48
     encoder.load(0, offset=32)  # bytes 32 to 64
@@ -135,8 +129,8 @@ def test_checked_mode_finds_parts_that_overlap(library: KernelLibrary, emulator:
     assert "kernel 'store', dispatch 0, buffer(0) 'y' = \"first\" writes" in error
 
 
-def test_checked_mode_accepts_what_only_seems_to_overlap(library: KernelLibrary, emulator: Any) -> None:
-    emulator.set_options(emulator.Options(checked=True))
+@pytest.mark.usefixtures("checked_mode")
+def test_checked_mode_accepts_what_only_seems_to_overlap(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.load(8)
@@ -144,16 +138,16 @@ def test_checked_mode_accepts_what_only_seems_to_overlap(library: KernelLibrary,
     assert encoder.finish() == ""
 
 
-def test_checked_mode_finds_two_writes(library: KernelLibrary, emulator: Any) -> None:
-    emulator.set_options(emulator.Options(checked=True))
+@pytest.mark.usefixtures("checked_mode")
+def test_checked_mode_finds_two_writes(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.store(7)
     assert "writes bytes 28 to 32" in encoder.finish()
 
 
-def test_a_new_encoder_is_ordered_after_the_one_before(library: KernelLibrary, emulator: Any) -> None:
-    emulator.set_options(emulator.Options(checked=True))
+@pytest.mark.usefixtures("checked_mode")
+def test_a_new_encoder_is_ordered_after_the_one_before(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.encoder.end()

@@ -277,8 +277,8 @@ def test_history_tells_what_was_dispatched(library: KernelLibrary, emulator: Any
     assert record.end_seconds >= record.start_seconds > 0
 
 
+@pytest.mark.usefixtures("checked_mode")
 def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, emulator: Any) -> None:
-    emulator.set_options(emulator.Options(checked=True))
     emulator.set_history_depth(1)
     library.dispatch("add", [np.ones(100, np.float32)] * 3, grid=100, threads=32)
     bindings = emulator.history()[0].dispatches[0].bindings

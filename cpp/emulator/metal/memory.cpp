@@ -8,13 +8,17 @@
 #include <map>
 #include <mutex>
 
-#include "executor.h"
+#include "emulator.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #define METAL_EMULATOR_ASAN 1
+#elif defined(__SANITIZE_THREAD__)
+#define METAL_EMULATOR_TSAN 1
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define METAL_EMULATOR_ASAN 1
+#elif __has_feature(thread_sanitizer)
+#define METAL_EMULATOR_TSAN 1
 #endif
 #endif
 
@@ -238,6 +242,16 @@ struct SignalStack {
 };
 
 }  // namespace
+
+const char* sanitizer() {
+#if defined(METAL_EMULATOR_ASAN)
+  return "address";
+#elif defined(METAL_EMULATOR_TSAN)
+  return "thread";
+#else
+  return "";
+#endif
+}
 
 std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill) {
   if (bytes > SIZE_MAX / 2) return nullptr;

@@ -31,6 +31,13 @@ std::vector<const ShaderLibrary*>& libraries() {
   return *instance;
 }
 
+void check(const ExecutorOptions& options) {
+  if (options.checked && *sanitizer()) {
+    throw std::runtime_error(std::string("checked mode is not part of builds with the sanitizer '") +
+                             sanitizer() + "'");
+  }
+}
+
 std::unique_ptr<Executor> make_executor() {
   const char* name = std::getenv("METAL_EMULATOR_EXECUTOR");
   if (!name || std::string_view(name) == "cpu") return make_cpu_executor();
@@ -64,6 +71,7 @@ State::State() : executor_(make_executor()) {
   options_.seed = from_environment("METAL_EMULATOR_SEED");
   options_.checked = from_environment("METAL_EMULATOR_CHECKED") != 0;
   options_.active_lanes = from_environment("METAL_EMULATOR_ACTIVE_LANES") != 0;
+  check(options_);
   executor_->configure(options_);
   set_limits({});
 }
@@ -74,6 +82,7 @@ ExecutorOptions State::options() {
 }
 
 void State::set_options(const ExecutorOptions& options) {
+  check(options);
   wait_idle();
   std::lock_guard lock(mutex_);
   options_ = options;
