@@ -50,6 +50,12 @@ def model(demo_path: Path) -> Iterator[Model]:
         yield opened
 
 
+@pytest.fixture
+def tiny_path(tmp_path: Path) -> Path:
+    """Make a model so small that calls can be many."""
+    return synth.synthesize(tmp_path / "tiny.gguf", preset="tiny", vocab=1024)
+
+
 def prompt(n: int, start: int = 5) -> list[int]:
     return [(start + 7 * i) % 1024 for i in range(n)]
 
@@ -224,7 +230,9 @@ def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
     assert gpu.live_buffers() == []
 
 
-def test_mixed_calls_leave_objects_and_bytes_as_they_were(model: Model) -> None:
+def test_mixed_calls_leave_objects_and_bytes_as_they_were(tiny_path: Path) -> None:
+    model = Model(tiny_path, device="metal")
+
     def calls() -> None:
         model.reset()
         token = model.forward_prompt(prompt(2))
@@ -238,10 +246,11 @@ def test_mixed_calls_leave_objects_and_bytes_as_they_were(model: Model) -> None:
 
     calls()
     objects, memory = gpu.live_objects(), gpu.allocated_bytes()
-    for _ in range(100):
+    for _ in range(300):
         calls()
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory
+    model.close()
 
 
 def test_nothing_is_left_when_a_model_is_closed(demo_path: Path) -> None:
@@ -268,9 +277,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("features", FEATURES)
 def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
-    tmp_path: Path, features: str, options: dict[str, bool]
+    tmp_path: Path, features: str, options: dict[str, Any]
 ) -> None:
-    shape = {
+    shape: dict[str, Any] = {
         "preset": "tiny",
         "dim": 256,
         "heads": 4,
@@ -286,17 +295,14 @@ def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
         built = gpu.counters().pipelines - before.pipelines
         assert built == model.stats()["pipelines"]
         used: set[str] = set()
-        for call in (
-            lambda: model.forward_prompt([1]),
-            lambda: model.forward_prompt([1, 2, 3]),
-            lambda: model.forward_prompt(list(range(20))),
-            lambda: model.forward_prompt(list(range(270))),
-            lambda: model.forward_token(5),
-            lambda: model.reset(),
-            lambda: model.score(list(range(12))),
-            lambda: (model.reset(), model.score(list(range(280)))),
-        ):
-            call()
+        for tokens in (1, 3, 20, 270):  # one, few, many; the last in a context that is split
+            model.forward_prompt(list(range(tokens)))
+            used |= set(kernels())
+        model.forward_token(5)
+        used |= set(kernels())
+        for tokens in (12, 280):
+            model.reset()
+            model.score(list(range(tokens)))
             used |= set(kernels())
         assert gpu.counters().pipelines - before.pipelines == built, "a call built a pipeline"
         assert len(used) == built
@@ -361,14 +367,14 @@ def test_a_failure_in_the_second_chunk_restores_the_state_before_the_call(demo_p
         assert model.forward_token_greedy(token) == expected
 
 
-def test_every_failed_allocation_is_an_error_and_the_next_call_works(demo_path: Path) -> None:
-    with Model(demo_path, device="metal") as model:
+def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: Path) -> None:
+    with Model(tiny_path, device="metal") as model:
         before = gpu.counters().buffers
         expected = model.forward_prompt(prompt(70))
         needed = gpu.counters().buffers - before
     assert needed >= 10  # rope table, K, V, and the activations
     for nth in range(1, needed + 1):
-        with Model(demo_path, device="metal") as model:
+        with Model(tiny_path, device="metal") as model:
             gpu.fail_allocation(nth)
             with pytest.raises(DeviceError, match=r"cannot allocate .* out of memory"):
                 model.forward_prompt(prompt(70))

@@ -1,0 +1,138 @@
+"""What the kernel tests share: argument structs, random weights, guarded outputs and one way to dispatch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from metal_prefill.synth_blocks import random_tensor
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+SHADERS = Path(__file__).parents[2] / "shaders"
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+SENTINELS = 64
+SENTINEL = 0x5A
+
+
+class Run(Protocol):
+    """Dispatches a kernel over arrays in the order of its bindings; those that it writes change in place."""
+
+    def __call__(
+        self,
+        kernel: str,
+        *buffers: Array,
+        groups: Sequence[int],
+        threads: Sequence[int],
+        threadgroup_bytes: int = 0,
+    ) -> None: ...
+
+
+def _args_header() -> tuple[dict[str, np.dtype[Any]], dict[str, int]]:
+    text = re.sub(r"//[^\n]*", "", (SHADERS / "args.h").read_text())
+    constants = {n: int(v.rstrip("u"), 0) for n, v in re.findall(r"#define (\w+) +(0x\w+|\d+)u?\s", text)}
+    types: dict[str, Any] = {"u32_t": np.uint32, "u64_t": np.uint64, "float": np.float32}
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.S):
+        fields = []
+        for kind, field, count in re.findall(r"(\w+) (\w+)(?:\[(\d+)\])?;", body):
+            fields.append((field, types[kind], (int(count),)) if count else (field, types[kind]))
+        types[name] = np.dtype(fields, align=True)
+    return types, constants
+
+
+_STRUCTS, CONSTANTS = _args_header()
+CANDIDATE = _STRUCTS["Candidate"]
+
+
+def make_args(struct: str, **fields: Any) -> Array:
+    """Make an argument struct of shaders/args.h. Every field must be given."""
+    dtype = _STRUCTS[struct]
+    assert dtype.names is not None
+    assert set(fields) == set(dtype.names), f"{struct} has the fields {dtype.names}"
+    args = np.zeros(1, dtype)
+    for name, value in fields.items():
+        args[name] = value
+    return args
+
+
+def close(actual: Array, expected: Doubles, bound: float = 1e-4) -> None:
+    """Require a maximum error of `bound` times the largest magnitude expected."""
+    actual = actual.astype(np.float64)
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all(), "an output was not written, or is not finite"
+    worst = np.abs(actual - expected).max()
+    magnitude = np.abs(expected).max()
+    assert worst <= bound * magnitude, f"error {worst} at a magnitude of {magnitude}"
+
+
+def near(actual: Array, expected: Doubles, bound: float = 5e-6) -> None:
+    """Require a normalized mean square error of at most `bound`: for operands in half precision."""
+    actual = actual.astype(np.float64)
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all(), "an output was not written, or is not finite"
+    error = ((actual - expected) ** 2).sum() / (expected**2).sum()
+    assert error <= bound, f"NMSE {error}"
+
+
+class Output:
+    """An output array full of NaN between sentinels."""
+
+    def __init__(self, shape: Sequence[int], dtype: Any = np.float32, initial: Array | None = None) -> None:
+        self._dtype = np.dtype(dtype)
+        self._bytes = int(np.prod(shape)) * self._dtype.itemsize
+        self.buffer = np.full(self._bytes + SENTINELS, SENTINEL, np.uint8)
+        self.array = self.buffer[: self._bytes].view(self._dtype).reshape(shape)
+        self.array.view(np.uint8)[...] = 0xFF
+        if initial is not None:
+            self.array[...] = initial
+
+    def check(self) -> Array:
+        """Return the array, after a look at the sentinels behind it."""
+        assert (self.buffer[self._bytes :] == SENTINEL).all(), "written beyond the end"
+        return self.array
+
+
+class Weights:
+    """Matrices of one type, stacked, as a file holds them and as float64."""
+
+    def __init__(self, rng: np.random.Generator, kind: str, rows: Sequence[int], cols: int) -> None:
+        self.kind, self.cols, self.rows = kind, cols, list(rows)
+        parts, values = [], []
+        for n in rows:
+            raw = random_tensor(rng, kind, n * cols, 1 / np.sqrt(cols))
+            parts.append(raw)
+            quant_type = gguf.GGMLQuantizationType[kind]
+            flat = raw.view({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8)).reshape(n, -1)
+            values.append(gguf.quants.dequantize(flat, quant_type).astype(np.float64))
+        self.row_bytes = parts[0].size // rows[0]
+        # Each matrix begins at a multiple of 32 bytes, as in a file, and not where the one before it ends.
+        self.offsets, size = [], 0
+        for raw in parts:
+            self.offsets.append(size + 32)
+            size = (self.offsets[-1] + raw.size + 31) // 32 * 32
+        self.bytes = np.full(size, 0xFF, np.uint8)
+        for offset, raw in zip(self.offsets, parts, strict=True):
+            self.bytes[offset : offset + raw.size] = raw
+        self.values = np.concatenate(values)
+
+    def stacked(self) -> tuple[list[int], list[int], int]:
+        """Contents of a StackedWeights struct."""
+        missing = [0] * (3 - len(self.rows))
+        return self.offsets + missing, self.rows + missing, self.row_bytes
+
+
+def block_columns(kind: str) -> int:
+    """Columns that a row of this type must be a multiple of."""
+    return {"F32": 8, "F16": 8, "BF16": 8, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}.get(kind, 32)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

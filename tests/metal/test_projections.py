@@ -1,0 +1,331 @@
+"""Kernels that multiply by weights, against float64 products with the dequantized weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import (
+    CONSTANTS,
+    TYPES,
+    Array,
+    Doubles,
+    Output,
+    Run,
+    Weights,
+    block_columns,
+    ceil_div,
+    close,
+    make_args,
+    near,
+)
+
+SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
+
+
+def activation(x: Doubles, kind: int) -> Doubles:
+    if kind == SILU:
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Array:
+    given = {"accumulate": 0, "activation": SILU, "eps": 0.0} | fields
+    return make_args(
+        "MatvecArgs", weights=w.stacked(), in_dim=w.cols, out_dim=out_dim, lanes_per_row=lanes, **given
+    )
+
+
+def matvec_groups(out_dim: int, lanes: int, threads: int) -> tuple[int]:
+    return (ceil_div(out_dim, threads // lanes),)
+
+
+def columns(kind: str, wanted: int) -> int:
+    """Return the nearest length of a row that the type can have."""
+    unit = block_columns(kind)
+    return ceil_div(wanted, unit) * unit
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("cols", [8, 64, 576, 1536])
+def test_matvec(run: Run, kind: str, cols: int) -> None:
+    rng = np.random.default_rng(1)
+    cols = columns(kind, cols)
+    for rows, lanes, threads in ((45, 8, 64), (33, 16, 32), (7, 32, 64)):
+        w = Weights(rng, kind, [rows], cols)
+        x = rng.standard_normal(cols, np.float32)
+        y = Output([rows])
+        run(
+            f"matvec_{kind.lower()}",
+            w.bytes,
+            x,
+            y.buffer,
+            matvec_args(w, rows, lanes),
+            groups=matvec_groups(rows, lanes, threads),
+            threads=(threads,),
+        )
+        close(y.check(), w.values @ x)
+
+
+def test_matvec_reads_stacked_matrices_and_accumulates(run: Run) -> None:
+    rng = np.random.default_rng(2)
+    w = Weights(rng, "Q4_0", [19, 6, 5], 576)
+    x = rng.standard_normal(576, np.float32)
+    before = rng.standard_normal(30, np.float32)
+    y = Output([30], initial=before)
+    run(
+        "matvec_q4_0",
+        w.bytes,
+        x,
+        y.buffer,
+        matvec_args(w, 30, accumulate=1),
+        groups=matvec_groups(30, 8, 64),
+        threads=(64,),
+    )
+    close(y.check(), before + w.values @ x)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("act", [SILU, GELU], ids=["silu", "gelu"])
+def test_matvec_swiglu(run: Run, kind: str, act: int) -> None:
+    rng = np.random.default_rng(3)
+    cols = columns(kind, 576)
+    w = Weights(rng, kind, [37, 37], cols)
+    x = rng.standard_normal(cols, np.float32)
+    y = Output([37])
+    run(
+        f"matvec_swiglu_{kind.lower()}",
+        w.bytes,
+        x,
+        y.buffer,
+        matvec_args(w, 37, 16, activation=act),
+        groups=matvec_groups(37, 16, 64),
+        threads=(64,),
+    )
+    gate, up = np.split(w.values @ x, 2)
+    close(y.check(), activation(gate, act) * up)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 8, 9, 31, 32, 33])
+@pytest.mark.parametrize("cols", [32, 64, 576, 1536, 2048])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_multi_token_matvec_q4_0(run: Run, batch: int, cols: int, accumulate: bool) -> None:
+    rng = np.random.default_rng(batch)
+    rows = [11, 4, 4] if cols == 576 else [19]  # no multiple of the threadgroup's 8
+    w = Weights(rng, "Q4_0", rows, cols)
+    x = rng.standard_normal((batch, cols), np.float32)
+    before = rng.standard_normal((batch, 19), np.float32)
+    y = Output([batch, 19], initial=before if accumulate else None)
+    args = make_args(
+        "MultiTokenArgs", weights=w.stacked(), in_dim=cols, out_dim=19, batch_size=batch, out_stride=19
+    )
+    run(
+        "multi_token_matvec_q4_0" + ("_accumulate" if accumulate else ""),
+        w.bytes,
+        x,
+        y.buffer,
+        args,
+        groups=(ceil_div(19, CONSTANTS["MULTI_TOKEN_ROWS"]), ceil_div(batch, CONSTANTS["MULTI_TOKEN_TILE"])),
+        threads=(256,),
+    )
+    close(y.check(), x.astype(np.float64) @ w.values.T + (before if accumulate else 0))
+
+
+def test_multi_token_matvec_q4_0_at_its_largest_batch(run: Run) -> None:
+    rng = np.random.default_rng(4)
+    w = Weights(rng, "Q4_0", [9], 64)
+    x = rng.standard_normal((2048, 64), np.float32)
+    y = Output([2048, 9])
+    args = make_args(
+        "MultiTokenArgs", weights=w.stacked(), in_dim=64, out_dim=9, batch_size=2048, out_stride=9
+    )
+    run("multi_token_matvec_q4_0", w.bytes, x, y.buffer, args, groups=(2, 256), threads=(256,))
+    close(y.check(), x.astype(np.float64) @ w.values.T)
+
+
+def test_multi_token_matvec_q4_0_equals_matvec(run: Run) -> None:
+    rng = np.random.default_rng(5)
+    w = Weights(rng, "Q4_0", [192], 576)
+    x = rng.standard_normal((5, 576), np.float32)
+    many, one = Output([5, 192]), Output([5, 192])
+    args = make_args(
+        "MultiTokenArgs", weights=w.stacked(), in_dim=576, out_dim=192, batch_size=5, out_stride=192
+    )
+    run("multi_token_matvec_q4_0", w.bytes, x, many.buffer, args, groups=(24, 1), threads=(256,))
+    for t in range(5):
+        y = Output([192])
+        run("matvec_q4_0", w.bytes, x[t], y.buffer, matvec_args(w, 192), groups=(24,), threads=(64,))
+        one.array[t] = y.check()
+    close(many.check(), one.check().astype(np.float64), 1e-5)
+
+
+TILES = {"narrow": 32, "wide": 64}
+
+
+def matmul(
+    run: Run, kernel: str, tile: str, w: Weights, x: Array, y: Output, out_dim: int, **fields: int
+) -> None:
+    tokens, stride = len(x), y.array.shape[1]
+    given = {"accumulate": 0, "activation": SILU} | fields
+    args = make_args(
+        "MatmulArgs",
+        weights=w.stacked(),
+        in_dim=w.cols,
+        out_dim=out_dim,
+        tokens=tokens,
+        out_stride=stride,
+        **given,
+    )
+    size = TILES[tile]
+    tile_rows = size // 2 if "swiglu" in kernel else size
+    run(
+        f"{kernel}_{w.kind.lower()}_{tile}",
+        w.bytes,
+        x.astype(np.float16),
+        y.buffer,
+        args,
+        groups=(ceil_div(out_dim, tile_rows), ceil_div(tokens, size)),
+        threads=(CONSTANTS["MATMUL_THREADS"],),
+    )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tile", TILES)
+def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
+    rng = np.random.default_rng(6)
+    for cols in (8, 40, 256):  # 40: a last step of eight columns
+        cols = columns(kind, cols)
+        w = Weights(rng, kind, [70], cols)
+        x = rng.standard_normal((33, cols), np.float32)
+        y = Output([33, 70])
+        matmul(run, "matmul", tile, w, x, y, 70)
+        near(y.check(), x.astype(np.float64) @ w.values.T)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 64, 65])
+def test_matmul_at_the_edges_of_its_tiles(run: Run, tokens: int, tile: str) -> None:
+    rng = np.random.default_rng(tokens)
+    for rows in ([64], [1], [63], [40, 20, 5]):
+        w = Weights(rng, "Q4_0", rows, 64)
+        x = rng.standard_normal((tokens, 64), np.float32)
+        before = rng.standard_normal((tokens, sum(rows)), np.float32)
+        expected = x.astype(np.float64) @ w.values.T
+        y = Output([tokens, sum(rows)])
+        matmul(run, "matmul", tile, w, x, y, sum(rows))
+        near(y.check(), expected)
+        y = Output([tokens, sum(rows)], initial=before)
+        matmul(run, "matmul", tile, w, x, y, sum(rows), accumulate=1)
+        near(y.check(), before + expected)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("cols", "rows"), [(576, 192), (1536, 96), (2048, 64)])
+def test_matmul_over_long_rows(run: Run, cols: int, rows: int, tile: str) -> None:
+    rng = np.random.default_rng(cols)
+    w = Weights(rng, "Q4_0", [rows], cols)
+    x = rng.standard_normal((70, cols), np.float32)
+    y = Output([70, rows])
+    matmul(run, "matmul", tile, w, x, y, rows)
+    near(y.check(), x.astype(np.float64) @ w.values.T)
+
+
+def test_matmul_of_512_tokens(run: Run) -> None:
+    rng = np.random.default_rng(7)
+    w = Weights(rng, "Q4_0", [66], 64)
+    x = rng.standard_normal((512, 64), np.float32)
+    y = Output([512, 66])
+    matmul(run, "matmul", "wide", w, x, y, 66)
+    near(y.check(), x.astype(np.float64) @ w.values.T)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_matmul_leaves_the_rest_of_a_longer_row(run: Run, tile: str) -> None:
+    rng = np.random.default_rng(8)
+    w = Weights(rng, "Q4_0", [40], 64)
+    x = rng.standard_normal((40, 64), np.float32)
+    y = Output([40, 100], initial=np.full((40, 100), 3.0))
+    matmul(run, "matmul", tile, w, x, y, 40)
+    near(y.check()[:, :40], x.astype(np.float64) @ w.values.T)
+    assert (y.array[:, 40:] == 3).all()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("act", [SILU, GELU], ids=["silu", "gelu"])
+def test_matmul_swiglu(run: Run, kind: str, tile: str, act: int) -> None:
+    rng = np.random.default_rng(9)
+    cols = columns(kind, 64)
+    for tokens, rows in ((33, 45), (65, 64), (3, 8)):
+        w = Weights(rng, kind, [rows, rows], cols)
+        x = rng.standard_normal((tokens, cols), np.float32)
+        y = Output([tokens, rows], np.float16)
+        matmul(run, "matmul_swiglu", tile, w, x, y, rows, activation=act)
+        gate, up = np.split(x.astype(np.float64) @ w.values.T, 2, axis=1)
+        near(y.check(), activation(gate, act) * up)
+
+
+def test_matmul_swiglu_stays_finite_in_half(run: Run) -> None:
+    w = Weights(np.random.default_rng(10), "F32", [8, 8], 8)
+    w.bytes[32:].view(np.float32)[:] = 40.0
+    x = np.full((2, 8), 50.0, np.float32)
+    y = Output([2, 8], np.float16)
+    matmul(run, "matmul_swiglu", "narrow", w, x, y, 8)
+    assert (y.check() == 65504).all()
+
+
+FUSED_SHAPES = [(576, 576), (576, 192), (576, 1536), (1536, 576)]
+
+
+@pytest.mark.parametrize(("cols", "rows"), FUSED_SHAPES)
+@pytest.mark.parametrize(("kind", "bound"), [("Q4_0", 2e-4), ("F32", 1e-4)])
+@pytest.mark.parametrize("lanes", [8, 32])
+def test_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int, lanes: int) -> None:
+    check_rmsnorm_matvec(run, kind, bound, cols, rows, lanes)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("Q4_0", 2e-4), ("F32", 1e-4)])
+def test_rmsnorm_matvec_of_a_whole_vocabulary(run: Run, kind: str, bound: float) -> None:
+    check_rmsnorm_matvec(run, kind, bound, 576, 49152, 8)
+
+
+def check_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int, lanes: int) -> None:
+    rng = np.random.default_rng(11)
+    w = Weights(rng, kind, [rows], cols)
+    x = (3 * rng.standard_normal(cols)).astype(np.float32)
+    norm = rng.uniform(0.5, 1.5, cols).astype(np.float32)
+    y = Output([rows])
+    run(
+        f"rmsnorm_matvec_{kind.lower()}",
+        w.bytes,
+        norm,
+        x,
+        y.buffer,
+        matvec_args(w, rows, lanes, eps=1e-5),
+        groups=matvec_groups(rows, lanes, 64),
+        threads=(64,),
+    )
+    wide = x.astype(np.float64)
+    close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), bound)
+
+
+@pytest.mark.parametrize(("cols", "rows"), FUSED_SHAPES)
+@pytest.mark.parametrize("act", [SILU, GELU], ids=["silu", "gelu"])
+def test_silu_matvec_q4_0_accumulate(run: Run, cols: int, rows: int, act: int) -> None:
+    rng = np.random.default_rng(12)
+    w = Weights(rng, "Q4_0", [rows], cols)
+    gate_up = rng.standard_normal(2 * cols, np.float32)
+    before = rng.standard_normal(rows, np.float32)
+    y = Output([rows], initial=before)
+    run(
+        "silu_matvec_q4_0_accumulate",
+        w.bytes,
+        gate_up,
+        y.buffer,
+        matvec_args(w, rows, activation=act),
+        groups=matvec_groups(rows, 8, 64),
+        threads=(64,),
+    )
+    gate, up = np.split(gate_up.astype(np.float64), 2)
+    close(y.check(), before + w.values @ (activation(gate, act) * up), 2e-4)

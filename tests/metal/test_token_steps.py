@@ -1,0 +1,191 @@
+"""Kernels that act on each token by itself: embedding, norms, rope and SwiGLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import (
+    CONSTANTS,
+    TYPES,
+    Doubles,
+    Floats,
+    Output,
+    Run,
+    Weights,
+    block_columns,
+    ceil_div,
+    close,
+    make_args,
+    near,
+)
+
+SILU = CONSTANTS["ACTIVATION_SILU"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("scale", [1.0, 24.0])
+def test_embed(run: Run, kind: str, scale: float) -> None:
+    rng = np.random.default_rng(1)
+    dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
+    table = Weights(rng, kind, [19], dim)
+    table_bytes = table.bytes[table.offsets[0] :]
+    ids = rng.integers(0, 19, 9).astype(np.int32)
+    ids[:2] = 0, 18
+    x = Output([9, dim])
+    args = make_args("EmbedArgs", dim=dim, row_bytes=table.row_bytes, tokens=9, scale=scale)
+    items = dim // 8
+    run(
+        f"embed_{kind.lower()}",
+        table_bytes,
+        ids,
+        x.buffer,
+        args,
+        groups=(ceil_div(items, 32), 9),
+        threads=(32, 1),
+    )
+    np.testing.assert_allclose(x.check(), scale * table.values[ids], rtol=1e-6, atol=1e-6 * scale)
+
+
+def rms(x: Doubles, eps: float) -> Doubles:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize(("dim", "threads"), [(64, 32), (576, 32), (576, 160), (2048, 512), (72, 1024)])
+def test_rmsnorm(run: Run, tokens: int, dim: int, threads: int) -> None:
+    rng = np.random.default_rng(dim)
+    x = (10 * rng.standard_normal((tokens, dim))).astype(np.float32)
+    weight = rng.uniform(-1.5, 1.5, dim).astype(np.float32)
+    expected = rms(x.astype(np.float64), 1e-5) * weight
+    args = make_args("RmsnormArgs", dim=dim, eps=1e-5)
+    y = Output([tokens, dim])
+    run("rmsnorm_f32", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+    close(y.check(), expected)
+    y = Output([tokens, dim], np.float16)
+    run("rmsnorm_f16", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+    near(y.check(), expected)
+    before = rng.standard_normal((tokens, dim)).astype(np.float32)
+    y = Output([tokens, dim], initial=before)
+    run("rmsnorm_add", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+    close(y.check(), before + expected)
+
+
+def test_rmsnorm_of_zeros_is_zero(run: Run) -> None:
+    y = Output([1, 64])
+    args = make_args("RmsnormArgs", dim=64, eps=1e-6)
+    run(
+        "rmsnorm_f32",
+        np.ones(64, np.float32),
+        np.zeros((1, 64), np.float32),
+        y.buffer,
+        args,
+        groups=(1,),
+        threads=(32,),
+    )
+    assert (y.check() == 0).all()
+
+
+def rotate(x: Doubles, table: Floats, rope_dim: int, neox: bool) -> Doubles:
+    """Rotate the first `rope_dim` dimensions of [tokens][heads][dim] by table [tokens][rope_dim / 2]."""
+    out = x.copy()
+    half = rope_dim // 2
+    first, second = (
+        (slice(0, half), slice(half, rope_dim)) if neox else (slice(0, rope_dim, 2), slice(1, rope_dim, 2))
+    )
+    turned = (x[..., first] + 1j * x[..., second]) * (table[..., 0] + 1j * table[..., 1])[:, None]
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+ROPE_CASES: dict[str, dict[str, Any]] = {
+    "smollm": {"heads": (9, 3), "dims": (64, 64), "rope": 64},
+    "neox": {"heads": (4, 4), "dims": (32, 32), "rope": 32, "neox": True},
+    "partial": {"heads": (2, 1), "dims": (80, 80), "rope": 20, "neox": True},
+    "partial_interleaved": {"heads": (2, 1), "dims": (96, 64), "rope": 48},
+    "without": {"heads": (3, 1), "dims": (128, 128), "rope": 0},
+    "large": {"heads": (1, 1), "dims": (256, 256), "rope": 256},
+    "bias": {"heads": (4, 2), "dims": (64, 64), "rope": 64, "bias": True},
+    "norms": {"heads": (4, 2), "dims": (128, 64), "rope": 128, "neox": True, "norms": True},
+    "bias_and_norms": {"heads": (2, 2), "dims": (40, 24), "rope": 40, "bias": True, "norms": True},
+}
+
+
+@pytest.mark.parametrize("case", ROPE_CASES)
+@pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize(("tokens", "position"), [(1, 0), (5, 37)])
+def test_rope_append(run: Run, case: str, cache: type, tokens: int, position: int) -> None:
+    given = {"neox": False, "bias": False, "norms": False} | ROPE_CASES[case]
+    (n_heads, n_kv), (key_dim, value_dim), rope_dim = given["heads"], given["dims"], given["rope"]
+    rng = np.random.default_rng(3)
+    q_dim, k_dim, v_dim = n_heads * key_dim, n_kv * key_dim, n_kv * value_dim
+    qkv = rng.standard_normal((tokens, q_dim + k_dim + v_dim)).astype(np.float32)
+    bias = rng.standard_normal(qkv.shape[1]).astype(np.float32)
+    norms = rng.uniform(0.5, 1.5, (2, key_dim)).astype(np.float32)
+    angles = rng.uniform(-np.pi, np.pi, (position + tokens, max(rope_dim // 2, 1)))
+    table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+
+    wide = qkv.astype(np.float64) + (bias if given["bias"] else 0)
+    q, k, v = np.split(wide, [q_dim, q_dim + k_dim], axis=1)
+    q, k = q.reshape(tokens, n_heads, key_dim), k.reshape(tokens, n_kv, key_dim)
+    if given["norms"]:
+        q, k = rms(q, 1e-6) * norms[0], rms(k, 1e-6) * norms[1]
+    if rope_dim:
+        q, k = (rotate(heads, table[position:], rope_dim, given["neox"]) for heads in (q, k))
+
+    out = Output(qkv.shape, initial=qkv)
+    rows = position + tokens + 1
+    k_cache, v_cache = Output([rows, k_dim], cache), Output([rows, v_dim], cache)
+    args = make_args(
+        "RopeArgs",
+        n_heads=n_heads,
+        n_kv_heads=n_kv,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        rope_dim=rope_dim,
+        style=CONSTANTS["ROPE_NEOX" if given["neox"] else "ROPE_INTERLEAVED"],
+        position=position,
+        has_bias=given["bias"],
+        has_q_norm=given["norms"],
+        has_k_norm=given["norms"],
+        eps=1e-6,
+        skip_queries=0,
+    )
+    name = "rope_append_" + ("f16" if cache is np.float16 else "f32")
+    buffers = (bias, norms[0], norms[1], table, out.buffer, k_cache.buffer, v_cache.buffer, args)
+    run(name, *buffers, groups=(n_heads + 2 * n_kv, tokens), threads=(32,))
+    bound = 1e-3 if cache is np.float16 else 1e-5
+    close(out.check()[:, :q_dim], q.reshape(tokens, q_dim), 1e-5)
+    np.testing.assert_array_equal(out.array[:, q_dim:], qkv[:, q_dim:])
+    close(k_cache.check()[position:-1], k.reshape(tokens, k_dim), bound)
+    close(v_cache.check()[position:-1], v, bound)
+    for written in (k_cache.array, v_cache.array):
+        assert np.isnan(written[:position]).all(), "wrote at positions before its own"
+        assert np.isnan(written[-1:]).all(), "wrote at positions behind its own"
+
+    keys_alone, args["skip_queries"] = Output([rows, k_dim], cache), 1
+    out.array[...] = qkv
+    buffers = (bias, norms[0], norms[1], table, out.buffer, keys_alone.buffer, v_cache.buffer, args)
+    run(name, *buffers, groups=(2 * n_kv, tokens), threads=(32,))
+    np.testing.assert_array_equal(keys_alone.check(), k_cache.array)
+    np.testing.assert_array_equal(out.check(), qkv)
+
+
+@pytest.mark.parametrize("act", [SILU, CONSTANTS["ACTIVATION_GELU"]], ids=["silu", "gelu"])
+@pytest.mark.parametrize(("tokens", "ffn_dim"), [(1, 1536), (33, 72)])
+def test_swiglu(run: Run, tokens: int, ffn_dim: int, act: int) -> None:
+    rng = np.random.default_rng(4)
+    gate_up = (4 * rng.standard_normal((tokens, 2 * ffn_dim))).astype(np.float32)
+    gate_up[0, :2] = 200, -200
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    if act == SILU:
+        with np.errstate(over="ignore"):
+            expected = gate / (1 + np.exp(-gate)) * up
+    else:
+        expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    args = make_args("SwigluArgs", ffn_dim=ffn_dim, tokens=tokens, activation=act)
+    for name, dtype, check in (("swiglu_f32", np.float32, close), ("swiglu_f16", np.float16, near)):
+        out = Output([tokens, ffn_dim], dtype)
+        run(name, gate_up, out.buffer, args, groups=(ceil_div(ffn_dim, 64), tokens), threads=(64, 1))
+        check(out.check(), expected)
