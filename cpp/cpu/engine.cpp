@@ -180,6 +180,7 @@ TokenId CpuEngine::forward(KvCache& cache, const Chunk& chunk) {
                    : chunk.output == Output::kGreedy ? 1
                                                      : 0;
   reserve(int(chunk.tokens.size()), rows);
+  for (Scratch& scratch : scratch_) scratch.best = {};
   team_.run([&](Worker& worker) {
     forward_layers({worker, kernels_, scratch_[std::size_t(worker.index())]}, cache, chunk);
   });
@@ -212,10 +213,9 @@ void CpuEngine::reserve(int tokens, int logit_rows) {
         Activations a{forms, {}, {}};
         if (forms.f32 || always_f32) a.f32 = floats(cols);
         if (forms.int8) {
-          a.int8.q = reinterpret_cast<std::int8_t*>(take(n * cols, 1));
-          a.int8.blocks =
-              reinterpret_cast<ActivationBlock*>(take(n * cols / kBlockCols, sizeof(ActivationBlock)));
-          a.int8.cols = int(cols);
+          a.int8.blocks = int(cols) / kBlockCols;
+          a.int8.tiles = reinterpret_cast<ActivationTile*>(take(
+              round_up(n, kTileTokens) / kTileTokens * std::size_t(a.int8.blocks), sizeof(ActivationTile)));
         }
         return a;
       };

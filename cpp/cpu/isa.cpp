@@ -7,6 +7,10 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -28,7 +32,18 @@ struct Features {
   bool avx2 = false;        // with FMA and F16C
   bool avxvnni = false;     // likewise
   bool avx512vnni = false;  // with F, BW, DQ and VL
+  bool amx = false;         // 8-bit tiles, likewise, and the system's permission
 };
+
+// Linux grants the large registers of AMX to a process that asks for them.
+bool request_amx() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 Features detect() {
   Features features;
@@ -40,10 +55,13 @@ Features detect() {
   asm("xgetbv" : "=a"(xcr_low), "=d"(xcr_high) : "c"(0));
   const bool ymm = (xcr_low & 0x06) == 0x06, zmm = (xcr_low & 0xe6) == 0xe6;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return features;
-  const unsigned leaf7_b = b, leaf7_c = c, subleaves = a;
+  const unsigned leaf7_b = b, leaf7_c = c, leaf7_d = d, subleaves = a;
   features.avx2 = ymm && fma && f16c && (leaf7_b >> 5 & 1);
   const unsigned avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
   features.avx512vnni = features.avx2 && zmm && (leaf7_b & avx512) == avx512 && (leaf7_c >> 11 & 1);
+  const bool tile_registers = (xcr_low & 0x60000) == 0x60000;
+  const unsigned amx = 1u << 24 | 1u << 25;  // TILE, INT8
+  features.amx = features.avx512vnni && tile_registers && (leaf7_d & amx) == amx && request_amx();
   if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
     features.avxvnni = features.avx2 && (a >> 4 & 1);
   return features;
@@ -52,6 +70,7 @@ Features detect() {
 bool runs(const Kernels& kernels) {
   static const Features features = detect();
   const std::string name = kernels.name;
+  if (name == "amx") return features.amx;
   if (name == "avx512vnni") return features.avx512vnni;
   if (name == "avxvnni") return features.avxvnni;
   if (name == "avx2") return features.avx2;

@@ -14,19 +14,26 @@
 
 namespace metal_prefill::cpu {
 
-// What a product needs to know about 32 quantized activations x = scale * q besides q.
-struct ActivationBlock {
-  float scale;
-  float scaled_sum;         // scale * sum(q), multiplies the minimum of a weight block
-  std::int32_t start;       // -8 * sum(q): where the integer sum begins when the weights are codes above -8
-  std::int32_t start_half;  // the same over the first 16
+constexpr int kTileTokens = 16;  // tokens in a tile of quantized activations
+
+// 32 columns of 16 tokens in 8 bits, x = scale * q, with what a product needs to know besides. Tokens lie
+// together so that a product reads one linear stream, whether it takes them one by one or as a matrix.
+struct alignas(64) ActivationTile {
+  std::int8_t q[kTileTokens][kBlockCols];
+  float scale[kTileTokens];
+  float scaled_sum[kTileTokens];         // scale * sum(q), multiplies the minimum of a weight block
+  std::int32_t start[kTileTokens];       // -8 * sum(q): where the integer sum begins when codes count from -8
+  std::int32_t start_half[kTileTokens];  // the same over the first 16 columns
 };
 
-// Activations in 8 bits, one row per token.
+// Activations in 8 bits. Every tile is there in full, though only some of its tokens may be in use.
 struct Int8Rows {
-  std::int8_t* q = nullptr;           // [tokens][cols]
-  ActivationBlock* blocks = nullptr;  // [tokens][cols / 32]
-  int cols = 0;
+  ActivationTile* tiles = nullptr;  // [tokens / 16, rounded up][cols / 32]
+  int blocks = 0;                   // cols / 32
+
+  ActivationTile* tile(int token) const {
+    return tiles + std::size_t(token / kTileTokens) * std::size_t(blocks);
+  }
 };
 
 // Rows of float32, padded with zeros to a stride that is a multiple of kFloatPad.
@@ -72,8 +79,10 @@ struct Kernels {
   void (*half_to_float)(const std::uint16_t* in, float* out, int n);
   void (*bfloat16_to_float)(const std::uint16_t* in, float* out, int n);
 
-  // n is a multiple of 32.
-  void (*quantize)(const float* x, int n, std::int8_t* q, ActivationBlock* blocks);
+  // Tokens first .. first + count - 1 of one tile, x is [count][stride]; out is [n_blocks], the tile of the
+  // tokens.
+  void (*quantize)(const float* x, std::size_t stride, int first, int count, int n_blocks,
+                   ActivationTile* out);
   // out = x / rms(x) * weight. out may be x.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
   // Turns each pair by its angle; cos_sin is [pairs] cosines, then [pairs] sines.

@@ -1,4 +1,4 @@
-// Products of a step: matrices are cut into groups of 32 rows, prompts into blocks of tokens.
+// Products of a step: matrices are cut into groups of 32 rows, chunks into blocks of tokens.
 #include <algorithm>
 #include <cmath>
 
@@ -8,15 +8,27 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-constexpr int kTokenBlock = 192;  // tokens of an item: their activations stay in the L2 cache for all groups
-constexpr int kTile = 48;  // tokens of a tile: results wait in the L1 cache for what follows the product
+constexpr int kTokenBlock =
+    192;  // tokens of an item: what it unpacks is used for all, its results fit the L1 cache
 
-struct Tile {
-  alignas(64) float values[kTile][kGroupRows];
+using Tile = float[kTokenBlock][kGroupRows];
+
+// Blocks begin at multiples of kTokenBlock, so that a tile of quantized activations belongs to one.
+int first_block(int first) {
+  return first / kTokenBlock;
+}
+int blocks_of(int first, int end) {
+  return first < end ? (end + kTokenBlock - 1) / kTokenBlock - first_block(first) : 0;
+}
+
+// Tokens of block `index` of a range that begins at `first`.
+struct TokenRange {
+  int first, count;
 };
-
-int blocks_of(int tokens) {
-  return (tokens + kTokenBlock - 1) / kTokenBlock;
+TokenRange block_range(int first, int end, int index) {
+  const int begin = (first_block(first) + index) * kTokenBlock;
+  const int from = std::max(first, begin);
+  return {from, std::min(end, begin + kTokenBlock) - from};
 }
 
 // Rows of a group in float32, zero beyond the matrix and in the padding.
@@ -43,21 +55,14 @@ FloatRows expand_group(const Context& c, const Linear& linear, int group) {
   return rows;
 }
 
-// Calls use(token, values[32]) for each token of [first, end), with the product of a group of rows.
-template <typename F>
-void for_each_product(const Context& c, const Linear& linear, int group, const Activations& x, int first,
-                      int end, F&& use) {
-  FloatRows rows;
-  if (!linear.int8()) rows = expand_group(c, linear, group);
-  Tile tile;
-  for (int t = first; t < end; t += kTile) {
-    const int n = std::min(kTile, end - t);
-    if (linear.int8()) {
-      c.kernels.multiply_int8(linear.packed, group, x.int8, t, n, tile.values[0], kGroupRows);
-    } else {
-      c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, t, n, tile.values[0], kGroupRows);
-    }
-    for (int i = 0; i < n; ++i) use(t + i, tile.values[i]);
+// out[t] = the product of a group of rows with token range.first + t.
+void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, TokenRange range,
+                    Tile& out) {
+  if (linear.int8()) {
+    c.kernels.multiply_int8(linear.packed, group, x.int8, range.first, range.count, out[0], kGroupRows);
+  } else {
+    const FloatRows rows = expand_group(c, linear, group);
+    c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out[0], kGroupRows);
   }
 }
 
@@ -76,66 +81,68 @@ void update(Best& best, const float* values, int n, int index) {
 }  // namespace
 
 void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int tokens) {
+  const auto items_of = [&](const Product& p) {
+    return p.weight.packed.groups() * blocks_of(p.first, tokens);
+  };
   int items = 0;
-  for (const Product& p : products) items += p.weight.packed.groups() * blocks_of(tokens - p.first);
+  for (const Product& p : products) items += items_of(p);
   c.worker.for_each(items, [&](int item) {
     const Product* p = products.begin();
-    for (;; ++p) {
-      const int n = p->weight.packed.groups() * blocks_of(tokens - p->first);
-      if (item < n) break;
-      item -= n;
-    }
-    const int n_blocks = blocks_of(tokens - p->first);
-    const int group = item / n_blocks, first = p->first + item % n_blocks * kTokenBlock;
+    for (; item >= items_of(*p); ++p) item -= items_of(*p);
+    const int n_blocks = blocks_of(p->first, tokens);
+    const int group = item / n_blocks;
+    const TokenRange range = block_range(p->first, tokens, item % n_blocks);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
     const auto* bias = p->bias && *p->bias ? reinterpret_cast<const float*>(p->bias->data) + row : nullptr;
-    const auto store = [&](int token, const float* values) {
-      float* out = p->out + std::size_t(token) * p->stride + row;
+    alignas(64) Tile tile;
+    multiply_group(c, p->weight, group, x, range, tile);
+    for (int t = 0; t < range.count; ++t) {
+      float* out = p->out + std::size_t(range.first + t) * p->stride + row;
       if (p->add) {
-        for (int r = 0; r < n_rows; ++r) out[r] += values[r];
+        for (int r = 0; r < n_rows; ++r) out[r] += tile[t][r];
       } else if (bias) {
-        for (int r = 0; r < n_rows; ++r) out[r] = values[r] + bias[r];
+        for (int r = 0; r < n_rows; ++r) out[r] = tile[t][r] + bias[r];
       } else {
-        std::copy_n(values, n_rows, out);
+        std::copy_n(tile[t], n_rows, out);
       }
-    };
-    for_each_product(c, p->weight, group, x, first, std::min(tokens, first + kTokenBlock), store);
+    }
   });
 }
 
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
                     const Activations& x, int first, int tokens, const Activations& h) {
-  const int n_blocks = blocks_of(tokens - first);
+  const int n_blocks = blocks_of(first, tokens);
   c.worker.for_each(gate.packed.groups() * n_blocks, [&](int item) {
     const int group = item / n_blocks;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, gate.packed.rows - row);
-    const int begin = first + item % n_blocks * kTokenBlock, end = std::min(tokens, begin + kTokenBlock);
-    alignas(64) float gates[kTokenBlock][kGroupRows];
-    for_each_product(c, gate, group, x, begin, end, [&](int token, const float* values) {
-      std::copy_n(values, kGroupRows, gates[token - begin]);
-    });
-    for_each_product(c, up, group, x, begin, end, [&](int token, const float* values) {
-      float* out = gates[token - begin];
-      c.kernels.gated(out, values, activation, kGroupRows, out);
-      if (h.forms.f32) std::copy_n(out, n_rows, h.f32.row(token) + row);
-      if (h.forms.int8) {
-        const std::size_t n = std::size_t(h.int8.cols), t = std::size_t(token);
-        c.kernels.quantize(out, kBlockCols, h.int8.q + t * n + row,
-                           h.int8.blocks + (t * n + std::size_t(row)) / kBlockCols);
+    const TokenRange range = block_range(first, tokens, item % n_blocks);
+    alignas(64) Tile gates, ups;
+    multiply_group(c, gate, group, x, range, gates);
+    multiply_group(c, up, group, x, range, ups);
+    c.kernels.gated(gates[0], ups[0], activation, range.count * kGroupRows, gates[0]);
+    if (h.forms.f32) {
+      for (int t = 0; t < range.count; ++t) std::copy_n(gates[t], n_rows, h.f32.row(range.first + t) + row);
+    }
+    if (h.forms.int8) {
+      for (int t = 0; t < range.count;) {
+        const int token = range.first + t, lane = token % kTileTokens;
+        const int n = std::min(range.count - t, kTileTokens - lane);
+        c.kernels.quantize(gates[t], kGroupRows, lane, n, 1, h.int8.tile(token) + group);
+        t += n;
       }
-    });
+    }
   });
 }
 
 void multiply_head(const Context& c, const Linear& head, const Activations& x, int tokens, float* logits) {
   const int vocab_size = head.packed.rows;
-  c.scratch.best = {};
   c.worker.for_each(head.packed.groups(), [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, vocab_size - row);
-    for_each_product(c, head, group, x, 0, tokens, [&](int token, const float* values) {
-      std::copy_n(values, n_rows, logits + std::size_t(token) * std::size_t(vocab_size) + row);
-      if (token == 0) update(c.scratch.best, values, n_rows, row);
-    });
+    alignas(64) Tile tile;
+    multiply_group(c, head, group, x, {0, tokens}, tile);
+    for (int t = 0; t < tokens; ++t)
+      std::copy_n(tile[t], n_rows, logits + std::size_t(t) * std::size_t(vocab_size) + row);
+    update(c.scratch.best, tile[0], n_rows, row);
   });
 }
 

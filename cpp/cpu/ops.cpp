@@ -12,9 +12,7 @@ const float* floats(const Tensor& tensor) {
 }
 
 void quantize_row(const Context& c, const Activations& a, int token) {
-  const std::size_t cols = std::size_t(a.int8.cols), t = std::size_t(token);
-  c.kernels.quantize(a.f32.row(token), a.int8.cols, a.int8.q + t * cols,
-                     a.int8.blocks + t * cols / kBlockCols);
+  c.kernels.quantize(a.f32.row(token), 0, token % kTileTokens, 1, a.int8.blocks, a.int8.tile(token));
 }
 
 }  // namespace

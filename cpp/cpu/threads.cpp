@@ -31,13 +31,18 @@ inline void pause() {
 #endif
 }
 
-// Waits until `value` differs from `old`.
-void wait_for_change(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
+template <typename Condition>
+void wait_until(const std::atomic<std::uint32_t>& value, Condition&& holds) {
+  std::uint32_t seen = 0;
   for (int i = 0; i < kSpins; ++i) {
-    if (value.load(std::memory_order_acquire) != old) return;
+    seen = value.load(std::memory_order_acquire);
+    if (holds(seen)) return;
     pause();
   }
-  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+  while (!holds(seen)) {
+    value.wait(seen, std::memory_order_acquire);
+    seen = value.load(std::memory_order_acquire);
+  }
 }
 
 int available_cores() {
@@ -49,18 +54,6 @@ int available_cores() {
 }
 
 }  // namespace
-
-void Worker::barrier() {
-  const std::uint32_t epoch = epoch_++;
-  if (team_.size_ == 1) return;
-  if (team_.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == std::uint32_t(team_.size_)) {
-    team_.arrived_.store(0, std::memory_order_relaxed);
-    team_.epoch_.store(epoch + 1, std::memory_order_release);
-    team_.epoch_.notify_all();
-  } else {
-    wait_for_change(team_.epoch_, epoch);
-  }
-}
 
 void Worker::begin() {
   ++phase_;
@@ -77,8 +70,9 @@ int Worker::claim(int items) {
     std::atomic<std::uint64_t>& next = team_.shares_[std::size_t(owner)].next;
     std::uint64_t seen = next.load(std::memory_order_relaxed);
     for (;;) {
-      const bool current = std::uint32_t(seen >> 32) == phase_;
-      const std::uint32_t item = current ? std::uint32_t(seen) : first;
+      const auto ahead = std::int32_t(std::uint32_t(seen >> 32) - phase_);
+      if (ahead > 0) return -1;  // the others have left this phase behind
+      const std::uint32_t item = ahead == 0 ? std::uint32_t(seen) : first;
       if (item >= end) break;
       if (next.compare_exchange_weak(seen, std::uint64_t(phase_) << 32 | (item + 1),
                                      std::memory_order_relaxed))
@@ -88,14 +82,29 @@ int Worker::claim(int items) {
   return -1;
 }
 
+void Worker::end(int items, int done) {
+  if (items == 0) return;  // nothing to wait for; the next phase that has items counts for this one too
+  if (done == items ||
+      (done > 0 &&
+       team_.finished_.fetch_add(std::uint32_t(done), std::memory_order_acq_rel) + std::uint32_t(done) ==
+           std::uint32_t(items))) {
+    team_.finished_.store(0, std::memory_order_relaxed);
+    team_.phase_.store(phase_, std::memory_order_release);
+    team_.phase_.notify_all();
+    return;
+  }
+  wait_until(team_.phase_, [this](std::uint32_t over) { return std::int32_t(over - phase_) >= 0; });
+}
+
 Team::Team(int threads) : size_(threads > 0 ? threads : available_cores()), shares_(std::size_t(size_)) {
   threads_.reserve(std::size_t(size_ - 1));
   try {
     for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { loop(i); });
   } catch (const std::system_error& error) {
+    const std::size_t started = threads_.size();
     stop();
-    throw DeviceError("cannot start thread " + std::to_string(threads_.size() + 1) + " of " +
-                      std::to_string(size_) + ": " + error.what());
+    throw DeviceError("cannot start thread " + std::to_string(started + 1) + " of " + std::to_string(size_) +
+                      ": " + error.what());
   }
 }
 
@@ -113,27 +122,35 @@ void Team::stop() {
 void Team::start(Body body, void* argument) {
   body_ = body;
   argument_ = argument;
-  job_.fetch_add(1, std::memory_order_release);
-  if (size_ > 1) job_.notify_all();
-  Worker worker(*this, 0);
-  worker.phase_ = phase_;
-  worker.epoch_ = epoch_.load(std::memory_order_relaxed);
+  first_phase_ = phase_.load(std::memory_order_relaxed);
+  inside_.store(kOpen, std::memory_order_release);
+  if (size_ > 1) {
+    job_.fetch_add(1, std::memory_order_release);
+    job_.notify_all();
+  }
+  Worker worker(*this, 0, first_phase_);
   body(argument, worker);
-  worker.barrier();  // the others still use what body refers to
-  phase_ = worker.phase_;
+  inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  wait_until(inside_,
+             [](std::uint32_t inside) { return inside == 0; });  // they still use what body refers to
 }
 
 void Team::loop(int index) {
   std::uint32_t job = 0;
   for (;;) {
-    wait_for_change(job_, job);
-    ++job;
+    wait_until(job_, [&](std::uint32_t current) { return current != job; });
+    job = job_.load(std::memory_order_acquire);
     if (stopping_) return;
-    Worker worker(*this, index);
-    worker.phase_ = phase_;
-    worker.epoch_ = epoch_.load(std::memory_order_relaxed);
+    std::uint32_t inside = inside_.load(std::memory_order_relaxed);
+    do {
+      if (!(inside & kOpen)) break;
+    } while (!inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire));
+    if (!(inside & kOpen)) continue;  // too late for this one
+    job = job_.load(
+        std::memory_order_relaxed);  // may be a later one; a body entered twice finds its phases over
+    Worker worker(*this, index, first_phase_);
     body_(argument_, worker);
-    worker.barrier();
+    if (inside_.fetch_sub(1, std::memory_order_release) == 1) inside_.notify_one();
   }
 }
 

@@ -1,18 +1,18 @@
 // A persistent team of threads that runs a function on all of its members at once.
 //
 // Inside, work is divided by `for_each`: every thread begins with its own contiguous share of the items and,
-// once that is done, takes single items from the shares of others. So both finish together though one may be
+// once that is done, takes single items from the shares of others. So all finish together though one may be
 // slower, and memory is walked in order. Which thread computes an item never changes its value.
+//
+// A phase (one for_each) is over when its items are done, not when all threads have arrived: a thread that
+// the system has taken off its core holds up the others only if it sits on an item. When it comes back it
+// passes through the phases that it missed.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <exception>
-#include <memory>
-#include <mutex>
 #include <thread>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 namespace metal_prefill::cpu {
@@ -29,32 +29,23 @@ class Worker {
   // threads must make the same calls in the same order.
   template <typename F>
   void for_each(int items, F&& body) {
-    int item;
     begin();
-    while ((item = claim(items)) >= 0) body(item);
-    barrier();
+    int done = 0;
+    for (int item; (item = claim(items)) >= 0; ++done) body(item);
+    end(items, done);
   }
-
-  // As for_each for work that is too short to share: one thread does it.
-  template <typename F>
-  void once(F&& body) {
-    if (index_ == 0) body();
-    barrier();
-  }
-
-  void barrier();
 
  private:
   friend class Team;
-  Worker(Team& team, int index) : team_(team), index_(index) {}
+  Worker(Team& team, int index, std::uint32_t phase) : team_(team), index_(index), phase_(phase) {}
   void begin();
   int claim(int items);
+  void end(int items, int done);
 
   Team& team_;
   const int index_;
-  std::uint32_t phase_ = 0;
-  std::uint32_t epoch_ = 0;  // of the barrier
-  int victim_ = 0;           // whose share is being worked on
+  std::uint32_t phase_;
+  int victim_ = 0;  // distance to the thread whose share is being worked on
 };
 
 class Team {
@@ -68,8 +59,8 @@ class Team {
 
   int size() const { return size_; }
 
-  // Runs body(worker) on every thread, this one included, and returns when all have returned. One call at a
-  // time. The body must not throw.
+  // Runs body(worker) on this thread and on all others of the team that find the time, and returns when none
+  // is in it any more. One call at a time. The body must not throw.
   template <typename F>
   void run(F&& body) {
     start([](void* f, Worker& worker) { (*static_cast<std::remove_reference_t<F>*>(f))(worker); }, &body);
@@ -78,6 +69,7 @@ class Team {
  private:
   friend class Worker;
   using Body = void (*)(void*, Worker&);
+  static constexpr std::uint32_t kOpen = 1u << 31;
 
   // Next item of a thread's share, tagged with the phase: a thread that has not arrived yet can be stolen
   // from.
@@ -91,12 +83,14 @@ class Team {
 
   const int size_;
   std::vector<Share> shares_;
-  alignas(128) std::atomic<std::uint32_t> arrived_{0};
-  alignas(128) std::atomic<std::uint32_t> epoch_{0};
-  alignas(128) std::atomic<std::uint32_t> job_{0};  // counts calls of start; odd sizes do not matter
+  alignas(128) std::atomic<std::uint32_t> phase_{0};     // the last one that is over
+  alignas(128) std::atomic<std::uint32_t> finished_{0};  // items of the current phase
+  alignas(128) std::atomic<std::uint32_t> job_{0};       // calls of run so far
+  alignas(128) std::atomic<std::uint32_t> inside_{
+      0};  // threads in the body, but the caller's; kOpen: more may enter
   Body body_ = nullptr;
   void* argument_ = nullptr;
-  std::uint32_t phase_ = 0;  // carried from job to job, so that tags never repeat soon
+  std::uint32_t first_phase_ = 0;  // the last one that was over when the body began
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -17,17 +17,15 @@ inline F load_scales(const std::uint16_t* p) {
   return Simd::load_half(p);
 }
 
-// kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens. The integer
-// sum of a block is exact in any order; the float sum over the blocks runs in the order of the columns.
+// kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of a tile.
+// The integer sum of a block is exact in any order; the float sum over the blocks runs in the order of the
+// columns.
 template <class Block, int kRows, int kTokens>
-inline void int8_tile(const Block* block, int n_blocks, int v, const Int8Rows& x, int first, float* out,
+inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
                       std::size_t stride) {
   constexpr bool kHalves = requires(Block b) { b.half_scale; };
   constexpr bool kHasMin = requires(Block b) { b.min; };
   constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
-  const std::size_t cols = std::size_t(x.cols);
-  const std::int8_t* q = x.q + std::size_t(first) * cols;
-  const ActivationBlock* info = x.blocks + std::size_t(first) * std::size_t(n_blocks);
   const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
 
   F acc[kRows][kTokens];
@@ -36,20 +34,19 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const Int8Rows& x
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::set(0);
 
-  for (int b = 0; b < n_blocks; ++b, ++block, q += kBlockCols, ++info) {
-    const auto row_codes = [&](int step, int r) {
+  for (int b = 0; b < n_blocks; ++b, ++block, ++x) {
+    const auto row_codes = [&](int step, int r) __attribute__((always_inline)) {
       const int row = lane + r * Simd::kLanes;
       return Simd::load_codes(block->codes[panel + row / kPanelRows][step][row % kPanelRows]);
     };
     I sum[kSums][kRows][kTokens];
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
-      const ActivationBlock& a = info[std::size_t(t) * std::size_t(n_blocks)];
       I start[2] = {Simd::set_int(0), Simd::set_int(0)};
       if constexpr (Simd::kStartsFromSum<Block::kZero>) {
-        start[0] = Simd::set_int(a.start);
+        start[0] = Simd::set_int(x->start[token + t]);
         if constexpr (kHalves) {
-          const I first_half = Simd::set_int(a.start_half);
+          const I first_half = Simd::set_int(x->start_half[token + t]);
           start[1] = Simd::sub_int(start[0], first_half);
           start[0] = first_half;
         }
@@ -61,10 +58,10 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const Int8Rows& x
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) sum[h][r][t] = start[h];
     }
-    const auto multiply = [&](int half, const I(&codes)[kRows], int column) {
+    const auto multiply = [&](int half, const I(&codes)[kRows], int column) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; ++t) {
-        const I value = Simd::broadcast4(q + std::size_t(t) * cols + column);
+        const I value = Simd::broadcast4(x->q[token + t] + column);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
           sum[half][r][t] = Simd::template dot<Block::kZero>(sum[half][r][t], codes[r], value);
@@ -106,17 +103,15 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const Int8Rows& x
         }
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
-          const F both = Simd::mul(scale, Simd::set(info[std::size_t(t) * std::size_t(n_blocks)].scale));
+          const F both = Simd::mul(scale, Simd::set(x->scale[token + t]));
           acc[r][t] = Simd::fma(Simd::to_float(sum[h][r][t]), both, acc[r][t]);
         }
       }
       if constexpr (kHasMin) {
         const F min = Simd::load(block->min + row);
 #pragma GCC unroll 16
-        for (int t = 0; t < kTokens; ++t) {
-          const F scaled_sum = Simd::set(info[std::size_t(t) * std::size_t(n_blocks)].scaled_sum);
-          acc[r][t] = Simd::fma(min, scaled_sum, acc[r][t]);
-        }
+        for (int t = 0; t < kTokens; ++t)
+          acc[r][t] = Simd::fma(min, Simd::set(x->scaled_sum[token + t]), acc[r][t]);
       }
     }
   }
@@ -128,24 +123,18 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const Int8Rows& x
 }
 
 template <class Block, int kTokens>
-void int8_tokens(const Block* block, int n_blocks, const Int8Rows& x, int first, float* out,
+void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
                  std::size_t stride) {
   for (int v = 0; v < kGroupRows / Simd::kLanes; v += Simd::kInt8Rows)
-    int8_tile<Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, first, out, stride);
+    int8_tile<Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, token, out, stride);
 }
 
-// Cuts `count` tokens into tiles of at most kTokens.
+// int8_tokens with as many tokens as `count` says, 1 to kTokens.
 template <class Block, int kTokens>
-void int8_group(const Block* block, int n_blocks, const Int8Rows& x, int first, int count, float* out,
+void int8_count(int count, const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
                 std::size_t stride) {
-  int t = 0;
-  for (; t + kTokens <= count; t += kTokens)
-    int8_tokens<Block, kTokens>(block, n_blocks, x, first + t, out + std::size_t(t) * stride, stride);
-  if constexpr (kTokens > 1) {
-    if (t < count)
-      int8_group<Block, kTokens / 2>(block, n_blocks, x, first + t, count - t, out + std::size_t(t) * stride,
-                                     stride);
-  }
+  if (count == kTokens) return int8_tokens<Block, kTokens>(block, n_blocks, x, token, out, stride);
+  if constexpr (kTokens > 1) int8_count<Block, kTokens - 1>(count, block, n_blocks, x, token, out, stride);
 }
 
 template <class Block>
@@ -154,7 +143,19 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
   const int n_blocks = weight.blocks_per_row();
   const auto* block =
       reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
-  int8_group<Block, Simd::kInt8Tokens>(block, n_blocks, x, first, count, out, stride);
+  while (count > 0) {
+    const int token = first % kTileTokens;
+    const int n = count < kTileTokens - token ? count : kTileTokens - token;
+    for (int done = 0, left = (n + Simd::kInt8Tokens - 1) / Simd::kInt8Tokens; left > 0; --left) {
+      const int share =
+          (n - done + left - 1) / left;  // as even as can be: few tokens make poor use of a weight
+      int8_count<Block, Simd::kInt8Tokens>(share, block, n_blocks, x.tile(first), token + done, out, stride);
+      done += share;
+      out += std::size_t(share) * stride;
+    }
+    first += n;
+    count -= n;
+  }
 }
 
 void multiply_int8(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,

@@ -58,29 +58,36 @@ void bfloat16_to_float_row(const std::uint16_t* in, float* out, int n) {
   for (; i < n; ++i) out[i] = bfloat16_to_float(in[i]);
 }
 
-// The largest magnitude of a block becomes 127, rounding is to nearest even. NaN or infinity in a block makes
-// its scale NaN or infinite, so that it is not lost.
-void quantize(const float* x, int n, std::int8_t* q, ActivationBlock* blocks) {
+// One block of one token. The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in
+// a block makes its scale NaN or infinite, so that it is not lost.
+inline void quantize_block(const float* x, int token, ActivationTile& out) {
   constexpr int kVectors = kBlockCols / Simd::kLanes;
-  for (int b = 0; b < n / kBlockCols; ++b, x += kBlockCols, q += kBlockCols) {
-    F v[kVectors];
-    I largest = Simd::set_int(0);
-    for (int i = 0; i < kVectors; ++i) {
-      v[i] = Simd::load(x + i * Simd::kLanes);
-      largest = Simd::max_int(largest, Simd::magnitude_bits(v[i]));
-    }
-    const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
-    const F inverse = Simd::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
-    std::int32_t half_sum[2] = {0, 0};
-    for (int i = 0; i < kVectors; ++i) {
-      const I rounded = Simd::round(Simd::mul(v[i], inverse));
-      Simd::store_int8(q + i * Simd::kLanes, rounded);
-      half_sum[i * 2 / kVectors] += Simd::reduce_add(rounded);
-    }
-    const std::int32_t sum = half_sum[0] + half_sum[1];
-    const float scale = magnitude / 127.0f;
-    blocks[b] = {scale, scale * float(sum), -8 * sum, -8 * half_sum[0]};
+  F v[kVectors];
+  I largest = Simd::set_int(0);
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = Simd::load(x + i * Simd::kLanes);
+    largest = Simd::max_int(largest, Simd::magnitude_bits(v[i]));
   }
+  const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
+  const F inverse = Simd::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
+  std::int32_t half_sum[2] = {0, 0};
+  for (int i = 0; i < kVectors; ++i) {
+    const I rounded = Simd::round(Simd::mul(v[i], inverse));
+    Simd::store_int8(out.q[token] + i * Simd::kLanes, rounded);
+    half_sum[i * 2 / kVectors] += Simd::reduce_add(rounded);
+  }
+  const std::int32_t sum = half_sum[0] + half_sum[1];
+  const float scale = magnitude / 127.0f;
+  out.scale[token] = scale;
+  out.scaled_sum[token] = scale * float(sum);
+  out.start[token] = -8 * sum;
+  out.start_half[token] = -8 * half_sum[0];
+}
+
+void quantize(const float* x, std::size_t stride, int first, int count, int n_blocks, ActivationTile* out) {
+  for (int i = 0; i < count; ++i)
+    for (int b = 0; b < n_blocks; ++b)
+      quantize_block(x + std::size_t(i) * stride + std::size_t(b) * kBlockCols, first + i, out[b]);
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {

@@ -1,0 +1,254 @@
+// AMX on top of AVX-512 VNNI: products of 8 and more tokens go to the matrix unit (Intel servers since 2023).
+//
+// A step multiplies a block of 32 columns: 16 tokens x 32 columns (A) by 32 columns x 16 weight rows (B) to
+// 16 x 16 integers (C). Since every block has its own scales, C goes to memory after each step and is added
+// up in float32, with the same operations in the same order as on AVX-512, so that results are equal to the
+// bit.
+//
+// Per step the matrix unit works for 16 cycles, though only half of a 64-byte row of A is used; storing C
+// takes 16, and converting, scaling and adding 16 vectors 24 on the two vector pipes: these bound the speed,
+// at about three times that of VNNI. So the sums stay in 16 registers over all columns, and steps alternate
+// between buffers so that the matrix unit runs ahead of the vector pipes. Codes are unpacked to signed bytes
+// once for all tokens of a call.
+#include <type_traits>
+
+#include "simd_avx512.h"
+#include "table.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kMinTokens = 16;  // in a call: for fewer, unpacking the weights costs more than it saves
+constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit too empty
+
+// Columns that are unpacked at a time: 32 rows of them stay in the L1 cache with the results of the step
+// before.
+constexpr int kSlabBlocks = 32;
+
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1;
+  std::uint8_t start_row = 0;
+  std::uint8_t reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+};
+
+// Tiles 0 to 3: C. 4 and 5: A. 6 and 7: B. With `depth` columns in a step.
+TileConfig tile_config(int depth) {
+  TileConfig config;
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = std::uint16_t(i == 4 || i == 5 ? depth : 64);
+    config.rows[i] = std::uint8_t(i < 6 ? 16 : depth / 4);
+  }
+  return config;
+}
+
+// Weights of 16 rows and 32 columns as signed bytes, four columns of a row together.
+struct alignas(64) SignedPanel {
+  std::int8_t codes[kBlockCols / 4][kPanelRows][4];
+  float scale[2][kPanelRows];
+  float min[kPanelRows];
+};
+
+template <class Block>
+void unpack(const Block& block, int panel, SignedPanel& out) {
+  const __m512i zero = _mm512_set1_epi8(char(Block::kZero));
+  for (int step = 0; step < Block::kBits; ++step) {
+    const I packed = Simd::load_codes(block.codes[panel][step][0]);
+    if constexpr (Block::kBits == 4) {
+      _mm512_store_si512(out.codes[step], _mm512_sub_epi8(Simd::low_nibbles(packed), zero));
+      _mm512_store_si512(out.codes[step + 4], _mm512_sub_epi8(Simd::high_nibbles(packed), zero));
+    } else {
+      _mm512_store_si512(out.codes[step], _mm512_sub_epi8(packed, zero));
+    }
+  }
+  if constexpr (requires { block.half_scale; }) {
+    for (int half = 0; half < 2; ++half)
+      Simd::store(out.scale[half], Simd::load(block.half_scale[half] + panel * kPanelRows));
+  } else {
+    Simd::store(out.scale[0], load_scales(block.scale + panel * kPanelRows));
+  }
+  if constexpr (requires { block.min; }) Simd::store(out.min, Simd::load(block.min + panel * kPanelRows));
+}
+
+// An integer sum is converted by adding the bits of kMagic: read as float32, that is kMagic + sum, exactly,
+// while |sum| < 2^22. The additions run on the pipe that the matrix unit leaves free; conversions would not.
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23
+using Sums = std::int32_t[kTileTokens][kPanelRows];
+
+inline F convert(const std::int32_t* sums) {
+  const I magic = _mm512_castps_si512(Simd::set(kMagic));
+  return Simd::sub(_mm512_castsi512_ps(_mm512_add_epi32(_mm512_load_si512(sums), magic)), Simd::set(kMagic));
+}
+
+// The instructions name their tiles, so each slot is written out. Neighbouring steps use different A and B.
+inline void start_step(int slot, const std::int8_t* tokens, const std::int8_t* weights) {
+  switch (slot) {
+    case 0:
+      _tile_zero(0);
+      _tile_loadd(4, tokens, kBlockCols);
+      _tile_loadd(6, weights, 64);
+      _tile_dpbssd(0, 4, 6);
+      break;
+    case 1:
+      _tile_zero(1);
+      _tile_loadd(5, tokens, kBlockCols);
+      _tile_loadd(7, weights, 64);
+      _tile_dpbssd(1, 5, 7);
+      break;
+    case 2:
+      _tile_zero(2);
+      _tile_loadd(4, tokens, kBlockCols);
+      _tile_loadd(6, weights, 64);
+      _tile_dpbssd(2, 4, 6);
+      break;
+    default:
+      _tile_zero(3);
+      _tile_loadd(5, tokens, kBlockCols);
+      _tile_loadd(7, weights, 64);
+      _tile_dpbssd(3, 5, 7);
+  }
+}
+
+inline void store_step(int slot, Sums& sums) {
+  switch (slot) {
+    case 0:
+      _tile_stored(0, sums, 64);
+      break;
+    case 1:
+      _tile_stored(1, sums, 64);
+      break;
+    case 2:
+      _tile_stored(2, sums, 64);
+      break;
+    default:
+      _tile_stored(3, sums, 64);
+  }
+}
+
+// acc[t] += sums[t] * (weight scale * token scale), and the minimum with the last step of a block.
+template <bool kHasMin>
+inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const ActivationTile& x,
+                     F (&acc)[kTileTokens]) {
+  const F scale = Simd::load(panel.scale[half]);
+#pragma GCC unroll 16
+  for (int t = 0; t < kTileTokens; ++t) {
+    acc[t] = Simd::fma(convert(sums[t]), Simd::mul(scale, Simd::set(x.scale[t])), acc[t]);
+  }
+  if constexpr (kHasMin) {
+    const F min = Simd::load(panel.min);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTileTokens; ++t) acc[t] = Simd::fma(min, Simd::set(x.scaled_sum[t]), acc[t]);
+  }
+}
+
+// One panel by the 16 tokens of a tile, over the blocks of a slab. Sums of earlier slabs are in `out`.
+template <class Block>
+void panel_tile(const SignedPanel* panel, int n_blocks, const ActivationTile* x, bool first_slab, int count,
+                float* out, std::size_t stride) {
+  constexpr bool kHalves = requires(Block b) { b.half_scale; };
+  constexpr bool kHasMin = requires(Block b) { b.min; };
+  constexpr int kSteps = kHalves ? 2 : 1;  // of a block
+  // A step is multiplied, stored two steps later and added one step after that: the latency of each is
+  // hidden.
+  constexpr int kStoreLag = 2, kAddLag = 3;
+  alignas(64) Sums sums[4];
+  F acc[kTileTokens];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTileTokens; ++t)
+    acc[t] = first_slab || t >= count ? Simd::set(0) : Simd::load(out + std::size_t(t) * stride);
+
+  const int n_steps = n_blocks * kSteps;
+  const auto four_steps = [&](int first, auto check) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int slot = 0; slot < 4; ++slot) {
+      const int step = first + slot, to_store = step - kStoreLag, to_add = step - kAddLag;
+      const auto exists = [&](int i)
+                              __attribute__((always_inline)) { return !check || (i >= 0 && i < n_steps); };
+      if (exists(step)) {
+        start_step(slot, x[step / kSteps].q[0] + step % kSteps * (kBlockCols / 2),
+                   panel[step / kSteps].codes[step % kSteps * 4][0]);
+      }
+      if (exists(to_store)) store_step((slot + 2) % 4, sums[(slot + 2) % 4]);
+      if (exists(to_add))
+        add_step<kHasMin>(sums[(slot + 1) % 4], panel[to_add / kSteps], to_add % kSteps, x[to_add / kSteps],
+                          acc);
+    }
+  };
+  four_steps(0, std::true_type());
+  int first = 4;
+  for (; first + 4 <= n_steps; first += 4) four_steps(first, std::false_type());
+  for (; first < n_steps + kAddLag; first += 4) four_steps(first, std::true_type());
+#pragma GCC unroll 16
+  for (int t = 0; t < kTileTokens; ++t)
+    if (t < count) Simd::store(out + std::size_t(t) * stride, acc[t]);
+}
+
+template <class Block>
+void amx_group(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
+               std::size_t stride) {
+  const int n_blocks = weight.blocks_per_row();
+  const auto* block =
+      reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
+  SignedPanel panels[2][kSlabBlocks];
+  for (int slab = 0; slab < n_blocks; slab += kSlabBlocks) {
+    const int n = n_blocks - slab < kSlabBlocks ? n_blocks - slab : kSlabBlocks;
+    for (int b = 0; b < n; ++b)
+      for (int panel = 0; panel < 2; ++panel) unpack(block[slab + b], panel, panels[panel][b]);
+    asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory
+    for (int t = 0; t < count; t += kTileTokens) {
+      const int tokens = count - t < kTileTokens ? count - t : kTileTokens;
+      for (int panel = 0; panel < 2; ++panel) {
+        panel_tile<Block>(panels[panel], n, x.tile(first + t) + slab, slab == 0, tokens,
+                          out + std::size_t(t) * stride + panel * kPanelRows, stride);
+      }
+    }
+  }
+}
+
+template <class Block>
+void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
+                std::size_t stride) {
+  const TileConfig config = tile_config(requires(Block b) { b.half_scale; } ? kBlockCols / 2 : kBlockCols);
+  _tile_loadconfig(&config);
+  amx_group<Block>(weight, group, x, first, count, out, stride);
+  _tile_release();
+}
+
+void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
+                       float* out, std::size_t stride) {
+  if (count < kMinTokens || first % kTileTokens != 0)
+    return multiply_int8(weight, group, x, first, count, out, stride);
+  if (const int tail = count % kTileTokens; tail < kMinTail) {
+    count -= tail;
+    multiply_int8(weight, group, x, first + count, tail, out + std::size_t(count) * stride, stride);
+  }
+  switch (weight.packing) {
+    case Packing::kNone:
+      return;
+    case Packing::kNibble:
+      return amx_blocks<NibbleBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kNibbleMin:
+      return amx_blocks<NibbleMinBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByte:
+      return amx_blocks<ByteBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByteMin:
+      return amx_blocks<ByteMinBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByteHalves:
+      return amx_blocks<ByteHalvesBlock>(weight, group, x, first, count, out, stride);
+  }
+}
+
+constexpr Kernels amx_table() {
+  Kernels table = kTable;
+  table.name = "amx";
+  table.multiply_int8 = multiply_int8_amx;
+  return table;
+}
+
+}  // namespace
+
+extern const Kernels kKernels_amx;
+const Kernels kKernels_amx = amx_table();
+
+}  // namespace metal_prefill::cpu
