@@ -10,7 +10,8 @@ namespace metal_prefill {
 namespace {
 
 std::string shape_text(int rows, int cols) {
-  return rows == 1 ? "[" + std::to_string(cols) + "]" : "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
+  return rows == 1 ? "[" + std::to_string(cols) + "]"
+                   : "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
 }
 
 class Checker {
@@ -20,11 +21,12 @@ class Checker {
   void matrix(const Tensor& t, const char* role, int rows, int cols) const {
     if (!t) throw std::invalid_argument(std::string("tensor for ") + role + " is missing");
     if (t.rows != rows || t.cols != cols)
-      throw std::invalid_argument("tensor '" + t.name + "' has shape " + shape_text(t.rows, t.cols) + ", expected " +
-                                  shape_text(rows, cols));
+      throw std::invalid_argument("tensor '" + t.name + "' has shape " + shape_text(t.rows, t.cols) +
+                                  ", expected " + shape_text(rows, cols));
     const std::size_t expected = row_bytes(t.type, std::size_t(cols)) * std::size_t(rows);
     const std::byte* end = model_.mapping.data + model_.mapping.bytes;
-    if (t.bytes != expected || t.data < model_.mapping.data || t.data > end || std::size_t(end - t.data) < t.bytes)
+    if (t.bytes != expected || t.data < model_.mapping.data || t.data > end ||
+        std::size_t(end - t.data) < t.bytes)
       throw std::invalid_argument("tensor '" + t.name + "' of " + std::to_string(expected) +
                                   " bytes does not lie within the file");
   }
@@ -51,10 +53,11 @@ bool per_layer(const std::vector<T>& values, int n_layers) {
   return values.empty() || values.size() == std::size_t(n_layers);
 }
 
-// Dimension of a rotated pair that turns `rotations` times within the original context (YaRN, arXiv:2309.00071,
-// section 3.2).
+// Dimension of a rotated pair that turns `rotations` times within the original context (YaRN,
+// arXiv:2309.00071, section 3.2).
 float yarn_dimension(const Config& c, float base, float rotations) {
-  return float(c.rope_dim) * std::log(float(c.rope_original_context) / (rotations * 2.0f * std::numbers::pi_v<float>)) /
+  return float(c.rope_dim) *
+         std::log(float(c.rope_original_context) / (rotations * 2.0f * std::numbers::pi_v<float>)) /
          (2.0f * std::log(base));
 }
 
@@ -69,7 +72,8 @@ void validate(const Model& model) {
   require(c.key_dim > 0 && c.value_dim > 0, "head dimensions must be positive");
   require(c.rope_dim >= 0 && c.rope_dim <= c.key_dim && c.rope_dim % 2 == 0,
           "the rotated dimensions must be an even part of the head");
-  require(c.rope_base > 0 && c.rope_factor > 0 && c.norm_eps >= 0, "rope and norm parameters must be positive");
+  require(c.rope_base > 0 && c.rope_factor > 0 && c.norm_eps >= 0,
+          "rope and norm parameters must be positive");
   require(c.rope_scaling != RopeScaling::kYarn || c.rope_original_context > 0,
           "YaRN scaling needs the original context length");
   require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&

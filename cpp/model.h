@@ -16,8 +16,8 @@ enum class RopeStyle { kInterleaved, kNeox };  // pairs (2i, 2i+1), or (i, i + r
 enum class RopeScaling { kNone, kLinear, kYarn };
 enum class Activation { kSilu, kGelu };  // gelu: the tanh approximation
 
-// Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so that
-// the forward passes know no architecture by name.
+// Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so
+// that the forward passes know no architecture by name.
 struct Config {
   std::string architecture;
   int n_layers = 0;
@@ -35,27 +35,28 @@ struct Config {
   float rope_base = 10000.0f;
   RopeStyle rope_style = RopeStyle::kInterleaved;
   RopeScaling rope_scaling = RopeScaling::kNone;
-  float rope_factor = 1.0f;        // context extension factor
-  int rope_original_context = 0;   // YaRN: context length before extension
-  float rope_attn_factor = 1.0f;   // YaRN: multiplies the magnitude
-  float rope_beta_fast = 32.0f;    // YaRN
-  float rope_beta_slow = 1.0f;     // YaRN
+  float rope_factor = 1.0f;       // context extension factor
+  int rope_original_context = 0;  // YaRN: context length before extension
+  float rope_attn_factor = 1.0f;  // YaRN: multiplies the magnitude
+  float rope_beta_fast = 32.0f;   // YaRN
+  float rope_beta_slow = 1.0f;    // YaRN
 
   Activation activation = Activation::kSilu;
   float embedding_scale = 1.0f;
   float attention_scale = 0.0f;  // multiplies q.k; 0 stands for 1/sqrt(key_dim)
 
   // Per layer; empty stands for "the same in every layer".
-  std::vector<std::uint8_t> layer_uses_rope;      // empty: every layer rotates
-  std::vector<int> layer_window;                  // attention window in positions, 0 = all; empty: all
-  std::vector<float> layer_rope_base;             // empty: rope_base
-  std::vector<float> layer_rope_factor;           // divides positions; empty: rope_factor where kLinear
+  std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
+  std::vector<int> layer_window;              // attention window in positions, 0 = all; empty: all
+  std::vector<float> layer_rope_base;         // empty: rope_base
+  std::vector<float> layer_rope_factor;       // divides positions; empty: rope_factor where kLinear
 
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
 };
 
-// A tensor in the mapped file. Rows are contiguous; a matrix is [rows][cols] with `cols` the inner (input) dimension.
+// A tensor in the mapped file. Rows are contiguous; a matrix is [rows][cols] with `cols` the inner (input)
+// dimension.
 struct Tensor {
   std::string name;
   TensorType type = TensorType::kF32;
@@ -69,16 +70,16 @@ struct Tensor {
 };
 
 struct LayerWeights {
-  Tensor attn_norm;                // [dim] f32
-  Tensor wq, wk, wv;               // [n_heads * key_dim][dim], [n_kv_heads * key_dim][dim], [n_kv_heads * value_dim][dim]
-  Tensor bq, bk, bv;               // optional biases, f32
-  Tensor q_norm, k_norm;           // optional RMSNorm of each head before rope, [key_dim] f32
-  Tensor wo;                       // [dim][n_heads * value_dim]
-  Tensor post_attn_norm;           // optional, [dim] f32: norm of the attention output before the residual
-  Tensor ffn_norm;                 // [dim] f32
-  Tensor w_gate, w_up;             // [ffn_dim][dim]
-  Tensor w_down;                   // [dim][ffn_dim]
-  Tensor post_ffn_norm;            // optional, [dim] f32
+  Tensor attn_norm;   // [dim] f32
+  Tensor wq, wk, wv;  // [n_heads * key_dim][dim], [n_kv_heads * key_dim][dim], [n_kv_heads * value_dim][dim]
+  Tensor bq, bk, bv;  // optional biases, f32
+  Tensor q_norm, k_norm;  // optional RMSNorm of each head before rope, [key_dim] f32
+  Tensor wo;              // [dim][n_heads * value_dim]
+  Tensor post_attn_norm;  // optional, [dim] f32: norm of the attention output before the residual
+  Tensor ffn_norm;        // [dim] f32
+  Tensor w_gate, w_up;    // [ffn_dim][dim]
+  Tensor w_down;          // [dim][ffn_dim]
+  Tensor post_ffn_norm;   // optional, [dim] f32
 };
 
 // The mapped file. The engines keep it alive for as long as they hold views into it.
@@ -91,19 +92,19 @@ struct Mapping {
 struct Model {
   Config config;
   Mapping mapping;
-  Tensor token_embedding;           // [vocab_size][dim]
+  Tensor token_embedding;  // [vocab_size][dim]
   std::vector<LayerWeights> layers;
-  Tensor output_norm;               // [dim] f32
-  Tensor output;                    // [vocab_size][dim]; the embedding itself where they are tied
-  Tensor rope_freqs;                // optional, [rope_dim / 2] f32: divides each frequency (Llama 3)
+  Tensor output_norm;  // [dim] f32
+  Tensor output;       // [vocab_size][dim]; the embedding itself where they are tied
+  Tensor rope_freqs;   // optional, [rope_dim / 2] f32: divides each frequency (Llama 3)
 };
 
 // Checks every shape and extent against the configuration and the mapping.
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.
 void validate(const Model& model);
 
-// Angular frequency of each rotated pair of `layer`, scaling and rope_freqs applied, [rope_dim / 2] radians per
-// position; `magnitude` receives what cos and sin are multiplied by (1 but for YaRN).
+// Angular frequency of each rotated pair of `layer`, scaling and rope_freqs applied, [rope_dim / 2] radians
+// per position; `magnitude` receives what cos and sin are multiplied by (1 but for YaRN).
 std::vector<float> rope_frequencies(const Model& model, int layer, float* magnitude);
 
 }  // namespace metal_prefill

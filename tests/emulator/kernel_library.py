@@ -141,7 +141,13 @@ def build(sources: list[Path], folder: Path, sanitize: str = "", include: tuple[
     for source in sources:
         for variant in ("plain",) if sanitize else ("plain", "checked"):
             output = folder / f"{source.stem}.{variant}.o"
-            command = [sys.executable, EMULATOR / "msl/compile_shader.py", source, "-o", output]
+            command: list[str | Path] = [
+                sys.executable,
+                EMULATOR / "msl/compile_shader.py",
+                source,
+                "-o",
+                output,
+            ]
             command += ["--checked"] if variant == "checked" else []
             command += ["--sanitize", sanitize] if sanitize else []
             for path in include:

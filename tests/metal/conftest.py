@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from harness import SHADERS, Array, Run
+from metal.harness import SHADERS, Array, Run
 from metal_kernels import KernelLibrary, testing_module
 
 MISSING = "the package was built without the means to dispatch single kernels: run `make test`"

@@ -97,7 +97,8 @@ class Output:
     def check(self) -> Array:
         """Return the array, after a look at the sentinels behind it."""
         assert (self.buffer[self._bytes :] == SENTINEL).all(), "written beyond the end"
-        return self.array
+        array: Array = self.array
+        return array
 
 
 class Weights:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import (
+from metal.harness import (
     CONSTANTS,
     TYPES,
     Array,
@@ -25,9 +25,9 @@ SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
 
 
 def activation(x: Doubles, kind: int) -> Doubles:
-    if kind == SILU:
-        return x / (1 + np.exp(-x))
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    silu: Doubles = x / (1 + np.exp(-x))
+    gelu: Doubles = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return silu if kind == SILU else gelu
 
 
 def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Array:
@@ -104,7 +104,7 @@ def test_matvec_swiglu(run: Run, kind: str, act: int) -> None:
         threads=(64,),
     )
     gate, up = np.split(w.values @ x, 2)
-    close(y.check(), activation(gate, act) * up)
+    close(y.check(), activation(gate.astype(np.float64), act) * up)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 8, 9, 31, 32, 33])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import (
+from metal.harness import (
     CONSTANTS,
     TYPES,
     Doubles,
@@ -49,7 +49,8 @@ def test_embed(run: Run, kind: str, scale: float) -> None:
 
 
 def rms(x: Doubles, eps: float) -> Doubles:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+    normed: Doubles = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+    return normed
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 33])
@@ -89,7 +90,7 @@ def test_rmsnorm_of_zeros_is_zero(run: Run) -> None:
 
 def rotate(x: Doubles, table: Floats, rope_dim: int, neox: bool) -> Doubles:
     """Rotate the first `rope_dim` dimensions of [tokens][heads][dim] by table [tokens][rope_dim / 2]."""
-    out = x.copy()
+    out: Doubles = x.copy()
     half = rope_dim // 2
     first, second = (
         (slice(0, half), slice(half, rope_dim)) if neox else (slice(0, rope_dim, 2), slice(1, rope_dim, 2))
@@ -122,7 +123,7 @@ def test_rope_append(run: Run, case: str, cache: type, tokens: int, position: in
     q_dim, k_dim, v_dim = n_heads * key_dim, n_kv * key_dim, n_kv * value_dim
     qkv = rng.standard_normal((tokens, q_dim + k_dim + v_dim)).astype(np.float32)
     bias = rng.standard_normal(qkv.shape[1]).astype(np.float32)
-    norms = rng.uniform(0.5, 1.5, (2, key_dim)).astype(np.float32)
+    norms = np.asarray(rng.uniform(0.5, 1.5, (2, key_dim)), dtype=np.float32)
     angles = rng.uniform(-np.pi, np.pi, (position + tokens, max(rope_dim // 2, 1)))
     table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
 
