@@ -3,7 +3,7 @@
 Writes ``tests/data/llama_cpp_tokens.json`` and ``tests/data/llama_cpp_logits.npz``, which the tests compare
 with without needing llama.cpp. Run it when a text, a vocabulary or a model of the catalogue changes::
 
-    pip install gguf llama-cpp-python sentencepiece tokenizers
+    pip install . llama-cpp-python sentencepiece
     python tools/record_llama_cpp.py
 """
 

@@ -57,6 +57,7 @@ _CL100K = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = PreTokenizer((_CL100K % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
+_QWEN2 = PreTokenizer((_CL100K % r"\p{N}",))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": PreTokenizer((_GPT2,)),
@@ -64,7 +65,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "qwen2": PreTokenizer((_CL100K % r"\p{N}",)),
+    "falcon3": _LLAMA3,
+    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # what files of SmolLM3 say
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
 }
 
 

@@ -166,8 +166,18 @@ class TokenizerVariant:
     parse_special: bool = False
 
 
+PRE_TOKENIZERS = (
+    "default",
+    "gpt-2",
+    "smollm",
+    "llama-bpe",
+    "falcon3",
+    "smaug-bpe",
+    "qwen2",
+    "deepseek-r1-qwen",
+)
 TOKENIZERS = {
-    **{pre: TokenizerVariant("gpt2", pre) for pre in ("default", "gpt-2", "smollm", "llama-bpe", "qwen2")},
+    **{pre: TokenizerVariant("gpt2", pre) for pre in PRE_TOKENIZERS},
     "smollm, special": TokenizerVariant("gpt2", "smollm", parse_special=True),
     "sentencepiece": TokenizerVariant("llama"),
     "sentencepiece, special": TokenizerVariant("llama", parse_special=True),
