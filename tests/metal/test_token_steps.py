@@ -122,9 +122,9 @@ def test_rope_append(run: Run, case: str, cache: type, tokens: int, position: in
     rng = np.random.default_rng(3)
     q_dim, k_dim, v_dim = n_heads * key_dim, n_kv * key_dim, n_kv * value_dim
     qkv = rng.standard_normal((tokens, q_dim + k_dim + v_dim)).astype(np.float32)
-    bias = rng.standard_normal(qkv.shape[1]).astype(np.float32)
+    bias = rng.standard_normal((qkv.shape[1],)).astype(np.float32)
     norms = np.asarray(rng.uniform(0.5, 1.5, (2, key_dim)), dtype=np.float32)
-    angles = rng.uniform(-np.pi, np.pi, (position + tokens, max(rope_dim // 2, 1)))
+    angles = rng.uniform(-np.pi, np.pi, size=(position + tokens, max(int(rope_dim) // 2, 1)))
     table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
 
     wide = qkv.astype(np.float64) + (bias if given["bias"] else 0)
