@@ -23,8 +23,10 @@ static inline Candidate threadgroup_best(Candidate best, threadgroup Candidate* 
   best = simd_best(best);
   if (lane == 0) scratch[simdgroup] = best;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const Candidate none = {-INFINITY, ARGMAX_NONE};
-  return simd_best(lane < simdgroups ? scratch[lane] : none);
+  best.value = -INFINITY;
+  best.index = ARGMAX_NONE;
+  if (lane < simdgroups) best = scratch[lane];
+  return simd_best(best);
 }
 
 // By its bits: comparisons may be compiled under the assumption that there is no NaN.

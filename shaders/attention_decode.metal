@@ -38,7 +38,7 @@ kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q
                              device float* out [[buffer(3)]], constant AttentionArgs& args [[buffer(4)]],
                              uint3 group [[threadgroup_position_in_grid]],
                              ushort thread_index [[thread_index_in_threadgroup]],
-                             ushort threads [[threads_per_threadgroup]],
+                             ushort3 threads [[threads_per_threadgroup]],
                              ushort lane [[thread_index_in_simdgroup]],
                              ushort simdgroup [[simdgroup_index_in_threadgroup]],
                              ushort simdgroups [[simdgroups_per_threadgroup]]) {
@@ -65,7 +65,7 @@ kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q
     for (ushort c = 0; c < kChunks; ++c) {
       const bool inside = h < heads && dim + c * 32 < args.key_dim;
       device const float* values = q + token * args.q_stride + (head + h) * args.key_dim + dim + c * 32;
-      query[h][c] = inside ? args.scale * *(device const float4*)values : 0.0f;
+      query[h][c] = inside ? args.scale * *(device const float4*)values : float4(0.0f);
       state[h].o[c] = 0.0f;
     }
   }
@@ -80,8 +80,10 @@ kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q
     float4 keys[kChunks], values[kChunks];
 #pragma unroll
     for (ushort c = 0; c < kChunks; ++c) {
-      keys[c] = dim + c * 32 < args.key_dim ? float4(*(device const vec<T, 4>*)(k_row + c * 32)) : 0.0f;
-      values[c] = dim + c * 32 < args.value_dim ? float4(*(device const vec<T, 4>*)(v_row + c * 32)) : 0.0f;
+      keys[c] =
+          dim + c * 32 < args.key_dim ? float4(*(device const vec<T, 4>*)(k_row + c * 32)) : float4(0.0f);
+      values[c] =
+          dim + c * 32 < args.value_dim ? float4(*(device const vec<T, 4>*)(v_row + c * 32)) : float4(0.0f);
     }
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
@@ -124,7 +126,7 @@ kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = thread_index; i < heads * args.value_dim; i += threads) {
+  for (uint i = thread_index; i < heads * args.value_dim; i += threads.x) {
     const ushort h = i / args.value_dim, d = i % args.value_dim;
     float best = kLowest, sum = 0.0f, o = 0.0f;
     for (ushort s = 0; s < simdgroups; ++s) best = max(best, shared[s][h][kChunks * 32]);
@@ -154,14 +156,14 @@ kernel void attention_combine(device const float* partial
                               constant AttentionArgs& args [[buffer(2)]],
                               uint2 group [[threadgroup_position_in_grid]],
                               ushort thread_index [[thread_index_in_threadgroup]],
-                              ushort threads [[threads_per_threadgroup]]) {
+                              ushort2 threads [[threads_per_threadgroup]]) {
   const uint row = group.y * args.n_heads + group.x, stride = args.value_dim + 2;
   partial += row * args.splits * stride;
   float best = kLowest, sum = 0.0f;
   for (uint s = 0; s < args.splits; ++s) best = max(best, partial[s * stride + args.value_dim]);
   for (uint s = 0; s < args.splits; ++s)
     sum += fast::exp(partial[s * stride + args.value_dim] - best) * partial[s * stride + args.value_dim + 1];
-  for (uint d = thread_index; d < args.value_dim; d += threads) {
+  for (uint d = thread_index; d < args.value_dim; d += threads.x) {
     float o = 0.0f;
     for (uint s = 0; s < args.splits; ++s)
       o += fast::exp(partial[s * stride + args.value_dim] - best) * partial[s * stride + d];

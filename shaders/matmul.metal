@@ -25,7 +25,10 @@ struct WeightTile {
     for (ushort i = 0; i < kItems; ++i) {
       const uint item = k / 8 + thread_index % 4;
       if (W::first(item) < in_dim) {
-        W::load(row[i], item, values[i][0], values[i][1]);
+        float4 a, b;
+        W::load(row[i], item, a, b);
+        values[i][0] = a;
+        values[i][1] = b;
       } else {  // columns beyond a row whose length is not a multiple of MATMUL_K
         values[i][0] = values[i][1] = 0.0f;
       }
