@@ -68,6 +68,9 @@ void ThreadgroupRunner::fail(std::string message) {
     return "(" + std::to_string(at.x) + "," + std::to_string(at.y) + "," + std::to_string(at.z) + ")";
   };
   error_ = work_->label + ", threadgroup " + coordinates(position_) + ": " + std::move(message);
+#if METAL_EMULATOR_TSAN
+  __tsan_release(&sync_end_.byte);  // what this thread did comes before what the host does next
+#endif
   switch_to(&abi::current_fiber(), nullptr);
   __builtin_unreachable();
 }
