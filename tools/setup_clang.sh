@@ -23,7 +23,7 @@ install_clang() {
 }
 
 if [ "$(uname -s)" = Darwin ]; then
-  echo "-C build-dir=build/metal"
+  echo "-C build-dir=build/metal -C cmake.define.METAL_PREFILL_TESTING=ON"
 elif find_clang >/dev/null || install_clang; then
   echo "-C build-dir=build/emulator -C cmake.define.METAL_PREFILL_EMULATOR=ON" \
        "-C cmake.define.CMAKE_OBJCXX_COMPILER=$(find_clang)"
