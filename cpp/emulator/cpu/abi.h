@@ -51,14 +51,34 @@ struct Operation {
   int (*execute)(Simdgroup& simdgroup, u32 lanes);
 };
 
+// A matrix product that all lanes of a simdgroup have asked for, or some so far. Lanes do not wait for it:
+// they go on and the product is computed before any of them waits for anything, or looks at its result.
+struct alignas(64) MatrixProduct {
+  float a[64], b[64], c[64];  // operands, row by row; c where `addend` is below 0
+  void* targets[kLanes];      // the simdgroup_matrix of each lane that takes the result; null: none any more
+  int addend;                 // the earlier product of the queue that is added, -1: c, -2: nothing
+  u32 line;
+  const char* file;
+  u32 lanes;       // that have asked
+  u8 differs;      // lanes ask for different products
+  u8 result_type;  // 0 float, 1 half, 2 bfloat
+};
+struct MatrixQueue {
+  static constexpr u32 kCapacity = 32;
+  MatrixProduct products[kCapacity];
+  u8 count[kLanes];  // products that a lane has asked for
+  // Computes all products and empties the queue. Returns -1, or the number of a product that not all lanes
+  // ask for.
+  int (*run)(MatrixQueue& queue);
+};
+
 // Exchange area of 32 threads. Inputs are read when the last thread arrives and outputs before a thread
 // arrives at the next operation, so one of each is enough.
 struct alignas(64) Simdgroup {
   u64 in[kLanes][2];
   u64 out[kLanes][2];
   u32 argument[kLanes];
-  alignas(64) float a[64], b[64], c[64], d[64];  // operands and result of a matrix product, row by row
-
+  MatrixQueue* queue;
   // Sets of lanes. A lane is active until it returns; of the active ones those that are not ready wait: for
   // an operation (`waiting`) or at a threadgroup barrier.
   u32 active, ready, fresh, waiting;

@@ -54,6 +54,14 @@ std::string ThreadgroupRunner::describe_simdgroup(unsigned group) const {
   return text;
 }
 
+std::string ThreadgroupRunner::describe_product(unsigned group, int number) const {
+  const abi::MatrixProduct& product = simdgroups_[group].queue->products[number];
+  std::string text = "divergence at the matrix product " + std::string(product.file) + ":" +
+                     std::to_string(product.line) + ": simdgroup " + std::to_string(group) + ": ";
+  if (product.differs) return text + "lanes ask for different products" + describe_simdgroup(group);
+  return text + "only lanes " + lane_ranges(product.lanes) + " ask for it" + describe_simdgroup(group);
+}
+
 void ThreadgroupRunner::fail_waiting(std::string problem) {
   for (unsigned i = 0; i < simdgroup_count_ && i < kShownSimdgroups; i++) problem += describe_simdgroup(i);
   if (simdgroup_count_ > kShownSimdgroups) {

@@ -17,7 +17,9 @@ struct ThreadgroupRunner::Header {
   ThreadgroupRunner* runner;
   void* buffers[kMaxBuffers];  // of the work
   void* threadgroup_arguments[kMaxThreadgroupArguments];
+  abi::Invocation invocation;  // of the thread that is being started
   abi::Simdgroup simdgroups[abi::kMaxThreads / abi::kLanes];
+  abi::MatrixQueue queues[abi::kMaxThreads / abi::kLanes];
 };
 
 namespace {
@@ -68,6 +70,9 @@ ThreadgroupRunner::ThreadgroupRunner()
 #if METAL_EMULATOR_TSAN
   tsan_fibers_.resize(abi::kMaxThreads);
 #endif
+  for (unsigned i = 0; i < abi::kMaxThreads / abi::kLanes; i++) simdgroups_[i].queue = &header_->queues[i];
+  header_->invocation.buffers = header_->buffers;
+  header_->invocation.threadgroup = header_->threadgroup_arguments;
   reset_fibers();
 }
 
@@ -163,6 +168,25 @@ void ThreadgroupRunner::place_threadgroup_memory() {
   }
 }
 
+// What all threads of the threadgroup are told of it, and the place of each.
+void ThreadgroupRunner::place_threads() {
+  const Dim3 full = work_->group, grid = work_->grid, total = work_->threads;
+  abi::Invocation& invocation = header_->invocation;
+  invocation.threads_per_grid = {total.x, total.y, total.z};
+  invocation.threadgroup_position_in_grid = {position_.x, position_.y, position_.z};
+  invocation.threadgroups_per_grid = {grid.x, grid.y, grid.z};
+  invocation.threads_per_threadgroup = {size_.x, size_.y, size_.z};
+  invocation.dispatch_threads_per_threadgroup = {full.x, full.y, full.z};
+  if (size_.x == placed_.x && size_.y == placed_.y && size_.z == placed_.z) return;
+  placed_ = size_;
+  positions_.clear();
+  for (u32 z = 0; z < size_.z; z++) {
+    for (u32 y = 0; y < size_.y; y++) {
+      for (u32 x = 0; x < size_.x; x++) positions_.push_back({x, y, z});
+    }
+  }
+}
+
 std::string ThreadgroupRunner::run(Dim3 position) {
   position_ = position;
   const Dim3 full = work_->group, threads = work_->threads;
@@ -180,6 +204,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
     simdgroup.waiting = 0;
   }
   place_threadgroup_memory();
+  place_threads();
 #if METAL_EMULATOR_TSAN
   region_.forget();
   reset_fibers();
@@ -189,7 +214,13 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   const int first = pick(kNoPreference);
   switch_to(nullptr, &bind_fiber(static_cast<unsigned>(first)));
   acquire(sync_end_.byte);
-  if (!error_.empty()) reset_fibers();  // suspended threads are given up
+  for (unsigned i = 0; i < simdgroup_count_ && error_.empty(); i++) {
+    if (const int product = run_queue(simdgroups_[i]); product >= 0) error_ = describe_product(i, product);
+  }
+  if (!error_.empty()) {  // suspended threads are given up
+    reset_fibers();
+    for (auto& queue : header_->queues) queue = {};
+  }
   return error_;
 }
 
@@ -261,19 +292,12 @@ void ThreadgroupRunner::run_thread(abi::Fiber& fiber) {
   const unsigned index = fiber.thread;
   fiber.simdgroup = &simdgroups_[index / abi::kLanes];
   fiber.lane = index % abi::kLanes;
-  const Dim3 full = work_->group, grid = work_->grid, total = work_->threads;
-  abi::Invocation invocation;
-  invocation.buffers = header_->buffers;
-  invocation.threadgroup = header_->threadgroup_arguments;
-  const abi::Vec3 in_group = {index % size_.x, index / size_.x % size_.y, index / (size_.x * size_.y)};
+  abi::Invocation& invocation = header_->invocation;  // read before the kernel's first statement
+  const abi::Vec3 in_group = positions_[index];
+  const Dim3 full = work_->group;
   invocation.thread_position_in_threadgroup = in_group;
   invocation.thread_position_in_grid = {position_.x * full.x + in_group.x, position_.y * full.y + in_group.y,
                                         position_.z * full.z + in_group.z};
-  invocation.threads_per_grid = {total.x, total.y, total.z};
-  invocation.threadgroup_position_in_grid = {position_.x, position_.y, position_.z};
-  invocation.threadgroups_per_grid = {grid.x, grid.y, grid.z};
-  invocation.threads_per_threadgroup = {size_.x, size_.y, size_.z};
-  invocation.dispatch_threads_per_threadgroup = {full.x, full.y, full.z};
   invocation.thread_index_in_threadgroup = index;
   acquire(sync_begin_.byte);
   work_->kernel->call(invocation);
@@ -407,8 +431,16 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   if (rng_ && (random() & 3) == 0) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
 }
 
+// Computes the matrix products that lanes have asked for. All have asked for the same, or some lanes took
+// another way.
+int ThreadgroupRunner::run_queue(abi::Simdgroup& simdgroup) {
+  abi::MatrixQueue& queue = *simdgroup.queue;
+  return queue.products[0].lanes ? queue.run(queue) : -1;
+}
+
 void ThreadgroupRunner::complete(abi::Simdgroup& simdgroup, u32 lanes) {
   const auto group = static_cast<unsigned>(&simdgroup - simdgroups_);
+  if (const int product = run_queue(simdgroup); product >= 0) fail(describe_product(group, product));
   const Thread& any = threads_[group * abi::kLanes + static_cast<u32>(std::countr_zero(lanes))];
   const int culprit = any.operation->execute ? any.operation->execute(simdgroup, lanes) : -1;
   if (culprit >= 0) {
@@ -463,6 +495,7 @@ void ThreadgroupRunner::wait_at_barrier(abi::Fiber& fiber, const char* file, u32
 void ThreadgroupRunner::release_barrier() {
   for (unsigned i = 0; i < simdgroup_count_; i++) {
     abi::Simdgroup& simdgroup = simdgroups_[i];
+    if (const int product = run_queue(simdgroup); product >= 0) fail(describe_product(i, product));
     simdgroup.ready = simdgroup.active & ~simdgroup.waiting;
     if (simdgroup.ready) ready_simdgroups_ |= 1u << i;
   }

@@ -62,6 +62,7 @@ class ThreadgroupRunner {
   void wait_for(abi::Fiber& fiber, const abi::Operation& operation, const char* file, abi::u32 line);
   void wait_at_barrier(abi::Fiber& fiber, const char* file, abi::u32 line);
   void complete(abi::Simdgroup& simdgroup, abi::u32 lanes);
+  static int run_queue(abi::Simdgroup& simdgroup);
   void release_barrier();
   void run_thread(abi::Fiber& fiber);
   void retire(abi::Fiber& fiber);  // the fiber's thread has returned
@@ -77,8 +78,10 @@ class ThreadgroupRunner {
   [[noreturn]] void fail(std::string message);
   [[noreturn]] void fail_waiting(std::string problem);
   std::string describe_simdgroup(unsigned simdgroup) const;
+  std::string describe_product(unsigned simdgroup, int product) const;
 
   void place_threadgroup_memory();
+  void place_threads();
   void reset_fibers();
 
   Region region_;
@@ -89,8 +92,10 @@ class ThreadgroupRunner {
   const Work* work_ = nullptr;
   std::byte* arena_ = nullptr;  // threadgroup memory, kArenaBytes
 
-  Dim3 position_, size_;  // of the running threadgroup
-  unsigned count_ = 0;    // its threads
+  Dim3 position_, size_;              // of the running threadgroup
+  Dim3 placed_{0, 0, 0};              // the size that positions_ is for
+  std::vector<abi::Vec3> positions_;  // of each thread in the threadgroup
+  unsigned count_ = 0;                // its threads
   unsigned simdgroup_count_ = 0;
   unsigned returned_ = 0, at_barrier_ = 0;
   std::uint32_t ready_simdgroups_ = 0;

@@ -29,7 +29,7 @@ def unit(tokens: TokenList, backend: str) -> str:
     """Return the prologue and the rewritten source, inside an anonymous namespace."""
     prologue = [f"#define MSL_{backend.upper()} 1"]
     if backend == "cpu":
-        prologue.append('#include "abi.h"')
+        prologue += ['#include "abi.h"', '#include "bfloat.h"']
     if backend == "check":  # C++ for OpenCL has no unnamed namespace with constant objects to initialize
         return "\n".join([*prologue, '#include "msl.h"', tokens.render()])
     return "\n".join([*prologue, "namespace {", '#include "msl.h"', tokens.render(), "}  // namespace"])

@@ -1,75 +1,195 @@
-// Matrix products on fibers: lanes write their elements into three 8x8 matrices of floats, the last one
-// multiplies.
+// Matrix products on fibers. A lane puts its elements into the queue of its simdgroup and goes on; the
+// products are computed, for all lanes at once, before a lane looks at a result or waits for anything else. A
+// loop of products then costs no switches between lanes.
 #pragma once
 
 namespace msl {
 
-typedef float Row __attribute__((vector_size(32)));
+using ::metal_emulator::abi::MatrixProduct;
+using ::metal_emulator::abi::MatrixQueue;
 
-template <bool Accumulate>
-struct MatrixProduct {
-  static MSL_EXECUTE execute(Simdgroup& s, Lanes lanes) {
-    if (lanes != ~0u) return __builtin_ctz(~lanes);
-    const Row* b = reinterpret_cast<const Row*>(s.b);
-    const Row* c = reinterpret_cast<const Row*>(s.c);
-    Row* d = reinterpret_cast<Row*>(s.d);
-    for (int i = 0; i < 8; ++i) {
-      Row sum = Accumulate ? c[i] : Row{};
-      for (int k = 0; k < 8; ++k) sum += s.a[i * 8 + k] * b[k];
-      d[i] = sum;
-    }
-    return kOk;
-  }
-  static constexpr Operation operation{Accumulate ? "simdgroup_multiply_accumulate" : "simdgroup_multiply",
-                                       32, &execute};
+constexpr int kAddOperand = -1, kAddNothing = -2;  // MatrixProduct::addend
+
+// Relaxed and atomic, as all accesses to what lanes share: see cpu_simdgroup.h.
+template <class T>
+MSL_INLINE void share(T& place, T value) {
+  __atomic_store(&place, &value, __ATOMIC_RELAXED);
+}
+template <class T>
+MSL_INLINE T shared(const T& place) {
+  T value;
+  __atomic_load(&place, &value, __ATOMIC_RELAXED);
+  return value;
+}
+
+MSL_INLINE Simdgroup& current_simdgroup() {
+  return *::metal_emulator::abi::current_fiber().simdgroup;
+}
+
+// All lanes arrive, then the queue has run: the executor empties it before any operation.
+struct AwaitProducts {
+  static int execute(Simdgroup&, Lanes) { return kOk; }
+  static constexpr Operation operation{"simdgroup_matrix result", 32, &execute};
 };
+__attribute__((noinline)) inline void await_products(const char* file, uint line) {
+  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
+  worker.arrive(worker, ::metal_emulator::abi::current_fiber(), AwaitProducts::operation, file, line);
+}
+
+// Two elements of a matrix, or the promise of a queued product to write them. `MatrixQueue::run` relies on
+// the layout: elements at 0, pending at 8.
+template <class T>
+class Fragment {
+ public:
+  typedef ::vec<T, 2> Pair;
+
+  Fragment() = default;
+  MSL_INLINE Fragment(const Fragment& other) : elements_(other.get()) {}
+  MSL_INLINE Fragment& operator=(const Fragment& other) {
+    set(other.get());
+    return *this;
+  }
+  MSL_INLINE ~Fragment() { detach(); }
+
+  MSL_INLINE void set(Pair elements) {
+    detach();
+    elements_ = elements;
+  }
+  MSL_INLINE Pair get() const {
+    if (pending_) settle();
+    return elements_;
+  }
+  // A reference that the kernel may keep: from now on every product is awaited at once.
+  MSL_INLINE Pair& reference() {
+    if (pending_) settle();
+    watched_ = true;
+    return elements_;
+  }
+  MSL_INLINE uint pending() const { return pending_; }
+  MSL_INLINE bool watched() const { return watched_; }
+  // The result of the product with this number will be written here.
+  MSL_INLINE void promise(MatrixProduct& product, int lane, uint number) {
+    detach();
+    share(product.targets[lane], static_cast<void*>(this));
+    pending_ = number + 1;
+  }
+
+ private:
+  void settle() const {
+    const MatrixProduct& product = current_simdgroup().queue->products[pending_ - 1];
+    await_products(shared(product.file), shared(product.line));
+  }
+  MSL_INLINE void detach() {
+    if (pending_)
+      share(current_simdgroup().queue->products[pending_ - 1].targets[lane()], static_cast<void*>(nullptr));
+    pending_ = 0;
+  }
+
+  alignas(8) Pair elements_;
+  alignas(8) uint pending_ = 0;  // 1 + number of the product, 0: the elements are here
+  bool watched_ = false;
+};
+struct FragmentLayout {
+  char elements[8];
+  uint pending;
+};
+static_assert(__builtin_offsetof(FragmentLayout, pending) == 8,
+              "pending lies behind eight bytes of elements");
 
 template <class T>
-MSL_INLINE void put_fragment(float* matrix, int position, ::vec<T, 2> elements) {
+struct ElementType {
+  static constexpr ::metal_emulator::abi::u8 value = Same<T, float>::value ? 0 : Same<T, half>::value ? 1 : 2;
+};
+
+typedef float Row __attribute__((vector_size(32)));
+
+// Rounds a result to the type of its matrix and writes it to the lanes that still want it.
+template <class T>
+MSL_INLINE void deliver(MatrixProduct& p) {
+  if constexpr (!Same<T, float>::value) {
+    for (float& element : p.c) element = static_cast<float>(static_cast<T>(element));
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    if (!p.targets[lane]) continue;
+    const float* source = p.c + fragment_row(lane) * 8 + fragment_column(lane);
+    ::vec<T, 2> elements{static_cast<T>(source[0]), static_cast<T>(source[1])};
+    FragmentLayout& target = *static_cast<FragmentLayout*>(p.targets[lane]);
+    __builtin_memcpy(target.elements, &elements, sizeof elements);
+    target.pending = 0;
+  }
+}
+
+MSL_EXECUTE run_products(MatrixQueue& queue) {
+  for (uint n = 0; n < MatrixQueue::kCapacity && queue.products[n].lanes; ++n) {
+    MatrixProduct& p = queue.products[n];
+    if (p.lanes != ~0u || p.differs) return static_cast<int>(n);
+    const Row* b = reinterpret_cast<const Row*>(p.b);
+    Row* result = reinterpret_cast<Row*>(p.c);
+    const Row* addend = p.addend >= 0 ? reinterpret_cast<const Row*>(queue.products[p.addend].c) : result;
+    Row sums[8];
+    for (int i = 0; i < 8; ++i) sums[i] = p.addend == kAddNothing ? Row{} : addend[i];
+    for (int k = 0; k < 8; ++k) {
+      for (int i = 0; i < 8; ++i) sums[i] += p.a[i * 8 + k] * b[k];
+    }
+    for (int i = 0; i < 8; ++i) result[i] = sums[i];
+    if (p.result_type == 0) {
+      deliver<float>(p);
+    } else if (p.result_type == 1) {
+      deliver<half>(p);
+    } else {
+#if __METAL_VERSION__ >= 310
+      deliver<bfloat>(p);
+#endif
+    }
+    p.lanes = 0;
+  }
+  for (auto& count : queue.count) count = 0;
+  return kOk;
+}
+
+template <class T>
+MSL_INLINE void put_pair(float* matrix, int position, ::vec<T, 2> elements) {
   const float pair[2] = {static_cast<float>(elements[0]), static_cast<float>(elements[1])};
   ulong word;
   __builtin_memcpy(&word, pair, 8);
   __atomic_store_n(reinterpret_cast<ulong*>(matrix + position), word, __ATOMIC_RELAXED);
 }
-template <class T>
-MSL_INLINE ::vec<T, 2> get_fragment(const float* matrix, int position) {
-  const ulong word = __atomic_load_n(reinterpret_cast<const ulong*>(matrix + position), __ATOMIC_RELAXED);
-  float pair[2];
-  __builtin_memcpy(pair, &word, 8);
-  return ::vec<T, 2>{static_cast<T>(pair[0]), static_cast<T>(pair[1])};
+
+// d = a b + c; without c, d = a b.
+template <class D, class A, class B, class C>
+MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>* c,
+                         const char* file, int line) {
+  const ::metal_emulator::abi::Fiber& fiber = ::metal_emulator::abi::current_fiber();
+  const int lane = static_cast<int>(fiber.lane), position = fragment_row(lane) * 8 + fragment_column(lane);
+  MatrixQueue& queue = *fiber.simdgroup->queue;
+  const ::vec<A, 2> left = a.get();
+  const ::vec<B, 2> right = b.get();
+  if (shared(queue.count[lane]) == MatrixQueue::kCapacity) await_products(file, static_cast<uint>(line));
+  const uint number = shared(queue.count[lane]);
+  MatrixProduct& product = queue.products[number];
+  put_pair<A>(product.a, position, left);
+  put_pair<B>(product.b, position, right);
+  int addend = kAddNothing;
+  if (c) {
+    addend = static_cast<int>(c->pending()) - 1;
+    if (addend < 0) put_pair<C>(product.c, position, c->get());
+  }
+  const Lanes asked = shared(product.lanes);
+  if (asked == 0) {
+    share(product.addend, addend);
+    share(product.line, static_cast<uint>(line));
+    share(product.file, file);
+    share(product.differs, ::metal_emulator::abi::u8{0});
+    share(product.result_type, ElementType<D>::value);
+    share(queue.run, &run_products);
+  } else if (shared(product.line) != static_cast<uint>(line) || shared(product.addend) != addend ||
+             shared(product.result_type) != ElementType<D>::value) {
+    share(product.differs, ::metal_emulator::abi::u8{1});
+  }
+  share(product.lanes, asked | 1u << lane);
+  d.promise(product, lane, number);
+  share(queue.count[lane], static_cast<::metal_emulator::abi::u8>(number + 1));
+  if (d.watched()) await_products(file, static_cast<uint>(line));
 }
 
 }  // namespace msl
-
-namespace metal {
-
-template <class D, class A, class B, class C>
-MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                              simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c,
-                                              MSL_SITE) {
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-  ::metal_emulator::abi::Fiber& fiber = ::metal_emulator::abi::current_fiber();
-  msl::Simdgroup& s = *fiber.simdgroup;
-  const int lane = static_cast<int>(fiber.lane),
-            position = msl::fragment_row(lane) * 8 + msl::fragment_column(lane);
-  msl::put_fragment<A>(s.a, position, a.elements);
-  msl::put_fragment<B>(s.b, position, b.elements);
-  msl::put_fragment<C>(s.c, position, c.elements);
-  worker.arrive(worker, fiber, msl::MatrixProduct<true>::operation, msl_file, static_cast<uint>(msl_line));
-  d.elements = msl::get_fragment<D>(s.d, position);
-}
-template <class D, class A, class B>
-MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                   simdgroup_matrix<B, 8, 8> b, MSL_SITE) {
-  ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
-  ::metal_emulator::abi::Fiber& fiber = ::metal_emulator::abi::current_fiber();
-  msl::Simdgroup& s = *fiber.simdgroup;
-  const int lane = static_cast<int>(fiber.lane),
-            position = msl::fragment_row(lane) * 8 + msl::fragment_column(lane);
-  msl::put_fragment<A>(s.a, position, a.elements);
-  msl::put_fragment<B>(s.b, position, b.elements);
-  worker.arrive(worker, fiber, msl::MatrixProduct<false>::operation, msl_file, static_cast<uint>(msl_line));
-  d.elements = msl::get_fragment<D>(s.d, position);
-}
-
-}  // namespace metal

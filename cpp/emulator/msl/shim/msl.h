@@ -1,5 +1,6 @@
-// metal_stdlib and its relatives for clang. Included inside an anonymous namespace, ahead of a rewritten source, so
-// that `using namespace metal` means in it what it means in Metal, and no two sources share a function.
+// metal_stdlib and its relatives for clang. Included inside an anonymous namespace, ahead of a rewritten
+// source, so that `using namespace metal` means in it what it means in Metal, and no two sources share a
+// function.
 // clang-format off: each header builds on those before it
 #include "config.h"
 #include "types.h"
@@ -9,15 +10,14 @@
 #include "packed.h"
 #include "matrix.h"
 #include "atomic.h"
+#include "fragment.h"
 #if MSL_CHECK
 #include "check_simdgroup.h"
 #elif MSL_CPU
 #include "cpu_simdgroup.h"
-#endif
-#include "simdgroup_matrix.h"
-#if MSL_CPU
 #include "cpu_simdgroup_matrix.h"
 #endif
+#include "simdgroup_matrix.h"
 #include "kernel.h"
 #if MSL_CPU
 #include "cpu_kernel.h"
