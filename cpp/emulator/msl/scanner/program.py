@@ -7,6 +7,7 @@ from pathlib import Path
 from . import emit
 from .declarations import Declaration, declarations
 from .kernels import Program, analyze
+from .lint import lint
 from .preprocess import preprocess
 from .rewrite import rewrite
 from .tokens import SourceError, TokenList, tokenize
@@ -41,6 +42,12 @@ def translate(path: Path, backend: str, metal_version: int, flags: list[str]) ->
     if backend == "check":
         return text + emit.check_table(program)
     return text + emit.cpu_table(program, path.name, path.read_text(encoding="utf-8"), uses)
+
+
+def lints(path: Path, metal_version: int, flags: list[str]) -> list[SourceError]:
+    """Return what a source has that Metal has not; see :mod:`scanner.lint`."""
+    tokens, _ = tokenize(preprocess(str(path), metal_version, flags), str(path))
+    return lint(tokens, list(declarations(tokens)))
 
 
 def check_directives(path: Path, directives: list[tuple[str, int, str]]) -> None:

@@ -5,7 +5,7 @@
 
 namespace msl {
 
-constexpr float kPi = 3.14159265358979323846f;
+MSL_CONSTANT float kPi = 3.14159265358979323846f;
 
 // The float functions that the backend's maths library has.
 #if MSL_PTX

@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Check Metal sources for what Apple's compiler would refuse, as far as clang can tell without it.
+
+A source is scanned for words and declarations that Metal does not have, then compiled as C++ for OpenCL, which shares
+Metal's address spaces and vector types, and clang's syntax tree is searched for pointers without address space. No
+code is made. Passing is not proof that Apple's compiler accepts a source.
+
+Example
+-------
+``check_shaders.py shaders/*.metal -I shaders``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from scanner.ast_check import Checker
+from scanner.preprocess import find_clang
+from scanner.program import lints, translate
+from scanner.tokens import SourceError
+
+SHIM = Path(__file__).resolve().parent / "shim"
+# x86-64 rather than a GPU: it has half and bfloat.
+FLAGS = ["-x", "clcpp", "-target", "x86_64-unknown-linux-gnu", "-cl-std=clc++2021", "-Xclang",
+         "-cl-ext=-all,+cl_khr_fp16,+__cl_clang_function_pointers,+__opencl_c_int64,"
+         "+__opencl_c_generic_address_space", "-cl-no-stdinc", "-fsyntax-only", "-ferror-limit=0",
+         "-fsigned-char"]  # fmt: skip
+WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Wno-sign-compare",
+            "-Wno-implicit-int-conversion", "-Wno-implicit-int-float-conversion", "-Wno-unknown-attributes",
+            "-Wno-unused", "-Wno-unused-parameter", "-Wno-undefined-internal", "-Wno-undefined-inline",
+            "-Wno-duplicate-decl-specifier", "-Wno-return-type", "-Wno-unknown-pragmas", "-Wno-missing-braces",
+            "-Wno-missing-field-initializers", "-Wno-invalid-constexpr", "-Wno-constant-conversion",
+            "-Wno-implicit-float-conversion", "-Wno-implicit-const-int-float-conversion"]  # fmt: skip
+
+
+def check(source: Path, metal_version: int, flags: list[str]) -> list[str]:
+    """Return messages, each with file and line; empty for a source without fault."""
+    try:
+        messages = [str(error) for error in lints(source, metal_version, flags)]
+        text = translate(source, "check", metal_version, flags)
+    except SourceError as error:
+        return [str(error)]
+    clang = find_clang()
+    with tempfile.TemporaryDirectory() as folder:
+        cpp = Path(folder) / (source.stem + ".check.cpp")
+        cpp.write_text(text, encoding="utf-8")
+        command = [clang, *FLAGS, f"-D__METAL_VERSION__={metal_version}", "-I", str(SHIM)]
+        result = subprocess.run([*command, *WARNINGS, str(cpp)], capture_output=True, text=True, check=False)
+        lines = result.stderr.splitlines()
+        messages += [line for line in lines if re.search(r": (fatal error|error|warning): ", line)]
+        if any(": error: " in message or "fatal error" in message for message in messages):
+            return messages
+        dump = [*command, "-w", "-Xclang", "-ast-dump=json", str(cpp)]
+        tree = json.loads(subprocess.run(dump, capture_output=True, text=True, check=True).stdout)
+    sys.setrecursionlimit(20000)
+    messages += [f"{file}:{line}: error: {message}" for file, line, message in Checker(str(SHIM)).check(tree)]
+    return messages
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", type=Path)
+    parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
+    parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
+    parser.add_argument("--metal-version", type=int, default=300, help="__METAL_VERSION__; default 300")
+    options = parser.parse_args(arguments)
+    flags = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
+    failed = 0
+    for source in options.sources:
+        messages = check(source, options.metal_version, flags)
+        failed += bool(messages)
+        for message in messages:
+            print(message, file=sys.stderr)
+        print(f"{source}: {'refused' if messages else 'ok'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Checks on clang's syntax tree of a source as C++ for OpenCL.
+
+C++ for OpenCL has a generic address space, which a pointer without one points to. Metal has none, so whatever is
+written without address space is refused here. So are recursion and lambdas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Node = dict[str, Any]
+Place = tuple[str, int]
+SPACES = ("__global", "__local", "__constant")
+
+
+class Checker:
+    """Walks a syntax tree as clang prints it in JSON, where a location omits what the one before it had."""
+
+    def __init__(self, shim: str) -> None:
+        self.shim = shim  # folder whose declarations are not checked
+        self.errors: list[tuple[str, int, str]] = []
+        self.functions: dict[str, tuple[str, Place]] = {}
+        self.calls: dict[str, set[str]] = {}
+        self._file, self._line = "", 0
+        self._presumed_file: str | None = None
+        self._presumed_line: int | None = None
+
+    def check(self, tree: Node) -> list[tuple[str, int, str]]:
+        """Return (file, line, message) of every violation."""
+        self._walk(tree, None, ("", 0))
+        self._recursion()
+        return sorted(set(self.errors))
+
+    def _place(self, location: Node | None) -> Place | None:
+        """Resolve a location as written in the Metal source; keeps what later locations omit."""
+        if not location:
+            return None
+        if "spellingLoc" in location or "expansionLoc" in location:
+            self._place(location.get("spellingLoc"))
+            return self._place(location.get("expansionLoc"))
+        if "file" in location:
+            self._file = location["file"]
+        if "line" in location:
+            self._line = location["line"]
+        if "presumedFile" in location:
+            self._presumed_file = location["presumedFile"]
+        elif "file" in location:
+            self._presumed_file = location["file"]
+        if "presumedLine" in location:
+            self._presumed_line = location["presumedLine"]
+        elif "line" in location:
+            self._presumed_line = location["line"]
+        if "offset" not in location:
+            return None
+        return self._presumed_file or self._file, self._presumed_line or self._line
+
+    def _walk(self, node: Node, function: str | None, outer: Place) -> None:
+        own = self._place(node.get("loc"))
+        begin = self._place((node.get("range") or {}).get("begin"))
+        self._place((node.get("range") or {}).get("end"))
+        place = own or begin or outer
+        kind = node.get("kind", "")
+        generated = node.get("isImplicit") and kind.startswith("CXX") and kind != "CXXRecordDecl"
+        if not generated:
+            if place[0] and not place[0].startswith(self.shim) and place[0] != "<built-in>":
+                self._node(node, kind, place)
+            if kind in ("FunctionDecl", "CXXMethodDecl"):
+                function = node.get("id")
+                self.functions[str(function)] = (str(node.get("name")), place)
+            if function is not None and kind in ("DeclRefExpr", "MemberExpr"):
+                target = node.get("referencedDecl", {}).get("id") or node.get("referencedMemberDecl")
+                if target:
+                    self.calls.setdefault(function, set()).add(target)
+        for child in node.get("inner", ()):
+            if isinstance(child, dict):
+                self._walk(child if not generated else _locations_only(child), function, place)
+
+    def _node(self, node: Node, kind: str, place: Place) -> None:
+        spelled = node.get("type", {}).get("qualType", "")
+        name = node.get("name", "")
+        if kind in ("ParmVarDecl", "VarDecl", "FieldDecl") and "__generic" in spelled and not node.get("isImplicit"):
+            self._error(place, f"pointer or reference '{name}' has no address space")
+        elif kind == "FunctionDecl" and "__generic" in spelled.split("(")[0]:
+            self._error(place, f"'{name}' returns a pointer or reference without address space")
+        elif kind.endswith("CastExpr") and kind != "ImplicitCastExpr" and "__generic" in spelled:
+            self._error(place, "a cast to a pointer or reference without address space")
+        elif kind == "LambdaExpr":
+            self._error(place, "Metal has no lambda expressions before version 3.2")
+        elif kind == "MemberExpr":
+            self._member(node, place)
+
+    def _member(self, node: Node, place: Place) -> None:
+        """Refuse a member function for thread objects that is called on an object elsewhere."""
+        inner = (node.get("inner") or [{}])[0]
+        if inner.get("castKind") != "AddressSpaceConversion":
+            return
+        source = inner.get("inner", [{}])[0].get("type", {}).get("qualType", "")
+        if any(space in source for space in SPACES):
+            self._error(place, f"member function '{node.get('name')}' is for thread objects, called on ({source})")
+
+    def _recursion(self) -> None:
+        for function, (name, place) in self.functions.items():
+            if place[0].startswith(self.shim):
+                continue
+            reached, pending = set(), list(self.calls.get(function, ()))
+            while pending:
+                callee = pending.pop()
+                if callee not in reached:
+                    reached.add(callee)
+                    pending += self.calls.get(callee, ())
+            if function in reached:
+                self._error(place, f"'{name}' calls itself; Metal has no recursion")
+
+    def _error(self, place: Place, message: str) -> None:
+        self.errors.append((place[0], place[1], message))
+
+
+def _locations_only(node: Node) -> Node:
+    """Return a node whose locations are read, since later ones build on them, but which is not checked."""
+    return {**node, "isImplicit": True, "kind": "CXXSkipped"}
