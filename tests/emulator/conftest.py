@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from metal_kernels import KernelLibrary, testing_module
+from shader_library import ShaderLibrary, build, find_clang
 
 MISSING = (
     "the package was built without the Metal emulator: install clang 19 (Debian: apt-get install clang-19 "
     "lld-19 libclang-rt-19-dev) and run `make test`"
 )
 KERNELS = Path(__file__).parent / "kernels"
+SHADERS = Path(__file__).parent / "shaders"
 
 
 @pytest.fixture(scope="session")
@@ -81,3 +83,28 @@ def library(emulator: Any) -> Iterator[KernelLibrary]:
     library = KernelLibrary(KERNELS / "host_api.metal")
     yield library
     library.close()
+
+
+@pytest.fixture(scope="session")
+def clang() -> str:
+    """Return clang's path, for tests that compile shaders themselves."""
+    path = find_clang()
+    if path is None:
+        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    return path
+
+
+@pytest.fixture(scope="session")
+def load_shaders(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ShaderLibrary]:
+    """Return a function that builds shaders/<name>.metal with the executor and loads it, once."""
+    folder = tmp_path_factory.mktemp("shaders")
+    loaded: dict[str, ShaderLibrary] = {}
+
+    def load(name: str) -> ShaderLibrary:
+        if name not in loaded:
+            loaded[name] = ShaderLibrary(build([SHADERS / f"{name}.metal"], folder))
+        return loaded[name]
+
+    return load

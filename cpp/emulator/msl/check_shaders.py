@@ -67,7 +67,9 @@ def check(source: Path, metal_version: int, flags: list[str]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sources", nargs="+", type=Path)
     parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
     parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")

@@ -78,7 +78,11 @@ class Checker:
     def _node(self, node: Node, kind: str, place: Place) -> None:
         spelled = node.get("type", {}).get("qualType", "")
         name = node.get("name", "")
-        if kind in ("ParmVarDecl", "VarDecl", "FieldDecl") and "__generic" in spelled and not node.get("isImplicit"):
+        if (
+            kind in ("ParmVarDecl", "VarDecl", "FieldDecl")
+            and "__generic" in spelled
+            and not node.get("isImplicit")
+        ):
             self._error(place, f"pointer or reference '{name}' has no address space")
         elif kind == "FunctionDecl" and "__generic" in spelled.split("(")[0]:
             self._error(place, f"'{name}' returns a pointer or reference without address space")
@@ -96,7 +100,9 @@ class Checker:
             return
         source = inner.get("inner", [{}])[0].get("type", {}).get("qualType", "")
         if any(space in source for space in SPACES):
-            self._error(place, f"member function '{node.get('name')}' is for thread objects, called on ({source})")
+            self._error(
+                place, f"member function '{node.get('name')}' is for thread objects, called on ({source})"
+            )
 
     def _recursion(self) -> None:
         for function, (name, place) in self.functions.items():

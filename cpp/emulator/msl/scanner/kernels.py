@@ -66,6 +66,11 @@ class Kernel:
     template_arguments: str | None
     host_name: str | None
 
+    @property
+    def path(self) -> str:
+        """Return the qualified name; from the global namespace on, it cannot mean a function of metal_stdlib."""
+        return "::".join(("", *self.scope, self.name))
+
 
 @dataclass(slots=True)
 class Instantiation:
@@ -112,7 +117,7 @@ def analyze(tokens: TokenList, found: list[Declaration]) -> Program:
     by_name = {kernel.name: kernel for kernel in program.kernels}
     for kernel in program.kernels:
         if kernel.template_arguments is None:
-            expression = "::".join((*kernel.scope, kernel.name))
+            expression = kernel.path
             program.instantiations.append(
                 Instantiation(kernel.host_name or kernel.name, expression, kernel.line, kernel.file, kernel)
             )
@@ -329,7 +334,7 @@ def _instantiation(tokens: TokenList, declaration: Declaration, kernels: dict[st
     first = tokens[match[0]]
     arguments = tokens.text(match[0] + 1, match[1] + 1)
     host_name = _host_name(found) or kernel.name + arguments
-    expression = "::".join((*kernel.scope, kernel.name)) + tokens.written(match[0] + 1, match[1] + 1)
+    expression = kernel.path + tokens.written(match[0] + 1, match[1] + 1)
     return Instantiation(host_name, expression, first.line, first.file, kernel)
 
 

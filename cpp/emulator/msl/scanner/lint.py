@@ -92,7 +92,10 @@ def _statics(tokens: TokenList, found: list[Declaration]) -> list[SourceError]:
         if declaration.kind != "function" or not declaration.body:
             continue
         for index in range(*declaration.body):
-            if tokens[index].text == "static" and "constexpr" not in (tokens.at(index + 1), tokens.at(index - 1)):
+            if tokens[index].text == "static" and "constexpr" not in (
+                tokens.at(index + 1),
+                tokens.at(index - 1),
+            ):
                 if "constant" not in (tokens.at(index + 1), tokens.at(index + 2)):
                     errors.append(tokens[index].error("Metal has no static variables in functions"))
     return errors

@@ -179,7 +179,7 @@ def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kerne
         while position + 1 < end and tokens.at(position + 1) == "[" and not tokens.is_attribute(position + 1):
             position = tokens.partner[position + 1]
         dimensions = tokens.written(start, position + 1)
-        owner = "::".join((*kernel.scope, kernel.name)) + (kernel.template_arguments or "")
+        owner = kernel.path + (kernel.template_arguments or "")
         declared.append(f"MSL_THREADGROUP_VARIABLE({name}, ({dimensions}), ({owner}), {kind})")
         position += 1
         while position < end and tokens.at(position) != ",":

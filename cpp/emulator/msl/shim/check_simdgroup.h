@@ -13,7 +13,8 @@ void simdgroup_barrier(mem_flags flags);
   T quad_##function(T value);
 MSL_UNARY(sum)
 MSL_UNARY(product)
-MSL_UNARY(max) MSL_UNARY(min) MSL_UNARY(and) MSL_UNARY(or) MSL_UNARY(xor) MSL_UNARY(prefix_inclusive_sum)
+MSL_UNARY(max)
+MSL_UNARY(min) MSL_UNARY(and) MSL_UNARY(or) MSL_UNARY(xor) MSL_UNARY(prefix_inclusive_sum)
     MSL_UNARY(prefix_exclusive_sum) MSL_UNARY(prefix_inclusive_product) MSL_UNARY(prefix_exclusive_product)
         MSL_UNARY(broadcast_first)
 #define MSL_INDEXED(function)                  \

@@ -64,8 +64,9 @@ MSL_FOR_NUMBERS(MSL_CLAMP_SCALARS)
 #define MSL_ABS_VECTORS(T) MSL_FOR_WIDTHS(MSL_ABS_VECTOR, ::T)
 MSL_ABS(char)
 MSL_ABS(short)
-MSL_ABS(int) MSL_ABS(long) MSL_ABS_VECTORS(char) MSL_ABS_VECTORS(short) MSL_ABS_VECTORS(int)
-    MSL_ABS_VECTORS(long) MSL_ABS_VECTORS(float) MSL_ABS_VECTORS(half) MSL_INLINE float abs(float x) {
+MSL_ABS(int)
+MSL_ABS(long) MSL_ABS_VECTORS(char) MSL_ABS_VECTORS(short) MSL_ABS_VECTORS(int) MSL_ABS_VECTORS(long)
+    MSL_ABS_VECTORS(float) MSL_ABS_VECTORS(half) MSL_INLINE float abs(float x) {
   return __builtin_fabsf(x);
 }
 MSL_INLINE half abs(half x) {
@@ -77,7 +78,8 @@ MSL_INLINE half abs(half x) {
   }
 MSL_ABS_UNSIGNED(uchar)
 MSL_ABS_UNSIGNED(ushort)
-MSL_ABS_UNSIGNED(uint) MSL_ABS_UNSIGNED(ulong)
+MSL_ABS_UNSIGNED(uint)
+MSL_ABS_UNSIGNED(ulong)
 // Bits.
 #define MSL_BITS(T, U, width)                                                                              \
   MSL_INLINE T popcount(T x) {                                                                             \
@@ -126,11 +128,12 @@ MSL_ABS_UNSIGNED(uint) MSL_ABS_UNSIGNED(ulong)
     MSL_BITS(char, uchar, 8) MSL_BITS(uchar, uchar, 8) MSL_BITS(short, ushort, 16)
         MSL_BITS(ushort, ushort, 16) MSL_BITS(int, uint, 32) MSL_BITS(uint, uint, 32)
             MSL_BITS(long, ulong, 64) MSL_BITS(ulong, ulong, 64)
-#define MSL_BITS_VECTORS(T)                                                                        \
-  MSL_EACH1(popcount, ::T##2)                                                                      \
-  MSL_EACH1(popcount, ::T##3)                                                                      \
-  MSL_EACH1(popcount, ::T##4) MSL_EACH1(clz, ::T##2) MSL_EACH1(clz, ::T##3) MSL_EACH1(clz, ::T##4) \
-      MSL_EACH1(ctz, ::T##2) MSL_EACH1(ctz, ::T##3) MSL_EACH1(ctz, ::T##4)
+#define MSL_BITS_VECTORS(T)                                                                   \
+  MSL_EACH1(popcount, ::T##2)                                                                 \
+  MSL_EACH1(popcount, ::T##3)                                                                 \
+  MSL_EACH1(popcount, ::T##4)                                                                 \
+  MSL_EACH1(clz, ::T##2) MSL_EACH1(clz, ::T##3) MSL_EACH1(clz, ::T##4) MSL_EACH1(ctz, ::T##2) \
+      MSL_EACH1(ctz, ::T##3) MSL_EACH1(ctz, ::T##4)
                 MSL_FOR_INTEGERS(MSL_BITS_VECTORS)
 
 #define MSL_WIDE(T, W, width)                                                \
@@ -255,8 +258,9 @@ MSL_INLINE bool all(M condition) {
   }
 MSL_GEOMETRY(::float2, float)
 MSL_GEOMETRY(::float3, float)
-MSL_GEOMETRY(::float4, float) MSL_GEOMETRY(::half2, half) MSL_GEOMETRY(::half3, half)
-    MSL_GEOMETRY(::half4, half) MSL_INLINE ::float3 cross(::float3 a, ::float3 b) {
+MSL_GEOMETRY(::float4, float)
+MSL_GEOMETRY(::half2, half) MSL_GEOMETRY(::half3, half) MSL_GEOMETRY(::half4, half) MSL_INLINE ::float3
+    cross(::float3 a, ::float3 b) {
   return a.yzx * b.zxy - a.zxy * b.yzx;
 }
 MSL_INLINE ::half3 cross(::half3 a, ::half3 b) {

@@ -244,8 +244,8 @@ MSL_INLINE void simdgroup_barrier(mem_flags flags, MSL_SITE) {
   }
 MSL_REDUCTION(sum, Sum)
 MSL_REDUCTION(product, Product)
-MSL_REDUCTION(max, Max) MSL_REDUCTION(min, Min) MSL_REDUCTION(and, And) MSL_REDUCTION(or, Or)
-    MSL_REDUCTION(xor, Xor)
+MSL_REDUCTION(max, Max)
+MSL_REDUCTION(min, Min) MSL_REDUCTION(and, And) MSL_REDUCTION(or, Or) MSL_REDUCTION(xor, Xor)
 #define MSL_VOTE(function, F)                                                             \
   MSL_INLINE bool simd_##function(bool value, MSL_SITE) {                                 \
     return msl::collective(msl::Reduce<bool, msl::F>::operation, value, 0, MSL_HERE);     \
@@ -253,7 +253,7 @@ MSL_REDUCTION(max, Max) MSL_REDUCTION(min, Min) MSL_REDUCTION(and, And) MSL_REDU
   MSL_INLINE bool quad_##function(bool value, MSL_SITE) {                                 \
     return msl::collective(msl::QuadReduce<bool, msl::F>::operation, value, 0, MSL_HERE); \
   }
-        MSL_VOTE(any, Any) MSL_VOTE(all, All)
+    MSL_VOTE(any, Any) MSL_VOTE(all, All)
 
 #define MSL_PREFIX(function, F)                                                               \
   template <class T>                                                                          \
@@ -272,7 +272,7 @@ MSL_REDUCTION(max, Max) MSL_REDUCTION(min, Min) MSL_REDUCTION(and, And) MSL_REDU
   MSL_INLINE T quad_prefix_exclusive_##function(T value, MSL_SITE) {                          \
     return msl::collective(msl::Prefix<T, msl::F, false, 4>::operation, value, 0, MSL_HERE);  \
   }
-            MSL_PREFIX(sum, Sum) MSL_PREFIX(product, Product)
+        MSL_PREFIX(sum, Sum) MSL_PREFIX(product, Product)
 
 #define MSL_SHUFFLE(function, F)                                                               \
   template <class T>                                                                           \
@@ -283,11 +283,11 @@ MSL_REDUCTION(max, Max) MSL_REDUCTION(min, Min) MSL_REDUCTION(and, And) MSL_REDU
   MSL_INLINE T quad_##function(T value, ushort argument, MSL_SITE) {                           \
     return msl::collective(msl::Shuffle<T, msl::F, 4>::operation, value, argument, MSL_HERE);  \
   }
-                MSL_SHUFFLE(shuffle, ToLane) MSL_SHUFFLE(broadcast, Broadcast)
-                    MSL_SHUFFLE(shuffle_xor, ShuffleXor) MSL_SHUFFLE(shuffle_up, ShuffleUp)
-                        MSL_SHUFFLE(shuffle_down, ShuffleDown) MSL_SHUFFLE(shuffle_rotate_up, RotateUp)
-                            MSL_SHUFFLE(shuffle_rotate_down, RotateDown) template <class T>
-                            MSL_INLINE T simd_broadcast_first(T value, MSL_SITE) {
+            MSL_SHUFFLE(shuffle, ToLane) MSL_SHUFFLE(broadcast, Broadcast)
+                MSL_SHUFFLE(shuffle_xor, ShuffleXor) MSL_SHUFFLE(shuffle_up, ShuffleUp)
+                    MSL_SHUFFLE(shuffle_down, ShuffleDown) MSL_SHUFFLE(shuffle_rotate_up, RotateUp)
+                        MSL_SHUFFLE(shuffle_rotate_down, RotateDown) template <class T>
+                        MSL_INLINE T simd_broadcast_first(T value, MSL_SITE) {
   return msl::collective(msl::Shuffle<T, msl::BroadcastFirst, 32>::operation, value, 0, MSL_HERE);
 }
 template <class T>

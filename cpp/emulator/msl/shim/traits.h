@@ -97,11 +97,12 @@ MSL_PREDICATE2(is_base_of, __is_base_of(A, B))
   MSL_CONSTANT bool name##_v = name<T...>::value;
 MSL_VARIABLE(is_same)
 MSL_VARIABLE(is_convertible)
-MSL_VARIABLE(is_base_of) MSL_VARIABLE(is_integral) MSL_VARIABLE(is_floating_point) MSL_VARIABLE(is_arithmetic)
-    MSL_VARIABLE(is_scalar) MSL_VARIABLE(is_signed) MSL_VARIABLE(is_unsigned) MSL_VARIABLE(is_void)
-        MSL_VARIABLE(is_pointer) MSL_VARIABLE(is_reference) MSL_VARIABLE(is_array) MSL_VARIABLE(is_enum)
-            MSL_VARIABLE(is_class) MSL_VARIABLE(is_union) MSL_VARIABLE(is_const) MSL_VARIABLE(is_empty)
-                MSL_VARIABLE(is_trivial) MSL_VARIABLE(is_trivially_copyable) MSL_VARIABLE(is_vector)
+MSL_VARIABLE(is_base_of)
+MSL_VARIABLE(is_integral) MSL_VARIABLE(is_floating_point) MSL_VARIABLE(is_arithmetic) MSL_VARIABLE(is_scalar)
+    MSL_VARIABLE(is_signed) MSL_VARIABLE(is_unsigned) MSL_VARIABLE(is_void) MSL_VARIABLE(is_pointer)
+        MSL_VARIABLE(is_reference) MSL_VARIABLE(is_array) MSL_VARIABLE(is_enum) MSL_VARIABLE(is_class)
+            MSL_VARIABLE(is_union) MSL_VARIABLE(is_const) MSL_VARIABLE(is_empty) MSL_VARIABLE(is_trivial)
+                MSL_VARIABLE(is_trivially_copyable) MSL_VARIABLE(is_vector)
 
                     template <class T>
                     struct make_scalar {

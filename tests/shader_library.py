@@ -1,4 +1,8 @@
-"""Compiles Metal sources for the fiber executor and runs their kernels on NumPy arrays."""
+"""Compiles Metal sources for the fiber executor and runs their kernels on NumPy arrays.
+
+Without the Metal classes, with any sanitizer, and with faults of a dispatch as exceptions: for tests of the shader
+compiler and the executor themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 EMULATOR = ROOT / "cpp" / "emulator"
 CONSTANT_TYPES = {bool: 0, np.int8: 1, np.uint8: 2, np.int16: 3, np.uint16: 4, np.int32: 5, int: 5,
                   np.uint32: 6,
@@ -161,7 +165,7 @@ def build(sources: list[Path], folder: Path, sanitize: str = "", include: tuple[
     return library
 
 
-class KernelLibrary:
+class ShaderLibrary:
     """The kernels of a built library."""
 
     def __init__(self, path: Path) -> None:
