@@ -1,7 +1,7 @@
 """Compiles Metal sources for the fiber executor and runs their kernels on NumPy arrays.
 
-Without the Metal classes, with any sanitizer, and with faults of a dispatch as exceptions: for tests of the shader
-compiler and the executor themselves.
+Without the Metal classes, with any sanitizer, and with faults of a dispatch as exceptions: for tests of the
+shader compiler and the executor themselves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check Metal sources for what Apple's compiler would refuse, as far as clang can tell without it.
 
-A source is scanned for words and declarations that Metal does not have, then compiled as C++ for OpenCL, which shares
-Metal's address spaces and vector types, and clang's syntax tree is searched for pointers without address space. No
-code is made. Passing is not proof that Apple's compiler accepts a source.
+A source is scanned for words and declarations that Metal does not have, then compiled as C++ for OpenCL,
+which shares Metal's address spaces and vector types, and clang's syntax tree is searched for pointers without
+address space. No code is made. Passing is not proof that Apple's compiler accepts a source.
 
 Example
 -------
@@ -36,7 +36,8 @@ FLAGS = ["-x", "clcpp", "-target", "x86_64-unknown-linux-gnu", "-cl-std=clc++202
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Wno-sign-compare",
             "-Wno-implicit-int-conversion", "-Wno-implicit-int-float-conversion", "-Wno-unknown-attributes",
             "-Wno-unused", "-Wno-unused-parameter", "-Wno-undefined-internal", "-Wno-undefined-inline",
-            "-Wno-duplicate-decl-specifier", "-Wno-return-type", "-Wno-unknown-pragmas", "-Wno-missing-braces",
+            "-Wno-duplicate-decl-specifier", "-Wno-return-type", "-Wno-unknown-pragmas",
+            "-Wno-missing-braces",
             "-Wno-missing-field-initializers", "-Wno-invalid-constexpr", "-Wno-constant-conversion",
             "-Wno-implicit-float-conversion", "-Wno-implicit-const-int-float-conversion"]  # fmt: skip
 

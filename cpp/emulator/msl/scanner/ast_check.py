@@ -1,7 +1,7 @@
 """Checks on clang's syntax tree of a source as C++ for OpenCL.
 
-C++ for OpenCL has a generic address space, which a pointer without one points to. Metal has none, so whatever is
-written without address space is refused here. So are recursion and lambdas.
+C++ for OpenCL has a generic address space, which a pointer without one points to. Metal has none, so whatever
+is written without address space is refused here. So are recursion and lambdas.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Argument:
 
 @dataclass(slots=True)
 class Kernel:
-    """A kernel or kernel template; ``max_threads`` is 0 where the source names no limit."""
+    """A kernel or kernel template; ``max_threads`` is 0 where no limit is given."""
 
     name: str
     scope: tuple[str, ...]
@@ -68,7 +68,7 @@ class Kernel:
 
     @property
     def path(self) -> str:
-        """Return the qualified name; from the global namespace on, it cannot mean a function of metal_stdlib."""
+        """Return the name from the global namespace on, so that it means no function of metal_stdlib."""
         return "::".join(("", *self.scope, self.name))
 
 

@@ -1,4 +1,4 @@
-"""What Metal forbids and a C++ compiler would accept: found in the tokens of a source, before it is rewritten."""
+"""What Metal forbids and a C++ compiler would accept, found in the tokens of a source."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NOT_METAL = {
     "memcpy": "Metal has no memcpy",
     "memset": "Metal has no memset",
 }
-C_FUNCTIONS = ("expf", "exp2f", "logf", "log2f", "sqrtf", "powf", "sinf", "cosf", "tanhf", "fabsf", "fmaxf", "fminf",
-               "floorf", "ceilf", "roundf")  # fmt: skip
+C_FUNCTIONS = ("expf", "exp2f", "logf", "log2f", "sqrtf", "powf", "sinf", "cosf", "tanhf", "fabsf",
+               "fmaxf", "fminf", "floorf", "ceilf", "roundf")  # fmt: skip
 
 
 def lint(tokens: TokenList, found: list[Declaration]) -> list[SourceError]:
@@ -92,10 +92,7 @@ def _statics(tokens: TokenList, found: list[Declaration]) -> list[SourceError]:
         if declaration.kind != "function" or not declaration.body:
             continue
         for index in range(*declaration.body):
-            if tokens[index].text == "static" and "constexpr" not in (
-                tokens.at(index + 1),
-                tokens.at(index - 1),
-            ):
-                if "constant" not in (tokens.at(index + 1), tokens.at(index + 2)):
-                    errors.append(tokens[index].error("Metal has no static variables in functions"))
+            around = (tokens.at(index - 1), tokens.at(index + 1), tokens.at(index + 2))
+            if tokens[index].text == "static" and "constexpr" not in around and "constant" not in around:
+                errors.append(tokens[index].error("Metal has no static variables in functions"))
     return errors
