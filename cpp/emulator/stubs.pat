@@ -1,0 +1,3 @@
+_core\.emulator$:
+    \from types import ModuleType as ModuleType
+    emulator: ModuleType
