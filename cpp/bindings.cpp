@@ -17,6 +17,7 @@
 #include <string>
 
 #include "checksum.h"
+#include "cpu/python.h"
 #include "engine.h"
 
 #ifdef METAL_PREFILL_EMULATOR
@@ -357,6 +358,8 @@ NB_MODULE(_core, m) {
   bind_config(m);
   bind_engine(m);
   bind_session(m);
+  nb::module_ kernels = m.def_submodule("cpu", "Kernels of the CPU engine, for tests.");
+  cpu::bind_cpu_kernels(kernels);
   m.def("metal_available", &metal_available,
         "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
 #ifdef METAL_PREFILL_EMULATOR

@@ -2,3 +2,8 @@
 ^_core\.emulator$:
     \from typing import Any
     emulator: Any
+
+# Likewise: the kernels of the CPU engine.
+^_core\.cpu$:
+    \from typing import Any
+    cpu: Any

@@ -1,0 +1,342 @@
+"""Kernels of the CPU engine, on each instruction set that this machine has, against exact arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+
+from metal_prefill import _core
+
+cpu = _core.cpu
+SETS = cpu.kernel_sets()
+BATCHES = (1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 512)
+QUANTIZED = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+SENTINEL = np.float32(-12345.0)
+
+Floats = npt.NDArray[np.float32]
+
+each_set = pytest.mark.parametrize("isa", SETS)
+
+
+def normal(*shape: int, seed: int = 0) -> Floats:
+    """Draw standard normal values."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """Random blocks of a type, every code in use, and the values that they stand for."""
+    block_values, block_bytes = {
+        Type.Q4_0: (32, 18),
+        Type.Q4_1: (32, 20),
+        Type.Q5_0: (32, 22),
+        Type.Q5_1: (32, 24),
+        Type.Q8_0: (32, 34),
+        Type.Q4_K: (256, 144),
+        Type.Q5_K: (256, 176),
+        Type.Q6_K: (256, 210),
+    }[kind]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows * cols // block_values, block_bytes), dtype=np.uint8)
+    scales = {Type.Q6_K: (208,), Type.Q4_0: (0,), Type.Q5_0: (0,), Type.Q8_0: (0,)}.get(kind, (0, 2))
+    for at in scales:  # f16 fields get sensible sizes instead of random bits, which may be NaN
+        values = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
+        blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(-1), quants.dequantize(blocks, kind).reshape(rows, cols)
+
+
+def guarded(rows: int, cols: int) -> Floats:
+    """Return an output full of NaN inside a frame of sentinels."""
+    out = np.full((rows + 1, cols + 3), SENTINEL, np.float32)
+    out[:rows, :cols] = np.nan
+    return out
+
+
+def inside(out: Floats, rows: int, cols: int) -> Floats:
+    """Return the output of `guarded`; fails where the frame was written or a value was not."""
+    assert np.all(out[rows:] == SENTINEL), "wrote behind the last row"
+    assert np.all(out[:, cols:] == SENTINEL), "wrote behind the last column"
+    assert not np.isnan(out[:rows, :cols]).any(), "left a value unwritten"
+    return out[:rows, :cols]
+
+
+def test_scalar_kernels_are_always_there() -> None:
+    assert SETS[-1] == "scalar"
+
+
+@each_set
+@pytest.mark.parametrize("first", [0, 3])
+def test_activations_are_quantized_to_the_nearest_step_of_their_block(isa: str, first: int) -> None:
+    x = normal(21, 96) * np.float32(3.0)
+    x[4, 32:64] = 0
+    x[5, :32] *= np.float32(1e-30)
+    q, scale, scaled_sum, start, start_half = cpu.quantize(isa, x, first)
+    blocks = x.reshape(21, 3, 32).astype(np.float64)
+    largest = np.abs(blocks).max(-1)
+    np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
+    exact = np.divide(
+        blocks * 127, largest[..., None], where=largest[..., None] > 0, out=np.zeros_like(blocks)
+    )
+    # Ties aside, a product that rounds in float32 moves no value by more than a hair over half a step.
+    assert np.abs(q.reshape(21, 3, 32) - exact).max() <= 0.5 + 1e-4
+    sums = q.reshape(21, 3, 32).sum(-1)
+    np.testing.assert_array_equal(start, -8 * sums)
+    np.testing.assert_array_equal(start_half, -8 * q.reshape(21, 3, 32)[..., :16].sum(-1))
+    np.testing.assert_allclose(scaled_sum, scale * sums, rtol=1e-6, atol=1e-30)
+
+
+@each_set
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_not_lost_in_8_bits(isa: str, bad: float) -> None:
+    x = normal(1, 64)
+    x[0, 40] = bad
+    raw, _ = random_weight(Type.Q8_0, 32, 64)
+    out = guarded(1, 32)
+    cpu.multiply_int8(isa, int(Type.Q8_0), raw, 32, x, 0, out)
+    assert not np.isfinite(out[0, :32]).any()
+    _, scale, *_ = cpu.quantize(isa, x, 0)
+    assert np.isfinite(scale[0, 0])
+
+
+def exact_product(
+    values: Floats, q: npt.NDArray[np.float64], scale: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Product in float64 of dequantized weights and quantized activations."""
+    tokens, cols = q.shape
+    x = q.reshape(tokens, -1, 32) * scale[..., None]
+    product: npt.NDArray[np.float64] = x.reshape(tokens, cols) @ values.astype(np.float64).T
+    return product
+
+
+@each_set
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
+@pytest.mark.parametrize("cols", [64, 576, 1536, 2048])
+def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> None:
+    if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
+        cols = (cols + 255) // 256 * 256
+    rows = 70  # two groups of 32, and 6 rows of a third
+    raw, values = random_weight(kind, rows, cols)
+    x = normal(33, cols, seed=1)
+    q, scale, *_ = cpu.quantize(isa, x, 0)
+    expected = exact_product(values, q, scale)
+    out = guarded(33, 96)
+    cpu.multiply_int8(isa, int(kind), raw, rows, x, 0, out)
+    actual = inside(out, 33, 96)
+    np.testing.assert_array_equal(actual[:, rows:], 0)  # the group is filled up with zeros
+    # Integer sums are exact; what is left is float32 rounding, once per block of 32 columns.
+    assert np.abs(actual[:, :rows] - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+@each_set
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K], ids=lambda t: t.name)
+def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
+    """All codes at either end against activations at either end: the largest sums that can occur."""
+    raw, _ = random_weight(kind, 32, 256)
+    blocks = raw.reshape(-1, {Type.Q4_0: 18, Type.Q8_0: 34, Type.Q4_K: 144, Type.Q6_K: 210}[kind])
+    codes = {
+        Type.Q4_0: slice(2, 18),
+        Type.Q8_0: slice(2, 34),
+        Type.Q4_K: slice(16, 144),
+        Type.Q6_K: slice(0, 192),
+    }[kind]
+    for code in (0x00, 0xFF, 0x80, 0x7F):
+        blocks[:, codes] = code
+        values = quants.dequantize(blocks, kind).reshape(32, 256)
+        for sign in (1, -1):
+            x = np.full((17, 256), sign, np.float32)
+            q, scale, *_ = cpu.quantize(isa, x, 0)
+            assert np.all(q == 127 * sign)
+            out = guarded(17, 32)
+            cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
+            expected = exact_product(values, q, scale)
+            error = np.abs(inside(out, 17, 32) - expected).max()
+            assert error <= 2e-6 * np.abs(values).max() * 256
+
+
+@each_set
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
+def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -> None:
+    cols = 512
+    raw, _ = random_weight(kind, 64, cols)
+    x = normal(512, cols)
+    single = np.empty((512, 64), np.float32)
+    for t in range(512):
+        cpu.multiply_int8(isa, int(kind), raw, 64, x[t : t + 1], 0, single[t : t + 1])
+    for batch in BATCHES:
+        for first in (0, 5):
+            out = guarded(batch, 64)
+            cpu.multiply_int8(isa, int(kind), raw, 64, x[:batch], first, out)
+            np.testing.assert_array_equal(
+                inside(out, batch, 64), single[:batch], err_msg=f"batch {batch} at {first}"
+            )
+
+
+def test_quantized_products_are_equal_on_all_sets_with_fused_multiply_add() -> None:
+    """AVX2, AVX-512 and AMX run the same float operations in the same order."""
+    raw, _ = random_weight(Type.Q4_0, 64, 576)
+    x = normal(40, 576)
+    results = []
+    for isa in SETS:
+        if isa != "scalar":
+            results.append(guarded(40, 64))
+            cpu.multiply_int8(isa, int(Type.Q4_0), raw, 64, x, 0, results[-1])
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@each_set
+@pytest.mark.parametrize("cols", [64, 80, 100, 576, 2048])
+def test_float_product_is_that_of_float64(isa: str, cols: int) -> None:
+    padded = (cols + 15) // 16 * 16
+    weight, x = np.zeros((32, padded), np.float32), np.zeros((512, padded), np.float32)
+    weight[:, :cols], x[:, :cols] = normal(32, cols), normal(512, cols, seed=1)
+    expected = x.astype(np.float64) @ weight.astype(np.float64).T
+    single = None
+    for batch in reversed(BATCHES):
+        out = guarded(batch, 32)
+        cpu.multiply_float(isa, weight, cols, x[:batch], out)
+        actual = inside(out, batch, 32)
+        assert np.abs(actual - expected[:batch]).max() <= 1e-6 * np.abs(expected).max()
+        single = actual if single is None else single
+        np.testing.assert_array_equal(actual, single[:batch], err_msg=f"batch {batch}")
+
+
+@each_set
+@pytest.mark.parametrize("n", [1, 5, 64, 80, 576])
+def test_rms_norm(isa: str, n: int) -> None:
+    x, weight = normal(n), normal(n, seed=1)
+    out = np.full(n + 4, SENTINEL, np.float32)
+    out[:n] = np.nan
+    cpu.rms_norm(isa, x, weight, 1e-5, out)
+    expected = x / np.sqrt(np.square(x.astype(np.float64)).mean() + 1e-5) * weight
+    np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-6)
+    assert np.all(out[n:] == SENTINEL)
+
+
+@each_set
+@pytest.mark.parametrize("neox", [False, True])
+def test_rope_turns_pairs_and_leaves_the_rest(isa: str, neox: bool) -> None:
+    head, angle = normal(80), np.linspace(0.0, 9.0, 32)
+    cos_sin = np.concatenate([np.cos(angle), np.sin(angle)]).astype(np.float32)
+    pairs = np.stack([head[:32], head[32:64]]) if neox else head[:64].reshape(32, 2).T
+    z = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angle)
+    expected = np.concatenate([z.real, z.imag]) if neox else np.stack([z.real, z.imag], 1).reshape(-1)
+    out = head.copy()
+    cpu.rope(isa, out, cos_sin, neox)
+    np.testing.assert_allclose(out[:64], expected, atol=1e-6)
+    np.testing.assert_array_equal(out[64:], head[64:])
+
+
+@each_set
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("n", [3, 32, 100])
+def test_gated_activation(isa: str, gelu: bool, n: int) -> None:
+    gate, up = normal(n) * np.float32(4), normal(n, seed=1)
+    gate[:3] = (-100.0, 100.0, 0.0)
+    g = gate.astype(np.float64)
+    if gelu:
+        activated = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+    else:
+        activated = g / (1 + np.exp(-g))
+    out = np.full(n + 4, SENTINEL, np.float32)
+    out[:n] = np.nan
+    cpu.gated(isa, gate, up, gelu, out)
+    np.testing.assert_allclose(out[:n], activated * up, rtol=2e-6, atol=1e-6)
+    assert np.all(out[n:] == SENTINEL)
+
+
+@each_set
+def test_sum_exp(isa: str) -> None:
+    x = normal(49_153) * np.float32(5)
+    expected = np.exp(x.astype(np.float64) - float(x.max())).sum()
+    assert cpu.sum_exp(isa, x, float(x.max())) == pytest.approx(expected, rel=1e-6)
+
+
+@each_set
+def test_16_bit_floats_are_converted_exactly(isa: str) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)[:-3]
+    out = np.empty(len(bits), np.float32)
+    cpu.half_to_float(isa, bits, False, out)
+    np.testing.assert_array_equal(out, bits.view(np.float16).astype(np.float32))
+    cpu.half_to_float(isa, bits, True, out)
+    np.testing.assert_array_equal(out, (bits.astype(np.uint32) << 16).view(np.float32))
+
+
+def reference_attention(
+    q: Floats, keys: Floats, values: Floats, heads: int, window: int, scale: float
+) -> npt.NDArray[np.float64]:
+    """Attention in float64, one head and token at a time."""
+    tokens, positions = len(q), len(keys)
+    out = np.empty((tokens, heads, values.shape[1]))
+    for t in range(tokens):
+        end = positions - tokens + t + 1
+        begin = max(0, end - window) if window else 0
+        for h, head in enumerate(q[t].reshape(heads, -1).astype(np.float64)):
+            scores = keys[begin:end].astype(np.float64) @ head * scale
+            weights = np.exp(scores - scores.max())
+            out[t, h] = weights / weights.sum() @ values[begin:end].astype(np.float64)
+    return out.reshape(tokens, -1)
+
+
+@each_set
+@pytest.mark.parametrize("half", [True, False], ids=["f16", "f32"])
+@pytest.mark.parametrize(
+    ("heads", "key_dim", "value_dim", "window"),
+    [
+        (1, 64, 64, 0),
+        (3, 64, 64, 0),
+        (8, 32, 32, 0),
+        (3, 80, 40, 0),
+        (2, 128, 128, 0),
+        (3, 64, 64, 20),
+        (4, 48, 16, 130),
+    ],
+)
+def test_attention(isa: str, half: bool, heads: int, key_dim: int, value_dim: int, window: int) -> None:
+    positions, tokens = 203, 37
+    q, keys, values = (
+        normal(tokens, heads * key_dim),
+        normal(positions, key_dim, seed=1),
+        normal(positions, value_dim, seed=2),
+    )
+    if half:  # what the cache holds is what counts
+        keys, values = (
+            keys.astype(np.float16).astype(np.float32),
+            values.astype(np.float16).astype(np.float32),
+        )
+    scale = key_dim**-0.5
+    expected = reference_attention(q, keys, values, heads, window, scale)
+    single = np.full((tokens, heads * value_dim), np.nan, np.float32)
+    for t in range(tokens):
+        cpu.attention(isa, q, keys, values, half, window, scale, t, 1, single)
+    assert np.abs(single - expected).max() <= ATTENTION_ERROR[isa if half else "f32"] * np.abs(expected).max()
+    for first, count in ((0, 16), (16, 16), (32, 5), (3, 7)):
+        out = np.full_like(single, SENTINEL)
+        cpu.attention(isa, q, keys, values, half, window, scale, first, count, out)
+        np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
+        assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL)
+
+
+# Relative to the largest output: float32 throughout.
+ATTENTION_ERROR = dict.fromkeys([*SETS, "f32"], 1e-5)
+
+
+@each_set
+def test_attention_does_not_see_what_follows(isa: str) -> None:
+    q, keys, values = normal(70, 64), normal(70, 64, seed=1), normal(70, 64, seed=2)
+    out, changed = np.empty((70, 64), np.float32), np.empty((70, 64), np.float32)
+    cpu.attention(isa, q, keys, values, True, 0, 0.125, 48, 16, out)
+    keys[60:], values[60:] = 1e3, -1e3
+    cpu.attention(isa, q, keys, values, True, 0, 0.125, 48, 16, changed)
+    np.testing.assert_array_equal(out[48:60], changed[48:60])
+    assert not np.array_equal(out[60:64], changed[60:64])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_team_computes_each_item_once_and_phases_in_order(threads: int) -> None:
+    phases = [1, 7, 0, 64, 3, 1, 1, 1000, 2, 0]
+    jobs = 200
+    for items, counts in zip(phases, cpu.run_team(threads, phases, jobs), strict=True):
+        assert counts == [jobs] * items
