@@ -7,6 +7,11 @@
 >>> second = model.forward_token_greedy(first)
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from metal_prefill.errors import (
     ChatTemplateError,
     ClosedError,
@@ -19,8 +24,10 @@ from metal_prefill.errors import (
     StateError,
     UnsupportedModelError,
 )
-from metal_prefill.model import Model, default_model_path
-from metal_prefill.session import Session
+
+if TYPE_CHECKING:
+    from metal_prefill.model import Model, default_model_path
+    from metal_prefill.session import Session
 
 __version__ = "0.1.0"
 
@@ -39,3 +46,22 @@ __all__ = [
     "UnsupportedModelError",
     "default_model_path",
 ]
+
+# Loaded on first use, so that the command line can print its help without waiting for NumPy.
+_HOMES = {
+    "Model": "metal_prefill.model",
+    "Session": "metal_prefill.session",
+    "default_model_path": "metal_prefill.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
