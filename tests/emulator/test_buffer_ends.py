@@ -84,22 +84,38 @@ def test_checked_mode_finds_any_read_past_the_end(device: Any, library: KernelLi
         assert names(command_buffer.error, "load", "x")
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["private mapping", "file mapping"])
-@pytest.mark.parametrize("write", [False, True])
-@pytest.mark.usefixtures("checked_mode")
-def test_checked_mode_finds_the_end_of_a_buffer_inside_a_larger_mapping(
-    device: Any, library: KernelLibrary, shared: bool, write: bool
-) -> None:
+def file_mapping(shared: bool) -> np.ndarray[Any, Any]:
+    """Return the bytes of a mapped file of four pages."""
     with tempfile.TemporaryFile() as file:
         file.truncate(4 * PAGE)
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-        memory = np.frombuffer(mmap.mmap(file.fileno(), 4 * PAGE, flags=flags), np.uint8)
-    buffer = device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
+        return np.frombuffer(mmap.mmap(file.fileno(), 4 * PAGE, flags=flags), np.uint8)
+
+
+def check_end_inside_mapping(library: KernelLibrary, memory: np.ndarray[Any, Any], write: bool) -> None:
+    """Use the last element of a buffer over the second page, then the one behind it."""
+    buffer = library.device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
     run = run_store if write else run_load
     assert run(library, buffer, PAGE // 4 - 1).error == ""
     error = run(library, buffer, PAGE // 4).error
     assert names(error, "store", "y") if write else names(error, "load", "x")
+    assert memory.view(np.uint32)[PAGE // 2 - 1] == write
     assert not memory[2 * PAGE :].any()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private mapping", "shared mapping"])
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.usefixtures("checked_mode")
+def test_checked_mode_finds_the_end_of_a_buffer_inside_a_larger_mapping(
+    library: KernelLibrary, shared: bool, write: bool
+) -> None:
+    check_end_inside_mapping(library, file_mapping(shared), write)
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.usefixtures("guards")
+def test_the_end_of_a_buffer_inside_a_shared_mapping_is_guarded(library: KernelLibrary, write: bool) -> None:
+    check_end_inside_mapping(library, file_mapping(shared=True), write)
 
 
 @pytest.mark.usefixtures("guards")

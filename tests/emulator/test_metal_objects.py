@@ -227,6 +227,24 @@ def test_retained_buffers_live_until_the_command_buffer_completes(
     assert len(emulator.live_buffers()) == 1
 
 
+def test_a_retained_pipeline_lives_until_the_command_buffer_completes(
+    device: Any, library: KernelLibrary, emulator: Any
+) -> None:
+    buffer = device.new_buffer(256)
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.compute_encoder()
+    encoder.set_pipeline(library.pipeline("limited"))
+    encoder.set_buffer(0, buffer)
+    encoder.dispatch_threads((64, 1, 1), (64, 1, 1))
+    encoder.end()
+    del encoder
+    assert emulator.live_objects_by_class()["EmulatorComputePipeline"] == 1
+    command_buffer.commit()
+    command_buffer.wait()
+    assert buffer.contents.view(np.uint32).tolist() == list(range(64))
+    assert "EmulatorComputePipeline" not in emulator.live_objects_by_class()
+
+
 def test_an_injected_fault_fails_the_command_buffer_it_is_meant_for(
     device: Any, library: KernelLibrary, emulator: Any
 ) -> None:
