@@ -26,6 +26,7 @@ from metal_prefill.errors import (
 )
 
 if TYPE_CHECKING:
+    from metal_prefill.chat import Conversation
     from metal_prefill.model import Model, default_model_path
     from metal_prefill.session import Session
 
@@ -35,6 +36,7 @@ __all__ = [
     "ChatTemplateError",
     "ClosedError",
     "ContextOverflowError",
+    "Conversation",
     "DeviceError",
     "GGUFError",
     "HubError",
@@ -49,6 +51,7 @@ __all__ = [
 
 # Loaded on first use, so that the command line can print its help without waiting for NumPy.
 _HOMES = {
+    "Conversation": "metal_prefill.chat",
     "Model": "metal_prefill.model",
     "Session": "metal_prefill.session",
     "default_model_path": "metal_prefill.model",

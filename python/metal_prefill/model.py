@@ -18,6 +18,7 @@ from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
 from metal_prefill.errors import ClosedError, DeviceError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
+from metal_prefill.scoring import checked_prompts, score_many
 from metal_prefill.session import Logits, Progress, Session, TokenIds
 
 if TYPE_CHECKING:
@@ -319,6 +320,36 @@ class Model:
         self._open()
         with self.session() as scratch:
             return scratch.score(tokens, progress=progress)
+
+    def score_many(self, prompts: Sequence[TokenIds], *, progress: Progress | None = None) -> list[Logits]:
+        """Score many prompts, computing what they share only once.
+
+        A common beginning, such as a question before its possible answers, is found whatever the order of the
+        prompts. Leaves the default session alone.
+
+        Parameters
+        ----------
+        prompts
+            Token ids of each, at least two.
+        progress
+            Called after each prompt with the number of prompts done and the number in all. An exception in it
+            stops the work.
+
+        Returns
+        -------
+        list of numpy.ndarray
+            For each prompt what :meth:`score` returns for it: float32, ``[n - 1]``.
+
+        Raises
+        ------
+        ValueError, TypeError, ContextOverflowError
+            As in :meth:`score`; the message names the prompt. Nothing was computed.
+        """
+        self._open()
+        with self.session() as scratch:
+            limit = scratch.max_context + 1  # the last token is only predicted
+            checked = checked_prompts(prompts, self._config.vocab_size, least=2, limit=limit)
+            return score_many(scratch, checked, progress)
 
     def forward_token(self, token: int) -> Logits:
         """See :meth:`Session.forward_token`."""

@@ -1,0 +1,84 @@
+"""Many prompts at once: what they share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.errors import ContextOverflowError
+
+if TYPE_CHECKING:
+    from metal_prefill.session import Logits, Session, TokenIds
+
+Prompts = Sequence[npt.NDArray[np.int32]]
+
+
+def prefix_order(prompts: Sequence[npt.NDArray[Any]]) -> list[int]:
+    """Return indices in lexicographic order: each prompt stands beside what it shares most with."""
+    return sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
+
+
+def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Return how many leading tokens two prompts share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
+
+
+def checked_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Prompts:
+    """Convert all prompts before anything is computed; an error names the prompt.
+
+    Parameters
+    ----------
+    prompts
+        Token ids of each.
+    vocab_size
+        Ids must lie in ``[0, vocab_size)``.
+    least, limit
+        How many tokens a prompt has at least and at most.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError
+        As for a single prompt.
+    """
+    from metal_prefill.session import token_array
+
+    arrays = []
+    for i, prompt in enumerate(prompts):
+        try:
+            array = token_array(prompt, vocab_size)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompt {i}: {error}") from None
+        if len(array) < least:
+            raise ValueError(f"prompt {i}: needs at least {least} tokens, got {len(array)}")
+        if len(array) > limit:
+            raise ContextOverflowError(f"prompt {i}: {len(array)} tokens exceed the limit of {limit}")
+        arrays.append(array)
+    return arrays
+
+
+def score_many(
+    session: Session, prompts: Prompts, progress: Callable[[int, int], object] | None = None
+) -> list[Logits]:
+    """Score checked prompts on a session of their own. See :meth:`metal_prefill.Model.score_many`."""
+    results: dict[int, Logits] = {}
+    before = np.empty(0, np.int32)
+    scores = np.empty(0, np.float32)
+    for done, index in enumerate(prefix_order(prompts), start=1):
+        tokens = prompts[index]
+        # The last shared token is computed again: what follows it is new. Element i is about token i + 1.
+        start = max(common_prefix(before, tokens) - 1, 0)
+        known = scores[:start]
+        if start < len(tokens) - 1:
+            session.rewind(start)
+            scores = np.concatenate([known, session.score(tokens[start:])])
+        else:  # a repetition
+            scores = known.copy()
+        before, results[index] = tokens, scores
+        if progress is not None:
+            progress(done, len(prompts))
+    return [results[i] for i in range(len(prompts))]

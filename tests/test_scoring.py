@@ -1,0 +1,121 @@
+"""Scoring many prompts: the same numbers as one by one, with a shared beginning computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from metal_prefill import ClosedError, ContextOverflowError, Model
+from metal_prefill.session import Session
+
+RNG = np.random.default_rng(11)
+SHARED = RNG.integers(1, 1000, 40)
+TAILS = [RNG.integers(1, 1000, n) for n in (5, 1, 12, 5)]
+PROMPTS: list[npt.NDArray[np.int64]] = [
+    np.concatenate([SHARED, TAILS[0]]),
+    RNG.integers(1, 1000, 9),  # shares nothing
+    np.concatenate([SHARED, TAILS[1]]),
+    np.concatenate([SHARED, TAILS[2]]),
+    SHARED,  # a prefix of others
+    np.concatenate([SHARED[:17], TAILS[3]]),  # shares less
+    np.concatenate([SHARED, TAILS[0]]),  # again
+    SHARED[:2],
+]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that went through the layers, call by call."""
+    counts: list[int] = []
+    score = Session.score
+
+    def counting(self: Session, tokens: Any, **options: Any) -> Any:
+        counts.append(len(tokens) - 1)
+        return score(self, tokens, **options)
+
+    monkeypatch.setattr(Session, "score", counting)
+    return counts
+
+
+def test_scores_are_those_of_each_prompt_alone(demo: Model) -> None:
+    together = demo.score_many(PROMPTS)
+    for prompt, scores in zip(PROMPTS, together, strict=True):
+        alone = demo.score(prompt)
+        assert scores.dtype == np.float32
+        assert scores.shape == alone.shape
+        if demo.backend == "cpu":  # the same bits however a prompt is split
+            np.testing.assert_array_equal(scores, alone)
+        else:
+            np.testing.assert_allclose(scores, alone, atol=5e-3)
+    assert demo.position == 0
+
+
+def test_a_shared_beginning_is_computed_once(demo: Model, computed: list[int]) -> None:
+    demo.score_many([np.concatenate([SHARED, [i, i + 1]]) for i in range(10)])
+    # The first computes all but its last token; each other one the last shared token, and one of its own.
+    assert sum(computed) == len(SHARED) + 1 + 9 * 2
+
+
+@pytest.mark.parametrize("order", [range(8), range(7, -1, -1), [3, 1, 4, 0, 7, 6, 5, 2]])
+def test_order_changes_neither_results_nor_work(
+    device: str, demo: Model, computed: list[int], order: Sequence[int]
+) -> None:
+    scores = demo.score_many([PROMPTS[i] for i in order])
+    beginnings = {tuple(p[:n]) for p in PROMPTS for n in range(1, len(p))}
+    # Each beginning once, and where a prompt leaves the one before it, the last token that they share.
+    assert len(beginnings) <= sum(computed) < len(beginnings) + len(PROMPTS)
+    if device == "cpu":
+        for i, result in zip(order, scores, strict=True):
+            np.testing.assert_array_equal(result, demo.score(PROMPTS[i]))
+
+
+def test_results_do_not_share_memory(demo: Model) -> None:
+    first, second = demo.score_many([SHARED, SHARED])
+    first[:] = 0
+    assert second.all()
+
+
+def test_progress_counts_prompts(demo: Model) -> None:
+    seen: list[tuple[int, int]] = []
+    demo.score_many(PROMPTS[:3], progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    with pytest.raises(ZeroDivisionError):
+        demo.score_many(PROMPTS, progress=lambda done, total: 1 // 0)
+
+
+def test_no_prompts_have_no_scores(demo: Model) -> None:
+    assert demo.score_many([]) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([], ValueError, "prompt 1: the prompt is empty"),
+        ([5], ValueError, "prompt 1: needs at least 2 tokens, got 1"),
+        ([5, 1 << 20], ValueError, "prompt 1: token id 1048576 at index 1"),
+        ([1.5, 2.5], TypeError, "prompt 1: .* float64"),
+        ([1] * 1026, ContextOverflowError, "prompt 1: 1026 tokens exceed the limit of 1025"),
+    ],
+)
+def test_a_bad_prompt_is_named_before_anything_is_computed(
+    demo: Model, computed: list[int], bad: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        demo.score_many([PROMPTS[0], bad, PROMPTS[1]])
+    assert computed == []
+
+
+def test_the_longest_prompt_fills_the_context(demo_path: Any) -> None:
+    with Model(demo_path, device="cpu") as model:
+        (scores,) = model.score_many([[1] * 1025])
+        assert scores.shape == (1024,)
+
+
+def test_a_closed_model_scores_nothing(demo: Model) -> None:
+    demo.close()
+    with pytest.raises(ClosedError):
+        demo.score_many(PROMPTS)
