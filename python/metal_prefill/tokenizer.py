@@ -258,7 +258,7 @@ class Tokenizer:
     def _piece(self, token_id: int) -> _Piece:
         piece = self._pieces.get(token_id)
         if piece is None:
-            kind = TokenType(self._vocabulary.types[self._checked(token_id)])
+            kind = TokenType(int(self._vocabulary.types[self._checked(token_id)]))
             special = kind in _SPECIAL
             spelled = special or kind == TokenType.USER_DEFINED
             raw = self._raw_bytes(self.token(token_id), kind, spelled)

@@ -152,7 +152,7 @@ class Vocabulary:
         # SentencePiece merges by the score of the result; the library merges by rank of the pair. So every
         # pair that forms a token gets a rank in the order of the scores.
         ranked = sorted(
-            (token for token, i in plain.items() if self.types[i] != TokenType.BYTE),
+            (token for token, i in plain.items() if int(self.types[i]) != TokenType.BYTE),
             key=lambda token: -scores[plain[token]],
         )
         merges = [
