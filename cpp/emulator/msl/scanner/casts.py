@@ -161,10 +161,19 @@ class CastRewriter:
         """Rewrite ``(T)`` before an operand."""
         tokens, closing = self.tokens, self.tokens.partner[index]
         found = self._type(index + 1)
-        if found is None or found[0] != closing or not found[1]:
+        if found is None or found[0] != closing:
+            return False
+        # A cast of a cast: both, so that the inner one comes first.
+        inner = tokens.at(closing + 1) == "(" and self._rewrite_cast(closing + 1)
+        if not found[1] and not inner:
             return False
         before = tokens.at(index - 1)
-        if before in (")", "]", "}") or not self._is_expression_context(index):
+        after_cast = before == ")" and self._is_cast(index - 1)
+        if (
+            before in ("]", "}")
+            or (before == ")" and not after_cast)
+            or not self._is_expression_context(index)
+        ):
             return False
         following = tokens.at(closing + 1)
         if tokens.kind(closing + 1) not in ("name", "number") and following not in (
@@ -182,6 +191,12 @@ class CastRewriter:
         tokens[index].out = "::msl::Cast<"
         tokens[closing].out = ">()->*"
         return True
+
+    def _is_cast(self, closing: int) -> bool:
+        """Whether this parenthesis ends ``(T)`` in front of an operand."""
+        opening = self.tokens.partner[closing]
+        found = self._type(opening + 1)
+        return found is not None and found[0] == closing and self._is_expression_context(opening)
 
     def _rewrite_static_cast(self, index: int) -> None:
         found = self._type(index + 2)

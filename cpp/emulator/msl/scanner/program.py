@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from . import emit
@@ -79,7 +80,7 @@ def constant_uses(tokens: TokenList, found: list[Declaration], program: Program)
         reached, pending = {kernel.name}, [kernel.name]
         for entry in program.instantiations:
             if entry.kernel is kernel:  # template arguments may name functions
-                pending += [word for word in names if word in entry.expression]
+                pending += re.findall(r"\w+", entry.expression)
         while pending:
             for word in names.get(pending.pop(), ()):
                 if word not in reached:
@@ -94,10 +95,13 @@ def _declared_names(tokens: TokenList, declaration: Declaration) -> list[str]:
     if declaration.kind == "function":
         assert declaration.parameters is not None
         return [tokens.at(declaration.parameters[0] - 1)]
-    end = declaration.head_end
+    end = next(
+        (i for i in range(declaration.head, declaration.head_end) if tokens.at(i) == "["),
+        declaration.head_end,
+    )
     head = [t for t in tokens[declaration.head : end] if t.kind == "name"]
     if declaration.kind == "class":
-        return [t.text for t in head[1:3]]
+        return [t.text for t in head[1:2]]
     names = [t.text for t in head[-1:]]
     if declaration.kind == "enum" and declaration.body:
         names += [t.text for t in tokens[declaration.body[0] : declaration.body[1]] if t.kind == "name"]

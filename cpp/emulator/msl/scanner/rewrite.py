@@ -17,6 +17,7 @@ OPENCL_SPACES = {
     "threadgroup": "__local",
     "thread": "__private",
 }
+OPENCL_KEYWORDS = ("global", "local", "generic", "pipe", "read_only", "write_only", "read_write", "event_t")
 ERASED_SPACES = {"device": "", "constant": "const", "threadgroup": "", "thread": ""}
 FLOAT_LITERAL = re.compile(r"(?P<value>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)(?P<suffix>[fFhH]|bf|BF)?")
 
@@ -28,6 +29,7 @@ def rewrite(tokens: TokenList, found: list[Declaration], program: Program, check
     CastRewriter(tokens).rewrite(bodies)
     if check:
         _function_pointers(tokens)
+        _opencl_keywords(tokens)
     _address_spaces(tokens, check)
     _function_constants(tokens, found, program)
     _threadgroup_variables(tokens, program)
@@ -67,6 +69,13 @@ def _function_pointers(tokens: TokenList) -> None:
                 begin -= 1
             if tokens[begin].text in (",", "<"):
                 tokens[index + 1].out = "&"
+
+
+def _opencl_keywords(tokens: TokenList) -> None:
+    """Rename what is a name in Metal and a keyword in OpenCL."""
+    for token in tokens:
+        if token.text in OPENCL_KEYWORDS:
+            token.out = f"msl_{token.text}"
 
 
 def _address_spaces(tokens: TokenList, check: bool) -> None:
@@ -175,7 +184,7 @@ def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kerne
     kind = tokens.written(index + 1, position)
     declared = []
     while position < end:
-        name, start = tokens.at(position), position + 1
+        name, start = tokens[position].out, position + 1
         while position + 1 < end and tokens.at(position + 1) == "[" and not tokens.is_attribute(position + 1):
             position = tokens.partner[position + 1]
         dimensions = tokens.written(start, position + 1)

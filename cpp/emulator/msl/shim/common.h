@@ -65,8 +65,9 @@ MSL_FOR_NUMBERS(MSL_CLAMP_SCALARS)
 MSL_ABS(char)
 MSL_ABS(short)
 MSL_ABS(int)
-MSL_ABS(long) MSL_ABS_VECTORS(char) MSL_ABS_VECTORS(short) MSL_ABS_VECTORS(int) MSL_ABS_VECTORS(long)
-    MSL_ABS_VECTORS(float) MSL_ABS_VECTORS(half) MSL_INLINE float abs(float x) {
+MSL_ABS(long)
+MSL_ABS_VECTORS(char) MSL_ABS_VECTORS(short) MSL_ABS_VECTORS(int) MSL_ABS_VECTORS(long) MSL_ABS_VECTORS(float)
+    MSL_ABS_VECTORS(half) MSL_INLINE float abs(float x) {
   return __builtin_fabsf(x);
 }
 MSL_INLINE half abs(half x) {
@@ -120,21 +121,26 @@ MSL_ABS_UNSIGNED(ulong)
     return static_cast<T>((a | b) - ((a ^ b) >> 1));                                                       \
   }                                                                                                        \
   MSL_INLINE T addsat(T a, T b) {                                                                          \
-    return __builtin_elementwise_add_sat(a, b);                                                            \
+    T sum = 0;                                                                                             \
+    if (!__builtin_add_overflow(a, b, &sum)) return sum;                                                   \
+    return b > 0 ? numeric_limits<T>::max() : numeric_limits<T>::min();                                    \
   }                                                                                                        \
   MSL_INLINE T subsat(T a, T b) {                                                                          \
-    return __builtin_elementwise_sub_sat(a, b);                                                            \
+    T difference = 0;                                                                                      \
+    if (!__builtin_sub_overflow(a, b, &difference)) return difference;                                     \
+    return b > 0 ? numeric_limits<T>::min() : numeric_limits<T>::max();                                    \
   }
-    MSL_BITS(char, uchar, 8) MSL_BITS(uchar, uchar, 8) MSL_BITS(short, ushort, 16)
-        MSL_BITS(ushort, ushort, 16) MSL_BITS(int, uint, 32) MSL_BITS(uint, uint, 32)
-            MSL_BITS(long, ulong, 64) MSL_BITS(ulong, ulong, 64)
+MSL_BITS(char, uchar, 8)
+MSL_BITS(uchar, uchar, 8) MSL_BITS(short, ushort, 16) MSL_BITS(ushort, ushort, 16) MSL_BITS(int, uint, 32)
+    MSL_BITS(uint, uint, 32) MSL_BITS(long, ulong, 64) MSL_BITS(ulong, ulong, 64)
 #define MSL_BITS_VECTORS(T)                                                                   \
   MSL_EACH1(popcount, ::T##2)                                                                 \
   MSL_EACH1(popcount, ::T##3)                                                                 \
   MSL_EACH1(popcount, ::T##4)                                                                 \
-  MSL_EACH1(clz, ::T##2) MSL_EACH1(clz, ::T##3) MSL_EACH1(clz, ::T##4) MSL_EACH1(ctz, ::T##2) \
-      MSL_EACH1(ctz, ::T##3) MSL_EACH1(ctz, ::T##4)
-                MSL_FOR_INTEGERS(MSL_BITS_VECTORS)
+  MSL_EACH1(clz, ::T##2)                                                                      \
+  MSL_EACH1(clz, ::T##3) MSL_EACH1(clz, ::T##4) MSL_EACH1(ctz, ::T##2) MSL_EACH1(ctz, ::T##3) \
+      MSL_EACH1(ctz, ::T##4)
+        MSL_FOR_INTEGERS(MSL_BITS_VECTORS)
 
 #define MSL_WIDE(T, W, width)                                                \
   MSL_INLINE T mulhi(T a, T b) {                                             \
@@ -149,13 +155,13 @@ MSL_ABS_UNSIGNED(ulong)
   MSL_INLINE T mul24(T a, T b) {                                             \
     return static_cast<T>(a * b);                                            \
   }
-                    MSL_WIDE(int, long, 32) MSL_WIDE(uint, ulong, 32)
+            MSL_WIDE(int, long, 32) MSL_WIDE(uint, ulong, 32)
 #define MSL_ABSDIFF(T, U)                                                                         \
   MSL_INLINE U absdiff(T a, T b) {                                                                \
     return a < b ? static_cast<U>(b) - static_cast<U>(a) : static_cast<U>(a) - static_cast<U>(b); \
   }
-                        MSL_ABSDIFF(int, uint) MSL_ABSDIFF(uint, uint) MSL_ABSDIFF(long, ulong)
-                            MSL_ABSDIFF(ulong, ulong)
+                MSL_ABSDIFF(int, uint) MSL_ABSDIFF(uint, uint) MSL_ABSDIFF(long, ulong)
+                    MSL_ABSDIFF(ulong, ulong)
 
 // Relations.
 #define MSL_CLASSIFY(name, expression)         \
@@ -174,13 +180,12 @@ MSL_ABS_UNSIGNED(ulong)
     for (int i = 0; i < msl::Shape<V>::width; ++i) result[i] = name(x[i]) ? -1 : 0; \
     return result;                                                                  \
   }
-                                MSL_CLASSIFY(isnan, x != x)
-                                    MSL_CLASSIFY(isinf, __builtin_fabsf(x) == __builtin_inff())
-                                        MSL_CLASSIFY(isfinite, __builtin_fabsf(x) < __builtin_inff())
-                                            MSL_CLASSIFY(isnormal, __builtin_fabsf(x) < __builtin_inff() &&
-                                                                       __builtin_fabsf(x) >= FLT_MIN)
-                                                MSL_CLASSIFY(signbit,
-                                                             __builtin_copysignf(1.0f, x) < 0.0f) MSL_INLINE
+                        MSL_CLASSIFY(isnan, x != x)
+                            MSL_CLASSIFY(isinf, __builtin_fabsf(x) == __builtin_inff())
+                                MSL_CLASSIFY(isfinite, __builtin_fabsf(x) < __builtin_inff())
+                                    MSL_CLASSIFY(isnormal, __builtin_fabsf(x) < __builtin_inff() &&
+                                                               __builtin_fabsf(x) >= FLT_MIN)
+                                        MSL_CLASSIFY(signbit, __builtin_copysignf(1.0f, x) < 0.0f) MSL_INLINE
     bool isordered(float x, float y) {
   return x == x && y == y;
 }
@@ -259,8 +264,8 @@ MSL_INLINE bool all(M condition) {
 MSL_GEOMETRY(::float2, float)
 MSL_GEOMETRY(::float3, float)
 MSL_GEOMETRY(::float4, float)
-MSL_GEOMETRY(::half2, half) MSL_GEOMETRY(::half3, half) MSL_GEOMETRY(::half4, half) MSL_INLINE ::float3
-    cross(::float3 a, ::float3 b) {
+MSL_GEOMETRY(::half2, half)
+MSL_GEOMETRY(::half3, half) MSL_GEOMETRY(::half4, half) MSL_INLINE ::float3 cross(::float3 a, ::float3 b) {
   return a.yzx * b.zxy - a.zxy * b.yzx;
 }
 MSL_INLINE ::half3 cross(::half3 a, ::half3 b) {

@@ -139,43 +139,63 @@ MSL_INLINE constexpr V construct(A first, B second, Rest... rest) {
   }
 }
 
-// `Cast<T>()->*x` is `(T)x`; a sign or negation before the cast stays outside of it.
+// `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another cast:
+// `Cast<A>()->*Cast<B>()->*x` is `(A)(B)x`, though C++ reads it from the left.
 template <class T>
 struct Cast {};
-template <class T>
+template <class Operator>
 struct Minus {};
-template <class T>
+template <class Operator>
 struct Not {};
-template <class T>
+template <class Operator>
 struct Complement {};
-template <class T, class A>
-MSL_INLINE constexpr T operator->*(Cast<T>, A value) {
-  return construct<T>(value);
-}
+template <class T, class Operator>
+struct Chain {};  // a cast of what the operator gives
 template <class T>
-MSL_INLINE constexpr Minus<T> operator-(Cast<T>) {
-  return {};
-}
+struct IsOperator {
+  MSL_CONSTANT bool value = false;
+};
+#define MSL_PREFIX_OPERATOR(Type, sign)                                    \
+  template <class Operator>                                                \
+  struct IsOperator<Type<Operator>> {                                      \
+    MSL_CONSTANT bool value = true;                                        \
+  };                                                                       \
+  template <class Operator>                                                \
+  MSL_INLINE constexpr typename Enable<IsOperator<Operator>::value, Type<Operator>>::type operator sign( \
+      Operator) {                                                          \
+    return {};                                                             \
+  }                                                                        \
+  template <class Operator, class A>                                       \
+  MSL_INLINE constexpr auto operator->*(Type<Operator>, A value) {         \
+    return sign(Operator()->*value);                                       \
+  }
 template <class T>
-MSL_INLINE constexpr Not<T> operator!(Cast<T>) {
-  return {};
-}
-template <class T>
-MSL_INLINE constexpr Complement<T> operator~(Cast<T>) {
-  return {};
-}
+struct IsOperator<Cast<T>> {
+  MSL_CONSTANT bool value = true;
+};
+template <class T, class Operator>
+struct IsOperator<Chain<T, Operator>> {
+  MSL_CONSTANT bool value = true;
+};
 template <class T, class A>
-MSL_INLINE constexpr auto operator->*(Minus<T>, A value) {
-  return -construct<T>(value);
+MSL_INLINE constexpr auto operator->*(Cast<T>, A value) {
+  if constexpr (IsOperator<A>::value) {
+    return Chain<T, A>();
+  } else {
+    return construct<T>(value);
+  }
 }
-template <class T, class A>
-MSL_INLINE constexpr auto operator->*(Not<T>, A value) {
-  return !construct<T>(value);
+template <class T, class Operator, class A>
+MSL_INLINE constexpr auto operator->*(Chain<T, Operator>, A value) {
+  if constexpr (IsOperator<A>::value) {
+    return Chain<T, decltype(Operator()->*value)>();
+  } else {
+    return construct<T>(Operator()->*value);
+  }
 }
-template <class T, class A>
-MSL_INLINE constexpr auto operator->*(Complement<T>, A value) {
-  return ~construct<T>(value);
-}
+MSL_PREFIX_OPERATOR(Minus, -)
+MSL_PREFIX_OPERATOR(Not, !)
+MSL_PREFIX_OPERATOR(Complement, ~)
 
 }  // namespace msl
 

@@ -1,0 +1,3 @@
+// Included by language.metal.
+#pragma once
+#define kLanguageHeader 42.0
