@@ -104,6 +104,7 @@ class SteadyCalibrator(machine.Calibrator):
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "Calibrator", lambda threads: SteadyCalibrator())
     monkeypatch.setattr(machine, "stolen_ns", lambda: 0)
+    monkeypatch.setattr(runner, "REST_S", 0.0)
     monkeypatch.setattr(engines, "check_installed", lambda name: None)
 
 
