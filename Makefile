@@ -10,7 +10,7 @@ SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml 
 NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint bench bench-report format clean
+.PHONY: demo test test-ray lint bench bench-report format clean
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -42,6 +42,14 @@ demo: build/.plain
 
 test: build/.emulator
 	$(BIN)/python -m pytest
+
+# Apart from the rest: Ray takes half a gigabyte and a while to start.
+$(VENV)/.ray: pyproject.toml build/.plain
+	$(PIP) install --no-build-isolation ".[test,ray]" -C build-dir=build/plain
+	@touch $@
+
+test-ray: $(VENV)/.ray
+	$(BIN)/python -m pytest tests/test_ray.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from metal_prefill import ClosedError, ContextOverflowError, Model
+from metal_prefill import ClosedError, ContextOverflowError, MissingExtraError, Model
 from metal_prefill.session import Session
 
 RNG = np.random.default_rng(11)
@@ -95,7 +97,7 @@ def test_no_prompts_have_no_scores(demo: Model) -> None:
     ("bad", "error", "message"),
     [
         ([], ValueError, "prompt 1: the prompt is empty"),
-        ([5], ValueError, "prompt 1: needs at least 2 tokens, got 1"),
+        ([5], ValueError, "prompt 1: at least 2 tokens are needed, got 1"),
         ([5, 1 << 20], ValueError, "prompt 1: token id 1048576 at index 1"),
         ([1.5, 2.5], TypeError, "prompt 1: .* float64"),
         ([1] * 1026, ContextOverflowError, "prompt 1: 1026 tokens exceed the limit of 1025"),
@@ -119,3 +121,10 @@ def test_a_closed_model_scores_nothing(demo: Model) -> None:
     demo.close()
     with pytest.raises(ClosedError):
         demo.score_many(PROMPTS)
+
+
+def test_bulk_work_names_its_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "metal_prefill.ray", raising=False)
+    with pytest.raises(MissingExtraError, match=r"pip install 'metal_prefill\[ray\]'"):
+        importlib.import_module("metal_prefill.ray")

@@ -18,7 +18,7 @@ from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
 from metal_prefill.errors import ClosedError, DeviceError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
-from metal_prefill.scoring import checked_prompts, score_many
+from metal_prefill.scoring import check_prompts, score_many
 from metal_prefill.session import Logits, Progress, Session, TokenIds
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ class Model:
         self._open()
         with self.session() as scratch:
             limit = scratch.max_context + 1  # the last token is only predicted
-            checked = checked_prompts(prompts, self._config.vocab_size, least=2, limit=limit)
+            checked = check_prompts(prompts, self._config.vocab_size, least=2, limit=limit)
             return score_many(scratch, checked, progress)
 
     def forward_token(self, token: int) -> Logits:

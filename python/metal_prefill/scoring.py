@@ -28,36 +28,41 @@ def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return int(different[0]) if different.size else n
 
 
-def checked_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Prompts:
-    """Convert all prompts before anything is computed; an error names the prompt.
+def check_prompt(prompt: TokenIds, vocab_size: int, least: int, limit: int) -> npt.NDArray[np.int32]:
+    """Convert token ids to an array.
 
     Parameters
     ----------
-    prompts
-        Token ids of each.
+    prompt
+        Token ids.
     vocab_size
         Ids must lie in ``[0, vocab_size)``.
     least, limit
-        How many tokens a prompt has at least and at most.
+        How many tokens there must and may be.
 
     Raises
     ------
     TypeError, ValueError, ContextOverflowError
-        As for a single prompt.
+        As for a prompt to be processed.
     """
     from metal_prefill.session import token_array
 
+    array = token_array(prompt, vocab_size)
+    if len(array) < least:
+        raise ValueError(f"at least {least} tokens are needed, got {len(array)}")
+    if len(array) > limit:
+        raise ContextOverflowError(f"{len(array)} tokens exceed the limit of {limit}")
+    return array
+
+
+def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Prompts:
+    """Convert all prompts before anything is computed; an error names the prompt. See `check_prompt`."""
     arrays = []
     for i, prompt in enumerate(prompts):
         try:
-            array = token_array(prompt, vocab_size)
+            arrays.append(check_prompt(prompt, vocab_size, least, limit))
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompt {i}: {error}") from None
-        if len(array) < least:
-            raise ValueError(f"prompt {i}: needs at least {least} tokens, got {len(array)}")
-        if len(array) > limit:
-            raise ContextOverflowError(f"prompt {i}: {len(array)} tokens exceed the limit of {limit}")
-        arrays.append(array)
     return arrays
 
 
