@@ -23,7 +23,7 @@ from openvino import opset13 as ops
 
 from metal_prefill.bench.engines import Engine, Identity, Ids, Options
 from metal_prefill.bench.errors import BenchError
-from metal_prefill.bench.machine import available_threads
+from metal_prefill.bench.machine import available_threads, counted
 from metal_prefill.bench.model_file import cache_dir
 
 _CONVERT = """
@@ -106,7 +106,7 @@ class OpenVino(Engine):
         cache = self._compiled.get_property("KV_CACHE_PRECISION").get_type_name()
         return Identity(
             build=f"OpenVINO {ov.get_version().split('-')[0]}",
-            device=f"{self._device} ({self._name.strip()}, {self._threads} threads)",
+            device=f"{self._device} ({self._name.strip()}, {counted(self._threads, 'thread')})",
             threads=self._threads,
             settings=f"{precision} arithmetic, KV {cache}",
         )

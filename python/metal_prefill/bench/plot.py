@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from metal_prefill.bench.errors import BenchError
+from metal_prefill.bench.machine import counted
 from metal_prefill.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -115,5 +116,7 @@ def draw(results: BenchResults, path: str | os.PathLike[str]) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", alpha=0.3)
     first = results.rows[0]
-    figure.suptitle(f"{first.model_type}, {first.n_threads} threads, {first.cpu_info}", fontsize=10)
+    figure.suptitle(
+        f"{first.model_type}, {counted(first.n_threads, 'thread')}, {first.cpu_info}", fontsize=10
+    )
     figure.savefig(path, dpi=150)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from metal_prefill.bench.engines import OURS
+from metal_prefill.bench.machine import counted
 from metal_prefill.bench.results import BenchResults, Row
 
 MIB = 1 << 20
@@ -31,7 +32,8 @@ def rate(value: float) -> str:
 
 def _headline(results: BenchResults) -> str:
     row = results.rows[0]
-    return f"{row.model_type}, {row.model_size / MIB:.0f} MiB, {row.n_threads} threads, {row.cpu_info}"
+    threads = counted(row.n_threads, "thread")
+    return f"{row.model_type}, {row.model_size / MIB:.0f} MiB, {threads}, {row.cpu_info}"
 
 
 def _single(results: BenchResults) -> Grid:
