@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from harness import SHADERS, TYPES
+from metal.harness import SHADERS, TYPES
 from metal_kernels import KernelLibrary
 
 ENGINE = Path(__file__).parents[2] / "cpp" / "metal"
