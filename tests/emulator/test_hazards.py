@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -154,3 +156,83 @@ def test_a_new_encoder_is_ordered_after_the_one_before(library: KernelLibrary) -
     encoder.encoder = encoder.command_buffer.compute_encoder(True)
     encoder.load(0)
     assert encoder.finish() == ""
+
+
+class Untracked:
+    """Command buffers that write and read one untracked buffer."""
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self.library = library
+        self.buffer = library.device.new_buffer(64, label="untracked", untracked=True)
+        self.target = library.device.new_buffer(64)
+        self.pipelines = {kernel: library.pipeline(kernel) for kernel in ("store", "load")}
+
+    def encode(self, command_buffer: Any, kernel: str, offset: int = 0) -> None:
+        """Encode one dispatch, on an encoder of its own."""
+        encoder = command_buffer.compute_encoder()
+        encoder.set_pipeline(self.pipelines[kernel])
+        encoder.set_buffer(0, self.buffer, offset)
+        if kernel == "load":
+            encoder.set_buffer(1, self.target)
+        else:
+            encoder.set_bytes(1, u32(0))
+        encoder.set_bytes(2, u32(0))
+        try:
+            encoder.dispatch_threads((4, 1, 1), (4, 1, 1))
+        finally:
+            encoder.end()
+
+    def commands(self, kernel: str, offset: int = 0) -> Any:
+        """Return a command buffer with one dispatch."""
+        command_buffer = self.library.queue.command_buffer()
+        self.encode(command_buffer, kernel, offset)
+        return command_buffer
+
+
+def test_untracked_buffers_want_a_fence_between_encoders(library: KernelLibrary, emulator: Any) -> None:
+    untracked = Untracked(library)
+    command_buffer = untracked.commands("store")
+    with pytest.raises(emulator.ValidationError, match=r"dispatch 1, buffer\(0\) 'x'.*with no fence between"):
+        untracked.encode(command_buffer, "load")
+    untracked.encode(command_buffer, "load", offset=32)
+
+
+def test_untracked_buffers_want_a_wait_between_command_buffers(library: KernelLibrary, emulator: Any) -> None:
+    untracked = Untracked(library)
+    first, second = untracked.commands("store"), untracked.commands("load")
+    first.commit()
+    with pytest.raises(emulator.ValidationError, match=r"commit: kernel 'load'.*with no wait between"):
+        second.commit()
+    first.wait()
+    second.commit()
+    third = untracked.commands("load")
+    third.commit()  # two that read
+    third.wait()  # and with it the second, of the same queue
+    fourth = untracked.commands("store")
+    fourth.commit()
+    fourth.wait()
+
+
+@pytest.mark.parametrize("observe", ["status", "handler"])
+def test_the_host_sees_completion_in_other_ways_too(library: KernelLibrary, observe: str) -> None:
+    untracked = Untracked(library)
+    first, second = untracked.commands("store"), untracked.commands("load")
+    seen = threading.Event()
+    if observe == "handler":
+        first.add_completed_handler(lambda status: seen.set())
+    first.commit()
+    while observe == "status" and first.status != "completed":
+        time.sleep(0.001)
+    assert observe == "status" or seen.wait(10)
+    second.commit()
+    second.wait()
+
+
+def test_tracked_buffers_are_ordered_by_metal(library: KernelLibrary) -> None:
+    untracked = Untracked(library)
+    untracked.buffer = library.device.new_buffer(64)
+    first, second = untracked.commands("store"), untracked.commands("load")
+    first.commit()
+    second.commit()
+    second.wait()
+    assert second.status == "completed"

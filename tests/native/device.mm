@@ -36,10 +36,12 @@ Buffer labelled(id<MTLBuffer> buffer, const std::string& label) {
   return {buffer};
 }
 
-Buffer new_buffer(const Device& self, NSUInteger length, const std::string& storage,
-                  const std::string& label) {
+Buffer new_buffer(const Device& self, NSUInteger length, const std::string& storage, const std::string& label,
+                  bool untracked) {
   const AutoreleasePool pool;
-  return labelled([self.object newBufferWithLength:length options:storage_options(storage)], label);
+  MTLResourceOptions options = storage_options(storage);
+  if (untracked) options |= MTLResourceHazardTrackingModeUntracked;
+  return labelled([self.object newBufferWithLength:length options:options], label);
 }
 
 Buffer new_buffer_with_bytes(const Device& self, nb::bytes bytes, const std::string& label) {
@@ -273,7 +275,8 @@ void bind_device(nb::module_& m) {
            [](const Device& self, long family) {
              return static_cast<bool>([self.object supportsFamily:static_cast<MTLGPUFamily>(family)]);
            })
-      .def("new_buffer", &new_buffer, "length"_a, "storage"_a = "shared", "label"_a = "")
+      .def("new_buffer", &new_buffer, "length"_a, "storage"_a = "shared", "label"_a = "",
+           "untracked"_a = false)
       .def("new_buffer_with_bytes", &new_buffer_with_bytes, "data"_a, "label"_a = "")
       .def("new_buffer_no_copy", &new_buffer_no_copy, "array"_a, "offset"_a = 0, "length"_a = nb::none(),
            "label"_a = "")

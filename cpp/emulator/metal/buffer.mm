@@ -1,4 +1,5 @@
 #include "classes.h"
+#include "untracked.h"
 
 using metal_emulator::BufferState;
 using metal_emulator::State;
@@ -20,11 +21,13 @@ using metal_emulator::ValidationError;
     _device = device;
     _state = std::move(state);
     _options = options;
+    _state->untracked = self.hazardTrackingMode == MTLHazardTrackingModeUntracked;
     _deallocator = [deallocator copy];
   }
   return self;
 }
 - (void)dealloc {
+  if (_state->untracked) metal_emulator::UntrackedUse::forget(*_state->allocation);
   State::get().release(_state);
   // The deallocator is given the caller's pointer, which is not the view that the executor may have made of
   // it.

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "encoded.h"
 #include "state.h"
 #include "validation.h"
 
@@ -95,29 +96,14 @@ T* checked_cast(id object, const char* call) {
 - (void)commandBufferDropped;  // deallocated without a commit
 @end
 
-// A barrier and what it covers.
-struct EncodedBarrier {
-  std::size_t before_command;  // index into the command buffer's commands
-  bool all;
-  std::vector<const metal_emulator::Allocation*> memory;  // otherwise
-};
-
-// What a command touches, for messages and records; parallel to the commands.
-struct EncodedBinding {
-  int index;  // of the kernel's buffer argument; 0 and 1 for source and destination of a copy
-  const char* name;
-  std::shared_ptr<metal_emulator::BufferState> buffer;  // null: setBytes
-  std::size_t offset;
-  bool writable;
-};
-
 @interface EmulatorCommandBuffer : NSObject <MTLCommandBuffer>
 - (instancetype)initWithQueue:(EmulatorCommandQueue*)queue retainedReferences:(BOOL)retained;
 - (BOOL)committed;
 - (void)submit;
 // For encoders.
-- (void)encode:(metal_emulator::Command)command bindings:(std::vector<EncodedBinding>)bindings;
-- (void)encodeBarrier:(EncodedBarrier)barrier;
+- (void)encode:(metal_emulator::Command)command
+      bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
+- (void)encodeBarrier:(metal_emulator::EncodedBarrier)barrier;
 - (int)nextDispatch;
 - (std::size_t)commandCount;
 - (void)retainUntilCompleted:(id)object;

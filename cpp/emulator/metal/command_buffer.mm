@@ -1,25 +1,23 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <unordered_set>
+#include <utility>
 
 #include "classes.h"
-#include "hazards.h"
+#include "untracked.h"
 
 using metal_emulator::Access;
-using metal_emulator::Allocation;
 using metal_emulator::AutoreleasePool;
-using metal_emulator::BindingRecord;
-using metal_emulator::BufferState;
 using metal_emulator::Command;
 using metal_emulator::CommandBufferFault;
 using metal_emulator::CommandBufferRecord;
 using metal_emulator::Completion;
-using metal_emulator::DispatchRecord;
-using metal_emulator::DispatchStatistics;
-using metal_emulator::HazardTracker;
+using metal_emulator::Encoded;
+using metal_emulator::EncodedBarrier;
+using metal_emulator::EncodedBinding;
 using metal_emulator::State;
 using metal_emulator::to_string;
+using metal_emulator::UntrackedUse;
 using metal_emulator::ValidationError;
 
 NSErrorDomain const MTLCommandBufferErrorDomain = @"MTLCommandBufferErrorDomain";
@@ -30,135 +28,9 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-std::string describe(const Command& command, const EncodedBinding& binding) {
-  std::string text;
-  switch (command.kind) {
-    case Command::Kind::kDispatch:
-      text = describe(*command.dispatch.pipeline, command.dispatch.number) + ", buffer(" +
-             std::to_string(binding.index) + ") '" + binding.name + "'";
-      break;
-    case Command::Kind::kCopy:
-      text = std::string("copyFromBuffer, ") + binding.name;
-      break;
-    case Command::Kind::kFill:
-      text = std::string("fillBuffer, ") + binding.name;
-      break;
-  }
-  if (binding.buffer) {
-    if (const std::string label = State::get().label(*binding.buffer); !label.empty())
-      text += " = \"" + label + "\"";
-  }
-  return text;
-}
-
-// Commands as they were encoded, without what only the executor needs.
-struct Encoded {
-  std::vector<Command> commands;
-  std::vector<std::vector<EncodedBinding>> bindings;  // of each command
-  std::vector<EncodedBarrier> barriers;
-};
-
-void apply_barriers(const Encoded& encoded, std::size_t command, std::size_t& next, HazardTracker& tracker) {
-  for (; next < encoded.barriers.size() && encoded.barriers[next].before_command <= command; next++) {
-    const EncodedBarrier& barrier = encoded.barriers[next];
-    if (barrier.all) {
-      tracker.barrier();
-    } else {
-      tracker.barrier(barrier.memory);
-    }
-  }
-}
-
-std::vector<Access> touched(const Command& command, const std::vector<EncodedBinding>& bindings,
-                            const DispatchStatistics& statistics) {
-  std::vector<Access> accesses;
-  for (const EncodedBinding& binding : bindings) {
-    if (!binding.buffer) continue;
-    const auto add = [&](const auto& by_index, bool write) {
-      const auto index = static_cast<std::size_t>(binding.index);
-      if (index >= by_index.size()) return;
-      for (const auto& range : by_index[index]) {
-        accesses.push_back({binding.buffer->allocation.get(), range, write, describe(command, binding)});
-      }
-    };
-    add(statistics.read, false);
-    add(statistics.written, true);
-  }
-  return accesses;
-}
-
-// Conflicts between dispatches by the bytes that they touched; empty when there is none.
-std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics) {
-  HazardTracker tracker(HazardTracker::Known::kTouched);
-  std::size_t barrier = 0, dispatch = 0;
-  for (std::size_t i = 0; i < encoded.commands.size() && dispatch < statistics.size(); i++) {
-    apply_barriers(encoded, i, barrier, tracker);
-    if (encoded.commands[i].kind != Command::Kind::kDispatch) continue;
-    auto conflict = tracker.add(touched(encoded.commands[i], encoded.bindings[i], statistics[dispatch++]));
-    if (conflict) return *conflict;
-  }
-  return {};
-}
-
-// The first use of a buffer that is wrong by now; empty when there is none.
-std::string find_misuse(const Encoded& encoded) {
-  for (std::size_t i = 0; i < encoded.commands.size(); i++) {
-    for (const EncodedBinding& binding : encoded.bindings[i]) {
-      if (!binding.buffer) continue;
-      if (binding.buffer->released) {
-        return describe(encoded.commands[i], binding) + ": the buffer was deallocated before the command "
-                                                        "buffer completed (its references are unretained)";
-      }
-      if (binding.writable && !binding.buffer->allocation->intact()) {
-        return describe(encoded.commands[i], binding) +
-               ": bytes past the end of the buffer were written (by this " +
-               "binding or a later one of the same buffer)";
-      }
-    }
-  }
-  return {};
-}
-
-std::vector<DispatchRecord> make_records(const Encoded& encoded,
-                                         const std::vector<DispatchStatistics>& statistics) {
-  std::vector<DispatchRecord> records;
-  for (std::size_t i = 0; i < encoded.commands.size(); i++) {
-    const Command& command = encoded.commands[i];
-    if (command.kind != Command::Kind::kDispatch) continue;
-    const auto& dispatch = command.dispatch;
-    DispatchRecord record{
-        dispatch.pipeline->kernel->name, dispatch.grid, dispatch.group, 0, 0, command.after_barrier, {}};
-    const DispatchStatistics none;
-    const DispatchStatistics& measured =
-        records.size() < statistics.size() ? statistics[records.size()] : none;
-    record.threads = measured.threads;
-    record.barriers = measured.barriers;
-    for (const EncodedBinding& binding : encoded.bindings[i]) {
-      const auto index = static_cast<std::size_t>(binding.index);
-      BindingRecord entry{binding.index, binding.name, {}, 0, 0};
-      if (binding.buffer) entry.label = State::get().label(*binding.buffer);
-      if (index < measured.bytes_read.size()) entry.bytes_read = measured.bytes_read[index];
-      if (index < measured.bytes_written.size()) entry.bytes_written = measured.bytes_written[index];
-      record.bindings.push_back(std::move(entry));
-    }
-    records.push_back(std::move(record));
-  }
-  return records;
-}
-
 struct Running {
   EmulatorCommandBuffer* object;
 };
-
-// Keeps the first `dispatches` dispatches and the other commands before them.
-void truncate(std::vector<Command>& commands, int dispatches) {
-  for (std::size_t i = 0; i < commands.size(); i++) {
-    if (commands[i].kind == Command::Kind::kDispatch && dispatches-- == 0) {
-      commands.resize(i);
-      return;
-    }
-  }
-}
 
 }  // namespace
 
@@ -171,6 +43,8 @@ void truncate(std::vector<Command>& commands, int dispatches) {
   int _debugGroups;
   std::string _violation;  // of an encoder that was released before endEncoding
   std::vector<id> _references;
+  std::shared_ptr<UntrackedUse> _untracked;  // by the encoders that have ended
+  std::vector<Access> _untrackedNow;         // by the one that is open
   std::vector<MTLCommandBufferHandler> _scheduledHandlers, _completedHandlers;
 
   std::mutex _mutex;  // guards what follows
@@ -186,6 +60,7 @@ void truncate(std::vector<Command>& commands, int dispatches) {
   if ((self = [super init])) {
     _queue = queue;
     _retained = retained;
+    _untracked = std::make_shared<UntrackedUse>((__bridge const void*)queue);
   }
   return self;
 }
@@ -204,6 +79,7 @@ void truncate(std::vector<Command>& commands, int dispatches) {
 }
 - (MTLCommandBufferStatus)status {
   std::lock_guard lock(_mutex);
+  if (_status >= MTLCommandBufferStatusCompleted) UntrackedUse::observe(*_untracked);
   return _status;
 }
 - (NSError*)error {
@@ -252,6 +128,7 @@ void truncate(std::vector<Command>& commands, int dispatches) {
   if (_encoderOpen) throw ValidationError("commit: an encoder of the command buffer has not ended encoding");
   if (const std::string misuse = find_misuse(_encoded); !misuse.empty())
     throw ValidationError("commit: " + misuse);
+  UntrackedUse::commit(_untracked);
   if (self.status == MTLCommandBufferStatusNotEnqueued) [self enqueue];
   State::get().count(&metal_emulator::Counters::command_buffers);
   State::get().count(&metal_emulator::Counters::dispatches, static_cast<std::uint64_t>(_dispatches));
@@ -308,6 +185,7 @@ void truncate(std::vector<Command>& commands, int dispatches) {
     _end = completion.end_seconds;
     _status = failed ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
   }
+  if (!_completedHandlers.empty()) UntrackedUse::observe(*_untracked);
   for (MTLCommandBufferHandler handler : _completedHandlers) handler(self);
   _scheduledHandlers.clear();
   _completedHandlers.clear();
@@ -337,6 +215,7 @@ void truncate(std::vector<Command>& commands, int dispatches) {
   if (!self.committed) throw ValidationError("waitUntilCompleted: the command buffer was not committed");
   std::unique_lock lock(_mutex);
   _changed.wait(lock, [&] { return _finished; });
+  UntrackedUse::observe(*_untracked);
 }
 
 - (void)requireNoEncoder:(const char*)call {
@@ -365,6 +244,9 @@ void truncate(std::vector<Command>& commands, int dispatches) {
 }
 
 - (void)encode:(Command)command bindings:(std::vector<EncodedBinding>)bindings {
+  std::vector<Access> accesses = find_untracked(command, bindings);
+  if (const auto conflict = _untracked->find_conflict(accesses)) throw ValidationError(*conflict);
+  std::move(accesses.begin(), accesses.end(), std::back_inserter(_untrackedNow));
   if (command.kind == Command::Kind::kDispatch) _dispatches++;
   _encoded.commands.push_back(std::move(command));
   _encoded.bindings.push_back(std::move(bindings));
@@ -383,6 +265,7 @@ void truncate(std::vector<Command>& commands, int dispatches) {
 }
 - (void)encoderEnded:(BOOL)properly label:(NSString*)label {
   _encoderOpen = NO;
+  _untracked->add(std::exchange(_untrackedNow, {}));
   if (properly) return;
   _violation = "an encoder";
   if (label) _violation += " \"" + to_string(label) + "\"";

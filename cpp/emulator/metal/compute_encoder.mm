@@ -12,6 +12,7 @@ using metal_emulator::checked_cast;
 using metal_emulator::Command;
 using metal_emulator::Dim3;
 using metal_emulator::DispatchCommand;
+using metal_emulator::EncodedBinding;
 using metal_emulator::HazardTracker;
 using metal_emulator::KernelArgument;
 using metal_emulator::kMaxBuffers;
@@ -227,7 +228,10 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
                         argument.writable,
                         describe(pipeline, number, argument)});
   }
-  if (const auto conflict = _hazards->add(std::move(accesses))) throw ValidationError(*conflict);
+  if (const auto conflict = _hazards->find_conflict(accesses, metal_emulator::kNoBarrier)) {
+    throw ValidationError(*conflict);
+  }
+  _hazards->add(std::move(accesses));
 }
 
 - (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {

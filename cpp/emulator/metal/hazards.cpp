@@ -17,7 +17,8 @@ bool HazardTracker::meet(const Access& a, const Access& b) const {
   return a.range.begin < b.range.end && b.range.begin < a.range.end;
 }
 
-std::optional<std::string> HazardTracker::add(std::vector<Access> accesses) {
+std::optional<std::string> HazardTracker::find_conflict(std::span<const Access> accesses,
+                                                        const char* missing) const {
   for (const Access& later : accesses) {
     for (const Access& earlier : accesses_) {
       if (!meet(earlier, later)) continue;
@@ -25,12 +26,14 @@ std::optional<std::string> HazardTracker::add(std::vector<Access> accesses) {
       const auto end = std::min(earlier.range.end, later.range.end);
       return later.by + (later.write ? " writes" : " reads") + " bytes " + std::to_string(begin) + " to " +
              std::to_string(end) + " of a buffer that " + earlier.by +
-             (earlier.write ? " writes" : " reads") +
-             ", with no memory barrier between them on this concurrent encoder";
+             (earlier.write ? " writes" : " reads") + ", with " + missing;
     }
   }
-  std::move(accesses.begin(), accesses.end(), std::back_inserter(accesses_));
   return std::nullopt;
+}
+
+void HazardTracker::add(std::vector<Access> accesses) {
+  std::move(accesses.begin(), accesses.end(), std::back_inserter(accesses_));
 }
 
 }  // namespace metal_emulator

@@ -1,5 +1,4 @@
-// Finds commands of a concurrent encoder that touch the same bytes, one of them writing, with no barrier
-// between them.
+// Finds commands that touch the same bytes, one of them writing, with nothing between them that orders them.
 #pragma once
 
 #include <optional>
@@ -10,6 +9,11 @@
 #include "executor.h"
 
 namespace metal_emulator {
+
+inline constexpr const char* kNoBarrier = "no memory barrier between them on this concurrent encoder";
+inline constexpr const char* kNoFence = "no fence between their encoders (the buffer is untracked)";
+inline constexpr const char* kNoWait =
+    "no wait between the commits of their command buffers (the buffer is untracked)";
 
 struct Access {
   const Allocation* memory;
@@ -30,8 +34,10 @@ class HazardTracker {
   void barrier() { accesses_.clear(); }
   // As far as these allocations are concerned.
   void barrier(std::span<const Allocation* const> memory);
-  // Adds the accesses of one command. Describes the first that conflicts with an earlier command's.
-  std::optional<std::string> add(std::vector<Access> accesses);
+  // Describes the first of one command's accesses that conflicts with an earlier one; `missing` says what
+  // should have come between them.
+  std::optional<std::string> find_conflict(std::span<const Access> accesses, const char* missing) const;
+  void add(std::vector<Access> accesses);
 
  private:
   bool meet(const Access& a, const Access& b) const;

@@ -20,6 +20,7 @@ namespace metal_emulator {
 struct BufferState {
   std::shared_ptr<Allocation> allocation;
   BufferInfo info;
+  bool untracked = false;              // MTLHazardTrackingModeUntracked
   void* caller_memory = nullptr;       // of a buffer without copy
   std::atomic<bool> released = false;  // the object is gone
 };

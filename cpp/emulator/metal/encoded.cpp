@@ -1,0 +1,140 @@
+#include "encoded.h"
+
+#include <utility>
+
+namespace metal_emulator {
+namespace {
+
+std::string describe(const Command& command, const EncodedBinding& binding) {
+  std::string text;
+  switch (command.kind) {
+    case Command::Kind::kDispatch:
+      text = describe(*command.dispatch.pipeline, command.dispatch.number) + ", buffer(" +
+             std::to_string(binding.index) + ") '" + binding.name + "'";
+      break;
+    case Command::Kind::kCopy:
+      text = std::string("copyFromBuffer, ") + binding.name;
+      break;
+    case Command::Kind::kFill:
+      text = std::string("fillBuffer, ") + binding.name;
+      break;
+  }
+  if (binding.buffer) {
+    if (const std::string label = State::get().label(*binding.buffer); !label.empty())
+      text += " = \"" + label + "\"";
+  }
+  return text;
+}
+
+void apply_barriers(const Encoded& encoded, std::size_t command, std::size_t& next, HazardTracker& tracker) {
+  for (; next < encoded.barriers.size() && encoded.barriers[next].before_command <= command; next++) {
+    const EncodedBarrier& barrier = encoded.barriers[next];
+    if (barrier.all) {
+      tracker.barrier();
+    } else {
+      tracker.barrier(barrier.memory);
+    }
+  }
+}
+
+std::vector<Access> touched(const Command& command, const std::vector<EncodedBinding>& bindings,
+                            const DispatchStatistics& statistics) {
+  std::vector<Access> accesses;
+  for (const EncodedBinding& binding : bindings) {
+    if (!binding.buffer) continue;
+    const auto add = [&](const auto& by_index, bool write) {
+      const auto index = static_cast<std::size_t>(binding.index);
+      if (index >= by_index.size()) return;
+      for (const auto& range : by_index[index]) {
+        accesses.push_back({binding.buffer->allocation.get(), range, write, describe(command, binding)});
+      }
+    };
+    add(statistics.read, false);
+    add(statistics.written, true);
+  }
+  return accesses;
+}
+
+}  // namespace
+
+std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics) {
+  HazardTracker tracker(HazardTracker::Known::kTouched);
+  std::size_t barrier = 0, dispatch = 0;
+  for (std::size_t i = 0; i < encoded.commands.size() && dispatch < statistics.size(); i++) {
+    apply_barriers(encoded, i, barrier, tracker);
+    if (encoded.commands[i].kind != Command::Kind::kDispatch) continue;
+    auto accesses = touched(encoded.commands[i], encoded.bindings[i], statistics[dispatch++]);
+    if (auto conflict = tracker.find_conflict(accesses, kNoBarrier)) return *conflict;
+    tracker.add(std::move(accesses));
+  }
+  return {};
+}
+
+std::string find_misuse(const Encoded& encoded) {
+  for (std::size_t i = 0; i < encoded.commands.size(); i++) {
+    for (const EncodedBinding& binding : encoded.bindings[i]) {
+      if (!binding.buffer) continue;
+      if (binding.buffer->released) {
+        return describe(encoded.commands[i], binding) +
+               ": the buffer was deallocated before the command "
+               "buffer completed (its references are unretained)";
+      }
+      if (binding.writable && !binding.buffer->allocation->intact()) {
+        return describe(encoded.commands[i], binding) +
+               ": bytes past the end of the buffer were written (by this " +
+               "binding or a later one of the same buffer)";
+      }
+    }
+  }
+  return {};
+}
+
+std::vector<DispatchRecord> make_records(const Encoded& encoded,
+                                         const std::vector<DispatchStatistics>& statistics) {
+  std::vector<DispatchRecord> records;
+  for (std::size_t i = 0; i < encoded.commands.size(); i++) {
+    const Command& command = encoded.commands[i];
+    if (command.kind != Command::Kind::kDispatch) continue;
+    const auto& dispatch = command.dispatch;
+    DispatchRecord record{
+        dispatch.pipeline->kernel->name, dispatch.grid, dispatch.group, 0, 0, command.after_barrier, {}};
+    const DispatchStatistics none;
+    const DispatchStatistics& measured =
+        records.size() < statistics.size() ? statistics[records.size()] : none;
+    record.threads = measured.threads;
+    record.barriers = measured.barriers;
+    for (const EncodedBinding& binding : encoded.bindings[i]) {
+      const auto index = static_cast<std::size_t>(binding.index);
+      BindingRecord entry{binding.index, binding.name, {}, 0, 0};
+      if (binding.buffer) entry.label = State::get().label(*binding.buffer);
+      if (index < measured.bytes_read.size()) entry.bytes_read = measured.bytes_read[index];
+      if (index < measured.bytes_written.size()) entry.bytes_written = measured.bytes_written[index];
+      record.bindings.push_back(std::move(entry));
+    }
+    records.push_back(std::move(record));
+  }
+  return records;
+}
+
+std::vector<Access> find_untracked(const Command& command, const std::vector<EncodedBinding>& bindings) {
+  std::vector<Access> accesses;
+  for (const EncodedBinding& binding : bindings) {
+    if (!binding.buffer || !binding.buffer->untracked) continue;
+    accesses.push_back({binding.buffer->allocation.get(),
+                        {binding.offset, binding.buffer->info.length},
+                        binding.writable,
+                        describe(command, binding)});
+  }
+  return accesses;
+}
+
+void truncate(std::vector<Command>& commands, int dispatches) {
+  for (std::size_t i = 0; i < commands.size(); i++) {
+    if (commands[i].kind == Command::Kind::kDispatch && dispatches-- == 0) {
+      commands.resize(i);
+      return;
+    }
+  }
+}
+
+}  // namespace metal_emulator

@@ -1,0 +1,48 @@
+// Commands as they were encoded, with what messages and records say of them, and what can be found in them
+// when they have run.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hazards.h"
+#include "validation.h"
+
+namespace metal_emulator {
+
+// A barrier and what it covers.
+struct EncodedBarrier {
+  std::size_t before_command;  // index into the commands
+  bool all;
+  std::vector<const Allocation*> memory;  // otherwise
+};
+
+// A buffer, or bytes, that a command uses.
+struct EncodedBinding {
+  int index;  // of the kernel's buffer argument; 0 and 1 for source and destination of a copy
+  const char* name;
+  std::shared_ptr<BufferState> buffer;  // null: setBytes
+  std::size_t offset;
+  bool writable;
+};
+
+struct Encoded {
+  std::vector<Command> commands;
+  std::vector<std::vector<EncodedBinding>> bindings;  // of each command
+  std::vector<EncodedBarrier> barriers;
+};
+
+// Conflicts between dispatches by the bytes that they touched; empty when there is none.
+std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics);
+// The first use of a buffer that is wrong by now: deallocated, or written past its end; empty when there is
+// none.
+std::string find_misuse(const Encoded& encoded);
+// Uses of buffers that Metal does not track.
+std::vector<Access> find_untracked(const Command& command, const std::vector<EncodedBinding>& bindings);
+std::vector<DispatchRecord> make_records(const Encoded& encoded,
+                                         const std::vector<DispatchStatistics>& statistics);
+// Keeps the first `dispatches` dispatches and the other commands before them.
+void truncate(std::vector<Command>& commands, int dispatches);
+
+}  // namespace metal_emulator
