@@ -10,7 +10,7 @@ SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml 
 NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-ray lint bench bench-report format clean
+.PHONY: demo test test-ray lint bench bench-report format cross-macos clean
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -78,6 +78,11 @@ lint: build/.emulator $(VENV)/.dev-tools
 format: $(VENV)/.dev-tools
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
+
+# The wheel for macOS, built and inspected here but not executed.
+cross-macos: $(VENV)/.build-tools
+	$(PIP) install --group cross
+	$(BIN)/python tools/cross_macos.py
 
 clean:
 	rm -rf build $(VENV)
