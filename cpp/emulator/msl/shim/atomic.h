@@ -28,8 +28,8 @@ typedef atomic<ulong> atomic_ulong;
   MSL_ATOMIC_FETCH(SPACE, add)                                                                              \
   MSL_ATOMIC_FETCH(SPACE, sub)                                                                              \
   MSL_ATOMIC_FETCH(SPACE, max)                                                                              \
-  MSL_ATOMIC_FETCH(SPACE, min)                                                                              \
-  MSL_ATOMIC_FETCH(SPACE, and) MSL_ATOMIC_FETCH(SPACE, or) MSL_ATOMIC_FETCH(SPACE, xor)
+  MSL_ATOMIC_FETCH(SPACE, min) MSL_ATOMIC_FETCH(SPACE, and) MSL_ATOMIC_FETCH(SPACE, or)                     \
+      MSL_ATOMIC_FETCH(SPACE, xor)
 #define MSL_ATOMIC_FETCH(SPACE, name)                                                        \
   template <class T>                                                                         \
   T atomic_fetch_##name##_explicit(volatile SPACE atomic<T>* object, msl::identity<T> value, \

@@ -66,8 +66,7 @@ MSL_ABS(char)
 MSL_ABS(short)
 MSL_ABS(int)
 MSL_ABS(long)
-MSL_ABS_VECTORS(char)
-MSL_ABS_VECTORS(short) MSL_ABS_VECTORS(int) MSL_ABS_VECTORS(long) MSL_ABS_VECTORS(float)
+MSL_ABS_VECTORS(char) MSL_ABS_VECTORS(short) MSL_ABS_VECTORS(int) MSL_ABS_VECTORS(long) MSL_ABS_VECTORS(float)
     MSL_ABS_VECTORS(half) MSL_INLINE float abs(float x) {
   return __builtin_fabsf(x);
 }
@@ -132,16 +131,15 @@ MSL_ABS_UNSIGNED(ulong)
     return b > 0 ? numeric_limits<T>::min() : numeric_limits<T>::max();                                    \
   }
 MSL_BITS(char, uchar, 8)
-MSL_BITS(uchar, uchar, 8)
-MSL_BITS(short, ushort, 16) MSL_BITS(ushort, ushort, 16) MSL_BITS(int, uint, 32) MSL_BITS(uint, uint, 32)
-    MSL_BITS(long, ulong, 64) MSL_BITS(ulong, ulong, 64)
-#define MSL_BITS_VECTORS(T)   \
-  MSL_EACH1(popcount, ::T##2) \
-  MSL_EACH1(popcount, ::T##3) \
-  MSL_EACH1(popcount, ::T##4) \
-  MSL_EACH1(clz, ::T##2)      \
-  MSL_EACH1(clz, ::T##3)      \
-  MSL_EACH1(clz, ::T##4) MSL_EACH1(ctz, ::T##2) MSL_EACH1(ctz, ::T##3) MSL_EACH1(ctz, ::T##4)
+MSL_BITS(uchar, uchar, 8) MSL_BITS(short, ushort, 16) MSL_BITS(ushort, ushort, 16) MSL_BITS(int, uint, 32)
+    MSL_BITS(uint, uint, 32) MSL_BITS(long, ulong, 64) MSL_BITS(ulong, ulong, 64)
+#define MSL_BITS_VECTORS(T)                                                                   \
+  MSL_EACH1(popcount, ::T##2)                                                                 \
+  MSL_EACH1(popcount, ::T##3)                                                                 \
+  MSL_EACH1(popcount, ::T##4)                                                                 \
+  MSL_EACH1(clz, ::T##2)                                                                      \
+  MSL_EACH1(clz, ::T##3) MSL_EACH1(clz, ::T##4) MSL_EACH1(ctz, ::T##2) MSL_EACH1(ctz, ::T##3) \
+      MSL_EACH1(ctz, ::T##4)
         MSL_FOR_INTEGERS(MSL_BITS_VECTORS)
 
 #define MSL_WIDE(T, W, width)                                                \

@@ -127,9 +127,9 @@ struct ConstantTypeOf;
 MSL_CONSTANT_TYPE(bool, 0)
 MSL_CONSTANT_TYPE(char, 1)
 MSL_CONSTANT_TYPE(uchar, 2)
-MSL_CONSTANT_TYPE(short, 3)
-MSL_CONSTANT_TYPE(ushort, 4) MSL_CONSTANT_TYPE(int, 5) MSL_CONSTANT_TYPE(uint, 6) MSL_CONSTANT_TYPE(long, 7)
-    MSL_CONSTANT_TYPE(ulong, 8) MSL_CONSTANT_TYPE(half, 9) MSL_CONSTANT_TYPE(float, 10)
+MSL_CONSTANT_TYPE(short, 3) MSL_CONSTANT_TYPE(ushort, 4) MSL_CONSTANT_TYPE(int, 5) MSL_CONSTANT_TYPE(uint, 6)
+    MSL_CONSTANT_TYPE(long, 7) MSL_CONSTANT_TYPE(ulong, 8) MSL_CONSTANT_TYPE(half, 9)
+        MSL_CONSTANT_TYPE(float, 10)
 
     // Function constants are variables of the host thread: each thread sets them before it runs a kernel, in
     // the order of their declarations, so pipelines with different constants run side by side.

@@ -245,8 +245,7 @@ MSL_INLINE void simdgroup_barrier(mem_flags flags, MSL_SITE) {
 MSL_REDUCTION(sum, Sum)
 MSL_REDUCTION(product, Product)
 MSL_REDUCTION(max, Max)
-MSL_REDUCTION(min, Min)
-MSL_REDUCTION(and, And) MSL_REDUCTION(or, Or) MSL_REDUCTION(xor, Xor)
+MSL_REDUCTION(min, Min) MSL_REDUCTION(and, And) MSL_REDUCTION(or, Or) MSL_REDUCTION(xor, Xor)
 #define MSL_VOTE(function, F)                                                             \
   MSL_INLINE bool simd_##function(bool value, MSL_SITE) {                                 \
     return msl::collective(msl::Reduce<bool, msl::F>::operation, value, 0, MSL_HERE);     \

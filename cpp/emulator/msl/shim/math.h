@@ -32,11 +32,10 @@ MSL_CONSTANT float kPi = 3.14159265358979323846f;
 MSL_LIBRARY1(exp)
 MSL_LIBRARY1(exp2)
 MSL_LIBRARY1(log)
-MSL_LIBRARY1(log2)
-MSL_LIBRARY1(log10) MSL_LIBRARY1(sin) MSL_LIBRARY1(cos) MSL_LIBRARY1(tan) MSL_LIBRARY1(asin)
-    MSL_LIBRARY1(acos) MSL_LIBRARY1(atan) MSL_LIBRARY1(sinh) MSL_LIBRARY1(cosh) MSL_LIBRARY1(tanh)
-        MSL_LIBRARY1(asinh) MSL_LIBRARY1(acosh) MSL_LIBRARY1(atanh) MSL_LIBRARY2(pow) MSL_LIBRARY2(atan2)
-            MSL_LIBRARY2(fmod) MSL_LIBRARY2(fdim) MSL_LIBRARY2(nextafter)
+MSL_LIBRARY1(log2) MSL_LIBRARY1(log10) MSL_LIBRARY1(sin) MSL_LIBRARY1(cos) MSL_LIBRARY1(tan)
+    MSL_LIBRARY1(asin) MSL_LIBRARY1(acos) MSL_LIBRARY1(atan) MSL_LIBRARY1(sinh) MSL_LIBRARY1(cosh)
+        MSL_LIBRARY1(tanh) MSL_LIBRARY1(asinh) MSL_LIBRARY1(acosh) MSL_LIBRARY1(atanh) MSL_LIBRARY2(pow)
+            MSL_LIBRARY2(atan2) MSL_LIBRARY2(fmod) MSL_LIBRARY2(fdim) MSL_LIBRARY2(nextafter)
 #if MSL_PTX
                 extern "C" float __nv_ldexpf(float, int);
 extern "C" float __nv_frexpf(float, int*);
@@ -121,45 +120,48 @@ namespace metal {
   MSL_MATH1(exp, msl::f_exp(x))                                                                              \
   MSL_MATH1(exp2, msl::f_exp2(x))                                                                            \
   MSL_MATH1(exp10, msl::f_pow(10.0f, x))                                                                     \
-  MSL_MATH1(log, msl::f_log(x))                                                                              \
-  MSL_MATH1(log2, msl::f_log2(x)) MSL_MATH1(log10, msl::f_log10(x)) MSL_MATH1(sin, msl::f_sin(x)) MSL_MATH1( \
-      cos, msl::f_cos(x)) MSL_MATH1(tan, msl::f_tan(x)) MSL_MATH1(asin, msl::f_asin(x))                      \
-      MSL_MATH1(acos, msl::f_acos(x)) MSL_MATH1(atan, msl::f_atan(x)) MSL_MATH1(                             \
-          sinh, msl::f_sinh(x)) MSL_MATH1(cosh, msl::f_cosh(x)) MSL_MATH1(tanh, msl::f_tanh(x))              \
-          MSL_MATH1(asinh, msl::f_asinh(x)) MSL_MATH1(acosh, msl::f_acosh(x)) MSL_MATH1(                     \
-              atanh, msl::f_atanh(x)) MSL_MATH1(sinpi, msl::f_sin(msl::kPi* x))                              \
-              MSL_MATH1(cospi, msl::f_cos(msl::kPi* x)) MSL_MATH1(tanpi, msl::f_tan(msl::kPi* x)) MSL_MATH1( \
-                  sqrt, __builtin_sqrtf(x)) MSL_MATH1(rsqrt, 1.0f / __builtin_sqrtf(x))                      \
-                  MSL_MATH1(fabs, __builtin_fabsf(x)) MSL_MATH1(floor, __builtin_floorf(x)) MSL_MATH1(       \
-                      ceil, __builtin_ceilf(x)) MSL_MATH1(rint, __builtin_rintf(x))                          \
-                      MSL_MATH1(round, __builtin_roundf(x)) MSL_MATH1(trunc, __builtin_truncf(x)) MSL_MATH1( \
-                          fract, __builtin_fminf(                                                            \
-                                     x - __builtin_floorf(x),                                                \
-                                     0.99999994f)) MSL_MATH1(sign, x > 0.0f   ? 1.0f                         \
-                                                                   : x < 0.0f ? -1.0f                        \
-                                                                   : x ==                                    \
-                                                                           0.0f                              \
-                                                                       ? x                                   \
-                                                                       : 0.0f)                               \
-                          MSL_MATH1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f)) MSL_MATH2(    \
-                              pow, msl::f_pow(x, y)) MSL_MATH2(powr, msl::f_pow(x, y))                       \
-                              MSL_MATH2(atan2, msl::f_atan2(x, y)) MSL_MATH2(                                \
-                                  fmod, msl::f_fmod(x, y)) MSL_MATH2(fdim, msl::f_fdim(x, y))                \
-                                  MSL_MATH2(divide, x / y) MSL_MATH2(fmax, __builtin_fmaxf(x, y)) MSL_MATH2( \
-                                      fmin,                                                                  \
-                                      __builtin_fminf(x, y)) MSL_MATH2(copysign, __builtin_copysignf(x, y))  \
-                                      MSL_MATH2(step, y < x ? 0.0f : 1.0f) MSL_MATH3(                        \
-                                          fma, __builtin_fmaf(x, y, z)) MSL_MATH3(mix, x + (y - x) * z)      \
-                                          MSL_MATH3(fmax3, __builtin_fmaxf(x, __builtin_fmaxf(y, z)))        \
-                                              MSL_MATH3(fmin3, __builtin_fminf(x, __builtin_fminf(y, z)))    \
-                                                  MSL_MATH3(fmedian3,                                        \
-                                                            __builtin_fmaxf(                                 \
-                                                                __builtin_fminf(x, y),                       \
-                                                                __builtin_fminf(__builtin_fmaxf(x, y), z)))  \
-                                                      MSL_MATH3(smoothstep,                                  \
-                                                                msl::smooth_ramp((z - x) / (y - x)))         \
-                                                          MSL_INLINE float                                   \
-                                                          sincos(float x, MSL_THREAD float& cosine) {        \
+  MSL_MATH1(log, msl::f_log(x)) MSL_MATH1(log2, msl::f_log2(x)) MSL_MATH1(log10, msl::f_log10(x)) MSL_MATH1( \
+      sin, msl::f_sin(x)) MSL_MATH1(cos, msl::f_cos(x)) MSL_MATH1(tan, msl::f_tan(x))                        \
+      MSL_MATH1(asin, msl::f_asin(x)) MSL_MATH1(acos, msl::f_acos(x)) MSL_MATH1(                             \
+          atan, msl::f_atan(x)) MSL_MATH1(sinh, msl::f_sinh(x)) MSL_MATH1(cosh, msl::f_cosh(x))              \
+          MSL_MATH1(tanh, msl::f_tanh(x)) MSL_MATH1(asinh, msl::f_asinh(x)) MSL_MATH1(                       \
+              acosh, msl::f_acosh(x)) MSL_MATH1(atanh, msl::f_atanh(x))                                      \
+              MSL_MATH1(sinpi, msl::f_sin(msl::kPi* x)) MSL_MATH1(cospi, msl::f_cos(msl::kPi* x)) MSL_MATH1( \
+                  tanpi, msl::f_tan(msl::kPi* x)) MSL_MATH1(sqrt, __builtin_sqrtf(x))                        \
+                  MSL_MATH1(rsqrt, 1.0f / __builtin_sqrtf(x)) MSL_MATH1(fabs, __builtin_fabsf(x)) MSL_MATH1( \
+                      floor, __builtin_floorf(                                                               \
+                                 x)) MSL_MATH1(ceil, __builtin_ceilf(x)) MSL_MATH1(rint, __builtin_rintf(x)) \
+                      MSL_MATH1(round, __builtin_roundf(x)) MSL_MATH1(trunc, __builtin_truncf(x))            \
+                          MSL_MATH1(fract, __builtin_fminf(x - __builtin_floorf(x), 0.99999994f)) MSL_MATH1( \
+                              sign, x > 0.0f   ? 1.0f                                                        \
+                                    : x < 0.0f ? -1.0f                                                       \
+                                    : x == 0.0f                                                              \
+                                        ? x                                                                  \
+                                        : 0.0f)                                                              \
+                              MSL_MATH1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))           \
+                                  MSL_MATH2(pow, msl::f_pow(x, y)) MSL_MATH2(powr, msl::f_pow(x, y))         \
+                                      MSL_MATH2(atan2, msl::f_atan2(x, y)) MSL_MATH2(                        \
+                                          fmod, msl::f_fmod(x, y)) MSL_MATH2(fdim, msl::f_fdim(x, y))        \
+                                          MSL_MATH2(divide, x / y) MSL_MATH2(fmax, __builtin_fmaxf(x, y))    \
+                                              MSL_MATH2(fmin, __builtin_fminf(x, y)) MSL_MATH2(              \
+                                                  copysign, __builtin_copysignf(x, y))                       \
+                                                  MSL_MATH2(step, y < x ? 0.0f : 1.0f) MSL_MATH3(            \
+                                                      fma, __builtin_fmaf(x, y, z))                          \
+                                                      MSL_MATH3(mix, x + (y - x) * z) MSL_MATH3(             \
+                                                          fmax3, __builtin_fmaxf(x, __builtin_fmaxf(y, z)))  \
+                                                          MSL_MATH3(fmin3, __builtin_fminf(                  \
+                                                                               x, __builtin_fminf(y, z)))    \
+                                                              MSL_MATH3(fmedian3,                            \
+                                                                        __builtin_fmaxf(                     \
+                                                                            __builtin_fminf(x, y),           \
+                                                                            __builtin_fminf(                 \
+                                                                                __builtin_fmaxf(x, y), z)))  \
+                                                                  MSL_MATH3(                                 \
+                                                                      smoothstep,                            \
+                                                                      msl::smooth_ramp((z - x) / (y - x)))   \
+                                                                      MSL_INLINE float                       \
+                                                                      sincos(float x,                        \
+                                                                             MSL_THREAD float& cosine) {     \
     cosine = msl::f_cos(x);                                                                                  \
     return msl::f_sin(x);                                                                                    \
   }                                                                                                          \

@@ -139,8 +139,8 @@ MSL_INLINE constexpr V construct(A first, B second, Rest... rest) {
   }
 }
 
-// `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another
-// cast: `Cast<A>()->*Cast<B>()->*x` is `(A)(B)x`, though C++ reads it from the left.
+// `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another cast:
+// `Cast<A>()->*Cast<B>()->*x` is `(A)(B)x`, though C++ reads it from the left.
 template <class T>
 struct Cast {};
 template <class Operator>
@@ -155,19 +155,19 @@ template <class T>
 struct IsOperator {
   MSL_CONSTANT bool value = false;
 };
-#define MSL_PREFIX_OPERATOR(Type, sign)                                                                  \
-  template <class Operator>                                                                              \
-  struct IsOperator<Type<Operator>> {                                                                    \
-    MSL_CONSTANT bool value = true;                                                                      \
-  };                                                                                                     \
-  template <class Operator>                                                                              \
+#define MSL_PREFIX_OPERATOR(Type, sign)                                    \
+  template <class Operator>                                                \
+  struct IsOperator<Type<Operator>> {                                      \
+    MSL_CONSTANT bool value = true;                                        \
+  };                                                                       \
+  template <class Operator>                                                \
   MSL_INLINE constexpr typename Enable<IsOperator<Operator>::value, Type<Operator>>::type operator sign( \
-      Operator) {                                                                                        \
-    return {};                                                                                           \
-  }                                                                                                      \
-  template <class Operator, class A>                                                                     \
-  MSL_INLINE constexpr auto operator->*(Type<Operator>, A value) {                                       \
-    return sign(Operator()->*value);                                                                     \
+      Operator) {                                                          \
+    return {};                                                             \
+  }                                                                        \
+  template <class Operator, class A>                                       \
+  MSL_INLINE constexpr auto operator->*(Type<Operator>, A value) {         \
+    return sign(Operator()->*value);                                       \
   }
 template <class T>
 struct IsOperator<Cast<T>> {

@@ -1,1 +1,1 @@
-#pragma metal_emulator include simd / simd.h
+#pragma metal_emulator include simd/simd.h
