@@ -303,3 +303,19 @@ def test_a_text_shorter_than_a_window_is_wrong_use(
 def test_progress_is_silent_where_nobody_looks() -> None:
     with common.progress_bar("prompt", "tokens") as progress:
         assert progress is None
+
+
+def test_progress_counts_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with common.progress_bar("prompt", "tokens") as progress:
+        assert progress is not None
+        progress(1024, 4096)
+    shown = terminal.getvalue()
+    assert "prompt" in shown
+    assert "1,024/4,096 tokens" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)

@@ -153,12 +153,14 @@ def progress_bar(what: str, unit: str, enabled: bool = True) -> Iterator[Callabl
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),
+        TextColumn("{task.fields[count]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(what, total=None, count="")
+        yield lambda done, total: bar.update(
+            task, completed=done, total=total, count=f"{done:,}/{total:,} {unit}"
+        )
 
 
 @contextmanager
