@@ -1,4 +1,4 @@
-"""The oracle itself against llama.cpp, whose logits were recorded by tools/record_llama_cpp.py."""
+"""The oracle itself against llama.cpp and transformers, whose logits tools/record_*.py recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import small_models
 from reference import ReferenceModel
 from support import comparison
 
+from metal_prefill.architecture import ARCHITECTURES
+
 COMPARED = dict(comparison.compared_models())
+IN_FLOAT32 = dict(comparison.models_in_float32())
+
+# Of the largest logit: transformers computes in float32, which keeps 24 bits of every sum.
+TRANSFORMERS_TOLERANCE = 1e-5
 
 
 def tolerance(name: str) -> float:
@@ -33,6 +39,25 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
         expected = recorded[name].astype(np.float64)
     assert np.abs(logits - expected).max() <= tolerance(name) * np.abs(expected).max()
     assert logits.argmax() == expected.argmax()
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    model = IN_FLOAT32[name]
+    path = small_models.write(tmp_path / "model.gguf", model)
+    logits = ReferenceModel(path).forward(comparison.tokens_for(model)).logits[-1]
+    with np.load(comparison.TRANSFORMERS_LOGITS) as recorded:
+        expected = recorded[name].astype(np.float64)
+    assert np.abs(logits - expected).max() <= TRANSFORMERS_TOLERANCE * np.abs(expected).max()
+    assert logits.argmax() == expected.argmax()
+
+
+def test_every_architecture_was_recorded_by_both() -> None:
+    architectures = {model.architecture for model in IN_FLOAT32.values()}
+    assert architectures == set(ARCHITECTURES)
+    with np.load(comparison.LOGITS) as llama_cpp, np.load(comparison.TRANSFORMERS_LOGITS) as transformers:
+        assert set(llama_cpp) == set(COMPARED)
+        assert set(transformers) == set(IN_FLOAT32)
 
 
 def test_log_probs_are_normalized_and_of_the_next_token(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What is compared with llama.cpp: texts and vocabularies to tokenize, models to compute.
+"""What is compared with llama.cpp and transformers: texts and vocabularies to tokenize, models to compute.
 
-The tool that records llama.cpp's answers and the tests that compare with them share these definitions.
+The tools that record their answers and the tests that compare with them share these definitions.
 """
 
 # ruff: noqa: RUF001  (the look-alikes are the point)
@@ -20,6 +20,7 @@ from small_models import MODELS, SmallModel
 DATA = Path(__file__).parents[1] / "data"
 TOKENS = DATA / "llama_cpp_tokens.json"
 LOGITS = DATA / "llama_cpp_logits.npz"
+TRANSFORMERS_LOGITS = DATA / "transformers_logits.npz"
 
 BYTE_LEVEL_SPECIALS = {
     "<|endoftext|>": 3,
@@ -215,20 +216,23 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerV
 
 
 def compared_models() -> Iterator[tuple[str, SmallModel]]:
-    """Models of the catalogue that llama.cpp takes.
+    """Models of the catalogue that llama.cpp takes; those whose point is not a tensor type are in float32.
 
-    Where the type of the weights is not the point they are float32, so that llama.cpp's rounding of
-    activations does not hide a difference in the features.
+    So llama.cpp's rounding of activations does not hide a difference in the features.
     """
     for name, model in MODELS.items():
-        if (
-            model.rope_dim or model.v_dim != model.key_dim
-        ):  # llama.cpp wants heads of one width, all of it rotated
+        # llama.cpp and transformers want heads of one width, all of it rotated.
+        if model.rope_dim or model.v_dim != model.key_dim:
             continue
         if not name.startswith(("type ", "tied ", "mixed ")):
             output = "F32" if model.output else None
             model = replace(model, types={"*": "F32"}, embedding="F32", output=output)
         yield name, model
+
+
+def models_in_float32() -> Iterator[tuple[str, SmallModel]]:
+    """Those of `compared_models` that differ in features and not in tensor types."""
+    return ((name, model) for name, model in compared_models() if model.types == {"*": "F32"})
 
 
 def tokens_for(model: SmallModel) -> npt.NDArray[np.int64]:

@@ -1,0 +1,144 @@
+"""Record what Hugging Face transformers makes of our small models.
+
+Writes ``tests/data/transformers_logits.npz``, which the tests compare with without needing transformers. The
+weights of each file go back into the layout they had before a converter wrote them to GGUF. Run it when a
+model of the catalogue changes::
+
+    pip install . torch transformers
+    python tools/record_transformers.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from gguf import GGUFReader
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+import small_models  # noqa: E402
+from small_models import SmallModel  # noqa: E402
+from support import comparison  # noqa: E402
+
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # where transformers has another name
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA_NAMES = NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
+    """Say what the file's metadata says, in transformers' words."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    if model.rope_scaling in ("linear", "yarn"):
+        rope |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling == "yarn":
+        rope |= {"original_max_position_embeddings": model.original_context}
+    settings: dict[str, Any] = {
+        "vocab_size": model.vocab,
+        "hidden_size": model.dim,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.key_dim,
+        "max_position_embeddings": model.context,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.output is None,
+        "rope_parameters": rope,
+        "attn_implementation": "eager",
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    if model.architecture == "llama":
+        settings["attention_bias"] = model.qkv_bias
+    if model.architecture == "gemma3":  # layers with a window rotate by a base of their own, unscaled
+        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+        settings["sliding_window"] = model.window
+        settings["query_pre_attn_scalar"] = model.key_dim
+    return transformers.AutoConfig.for_model(MODEL_TYPES.get(model.architecture, model.architecture), **settings)
+
+
+def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give the tensors of a file their names and layout in transformers."""
+    names = GEMMA_NAMES if model.architecture == "gemma3" else NAMES
+    for tensor in GGUFReader(path).tensors:
+        stem, kind = tensor.name.rsplit(".", 1)
+        *layer, part = stem.split(".")
+        if part == "rope_freqs":
+            continue
+        prefix = f"model.layers.{layer[1]}." if layer else ""
+        data = np.array(tensor.data, dtype=np.float32)
+        if part in ("attn_q", "attn_k") and model.architecture in ("llama", "smollm3"):
+            # The file has the two values of a rotated pair beside each other, transformers half a head apart.
+            pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
+            data = pairs.swapaxes(1, 2).reshape(data.shape)
+        if model.architecture == "gemma3" and "norm" in part:
+            data = data - 1  # transformers adds it
+        yield f"{prefix}{names[part]}.{kind}", torch.from_numpy(data)
+
+
+def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
+    """Make transformers' model of a file; every weight of either side has its counterpart."""
+    made = transformers.AutoModelForCausalLM.from_config(config_of(model)).float().eval()
+    weights = dict(weights_of(path, model))
+    if model.output is None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    if model.architecture == "llama" and model.qkv_bias:  # there, the output projection has one as well
+        for layer in range(model.layers):
+            weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(model.dim)
+    made.load_state_dict(weights, strict=True)
+    if model.rope_scaling == "freqs":
+        factors = next(t.data for t in GGUFReader(path).tensors if t.name == "rope_freqs.weight")
+        made.model.rotary_emb.inv_freq /= torch.from_numpy(np.array(factors))
+    return made
+
+
+def last_logits(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
+    """Compute the logits after the last token of the common prompt."""
+    with torch.inference_mode():
+        ids = torch.from_numpy(comparison.tokens_for(model))[None]
+        logits: npt.NDArray[np.float32] = load(path, model)(ids).logits[0, -1].numpy()
+    return logits
+
+
+def main() -> None:
+    """Record every comparable model."""
+    recorded: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in comparison.models_in_float32():
+            path = small_models.write(Path(folder) / "model.gguf", model)
+            recorded[name] = last_logits(path, model)
+            print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(comparison.TRANSFORMERS_LOGITS, allow_pickle=False, **recorded)
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
