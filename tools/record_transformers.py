@@ -82,7 +82,9 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
         settings["query_pre_attn_scalar"] = model.key_dim
-    return transformers.AutoConfig.for_model(MODEL_TYPES.get(model.architecture, model.architecture), **settings)
+    return transformers.AutoConfig.for_model(
+        MODEL_TYPES.get(model.architecture, model.architecture), **settings
+    )
 
 
 def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,195 @@
+"""How near the logits of this package and of llama.cpp are to each other, and both to float64 arithmetic.
+
+Prints the tables of ``docs/accuracy.md``. Every engine is given the same tokens one after the other, and all its
+logits are compared with those of the tests' float64 reference over the same dequantized weights::
+
+    pip install . llama-cpp-python
+    python tools/compare_accuracy.py                  # the model in the box, and SmolLM-135M's shape
+    python tools/compare_accuracy.py model.gguf -n 300
+    python tools/compare_accuracy.py model.gguf -f text.txt   # perplexity, in windows of 512 tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from reference import ReferenceModel
+
+from metal_prefill import Model, default_model_path, synth
+from metal_prefill.commands.perplexity import perplexity, windows
+
+Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
+Tokens: TypeAlias = npt.NDArray[np.int64]
+Scores: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
+Engines: TypeAlias = dict[str, Callable[[Tokens], Logits]]
+
+TEXT = """\
+PROSPERO:
+Our revels now are ended. These our actors,
+As I foretold you, were all spirits and
+Are melted into air, into thin air:
+And, like the baseless fabric of this vision,
+The cloud-capp'd towers, the gorgeous palaces,
+The solemn temples, the great globe itself,
+Yea, all which it inherit, shall dissolve
+And, like this insubstantial pageant faded,
+Leave not a rack behind. We are such stuff
+As dreams are made on, and our little life
+Is rounded with a sleep.
+"""
+
+
+def ours(path: Path, tokens: Tokens, compute: str, kv_dtype: str) -> Logits:
+    """Logits of this package's CPU engine behind every token."""
+    with Model(path, device="cpu", compute=compute, kv_dtype=kv_dtype) as model:
+        return np.array([model.forward_token(int(token)) for token in tokens], dtype=np.float64)
+
+
+@llama_cpp.llama_log_callback
+def keep_quiet(level: int, text: bytes, user_data: object) -> None:
+    """Drop what llama.cpp says while it loads."""
+
+
+def llama(path: Path, tokens: Tokens) -> Logits:
+    """Logits of llama.cpp as it comes: 8-bit activations, float16 cache, the repacking it chooses."""
+    context = llama_cpp.llama_context_default_params()
+    context.n_ctx = context.n_batch = context.n_ubatch = len(tokens)
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    session = llama_cpp.llama_init_from_model(model, context)
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, True
+        batch.seq_id[i][0] = 0
+    if llama_cpp.llama_decode(session, batch) != 0:
+        raise RuntimeError(f"llama.cpp cannot compute {path}")
+    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(session), (len(tokens), n_vocab))
+    result = logits.astype(np.float64)
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(session)
+    llama_cpp.llama_model_free(model)
+    return result
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """Log probabilities of each row."""
+    shifted: Logits = logits - logits.max(axis=1, keepdims=True)
+    result: Logits = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
+
+
+def comparison(actual: Logits, expected: Logits) -> list[str]:
+    """Cells of a row: how near `actual` is to `expected`, over all positions."""
+    correlations = [float(np.corrcoef(a, e)[0, 1]) for a, e in zip(actual, expected, strict=True)]
+    same = int((actual.argmax(axis=1) == expected.argmax(axis=1)).sum())
+    log_p, log_q = log_softmax(expected), log_softmax(actual)
+    divergence = (np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()
+    return [
+        f"{np.median(correlations):.7f}",
+        f"{min(correlations):.7f}",
+        f"{same} of {len(actual)}",
+        f"{max(divergence, 0.0):.1e}",
+    ]
+
+
+def margin_where_different(actual: Logits, expected: Logits) -> float:
+    """Return by how much `expected`'s choice leads there, at most, where the two choose differently."""
+    chosen, wanted = actual.argmax(axis=1), expected.argmax(axis=1)
+    rows = np.arange(len(expected))
+    return float((expected[rows, wanted] - expected[rows, chosen]).max())
+
+
+def engines_of(path: Path) -> Engines:
+    """Name the engines that are compared on a model."""
+    return {
+        "metal_prefill, f32, f32 cache": lambda tokens: ours(path, tokens, "f32", "f32"),
+        "metal_prefill, f32, f16 cache": lambda tokens: ours(path, tokens, "f32", "f16"),
+        "metal_prefill, int8 (the default)": lambda tokens: ours(path, tokens, "int8", "f16"),
+        "llama.cpp": lambda tokens: llama(path, tokens),
+    }
+
+
+def compare_logits(name: str, path: Path, tokens: Tokens) -> None:
+    """Print the table of one model."""
+    exact = ReferenceModel(path).forward(tokens).logits
+    found = {engine: compute(tokens) for engine, compute in engines_of(path).items()}
+    deviation = exact.std(axis=1).mean()
+    print(f"### {name}: {len(tokens)} tokens, logits of standard deviation {deviation:.2f}\n")
+    print("| engine | against | correlation, median | lowest | same greedy token | mean KL divergence |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for engine, logits in found.items():
+        print("|", " | ".join([engine, "float64", *comparison(logits, exact)]), "|")
+    for engine, logits in found.items():
+        if engine != "llama.cpp":
+            print("|", " | ".join([engine, "llama.cpp", *comparison(logits, found["llama.cpp"])]), "|")
+    print(
+        "\nWhere an engine's greedy token is not float64's, float64 has that token behind its own by at most:"
+    )
+    print(
+        "; ".join(f"{engine} {margin_where_different(logits, exact):.4f}" for engine, logits in found.items())
+    )
+    print(flush=True)
+
+
+def compare_perplexity(path: Path, text: str, length: int = 512) -> None:
+    """Print the perplexity of a text, with the same windows for every engine."""
+    with Model(path, device="cpu") as model:
+        ids = model.tokenizer.encode(text)
+        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
+    exact = ReferenceModel(path)
+    engines: Engines = {"float64": lambda tokens: exact.forward(tokens).logits, **engines_of(path)}
+    print(f"### {path.name}: {len(ids)} tokens, windows of {length}\n")
+    print("| engine | perplexity |\n| --- | --- |")
+    for engine, compute in engines.items():
+
+        def score(window: Sequence[int], compute: Callable[[Tokens], Logits] = compute) -> Scores:
+            log_probs = log_softmax(compute(np.array(window)))
+            chosen = log_probs[np.arange(len(window) - 1), window[1:]]
+            return chosen.astype(np.float32)
+
+        print(f"| {engine} | {perplexity(score, cut).value:.4f} |", flush=True)
+
+
+def main() -> None:
+    """Compare on the files that are named, or on the two of the documentation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("-n", type=int, default=200, metavar="N", help="random tokens (default: 200)")
+    parser.add_argument("-f", "--file", type=Path, help="measure the perplexity of this text instead")
+    arguments = parser.parse_args()
+    llama_cpp.llama_log_set(keep_quiet, None)
+
+    def random_tokens(path: Path) -> Tokens:
+        with Model(path, device="cpu") as model:
+            return np.random.default_rng(1).integers(0, model.config.vocab_size, arguments.n)
+
+    if arguments.file:
+        for path in arguments.models or [default_model_path()]:
+            compare_perplexity(path, arguments.file.read_text(encoding="utf-8"))
+        return
+    for path in arguments.models:
+        compare_logits(path.name, path, random_tokens(path))
+    if not arguments.models:
+        with Model(device="cpu") as box:
+            compare_logits("The model in the box", default_model_path(), np.array(box.tokenizer.encode(TEXT)))
+        with tempfile.TemporaryDirectory() as folder:
+            path = synth.synthesize(Path(folder) / "smollm.gguf", preset="smollm-135m")
+            compare_logits("SmolLM-135M's shape, random weights, random tokens", path, random_tokens(path))
+
+
+if __name__ == "__main__":
+    main()
