@@ -1,7 +1,7 @@
 """How near the logits of this package and of llama.cpp are to each other, and both to float64 arithmetic.
 
-Prints the tables of ``docs/accuracy.md``. Every engine is given the same tokens one after the other, and all its
-logits are compared with those of the tests' float64 reference over the same dequantized weights::
+Prints the tables of ``docs/accuracy.md``. Every engine is given the same tokens, and all its logits are
+compared with those of the tests' float64 reference over the same dequantized weights::
 
     pip install . llama-cpp-python
     python tools/compare_accuracy.py                  # the model in the box, and SmolLM-135M's shape
