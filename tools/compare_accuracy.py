@@ -56,9 +56,11 @@ def ours(path: Path, tokens: Tokens, compute: str, kv_dtype: str) -> Logits:
         return np.array([model.forward_token(int(token)) for token in tokens], dtype=np.float64)
 
 
-@llama_cpp.llama_log_callback
 def keep_quiet(level: int, text: bytes, user_data: object) -> None:
     """Drop what llama.cpp says while it loads."""
+
+
+LOG_CALLBACK = llama_cpp.llama_log_callback(keep_quiet)  # llama.cpp keeps the pointer only
 
 
 def llama(path: Path, tokens: Tokens) -> Logits:
@@ -171,11 +173,12 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=200, metavar="N", help="random tokens (default: 200)")
     parser.add_argument("-f", "--file", type=Path, help="measure the perplexity of this text instead")
     arguments = parser.parse_args()
-    llama_cpp.llama_log_set(keep_quiet, None)
+    llama_cpp.llama_log_set(LOG_CALLBACK, None)
 
     def random_tokens(path: Path) -> Tokens:
         with Model(path, device="cpu") as model:
-            return np.random.default_rng(1).integers(0, model.config.vocab_size, arguments.n)
+            n: int = arguments.n
+            return np.random.default_rng(1).integers(0, model.config.vocab_size, n)
 
     if arguments.file:
         for path in arguments.models or [default_model_path()]:
