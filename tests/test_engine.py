@@ -13,7 +13,7 @@ import pytest
 from reference import ReferenceModel
 from small_models import MODELS, write
 
-from metal_prefill import Model
+from metal_prefill import Model, _core
 
 Logits = npt.NDArray[np.float32]
 
@@ -181,6 +181,26 @@ def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
             for n in cuts:
                 logits = model.forward_prompt_logits(ids[at : at + n])
                 at += n
+            outcomes.append((logits, exported(model)[1]))
+    for logits, rows in outcomes[1:]:
+        np.testing.assert_array_equal(logits, outcomes[0][0])
+        for row, first in zip(rows, outcomes[0][1], strict=True):
+            np.testing.assert_array_equal(row, first)
+
+
+@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+def test_each_instruction_set_gives_the_same_bits_however_a_prompt_is_split(
+    isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    name, n = "smollm shape", 150  # beyond two spans of attention
+    ids = prompt(n, MODELS[name].vocab)
+    outcomes = []
+    for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 51]), (2, [130] + [1] * 20)]:
+        with Model(model_path(name), device="cpu", threads=threads) as model:
+            assert f"({isa}," in model.device
+            for end in np.cumsum(cuts):
+                logits = model.forward_prompt_logits(ids[model.position : end])
             outcomes.append((logits, exported(model)[1]))
     for logits, rows in outcomes[1:]:
         np.testing.assert_array_equal(logits, outcomes[0][0])

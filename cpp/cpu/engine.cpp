@@ -122,6 +122,7 @@ void CpuEngine::forward_layer(const Context& c, const KvCache& cache, const Chun
       .position = chunk.position,
       .first = first,
       .tokens = n,
+      .exact = options().compute == Compute::kF32,
       .rotation = m.uses_rope(layer) ? rotations + rope * std::size_t(n) * std::size_t(m.rope_dim) : nullptr,
       .q = q,
       .k = k,

@@ -1,4 +1,5 @@
-// AMX on top of AVX-512 VNNI: products of 8 and more tokens go to the matrix unit (Intel servers since 2023).
+// AMX on top of AVX-512 with VNNI and BF16: products of 8 and more tokens go to the matrix unit (Intel
+// servers since 2023).
 //
 // A step multiplies a block of 32 columns: 16 tokens x 32 columns (A) by 32 columns x 16 weight rows (B) to
 // 16 x 16 integers (C). Since every block has its own scales, C goes to memory after each step and is added
@@ -14,6 +15,7 @@
 
 #include "simd_avx512.h"
 #include "table.h"
+#include "tile_attention_bf16.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -243,6 +245,7 @@ constexpr Kernels amx_table() {
   Kernels table = kTable;
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
+  table.attention = attention_bf16;
   return table;
 }
 

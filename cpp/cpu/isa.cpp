@@ -32,7 +32,8 @@ struct Features {
   bool avx2 = false;        // with FMA and F16C
   bool avxvnni = false;     // likewise
   bool avx512vnni = false;  // with F, BW, DQ and VL
-  bool amx = false;         // 8-bit tiles, likewise, and the system's permission
+  bool avx512bf16 = false;  // on top of it
+  bool amx = false;         // 8-bit tiles on top of both, and the system's permission
 };
 
 // Linux grants the large registers of AMX to a process that asks for them.
@@ -61,9 +62,11 @@ Features detect() {
   features.avx512vnni = features.avx2 && zmm && (leaf7_b & avx512) == avx512 && (leaf7_c >> 11 & 1);
   const bool tile_registers = (xcr_low & 0x60000) == 0x60000;
   const unsigned amx = 1u << 24 | 1u << 25;  // TILE, INT8
-  features.amx = features.avx512vnni && tile_registers && (leaf7_d & amx) == amx && request_amx();
-  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
+  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
     features.avxvnni = features.avx2 && (a >> 4 & 1);
+    features.avx512bf16 = features.avx512vnni && (a >> 5 & 1);
+  }
+  features.amx = features.avx512bf16 && tile_registers && (leaf7_d & amx) == amx && request_amx();
   return features;
 }
 
@@ -71,6 +74,7 @@ bool runs(const Kernels& kernels) {
   static const Features features = detect();
   const std::string name = kernels.name;
   if (name == "amx") return features.amx;
+  if (name == "avx512bf16") return features.avx512bf16;
   if (name == "avx512vnni") return features.avx512vnni;
   if (name == "avxvnni") return features.avxvnni;
   if (name == "avx2") return features.avx2;

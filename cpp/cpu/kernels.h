@@ -48,7 +48,7 @@ constexpr int kFloatPad = 16;
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys: [dim][16]
 constexpr int kKeySpan =
     64;  // positions that one step of the online softmax covers; spans are aligned to positions
-constexpr int kQueryTile = 16;  // tokens per attention item: K and V are read once for all of them
+constexpr int kQueryTile = 32;  // tokens per attention item at most: K and V are read once for all of them
 
 // Attention of the query heads that share one key-value head. Rows of q and out are tokens.
 struct AttentionHead {
@@ -65,6 +65,7 @@ struct AttentionHead {
   int position;      // of token 0
   int window;        // positions that a token sees, itself included; 0: all
   float scale;       // multiplies q.k
+  bool exact;        // products in float32, also where the set has faster ones of rounded values
 };
 
 struct Kernels {

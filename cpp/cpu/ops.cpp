@@ -83,7 +83,10 @@ void append_to_cache(const Context& c, const AttentionInput& in, const KvCache& 
 void attend(const Context& c, const AttentionInput& in, const KvCache& cache, const FloatRows& out) {
   const Config& config = in.config;
   const int group = config.n_heads / config.n_kv_heads;
-  const int tiles = (in.tokens - in.first + kQueryTile - 1) / kQueryTile;
+  const int tokens = in.tokens - in.first;
+  // A short prompt is cut finer, so that all threads have a part.
+  const int tile_tokens = tokens >= 4 * kQueryTile ? kQueryTile : kQueryTile / 2;
+  const int tiles = (tokens + tile_tokens - 1) / tile_tokens;
   const auto heads_at = [&](int first_head, int n_heads) {
     const int kv_head = first_head / group;
     return AttentionHead{
@@ -102,17 +105,18 @@ void attend(const Context& c, const AttentionInput& in, const KvCache& cache, co
         .window = config.window(in.layer),
         .scale =
             config.attention_scale != 0 ? config.attention_scale : 1.0f / std::sqrt(float(config.key_dim)),
+        .exact = in.exact,
     };
   };
-  // A single token has too few groups to share among threads: its heads go one by one.
-  const int heads = in.tokens - in.first == 1 ? 1 : group;
+  // Where a single token has too few groups to share among threads, its heads go one by one.
+  const int heads = tokens == 1 && config.n_kv_heads < c.worker.count() ? 1 : group;
   const int n_groups = config.n_heads / heads;
   // The last tokens see the most: they go first, so that what is left at the end is short.
   c.worker.for_each(tiles * n_groups, [&](int item) {
     const int tile = tiles - 1 - item / n_groups;
-    const int first = in.first + tile * kQueryTile;
+    const int first = in.first + tile * tile_tokens;
     c.kernels.attention(heads_at(item % n_groups * heads, heads), first,
-                        std::min(kQueryTile, in.tokens - first));
+                        std::min(tile_tokens, in.tokens - first));
   });
 }
 

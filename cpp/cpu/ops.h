@@ -75,6 +75,7 @@ struct AttentionInput {
   int layer;
   int position;           // of token 0
   int first, tokens;      // keys and values of all tokens are stored; queries of [first, tokens) are answered
+  bool exact;             // products of attention in float32
   const float* rotation;  // from rope_table; null where the layer does not rotate
   FloatRows q, k, v;
 };

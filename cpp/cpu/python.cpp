@@ -147,7 +147,7 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and
 // values [positions, dim]. Tokens [first, first + count) are answered into out [tokens, heads * value_dim].
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
-               int window, float scale, int first, int count, OutMatrix out) {
+               int window, float scale, int first, int count, OutMatrix out, bool exact) {
   const Kernels& kernels = kernels_of(set);
   const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
   const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
@@ -180,7 +180,8 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                      .heads = heads,
                      .position = positions - tokens,
                      .window = window,
-                     .scale = scale},
+                     .scale = scale,
+                     .exact = exact},
                     first, count);
 }
 
@@ -231,7 +232,7 @@ void bind_cpu_kernels(nb::module_& m) {
   m.def("half_to_float", half_to_float, "set"_a, "values"_a, "bfloat16"_a, "out"_a,
         "Conversion of 16-bit floats.");
   m.def("attention", attention, "set"_a, "q"_a, "keys"_a, "values"_a, "half"_a, "window"_a, "scale"_a,
-        "first"_a, "count"_a, "out"_a, "Causal attention of one group of heads.");
+        "first"_a, "count"_a, "out"_a, "exact"_a = false, "Causal attention of one group of heads.");
   m.def("run_team", run_team, "threads"_a, "phases"_a, "jobs"_a, "How often a team computes each item.");
 }
 

@@ -1,0 +1,258 @@
+// Causal attention with online softmax on products of bfloat16 pairs (AVX512_BF16), for a cache in f16.
+//
+// Queries, keys, weights of the softmax and values are rounded to 8 significant bits, a sixth of the noise
+// that rounding activations to 8-bit integers has put into them before; sums stay in float32. That halves the
+// number of products. A strip of query rows (tokens times the heads of a group) goes through the keys
+// together, so that each span of 64 positions is converted once for all of them. As in tile_attention.h, what
+// a row computes does not depend on the rows beside it.
+#pragma once
+
+#include <algorithm>
+
+#include "tile_attention.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kStripRows = 96;  // 32 tokens of a group of three heads: converting a span costs 5% of its use
+constexpr int kStripValues = 96 * 64;  // rows times dimensions: longer heads take fewer rows
+constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or values, one query
+constexpr int kPairsOfSpan = kKeySpan / 2;
+constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
+
+struct alignas(64) AttentionStrip {
+  std::uint16_t keys[kMaxHeadDim / 2][kKeySpan][2];    // pairs of dimensions
+  std::uint16_t values[kPairsOfSpan][kMaxHeadDim][2];  // pairs of positions
+  std::uint16_t q[kStripValues];           // [rows][key_dim], scaled: scores are base-2 logarithms
+  float acc[kStripValues];                 // [rows][value_stride], sum of p * v
+  float sum[kStripRows][16];               // of p, still to be added up
+  float max[kStripRows + 16];              // padded to whole vectors
+  int begin[kStripRows], end[kStripRows];  // positions that the row sees
+};
+
+inline __m512bh as_pairs(__m512i bits) {
+  return reinterpret_cast<__m512bh>(bits);
+}
+inline __m512bh load_pairs(const void* p) {
+  return as_pairs(_mm512_load_si512(p));
+}
+inline __m512bh broadcast_pair(const std::uint16_t* p) {
+  std::int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return as_pairs(_mm512_set1_epi32(pair));
+}
+inline __m512i round_to_pairs(F low, F high) {  // 16 of the one, then 16 of the other
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Sixteen elements of two rows, element by element side by side.
+inline void interleave(const std::uint16_t* even, const std::uint16_t* odd, void* out) {
+  alignas(64) static constexpr std::uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                           11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = round_to_pairs(Simd::load_half(even), odd ? Simd::load_half(odd) : Simd::set(0));
+  _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+}
+
+// The first `n` positions of a span; what follows has weight 0 or is not looked at.
+void convert_span(const AttentionHead& head, int span, int n, AttentionStrip& strip) {
+  const std::size_t first = std::size_t(span) * kKeySpan;
+  const auto* keys = static_cast<const std::uint16_t*>(head.keys) + first * std::size_t(head.key_dim);
+  for (int lane = 0; lane < n; lane += kKeyBlock, keys += kKeyBlock * head.key_dim)
+    for (int d = 0; d < head.key_dim; d += 2)
+      interleave(keys + d * kKeyBlock, keys + (d + 1) * kKeyBlock, strip.keys[d / 2][lane]);
+  const std::size_t stride = std::size_t(head.value_stride);
+  const auto* values = static_cast<const std::uint16_t*>(head.values) + first * stride;
+  for (int i = 0; i < n; i += 2, values += 2 * stride)
+    for (std::size_t column = 0; column < stride; column += Simd::kLanes)
+      interleave(values + column, i + 1 < n ? values + stride + column : nullptr,
+                 strip.values[i / 2][column]);
+}
+
+// scores[r][key] = q[r] . k[key] for kVectors * 16 positions.
+template <int kRows, int kVectors>
+void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_dim,
+                 float (*scores)[kKeySpan]) {
+  F acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
+  for (int d = 0; d < key_dim; d += 2) {
+    __m512bh k[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) k[v] = load_pairs(strip.keys[d / 2][v * Simd::kLanes]);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh value = broadcast_pair(q + r * key_dim + d);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], value, k[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) Simd::store(scores[r] + v * Simd::kLanes, acc[r][v]);
+}
+
+// 2^x for x <= 0, 0 where that is below 2^-200; NaN stays. Relative error below 2e-4: what follows rounds at
+// 2e-3.
+inline F weight_exp2(F x) {
+  const F clamped = Simd::max(Simd::set(-200.0f), x);
+  const F f = _mm512_reduce_ps(clamped, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // within [0, 1)
+  F p = Simd::set(kExp2Cubic[2]);  // exact at both ends, so that powers join without a step
+  p = Simd::fma(p, f, Simd::set(kExp2Cubic[1]));
+  p = Simd::fma(p, f, Simd::set(kExp2Cubic[0]));
+  p = Simd::fma(p, f, Simd::set(1.0f));
+  return _mm512_scalef_ps(p, clamped);  // by 2^floor(x)
+}
+
+// Which positions of a span a row sees, a bit for each.
+inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
+  const auto below = [&](int position) {
+    const int n = position - span * kKeySpan;
+    return n <= 0 ? 0 : n >= kKeySpan ? ~std::uint64_t(0) : (std::uint64_t(1) << n) - 1;
+  };
+  return below(strip.end[row]) & ~below(strip.begin[row]);
+}
+
+// Scores of a span to weights in bfloat16; the maximum and the sum move on. rescale[r] is what earlier
+// results are to be multiplied by.
+template <int kRows>
+void bf16_softmax(AttentionStrip& strip, int row, int span, float (*scores)[kKeySpan],
+                  std::uint16_t (*p)[kKeySpan], float* rescale) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const F before = Simd::load(strip.max + row), nothing = Simd::set(-kInfinity);
+  for (int r = 0; r < kRows; ++r) {
+    const std::uint64_t seen = visible(strip, row + r, span);
+    F largest = nothing;
+    for (int i = 0; i < kKeySpan; i += Simd::kLanes)
+      largest = _mm512_mask_max_ps(largest, __mmask16(seen >> i), largest, Simd::load(scores[r] + i));
+    const float span_max = Simd::reduce_max(largest);
+    if (span_max > strip.max[row + r]) strip.max[row + r] = span_max;
+  }
+  const F after = Simd::load(strip.max + row);
+  const __mmask16 same = _mm512_cmp_ps_mask(before, after, _CMP_EQ_OQ);  // also while a row has seen nothing
+  Simd::store(rescale, _mm512_mask_mov_ps(weight_exp2(Simd::sub(before, after)), same, Simd::set(1)));
+  const __m512bh ones = as_pairs(_mm512_set1_epi32(0x3f803f80));
+  for (int r = 0; r < kRows; ++r) {
+    const float max = strip.max[row + r];
+    const F shift = Simd::set(max == -kInfinity ? 0 : max);
+    F sum = Simd::mul(Simd::load(strip.sum[row + r]), Simd::set(rescale[r]));
+    const std::uint64_t seen = visible(strip, row + r, span);
+    const auto weight = [&](int i) {
+      const F score = Simd::load(scores[r] + i);
+      return weight_exp2(Simd::sub(_mm512_mask_mov_ps(nothing, __mmask16(seen >> i), score), shift));
+    };
+    for (int i = 0; i < kKeySpan; i += 2 * Simd::kLanes) {
+      const __m512i weights = round_to_pairs(weight(i), weight(i + Simd::kLanes));
+      _mm512_store_si512(p[r] + i, weights);
+      sum = _mm512_dpbf16_ps(sum, as_pairs(weights), ones);
+    }
+    Simd::store(strip.sum[row + r], sum);
+  }
+}
+
+// acc = acc * rescale + p * v over `pairs` pairs of positions, for kVectors vectors of columns.
+template <int kRows, int kVectors>
+void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], const float* rescale,
+                 int pairs, int column, int stride, float* out) {
+  F acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v)
+      acc[r][v] = Simd::mul(Simd::load(out + r * stride + column + v * Simd::kLanes), Simd::set(rescale[r]));
+  for (int i = 0; i < pairs; ++i) {
+    __m512bh value[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) value[v] = load_pairs(strip.values[i][column + v * Simd::kLanes]);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh weight = broadcast_pair(p[r] + 2 * i);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weight, value[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) Simd::store(out + r * stride + column + v * Simd::kLanes, acc[r][v]);
+}
+
+template <int kRows>
+void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& strip) {
+  const int first = span * kKeySpan, end = strip.end[row + kRows - 1];
+  if (end <= first || strip.begin[row] >= first + kKeySpan) return;
+  const int n = std::min(kKeySpan, end - first);
+  alignas(64) float scores[kRows][kKeySpan];
+  alignas(64) std::uint16_t p[kRows][kKeySpan];
+  alignas(64) float rescale[Simd::kLanes];
+  const std::uint16_t* q = strip.q + row * head.key_dim;
+  if (n > 32) {
+    bf16_scores<kRows, 4>(strip, q, head.key_dim, scores);
+  } else if (n > 16) {
+    bf16_scores<kRows, 2>(strip, q, head.key_dim, scores);
+  } else {
+    bf16_scores<kRows, 1>(strip, q, head.key_dim, scores);
+  }
+  bf16_softmax<kRows>(strip, row, span, scores, p, rescale);
+  const int stride = head.value_stride, pairs = (n + 1) / 2;
+  float* out = strip.acc + row * stride;
+  int column = 0;
+  for (; column + 64 <= stride; column += 64)
+    bf16_values<kRows, 4>(strip, p, rescale, pairs, column, stride, out);
+  for (; column + 32 <= stride; column += 32)
+    bf16_values<kRows, 2>(strip, p, rescale, pairs, column, stride, out);
+  for (; column < stride; column += 16) bf16_values<kRows, 1>(strip, p, rescale, pairs, column, stride, out);
+}
+
+// Query rows [row, row + rows) of the item; row = token * heads + head.
+void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
+  std::fill(std::begin(strip.max), std::end(strip.max), -std::numeric_limits<float>::infinity());
+  for (int r = 0; r < rows; ++r) {
+    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
+    const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
+    std::uint16_t* out = strip.q + r * head.key_dim;
+    const F scale = Simd::set(head.scale * kLog2E);
+    for (int d = 0; d < head.key_dim; d += Simd::kLanes) {
+      const __mmask16 lanes = __mmask16((1u << std::min(Simd::kLanes, head.key_dim - d)) - 1);
+      const __m256bh rounded = _mm512_cvtneps_pbh(Simd::mul(_mm512_maskz_loadu_ps(lanes, q + d), scale));
+      _mm256_mask_storeu_epi16(out + d, lanes, reinterpret_cast<__m256i>(rounded));
+    }
+    std::fill_n(strip.acc + r * head.value_stride, head.value_stride, 0.0f);
+    std::fill_n(strip.sum[r], 16, 0.0f);
+    strip.end[r] = head.position + token + 1;
+    strip.begin[r] = head.window > 0 && strip.end[r] > head.window ? strip.end[r] - head.window : 0;
+  }
+  const int end = strip.end[rows - 1];
+  for (int span = strip.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
+    convert_span(head, span, std::min(kKeySpan, end - span * kKeySpan), strip);
+    int r = 0;
+    for (; r + kTileRows <= rows; r += kTileRows) bf16_tile<kTileRows>(head, span, r, strip);
+    for (; r + 3 <= rows; r += 3) bf16_tile<3>(head, span, r, strip);
+    for (; r < rows; ++r) bf16_tile<1>(head, span, r, strip);
+  }
+  for (int r = 0; r < rows; ++r) {
+    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
+    float* out =
+        head.out + std::size_t(token) * head.out_stride + std::size_t(h) * std::size_t(head.value_dim);
+    const float* acc = strip.acc + r * head.value_stride;
+    const F inverse = Simd::set(1.0f / Simd::reduce_add(Simd::load(strip.sum[r])));
+    for (int d = 0; d < head.value_dim; d += Simd::kLanes)
+      store_part(out + d, Simd::mul(Simd::load(acc + d), inverse), head.value_dim - d);
+  }
+}
+
+void attention_bf16(const AttentionHead& head, int first, int count) {
+  if (!head.half || head.exact || head.key_dim % 2 != 0) return attention(head, first, count);
+  AttentionStrip strip;
+  const int dim = std::max(head.key_dim, head.value_stride);
+  const int most = std::min(kStripRows, kStripValues / dim / kTileRows * kTileRows);
+  const int end = (first + count) * head.heads;
+  for (int row = first * head.heads; row < end; row += most)
+    bf16_strip(head, row, std::min(most, end - row), strip);
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu
