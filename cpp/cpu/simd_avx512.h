@@ -31,10 +31,31 @@ struct Simd {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  // a / b where b > 0, else 0.
+  static F positive_quotient(F a, F b) {
+    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_GT_OQ), a, b);
+  }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
   static float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
+  // Four vectors to their four results at once.
+  template <typename Op>
+  static __m128i reduce4(const I (&a)[4], Op op) {
+    const I ab = op(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    const I cd = op(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    const I abcd = op(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const I half = op(abcd, _mm512_shuffle_i64x2(abcd, abcd, 0x4e));
+    return _mm512_castsi512_si128(op(half, _mm512_shuffle_i64x2(half, half, 0xb1)));
+  }
+  static F reduce_max4(const I (&a)[4]) {  // bits of floats, in the first lanes
+    const __m128i largest = reduce4(a, [](I x, I y) { return _mm512_max_epi32(x, y); });
+    return _mm512_zextps128_ps512(_mm_castsi128_ps(largest));
+  }
+  static void reduce_add4(const I (&a)[4], std::int32_t (&out)[4]) {
+    const __m128i sum = reduce4(a, [](I x, I y) { return _mm512_add_epi32(x, y); });
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sum);
+  }
   static I round(F a) { return _mm512_cvtps_epi32(a); }  // to nearest even
   static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
   // a * 2^n for normal results.

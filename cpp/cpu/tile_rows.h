@@ -58,6 +58,14 @@ void bfloat16_to_float_row(const std::uint16_t* in, float* out, int n) {
   for (; i < n; ++i) out[i] = bfloat16_to_float(in[i]);
 }
 
+inline void put_scale(float scale, std::int32_t sum, std::int32_t first_half, int token,
+                      ActivationTile& out) {
+  out.scale[token] = scale;
+  out.scaled_sum[token] = scale * float(sum);
+  out.start[token] = -8 * sum;
+  out.start_half[token] = -8 * first_half;
+}
+
 // One block of one token. The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in
 // a block makes its scale NaN or infinite, so that it is not lost.
 inline void quantize_block(const float* x, int token, ActivationTile& out) {
@@ -76,18 +84,66 @@ inline void quantize_block(const float* x, int token, ActivationTile& out) {
     Simd::store_int8(out.q[token] + i * Simd::kLanes, rounded);
     half_sum[i * 2 / kVectors] += Simd::reduce_add(rounded);
   }
-  const std::int32_t sum = half_sum[0] + half_sum[1];
-  const float scale = magnitude / 127.0f;
-  out.scale[token] = scale;
-  out.scaled_sum[token] = scale * float(sum);
-  out.start[token] = -8 * sum;
-  out.start_half[token] = -8 * half_sum[0];
+  put_scale(magnitude / 127.0f, half_sum[0] + half_sum[1], half_sum[0], token, out);
+}
+
+// Sets with vectors of sixteen may reduce four of them at once.
+template <class S>
+concept ReducesFour = requires(const typename S::I (&a)[4], std::int32_t (&sums)[4]) {
+  S::reduce_max4(a);
+  S::reduce_add4(a, sums);
+};
+
+// Four blocks, with the same values as one by one. Block i lies `step` floats behind block i - 1 and goes to
+// out[i * tile_step], token + i * token_step.
+template <ReducesFour S>
+inline void quantize_four(const float* x, std::size_t step, int token, int token_step, ActivationTile* out,
+                          int tile_step) {
+  F v[4][2];
+  I largest[4], rounded[2][4];
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) v[i][half] = S::load(x + std::size_t(i) * step + half * S::kLanes);
+    largest[i] = S::max_int(S::magnitude_bits(v[i][0]), S::magnitude_bits(v[i][1]));
+  }
+  const F magnitude = S::reduce_max4(largest);
+  float inverse[S::kLanes], scale[S::kLanes];
+  S::store(inverse, S::positive_quotient(S::set(127.0f), magnitude));
+  S::store(scale, S::div(magnitude, S::set(127.0f)));
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < 4; ++i) {
+      rounded[half][i] = S::round(S::mul(v[i][half], S::set(inverse[i])));
+      S::store_int8(out[i * tile_step].q[token + i * token_step] + half * S::kLanes, rounded[half][i]);
+    }
+  std::int32_t half_sum[2][4];
+  for (int half = 0; half < 2; ++half) S::reduce_add4(rounded[half], half_sum[half]);
+  for (int i = 0; i < 4; ++i) {
+    const std::int32_t sum = half_sum[0][i] + half_sum[1][i];
+    put_scale(scale[i], sum, half_sum[0][i], token + i * token_step, out[i * tile_step]);
+  }
+}
+
+template <class S>
+inline void quantize_rows(const float* x, std::size_t stride, int first, int count, int n_blocks,
+                          ActivationTile* out) {
+  int i = 0;
+  if constexpr (ReducesFour<S>) {
+    if (n_blocks == 1)
+      for (; i + 4 <= count; i += 4)
+        quantize_four<S>(x + std::size_t(i) * stride, stride, first + i, 1, out, 0);
+  }
+  for (; i < count; ++i) {
+    const float* row = x + std::size_t(i) * stride;
+    int b = 0;
+    if constexpr (ReducesFour<S>) {
+      for (; b + 4 <= n_blocks; b += 4)
+        quantize_four<S>(row + std::size_t(b) * kBlockCols, kBlockCols, first + i, 0, out + b, 1);
+    }
+    for (; b < n_blocks; ++b) quantize_block(row + std::size_t(b) * kBlockCols, first + i, out[b]);
+  }
 }
 
 void quantize(const float* x, std::size_t stride, int first, int count, int n_blocks, ActivationTile* out) {
-  for (int i = 0; i < count; ++i)
-    for (int b = 0; b < n_blocks; ++b)
-      quantize_block(x + std::size_t(i) * stride + std::size_t(b) * kBlockCols, first + i, out[b]);
+  quantize_rows<Simd>(x, stride, first, count, n_blocks, out);
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
@@ -103,15 +159,23 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   }
 }
 
+// One style of pairs, so that the compiler sees the strides and makes vectors of it.
+template <int kStep>
+inline void rotate(float* __restrict a, float* __restrict b, const float* __restrict cosines,
+                   const float* __restrict sines, int pairs) {
+  for (int i = 0; i < pairs; ++i) {
+    const float x = a[i * kStep], y = b[i * kStep];
+    a[i * kStep] = x * cosines[i] - y * sines[i];
+    b[i * kStep] = x * sines[i] + y * cosines[i];
+  }
+}
+
 void rope(float* head, const float* cos_sin, int pairs, RopeStyle style) {
   const float* sines = cos_sin + pairs;
-  const int step = style == RopeStyle::kNeox ? 1 : 2, partner = style == RopeStyle::kNeox ? pairs : 1;
-  for (int i = 0; i < pairs; ++i) {
-    float& a = head[i * step];
-    float& b = head[i * step + partner];
-    const float x = a, y = b;
-    a = x * cos_sin[i] - y * sines[i];
-    b = x * sines[i] + y * cos_sin[i];
+  if (style == RopeStyle::kNeox) {
+    rotate<1>(head, head + pairs, cos_sin, sines, pairs);
+  } else {
+    rotate<2>(head, head + 1, cos_sin, sines, pairs);
   }
 }
 
