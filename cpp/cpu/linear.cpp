@@ -57,12 +57,12 @@ FloatRows expand_group(const Context& c, const Linear& linear, int group) {
 
 // out[t] = the product of a group of rows with token range.first + t.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, TokenRange range,
-                    Tile& out) {
+                    float* out, std::size_t stride) {
   if (linear.int8()) {
-    c.kernels.multiply_int8(linear.packed, group, x.int8, range.first, range.count, out[0], kGroupRows);
+    c.kernels.multiply_int8(linear.packed, group, x.int8, range.first, range.count, out, stride);
   } else {
     const FloatRows rows = expand_group(c, linear, group);
-    c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out[0], kGroupRows);
+    c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out, stride);
   }
 }
 
@@ -94,10 +94,13 @@ void multiply(const Context& c, std::initializer_list<Product> products, const A
     const TokenRange range = block_range(p->first, tokens, item % n_blocks);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
     const auto* bias = p->bias && *p->bias ? reinterpret_cast<const float*>(p->bias->data) + row : nullptr;
+    float* first_out = p->out + std::size_t(range.first) * p->stride + row;
+    if (!p->add && !bias && n_rows == kGroupRows)
+      return multiply_group(c, p->weight, group, x, range, first_out, p->stride);
     alignas(64) Tile tile;
-    multiply_group(c, p->weight, group, x, range, tile);
+    multiply_group(c, p->weight, group, x, range, tile[0], kGroupRows);
     for (int t = 0; t < range.count; ++t) {
-      float* out = p->out + std::size_t(range.first + t) * p->stride + row;
+      float* out = first_out + std::size_t(t) * p->stride;
       if (p->add) {
         for (int r = 0; r < n_rows; ++r) out[r] += tile[t][r];
       } else if (bias) {
@@ -117,8 +120,8 @@ void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Acti
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, gate.packed.rows - row);
     const TokenRange range = block_range(first, tokens, item % n_blocks);
     alignas(64) Tile gates, ups;
-    multiply_group(c, gate, group, x, range, gates);
-    multiply_group(c, up, group, x, range, ups);
+    multiply_group(c, gate, group, x, range, gates[0], kGroupRows);
+    multiply_group(c, up, group, x, range, ups[0], kGroupRows);
     c.kernels.gated(gates[0], ups[0], activation, range.count * kGroupRows, gates[0]);
     if (h.forms.f32) {
       for (int t = 0; t < range.count; ++t) std::copy_n(gates[t], n_rows, h.f32.row(range.first + t) + row);
@@ -139,7 +142,7 @@ void multiply_head(const Context& c, const Linear& head, const Activations& x, i
   c.worker.for_each(head.packed.groups(), [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, vocab_size - row);
     alignas(64) Tile tile;
-    multiply_group(c, head, group, x, {0, tokens}, tile);
+    multiply_group(c, head, group, x, {0, tokens}, tile[0], kGroupRows);
     for (int t = 0; t < tokens; ++t)
       std::copy_n(tile[t], n_rows, logits + std::size_t(t) * std::size_t(vocab_size) + row);
     update(c.scratch.best, tile[0], n_rows, row);

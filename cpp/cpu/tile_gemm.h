@@ -19,13 +19,16 @@ inline F load_scales(const std::uint16_t* p) {
 
 // kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of a tile.
 // The integer sum of a block is exact in any order; the float sum over the blocks runs in the order of the
-// columns.
+// columns. With `fetch_next`, the group behind this one is asked for, as the caller will want it next.
 template <class Block, int kRows, int kTokens>
 inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
-                      std::size_t stride) {
+                      std::size_t stride, bool fetch_next) {
   constexpr bool kHalves = requires(Block b) { b.half_scale; };
   constexpr bool kHasMin = requires(Block b) { b.min; };
   constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
+  // A single token has too few sums to hide the latency of a product: each is taken in two parts.
+  constexpr bool kParts = kTokens == 1 && !kHalves;
+  constexpr int kChains = kParts ? 2 : kSums;
   const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
 
   F acc[kRows][kTokens];
@@ -35,11 +38,16 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::set(0);
 
   for (int b = 0; b < n_blocks; ++b, ++block, ++x) {
+    if (fetch_next) {
+      const auto* next = reinterpret_cast<const std::byte*>(block + n_blocks);
+#pragma GCC unroll 20
+      for (std::size_t line = 0; line < sizeof(Block); line += 64) __builtin_prefetch(next + line);
+    }
     const auto row_codes = [&](int step, int r) __attribute__((always_inline)) {
       const int row = lane + r * Simd::kLanes;
       return Simd::load_codes(block->codes[panel + row / kPanelRows][step][row % kPanelRows]);
     };
-    I sum[kSums][kRows][kTokens];
+    I sum[kChains][kRows][kTokens];
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
       I start[2] = {Simd::set_int(0), Simd::set_int(0)};
@@ -54,17 +62,17 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
           for (int h = 0; h < kSums; ++h) start[h] = Simd::shift_left_4(start[h]);
       }
 #pragma GCC unroll 2
-      for (int h = 0; h < kSums; ++h)
+      for (int h = 0; h < kChains; ++h)
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) sum[h][r][t] = start[h];
     }
-    const auto multiply = [&](int half, const I(&codes)[kRows], int column) __attribute__((always_inline)) {
+    const auto multiply = [&](int chain, const I(&codes)[kRows], int column) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; ++t) {
         const I value = Simd::broadcast4(x->q[token + t] + column);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
-          sum[half][r][t] = Simd::template dot<Block::kZero>(sum[half][r][t], codes[r], value);
+          sum[chain][r][t] = Simd::template dot<Block::kZero>(sum[chain][r][t], codes[r], value);
       }
     };
     if constexpr (Block::kBits == 4) {
@@ -79,8 +87,17 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         multiply(0, codes, 4 * step);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) codes[r] = Simd::high_nibbles(packed[r]);
-        multiply(0, codes, 16 + 4 * step);
+        multiply(kParts, codes, 16 + 4 * step);
       }
+    } else if constexpr (kTokens == 1) {  // nothing but memory counts: line after line
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int step = 0; step < 8; ++step) {
+          I& part = sum[kHalves ? step / 4 : step % kChains][r][0];
+          part = Simd::template dot<Block::kZero>(part, row_codes(step, r),
+                                                  Simd::broadcast4(x->q[token] + 4 * step));
+        }
     } else {
 #pragma GCC unroll 8
       for (int step = 0; step < 8; ++step) {
@@ -104,7 +121,9 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
           const F both = Simd::mul(scale, Simd::set(x->scale[token + t]));
-          acc[r][t] = Simd::fma(Simd::to_float(sum[h][r][t]), both, acc[r][t]);
+          F total = Simd::to_float(sum[h][r][t]);
+          if constexpr (kParts) total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
+          acc[r][t] = Simd::fma(total, both, acc[r][t]);
         }
       }
       if constexpr (kHasMin) {
@@ -124,17 +143,20 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 
 template <class Block, int kTokens>
 void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
-                 std::size_t stride) {
+                 std::size_t stride, bool fetch_next) {
   for (int v = 0; v < kGroupRows / Simd::kLanes; v += Simd::kInt8Rows)
-    int8_tile<Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, token, out, stride);
+    int8_tile<Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, token, out, stride,
+                                               fetch_next && v == 0);
 }
 
 // int8_tokens with as many tokens as `count` says, 1 to kTokens.
 template <class Block, int kTokens>
 void int8_count(int count, const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
-                std::size_t stride) {
-  if (count == kTokens) return int8_tokens<Block, kTokens>(block, n_blocks, x, token, out, stride);
-  if constexpr (kTokens > 1) int8_count<Block, kTokens - 1>(count, block, n_blocks, x, token, out, stride);
+                std::size_t stride, bool fetch_next) {
+  if (count == kTokens)
+    return int8_tokens<Block, kTokens>(block, n_blocks, x, token, out, stride, fetch_next);
+  if constexpr (kTokens > 1)
+    int8_count<Block, kTokens - 1>(count, block, n_blocks, x, token, out, stride, fetch_next);
 }
 
 template <class Block>
@@ -143,13 +165,15 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
   const int n_blocks = weight.blocks_per_row();
   const auto* block =
       reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
+  const bool fetches = count > Simd::kInt8Tokens;  // with fewer, the processor's own prefetching is better
   while (count > 0) {
     const int token = first % kTileTokens;
     const int n = count < kTileTokens - token ? count : kTileTokens - token;
     for (int done = 0, left = (n + Simd::kInt8Tokens - 1) / Simd::kInt8Tokens; left > 0; --left) {
       const int share =
           (n - done + left - 1) / left;  // as even as can be: few tokens make poor use of a weight
-      int8_count<Block, Simd::kInt8Tokens>(share, block, n_blocks, x.tile(first), token + done, out, stride);
+      int8_count<Block, Simd::kInt8Tokens>(share, block, n_blocks, x.tile(first), token + done, out, stride,
+                                           fetches && left == 1 && n == count);
       done += share;
       out += std::size_t(share) * stride;
     }
