@@ -5,8 +5,10 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -15,6 +17,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "checksum.h"
 #include "cpu/python.h"
@@ -288,6 +292,22 @@ void import_state(Session& session, const TokenArray& tokens, const std::vector<
   });
 }
 
+void bind_dispatch(nb::module_& m) {
+  nb::class_<Dispatch>(m, "Dispatch", "One dispatch of a GPU.")
+      .def_ro("kernel", &Dispatch::kernel)
+      .def_ro("layer", &Dispatch::layer, "-1 before the layers and behind them.")
+      .def_prop_ro(
+          "grid", [](const Dispatch& self) { return std::tuple(self.grid[0], self.grid[1], self.grid[2]); },
+          "Threadgroups.")
+      .def_ro("threads", &Dispatch::threads, "Of a threadgroup.")
+      .def_ro("threadgroup_bytes", &Dispatch::threadgroup_bytes)
+      .def_ro("after_barrier", &Dispatch::after_barrier)
+      .def_ro("buffers", &Dispatch::buffers, "Labels, by binding.")
+      .def_prop_ro("args", [](const Dispatch& self) { return nb::bytes(self.args.data(), self.args.size()); })
+      .def_ro("start", &Dispatch::start, "Seconds of the GPU's clock.")
+      .def_ro("end", &Dispatch::end);
+}
+
 void bind_session(nb::module_& m) {
   nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
       .def(
@@ -333,6 +353,18 @@ void bind_session(nb::module_& m) {
             return logits.release();
           },
           "token"_a)
+      .def("plan", &Session::plan, "tokens"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "trace",
+          [](Session& self, TokenArray tokens, nb::object progress) {
+            ProgressGuard guard(std::move(progress));
+            std::vector<Dispatch> dispatches;
+            const PromptResult result =
+                without_gil([&] { return self.trace(view(tokens), dispatches, guard.function()); });
+            guard.raise_pending();
+            return std::pair(result.token, std::move(dispatches));
+          },
+          "tokens"_a, "progress"_a = nb::none())
       .def_prop_ro("position", &Session::position, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("max_context", &Session::max_context)
       .def("tokens", &Session::tokens, nb::call_guard<nb::gil_scoped_release>())
@@ -357,6 +389,7 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(translate);
   bind_config(m);
   bind_engine(m);
+  bind_dispatch(m);
   bind_session(m);
   nb::module_ kernels = m.def_submodule("cpu", "Kernels of the CPU engine, for tests.");
   cpu::bind_cpu_kernels(kernels);

@@ -17,14 +17,23 @@ void check_token(TokenId token, int vocab_size, std::size_t index) {
 Session::Session(std::shared_ptr<Engine> engine, int max_context)
     : engine_(std::move(engine)), max_context_(max_context) {}
 
+void Session::check_room(std::size_t position, std::size_t tokens) const {
+  if (tokens > std::size_t(max_context_) - position)
+    throw ContextOverflowError("position " + std::to_string(position) + " + " + std::to_string(tokens) +
+                               " tokens exceeds the context of " + std::to_string(max_context_));
+}
+
+void Session::require_dispatches() const {
+  if (!makes_dispatches())
+    throw DeviceError("the engine '" + engine_->backend() +
+                      "' makes no dispatches that could be listed or timed; use device='metal'");
+}
+
 std::size_t Session::check_prompt(std::span<const TokenId> tokens, Prefix prefix) const {
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
   for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
   const std::size_t position = prefix == Prefix::kAppend ? tokens_.size() : 0;
-  if (tokens.size() > std::size_t(max_context_) - position)
-    throw ContextOverflowError("position " + std::to_string(position) + " + " +
-                               std::to_string(tokens.size()) + " tokens exceeds the context of " +
-                               std::to_string(max_context_));
+  check_room(position, tokens.size());
   if (prefix == Prefix::kAppend) return 0;
   // The last token is always computed: what follows it is what the caller asks for.
   const std::size_t limit = std::min(tokens_.size(), tokens.size() - 1);
@@ -54,6 +63,7 @@ PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix 
     Chunk chunk;
     chunk.tokens = tokens.subspan(std::size_t(result.done), std::size_t(n));
     chunk.position = int(start) + result.done;
+    chunk.trace = wanted.trace;
     if (wanted.output == Output::kLogProbs) {
       chunk.output = Output::kLogProbs;
       chunk.targets = wanted.targets.subspan(std::size_t(result.done), std::size_t(n));
@@ -108,6 +118,41 @@ TokenId Session::forward_token_greedy(TokenId token) {
 
 void Session::forward_token(TokenId token, float* logits) {
   forward_prompt_logits({&token, 1}, logits);
+}
+
+std::vector<Dispatch> Session::plan(int tokens) {
+  require_dispatches();
+  if (tokens < 1)
+    throw std::invalid_argument("a plan needs at least one token, got " + std::to_string(tokens));
+  const std::scoped_lock lock(mutex_);
+  begin_call();
+  check_room(tokens_.size(), std::size_t(tokens));
+  reserve(int(tokens_.size()) + tokens);
+  const std::vector<TokenId> unread(std::size_t(tokens), 0);
+  std::vector<Dispatch> dispatches;
+  for (int done = 0; done < tokens;) {
+    const int n = std::min(engine_->options().chunk_tokens, tokens - done);
+    Chunk chunk;
+    chunk.tokens = std::span(unread).first(std::size_t(n));
+    chunk.position = int(tokens_.size()) + done;
+    done += n;
+    if (done == tokens) chunk.output = Output::kGreedy;
+    plan_chunk(chunk, dispatches);
+  }
+  return dispatches;
+}
+
+PromptResult Session::trace(std::span<const TokenId> tokens, std::vector<Dispatch>& trace,
+                            const Progress& progress) {
+  require_dispatches();
+  Chunk wanted;
+  wanted.output = Output::kGreedy;
+  wanted.trace = &trace;
+  return run(tokens, wanted, Prefix::kAppend, progress);
+}
+
+void Session::plan_chunk(const Chunk&, std::vector<Dispatch>&) {
+  require_dispatches();
 }
 
 int Session::position() const {

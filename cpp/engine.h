@@ -7,6 +7,7 @@
 // protected hooks.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -60,13 +61,27 @@ enum class Output {
   kLogProbs,  // for every token of the chunk, the log probability of its target
 };
 
+// One dispatch of a GPU: what runs, over what, and, where it ran alone, when.
+struct Dispatch {
+  std::string kernel;
+  int layer = -1;                     // -1: before the layers or behind them
+  std::array<std::size_t, 3> grid{};  // threadgroups
+  std::size_t threads = 0;            // of a threadgroup
+  std::size_t threadgroup_bytes = 0;
+  bool after_barrier = false;        // waits for those before it
+  std::vector<std::string> buffers;  // labels, by binding
+  std::vector<std::byte> args;       // the kernel's struct of shaders/args.h
+  double start = 0, end = 0;         // seconds of the GPU's clock
+};
+
 struct Chunk {
   std::span<const TokenId> tokens;
   int position = 0;  // of tokens[0]
   Output output = Output::kNone;
-  float* logits = nullptr;           // kLogits: [vocab_size]
-  std::span<const TokenId> targets;  // kLogProbs: target of each token; a negative one is not asked for
-  float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
+  float* logits = nullptr;                 // kLogits: [vocab_size]
+  std::span<const TokenId> targets;        // kLogProbs: target of each token; a negative one is not asked for
+  float* log_probs = nullptr;              // kLogProbs: [tokens.size()]
+  std::vector<Dispatch>* trace = nullptr;  // where given: each dispatch runs alone and is noted there
 };
 
 // Called between chunks with the number of prompt tokens done and in all. Returning false stops the prompt
@@ -101,6 +116,13 @@ class Session {
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);
   void forward_token(TokenId token, float* logits);
+
+  // The dispatches that forward_prompt of so many tokens would make from here. Nothing is computed. This and
+  // trace throw DeviceError on an engine that makes no dispatches.
+  std::vector<Dispatch> plan(int tokens);
+  // As forward_prompt, with each dispatch run alone, so that its time can be read; appends them to `trace`.
+  PromptResult trace(std::span<const TokenId> tokens, std::vector<Dispatch>& trace,
+                     const Progress& progress = {});
 
   int position() const;
   int max_context() const { return max_context_; }
@@ -138,6 +160,9 @@ class Session {
   virtual std::size_t cache_bytes() const = 0;
   virtual void collect_stats(Stats& stats) const = 0;
   virtual std::vector<float> read_intermediate(const std::string& name) const;
+  virtual bool makes_dispatches() const { return false; }
+  // Appends the dispatches of the chunk, whose tokens have no meaning. There is room for it in the cache.
+  virtual void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan);
   virtual void begin_call() {}  // resets the counters behind stats()
 
   const std::shared_ptr<Engine> engine_;
@@ -146,6 +171,8 @@ class Session {
   // How many leading tokens of the prompt are in the cache already; checks the rest against the limits.
   std::size_t check_prompt(std::span<const TokenId> tokens, Prefix prefix) const;
   PromptResult run(std::span<const TokenId> tokens, Chunk wanted, Prefix prefix, const Progress& progress);
+  void check_room(std::size_t position, std::size_t tokens) const;
+  void require_dispatches() const;
 
   const int max_context_;
   mutable std::mutex mutex_;

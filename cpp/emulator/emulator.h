@@ -59,9 +59,10 @@ void set_limits(const DeviceLimits& limits);
 
 struct BindingRecord {
   int index = 0;
-  std::string name;                                 // of the kernel's argument
-  std::string label;                                // of the buffer; empty for setBytes
-  std::uint64_t bytes_read = 0, bytes_written = 0;  // counted in checked mode
+  std::string name;                                               // of the kernel's argument
+  std::string label;                                              // of the buffer; empty for setBytes
+  std::uint64_t bytes_read = 0, bytes_written = 0;                // counted in checked mode: by every thread
+  std::uint64_t unique_bytes_read = 0, unique_bytes_written = 0;  // the same, each byte once
 };
 struct DispatchRecord {
   std::string kernel;

@@ -42,8 +42,10 @@ void bind_records(nb::module_& m) {
       .def_ro("index", &BindingRecord::index)
       .def_ro("name", &BindingRecord::name, "Of the kernel's argument.")
       .def_ro("label", &BindingRecord::label, "Of the buffer; empty for setBytes.")
-      .def_ro("bytes_read", &BindingRecord::bytes_read, "Counted in checked mode.")
-      .def_ro("bytes_written", &BindingRecord::bytes_written, "Counted in checked mode.");
+      .def_ro("bytes_read", &BindingRecord::bytes_read, "By every thread; counted in checked mode.")
+      .def_ro("bytes_written", &BindingRecord::bytes_written, "By every thread; counted in checked mode.")
+      .def_ro("unique_bytes_read", &BindingRecord::unique_bytes_read, "The same, each byte once.")
+      .def_ro("unique_bytes_written", &BindingRecord::unique_bytes_written, "The same, each byte once.");
   nb::class_<DispatchRecord>(m, "DispatchRecord", "A dispatch of a completed command buffer.")
       .def_ro("kernel", &DispatchRecord::kernel)
       .def_prop_ro(

@@ -81,6 +81,8 @@ class MetalSession final : public Session {
   void collect_stats(Stats& stats) const override;
   void begin_call() override { counters_ = {}; }
   std::vector<float> read_intermediate(const std::string& name) const override;
+  bool makes_dispatches() const override { return true; }
+  void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) override;
 
  private:
   struct Heads {  // of K or V at one position
@@ -109,15 +111,29 @@ TokenId MetalSession::forward_chunk(const Chunk& chunk) {
     const View targets = batch.get(Name::kTargets, chunk.targets.size_bytes(), counters_);
     std::memcpy(targets.buffer.contents, chunk.targets.data(), chunk.targets.size_bytes());
   }
-  id<MTLCommandBuffer> commands = device.command_buffer(
-      std::to_string(chunk.tokens.size()) + " tokens at position " + std::to_string(chunk.position));
-  {
-    Encoder encoder(commands, metal_.kernels(), device.tuning(), counters_);
+  const auto encode = [&](Encoder&& encoder) {
     metal_.forward().encode(encoder, chunk, batch, *cache_, rope_tables, counters_);
+  };
+  if (chunk.trace) {
+    encode(Encoder(device, metal_.kernels(), counters_, *chunk.trace, true));
+  } else {
+    id<MTLCommandBuffer> commands = device.command_buffer(
+        std::to_string(chunk.tokens.size()) + " tokens at position " + std::to_string(chunk.position));
+    encode(Encoder(commands, metal_.kernels(), device.tuning(), counters_));
+    device.run(commands, counters_);
   }
-  device.run(commands, counters_);
   if (device.debug()) keep_intermediates(chunk, batch);
   return deliver(chunk, batch);
+}
+
+void MetalSession::plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) {
+  const AutoreleasePool pool;
+  const BatchPool::Lease lease = metal_.batches().take();
+  Batch& batch = *lease;
+  CallCounters uncounted;
+  batch.get(Name::kIds, chunk.tokens.size_bytes(), uncounted);
+  Encoder encoder(metal_.device(), metal_.kernels(), uncounted, plan, false);
+  metal_.forward().encode(encoder, chunk, batch, *cache_, metal_.rope_tables().by_layer(), uncounted);
 }
 
 // Brings what was asked for from the buffers that the host can read.

@@ -27,8 +27,10 @@ void ForwardPass::encode(Encoder& e, const Chunk& chunk, Batch& batch, const KvC
   for (int layer = 0; layer < config_.n_layers; ++layer) {
     // The last layer writes K and V of every token, and goes on with those alone whose output is asked for.
     const bool last = layer == config_.n_layers - 1;
+    e.enter_layer(layer);
     encode_layer(e, layer, a, cache, {rope_tables[std::size_t(layer)]}, chunk, all, last ? wanted : all);
   }
+  e.leave_layers();
 
   const std::size_t logits_bytes = std::size_t(config_.vocab_size) * sizeof(float);
   const View last_token = row(a.x, wanted.first, config_.dim);

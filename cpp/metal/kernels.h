@@ -62,6 +62,7 @@ class Kernels {
   Kernels(const Device& device, const std::set<KernelKey>& wanted, const CacheShape& cache);
 
   id<MTLComputePipelineState> pipeline(Kernel kernel, TensorType type = TensorType::kF32) const;
+  std::string name_of(id<MTLComputePipelineState> pipeline) const;
   const CacheShape& cache() const { return cache_; }
   std::size_t count() const { return count_; }
 

@@ -183,4 +183,12 @@ id<MTLComputePipelineState> Kernels::pipeline(Kernel kernel, TensorType type) co
   return state;
 }
 
+std::string Kernels::name_of(id<MTLComputePipelineState> pipeline) const {
+  for (std::size_t kernel = 0; kernel < pipelines_.size(); ++kernel)
+    for (std::size_t type = 0; type < kTypes; ++type)
+      if (pipelines_[kernel][type] == pipeline)
+        return kernel_name({Kernel(kernel), TensorType(type)}, cache_);
+  throw std::logic_error("a dispatch uses a pipeline that is not among the kernels");
+}
+
 }  // namespace metal_prefill::metal

@@ -17,6 +17,10 @@ class Encoder {
  public:
   Encoder(id<MTLCommandBuffer> commands, const Kernels& kernels, const Tuning& tuning,
           CallCounters& counters);
+  // Notes every dispatch in `trace`. With `run` each has a command buffer of its own, which is waited for;
+  // without, nothing reaches the GPU.
+  Encoder(const Device& device, const Kernels& kernels, CallCounters& counters, std::vector<Dispatch>& trace,
+          bool run);
   ~Encoder();  // ends the encoding, also when an exception passes
   Encoder(const Encoder&) = delete;
   Encoder& operator=(const Encoder&) = delete;
@@ -44,17 +48,26 @@ class Encoder {
     dispatch(pipeline, buffers, &args, sizeof(Args), grid);
   }
 
+  // What the following dispatches are part of, for the trace.
+  void enter_layer(int layer) { layer_ = layer; }
+  void leave_layers() { layer_ = -1; }
+
   const Kernels& kernels() const { return kernels_; }
   const Tuning& tuning() const { return tuning_; }
 
  private:
   void dispatch(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers, const void* args,
                 std::size_t args_bytes, const Grid& grid);
+  void note(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers, const void* args,
+            std::size_t args_bytes, const Grid& grid, bool after_barrier);
 
-  id<MTLComputeCommandEncoder> encoder_;
+  id<MTLComputeCommandEncoder> encoder_;  // null when tracing
   const Kernels& kernels_;
   const Tuning& tuning_;
   CallCounters& counters_;
+  const Device* run_on_ = nullptr;          // when tracing: where each dispatch runs alone; null: nowhere
+  std::vector<Dispatch>* trace_ = nullptr;  // null: not tracing
+  int layer_ = -1;
   bool overlap_ = false;        // in the scope of an Overlap
   bool needs_barrier_ = false;  // before the next dispatch
 };

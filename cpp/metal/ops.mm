@@ -1,6 +1,7 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace metal_prefill::metal {
 
@@ -25,6 +26,14 @@ Encoder::Encoder(id<MTLCommandBuffer> commands, const Kernels& kernels, const Tu
     throw DeviceError("the GPU gave no compute encoder for " + std::string(commands.label.UTF8String));
 }
 
+Encoder::Encoder(const Device& device, const Kernels& kernels, CallCounters& counters,
+                 std::vector<Dispatch>& trace, bool run)
+    : kernels_(kernels),
+      tuning_(device.tuning()),
+      counters_(counters),
+      run_on_(run ? &device : nullptr),
+      trace_(&trace) {}
+
 Encoder::~Encoder() {
   [encoder_ endEncoding];
 }
@@ -40,8 +49,9 @@ Encoder::Overlap::~Overlap() {
 
 void Encoder::dispatch(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers,
                        const void* args, std::size_t args_bytes, const Grid& grid) {
-  if (needs_barrier_) [encoder_ memoryBarrierWithScope:MTLBarrierScopeBuffers];
-  needs_barrier_ = !overlap_;
+  const bool barrier = std::exchange(needs_barrier_, !overlap_);
+  if (trace_) return note(pipeline, buffers, args, args_bytes, grid, barrier);
+  if (barrier) [encoder_ memoryBarrierWithScope:MTLBarrierScopeBuffers];
   [encoder_ setComputePipelineState:pipeline];
   NSUInteger index = 0;
   for (const View& view : buffers) [encoder_ setBuffer:view.buffer offset:view.offset atIndex:index++];
@@ -50,6 +60,34 @@ void Encoder::dispatch(id<MTLComputePipelineState> pipeline, std::initializer_li
   [encoder_ dispatchThreadgroups:MTLSizeMake(grid.x, grid.y, grid.z)
            threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
   ++counters_.dispatches;
+}
+
+void Encoder::note(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers,
+                   const void* args, std::size_t args_bytes, const Grid& grid, bool after_barrier) {
+  const AutoreleasePool pool;
+  Dispatch noted = {.kernel = kernels_.name_of(pipeline),
+                    .layer = layer_,
+                    .grid = {grid.x, grid.y, grid.z},
+                    .threads = grid.threads,
+                    .threadgroup_bytes = grid.threadgroup_bytes,
+                    .after_barrier = after_barrier};
+  for (const View& view : buffers) {
+    NSString* label = view.buffer.label;
+    noted.buffers.push_back(label ? label.UTF8String : "");
+  }
+  const auto* bytes = static_cast<const std::byte*>(args);
+  noted.args.assign(bytes, bytes + args_bytes);
+  if (run_on_) {
+    id<MTLCommandBuffer> commands = run_on_->command_buffer(noted.kernel);
+    {
+      Encoder alone(commands, kernels_, tuning_, counters_);
+      alone.dispatch(pipeline, buffers, args, args_bytes, grid);
+    }
+    run_on_->run(commands, counters_);
+    noted.start = commands.GPUStartTime;
+    noted.end = commands.GPUEndTime;
+  }
+  trace_->push_back(std::move(noted));
 }
 
 namespace ops {

@@ -38,6 +38,8 @@ COMMANDS = {
         "metal_prefill.bench.command", "measure prompt processing and decoding, alone or against peers"
     ),
     "info": Command("metal_prefill.commands.info", "show what is in a model file, and the devices"),
+    "trace": Command("metal_prefill.commands.trace", "time single dispatches of the GPU"),
+    "model": Command("metal_prefill.commands.model", "predict speed on a GPU that is not at hand"),
     "perplexity": Command("metal_prefill.commands.perplexity", "score a text"),
     "synth": Command("metal_prefill.commands.synth", "write a model of any shape with random weights"),
 }

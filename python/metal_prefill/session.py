@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import sampling, state
+from metal_prefill.dispatches import Dispatch, from_core
 from metal_prefill.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -231,6 +232,44 @@ class Session:
         """
         tokens, rows = self._open().export_state()
         state.write(path, self._model._state_owner, state.State(tokens, rows, self.notes))
+
+    def plan(self, tokens: int) -> list[Dispatch]:
+        """Return the dispatches that a prompt of `tokens` tokens would make from here.
+
+        Nothing is computed, and the position stays.
+
+        Raises
+        ------
+        DeviceError
+            The engine makes no dispatches: it is the CPU's.
+        ContextOverflowError
+            More tokens than the context has room for.
+        ValueError
+            If `tokens` is less than 1.
+        """
+        return from_core(self._open().plan(operator.index(tokens)))
+
+    def trace(self, tokens: TokenIds, *, progress: Progress | None = None) -> tuple[int, list[Dispatch]]:
+        """Process a prompt with each dispatch in a command buffer of its own, and say when it ran.
+
+        That takes longer than :meth:`forward_prompt`, and what could run at the same time does not.
+        Parameters and errors are those of :meth:`forward_prompt`.
+
+        Returns
+        -------
+        token : int
+            The greedy next token.
+        dispatches : list of Dispatch
+            In the order in which they ran.
+
+        Raises
+        ------
+        DeviceError
+            Also where the engine makes no dispatches: it is the CPU's.
+        """
+        ids = token_array(tokens, self._model.config.vocab_size)
+        token, dispatches = self._open().trace(ids, progress)
+        return token, from_core(dispatches)
 
     def stats(self) -> dict[str, float]:
         """Counters of the last call and sizes in bytes.

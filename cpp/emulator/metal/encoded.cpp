@@ -55,6 +55,12 @@ std::vector<Access> touched(const Command& command, const std::vector<EncodedBin
   return accesses;
 }
 
+std::uint64_t total_bytes(const std::vector<ByteRange>& ranges) {
+  std::uint64_t total = 0;
+  for (const ByteRange& range : ranges) total += range.end - range.begin;
+  return total;
+}
+
 }  // namespace
 
 std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics) {
@@ -105,10 +111,14 @@ std::vector<DispatchRecord> make_records(const Encoded& encoded,
     record.barriers = measured.barriers;
     for (const EncodedBinding& binding : encoded.bindings[i]) {
       const auto index = static_cast<std::size_t>(binding.index);
-      BindingRecord entry{binding.index, binding.name, {}, 0, 0};
+      BindingRecord entry;
+      entry.index = binding.index;
+      entry.name = binding.name;
       if (binding.buffer) entry.label = State::get().label(*binding.buffer);
       if (index < measured.bytes_read.size()) entry.bytes_read = measured.bytes_read[index];
       if (index < measured.bytes_written.size()) entry.bytes_written = measured.bytes_written[index];
+      if (index < measured.read.size()) entry.unique_bytes_read = total_bytes(measured.read[index]);
+      if (index < measured.written.size()) entry.unique_bytes_written = total_bytes(measured.written[index]);
       record.bindings.push_back(std::move(entry));
     }
     records.push_back(std::move(record));

@@ -29,7 +29,8 @@ FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fsigned-c
          "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
 CHECKED = ["-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0",
            "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm",
-           "-asan-kernel-mem-intrinsic-prefix=1"]  # fmt: skip
+           "-asan-kernel-mem-intrinsic-prefix=1", "-mllvm",
+           "-asan-opt-same-temp=0"]  # fmt: skip; the last: count the load of "+=" beside its store
 
 
 def architecture_flags(clang: str) -> list[str]:

@@ -1,0 +1,188 @@
+"""``metal-prefill model``: predict speed on a GPU that is not at hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metal_prefill.commands import common
+
+if TYPE_CHECKING:
+    from metal_prefill.cost_model import Prediction, Shape
+
+NOTE = "predicted: computed from published constants of the chip, not measured"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    from metal_prefill.cost_model.chips import CHIPS
+    from metal_prefill.synth import PRESETS
+
+    parser.add_argument("--chip", choices=tuple(CHIPS), default="m4", help="default: m4")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "-m", "--model", metavar="FILE", help="GGUF file, or owner/repo:file on the Hugging Face Hub"
+    )
+    which.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        default="smollm-135m",
+        help="shape in Q4_0, with embedding in Q8_0 (default: smollm-135m)",
+    )
+    parser.add_argument(
+        "-p", "--prompt", type=common.not_negative, metavar="N", help="tokens of the prompt (default: 512)"
+    )
+    parser.add_argument(
+        "-n",
+        "--n-gen",
+        type=common.not_negative,
+        default=0,
+        metavar="N",
+        help="tokens behind it, predicted apart (default: 0)",
+    )
+    parser.add_argument(
+        "--kv-dtype", choices=("f16", "f32"), default="f16", help="elements of the KV cache (default: f16)"
+    )
+    parser.add_argument(
+        "--chunk-tokens", type=common.positive, default=512, metavar="N", help="as of Model (default: 512)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="predict the dispatches of a file of `metal-prefill trace`, beside their times",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _shape(arguments: argparse.Namespace) -> Shape:
+    from metal_prefill.architecture import ModelConfig
+    from metal_prefill.cost_model import shape_of, uniform_shape
+    from metal_prefill.gguf_file import GGUFFile
+    from metal_prefill.synth import PRESETS, TIED
+
+    path = common.model_path(arguments.model)
+    if path is not None:
+        with GGUFFile(path) as gguf:
+            return shape_of(gguf)
+    s = PRESETS[arguments.preset]
+    config = ModelConfig(
+        architecture="llama",
+        n_layers=s.layers,
+        dim=s.dim,
+        n_heads=s.heads,
+        n_kv_heads=s.kv_heads,
+        key_dim=s.head_dim,
+        value_dim=s.head_dim,
+        ffn_dim=s.ffn,
+        vocab_size=s.vocab,
+        context_length=s.context,
+        norm_eps=s.norm_eps,
+        rope_dim=s.rope_dims or s.head_dim,
+    )
+    return uniform_shape(config, "q4_0", "q8_0", None if s.output_type == TIED else s.output_type.lower())
+
+
+def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
+    """Return what the options ask for, each with the name that benchmarks have for it."""
+    from metal_prefill.cost_model import find_chip, plan, predict
+    from metal_prefill.trace import read_trace
+
+    chip = find_chip(arguments.chip)
+    if arguments.trace is not None:
+        if arguments.prompt is not None or arguments.n_gen:
+            raise ValueError("--trace says which tokens there are: leave out -p and -n")
+        steps, _ = read_trace(arguments.trace)
+        decode = [d for step in steps[1:] for d in step.dispatches]
+        found = [(f"pp{steps[0].tokens}", predict(chip, steps[0].dispatches, steps[0].tokens))]
+        return found + ([(f"tg{len(steps) - 1}", predict(chip, decode, len(steps) - 1))] if decode else [])
+    prompt = 512 if arguments.prompt is None else arguments.prompt
+    shape = _shape(arguments)
+    options: dict[str, Any] = {
+        "family": chip.family,
+        "kv_type": arguments.kv_dtype,
+        "chunk_tokens": arguments.chunk_tokens,
+    }
+    if not prompt and not arguments.n_gen:
+        raise ValueError("nothing to predict: give -p or -n")
+    limit = shape.config.context_length
+    if prompt + arguments.n_gen > limit:
+        raise ValueError(f"{prompt + arguments.n_gen} tokens exceed the model's context of {limit}")
+    found = []
+    if prompt:
+        found.append((f"pp{prompt}", predict(chip, plan(shape, prompt, **options), prompt)))
+    if arguments.n_gen:
+        decode = [d for i in range(arguments.n_gen) for d in plan(shape, 1, position=prompt + i, **options)]
+        found.append((f"tg{arguments.n_gen}", predict(chip, decode, arguments.n_gen)))
+    return found
+
+
+def _measured(prediction: Prediction) -> dict[str, float]:
+    """Return microseconds by kernel, where the dispatches have times."""
+    times: dict[str, float] = {}
+    for d in prediction.dispatches:
+        if d.end > d.start:
+            times[d.kernel] = times.get(d.kernel, 0.0) + (d.end - d.start) * 1e6
+    return times
+
+
+def as_json(name: str, prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as JSON."""
+    measured = _measured(prediction)
+    return {
+        "test": name,
+        "predicted": True,
+        "chip": prediction.chip.name,
+        "tokens": prediction.tokens,
+        "predicted_seconds": prediction.seconds,
+        "predicted_ts": prediction.tokens_per_second,
+        "dispatches": len(prediction.dispatches),
+        **({"trace_seconds": sum(measured.values()) / 1e6} if measured else {}),
+        "kernels": [
+            {
+                "kernel": row.kernel,
+                "dispatches": row.dispatches,
+                "predicted_us": row.microseconds,
+                "overhead_us": row.overhead,
+                "bound": row.bound,
+                **({"trace_us": measured[row.kernel]} if row.kernel in measured else {}),
+            }
+            for row in prediction.by_kernel()
+        ],
+    }
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the predictions."""
+    found = predictions(arguments)
+    if arguments.json:
+        print(json.dumps([as_json(name, prediction) for name, prediction in found], indent=1))
+        return
+    from rich.table import Table
+
+    console = common.console()
+    for name, prediction in found:
+        total, measured = prediction.seconds * 1e6, _measured(prediction)
+        table = Table(
+            title=f"{name} on {prediction.chip.name}, predicted: {prediction.tokens_per_second:,.0f} tok/s",
+            title_justify="left",
+        )
+        columns = ["kernel", "dispatches", "predicted µs", "share", "overhead µs", "bound by"]
+        for i, column in enumerate([*columns, "in the trace µs"] if measured else columns):
+            table.add_column(column, justify="right" if 0 < i != 5 else "left")
+        for row in prediction.by_kernel():
+            cells = [
+                row.kernel,
+                str(row.dispatches),
+                f"{row.microseconds:,.1f}",
+                f"{row.microseconds / total:.1%}",
+                f"{row.overhead:,.1f}",
+                row.bound,
+            ]
+            table.add_row(*cells, *([f"{measured.get(row.kernel, 0):,.1f}"] if measured else []))
+        cells = ["together", str(len(prediction.dispatches)), f"{total:,.1f}", "100.0%", "", ""]
+        table.add_row(*cells, *([f"{sum(measured.values()):,.1f}"] if measured else []))
+        console.print(table)
+    console.print(NOTE, highlight=False)

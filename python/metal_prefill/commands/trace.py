@@ -1,0 +1,85 @@
+"""``metal-prefill trace``: a timeline of single dispatches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from metal_prefill.commands import common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    common.add_model_arguments(parser)
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        type=common.positive,
+        default=512,
+        metavar="N",
+        help="tokens of the prompt (default: 512)",
+    )
+    parser.add_argument(
+        "-n",
+        "--n-gen",
+        type=common.not_negative,
+        default=0,
+        metavar="N",
+        help="tokens behind it (default: 0)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="for chrome://tracing or ui.perfetto.dev (default: trace.json)",
+    )
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Run the prompt and write the file."""
+    from metal_prefill import __version__
+    from metal_prefill.trace import (
+        GPU_CLOCK,
+        HOST_CLOCK,
+        SERIALIZED,
+        chrome_trace,
+        counts_work,
+        trace_session,
+    )
+
+    output: Path = arguments.output
+    part = output.with_name(output.name + ".part")
+    with open(
+        part, "w", encoding="utf-8"
+    ) as file:  # a place that cannot be written to is found before the work
+        try:
+            with common.open_model(arguments) as model:
+                vocab = model.config.vocab_size
+                tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
+                with (
+                    model.session() as session,
+                    common.progress_bar("tracing", "tokens") as progress,
+                ):
+                    steps = trace_session(session, tokens, arguments.n_gen, model.device, progress)
+                metadata = {
+                    "version": __version__,
+                    "device": model.device,
+                    "model": str(model.path),
+                    "n_prompt": arguments.prompt,
+                    "n_gen": arguments.n_gen,
+                    "clock": HOST_CLOCK if counts_work(model.device) else GPU_CLOCK,
+                    "dispatches": SERIALIZED,
+                }
+            json.dump(chrome_trace(steps, metadata), file)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    os.replace(part, output)
+    n = sum(len(step.dispatches) for step in steps)
+    print(f"{output}: {n} dispatches of {metadata['device']}", file=sys.stderr)

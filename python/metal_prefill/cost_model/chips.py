@@ -1,0 +1,199 @@
+"""The constants of the cost model, each with where it comes from.
+
+Sources
+-------
+[MB]
+    Philip Turner, metal-benchmarks, README (github.com/philipturner/metal-benchmarks): clocks, cores, caches
+    and cycles of instructions of Apple 7 and 8, measured.
+[CC]
+    Chips and Cheese, "A Brief Look at Apple's M2 Pro iGPU", 31 October 2023: latencies, measured.
+[HPC]
+    Hübner et al., "Apple vs. Oranges", arXiv:2502.05317: STREAM on the GPUs of M1 to M4, measured; up to 100
+    of the M4's 120 GB/s.
+[APPLE]
+    Apple's technical specifications: cores, memory bandwidth.
+[CLK]
+    Clocks that specification collections give for M3 and M4 (1.38 GHz, 3.53 TFLOP/s; 1.47 GHz, 3.76
+    TFLOP/s; M4 Pro and Max 1.578 GHz). Apple publishes none; others quote up to 4.6 TFLOP/s for the M4.
+[PLAN]
+    1.27 microseconds a dispatch, once measured on an M4 by the authors of the plan that this engine
+    implements, on their own engine.
+[CUDA]
+    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0.
+[H200]
+    NVIDIA H200 and H100 data sheets: 132 SMs, 1.98 GHz boost, memory bandwidth.
+[H-MB]
+    Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", arXiv:2402.13499: latencies
+    of caches and memory, measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Cycles that an instruction of a simdgroup (32 lanes) takes; a core has four schedulers.
+
+    Attributes
+    ----------
+    alu
+        FMA, add, multiply, compare, bitwise.
+    slow, exp, rcp, rsqrt
+        On the pipeline for complex instructions, beside which others run: conversion, shift, bit field and
+        integer multiplication; exponential; reciprocal; reciprocal square root.
+    complex_issue
+        What one of these takes from the scheduler.
+    shuffle
+    mma
+        A product of 8x8 blocks: 512 FMA.
+    memory
+        Issue of a load or store.
+    alone
+        Cycles between instructions of one simdgroup that has a scheduler to itself.
+    """
+
+    alu: float
+    slow: float
+    exp: float
+    rcp: float
+    rsqrt: float
+    complex_issue: float
+    shuffle: float
+    mma: float
+    memory: float
+    alone: float
+
+
+# [MB] "ALU Layout" and "Instruction Throughputs": IMAD, LSHIFT, CONVERT, EXP2 4, RECIP 6, RSQRT 8, SHUFFLE 2.
+# complex_issue: from "Mixed workload performance": EXP2 + 2 FMUL 4.08, EXP2 + 3 FMUL 5.20, IMAD + 2 IADD
+# 4.12, IMAD + 3 IADD 5.40 cycles, which is max(4, 2 + n).
+# mma: "Matrix FFMA32: 101.7 per core and cycle", 512 / (101.7 / 4).
+# alone: "FFMA, ILP 4, 4 simds/core: 2.75 cycles".
+APPLE_CYCLES = Cycles(
+    alu=1,
+    slow=4,
+    exp=4,
+    rcp=6,
+    rsqrt=8,
+    complex_issue=2,
+    shuffle=2,
+    mma=512 / (101.7 / 4),
+    memory=1,
+    alone=2.75,
+)
+
+# [CUDA] results per cycle and SM: FP32 128; conversions, shifts, integer multiply 64; exp2, reciprocal, rsqrt
+# 16; shuffle and loads 32. mma: as FMA without tensor cores. alone: 4 cycles from one FMA to one that needs
+# it, at two independent ones.
+HOPPER_CYCLES = Cycles(
+    alu=1, slow=2, exp=8, rcp=8, rsqrt=8, complex_issue=1, shuffle=4, mma=16, memory=4, alone=2
+)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU.
+
+    Attributes
+    ----------
+    family
+        Apple GPU family, which decides the engine's tuning.
+    cores
+    ghz
+    dram_gbs
+        Memory bandwidth by the data sheet, 1e9 bytes a second.
+    dram_efficiency
+        The share of it that a stream reaches.
+    slc_bytes
+        Last cache before memory.
+    slc_gbs, l2_gbs
+        Bandwidth of that cache, and of the one that all cores share before it.
+    core_bytes
+        Bytes that the first-level cache and threadgroup memory of a core give in a cycle.
+    dram_ns, slc_ns
+        From a load to its value.
+    dispatch_us
+        From one dispatch to the next that waits for it, beside the work.
+    threads, threadgroup_bytes
+        Most threads resident on a core, and its threadgroup memory.
+    """
+
+    name: str
+    family: int
+    cores: int
+    ghz: float
+    dram_gbs: float
+    slc_bytes: float
+    slc_gbs: float
+    l2_gbs: float
+    dram_efficiency: float = 100 / 120  # [HPC], the M4's
+    core_bytes: float = 64  # [MB] "On-Core Data BW/Cycle"
+    dram_ns: float = 342  # [CC]
+    slc_ns: float = 234  # [CC]
+    dispatch_us: float = 1.27  # [PLAN]
+    threads: int = 3072  # [MB] "Max Threads"
+    threadgroup_bytes: int = 60 << 10  # [MB] "Shared Memory"
+    cycles: Cycles = APPLE_CYCLES
+
+
+def _apple(name: str, family: int, cores: int, ghz: float, dram_gbs: float, slc_mib: int) -> Chip:
+    # [MB] "SLC BW/Cycle" is twice "RAM BW/Cycle"; "On-GPU Data BW/Cycle" is 32 bytes a core.
+    return Chip(
+        name, family, cores, ghz, dram_gbs, slc_mib << 20, slc_gbs=2 * dram_gbs, l2_gbs=32 * cores * ghz
+    )
+
+
+_H200 = Chip(
+    "h200",
+    family=7,  # what the emulator claims to be
+    cores=132,  # [H200]
+    ghz=1.98,  # [H200]
+    dram_gbs=4800,  # [H200]
+    slc_bytes=50 << 20,  # [H200]
+    slc_gbs=5500,  # [H-MB]
+    l2_gbs=5500,  # [H-MB]: one cache plays both parts
+    dram_efficiency=0.9,  # [H-MB]
+    core_bytes=128,  # [H-MB]
+    dram_ns=480,  # [H-MB] about 800 cycles
+    slc_ns=140,  # [H-MB] about 260 cycles
+    dispatch_us=4.0,
+    threads=2048,
+    threadgroup_bytes=228 << 10,
+    cycles=HOPPER_CYCLES,
+)
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        # clock and cores of M1 and M2: [MB]; bandwidth: [APPLE]; clock of M3 and M4: [CLK]; SLC of M1 and M2
+        # [MB], for the others taken to be that of their predecessors.
+        _apple("m1", 7, 8, 1.278, 68.3, 8),
+        _apple("m1-pro", 7, 16, 1.296, 204.8, 24),
+        _apple("m1-max", 7, 32, 1.296, 409.6, 48),
+        _apple("m2", 8, 10, 1.398, 102.4, 8),
+        _apple("m2-pro", 8, 19, 1.398, 204.8, 24),
+        _apple("m2-max", 8, 38, 1.398, 409.6, 48),
+        _apple("m3", 9, 10, 1.38, 102.4, 8),
+        _apple("m4", 9, 10, 1.47, 120.0, 8),
+        _apple("m4-pro", 9, 20, 1.578, 273.0, 24),
+        _apple("m4-max", 9, 40, 1.578, 546.0, 48),
+        _H200,
+        replace(_H200, name="h100", dram_gbs=3350),
+    )
+}
+
+
+def find_chip(name: str) -> Chip:
+    """Return a chip by name.
+
+    Raises
+    ------
+    ValueError
+        If it is not known.
+    """
+    chip = CHIPS.get(name.lower())
+    if chip is None:
+        raise ValueError(f"unknown chip {name!r}; known are {', '.join(CHIPS)}")
+    return chip

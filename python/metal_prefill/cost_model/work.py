@@ -1,0 +1,461 @@
+"""What a dispatch has to do: bytes, operations and dependent steps, from its kernel, arguments and geometry.
+
+Instructions are counted from the source of the shaders, by kind. They are those of the inner loops, with a
+fixed allowance for the loop itself; nobody has seen what Apple's compiler makes of them. Bytes, each once,
+are those that the emulator counts (`tests/metal/test_trace.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, log2
+
+from metal_prefill.cost_model.plan import (
+    MATMUL_THREADS,
+    MULTI_TOKEN_TILE,
+    NARROW,
+    PREFILL_KEYS,
+    SIMD,
+    WIDE,
+    prefill_row_blocks,
+)
+from metal_prefill.dispatches import Dispatch
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Instructions of one simdgroup, by kind; see :class:`metal_prefill.cost_model.chips.Cycles`."""
+
+    alu: float = 0
+    slow: float = 0
+    exp: float = 0
+    rcp: float = 0
+    rsqrt: float = 0
+    shuffle: float = 0
+    mma: float = 0
+    memory: float = 0
+
+    def __add__(self, other: Ops) -> Ops:
+        return Ops(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, factor: float) -> Ops:
+        return Ops(*(a * factor for a in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a dispatch does.
+
+    Attributes
+    ----------
+    groups, simdgroups
+        Threadgroups, and simdgroups of each.
+    ops
+        Of one simdgroup.
+    longest
+        How many times the average a simdgroup has at most.
+    trips
+        Times that a simdgroup waits for memory, one behind the other.
+    covered
+        Whether its products run while it waits.
+    dram_bytes
+        Bytes that come from or go to memory, each once: weights, and what the last caches do not hold.
+    cached_bytes
+        Other bytes, each once: activations.
+    fetched_bytes
+        What all threadgroups together read and write, what several of them read counted for each.
+    core_bytes
+        What the simdgroups move to and from the first-level cache and threadgroup memory.
+    threadgroup_bytes
+        Threadgroup memory of a group.
+    """
+
+    groups: int
+    simdgroups: int
+    ops: Ops
+    trips: float
+    dram_bytes: float
+    cached_bytes: float
+    fetched_bytes: float
+    core_bytes: float
+    threadgroup_bytes: int = 0
+    covered: bool = False
+    longest: float = 1.0
+
+
+# By tensor type, for an item of 8 values: bytes that a thread asks for, and instructions to dequantize it.
+_ITEMS: dict[str, tuple[float, Ops]] = {
+    "q4_0": (6, Ops(alu=19, slow=14, memory=3)),
+    "q4_1": (8, Ops(alu=12, slow=14, memory=4)),
+    "q5_0": (10, Ops(alu=36, slow=25, memory=5)),
+    "q5_1": (12, Ops(alu=29, slow=25, memory=6)),
+    "q8_0": (10, Ops(alu=9, slow=8, memory=3)),
+    "q4_k": (14.5, Ops(alu=34, slow=26, memory=8)),
+    "q5_k": (22.5, Ops(alu=50, slow=42, memory=12)),
+    "q6_k": (19, Ops(alu=50, slow=38, memory=10)),
+    "f32": (32, Ops(memory=2)),
+    "f16": (16, Ops(memory=2)),
+    "bf16": (16, Ops(slow=8, memory=2)),
+}
+_LOOP = Ops(alu=8, slow=2)  # addresses, the comparison and the branch of a loop
+_HALF, _FLOAT = 2, 4
+_BLOCK = 64  # values of an 8x8 block
+
+
+def _item(kernel: str) -> tuple[float, Ops]:
+    kinds = [kind for kind in _ITEMS if f"_{kind}" in kernel]
+    return _ITEMS[max(kinds, key=len)]
+
+
+def _cache_bytes(kernel: str) -> int:
+    return _HALF if "_f16" in kernel else _FLOAT
+
+
+def _matvec(d: Dispatch) -> Work:
+    a = d.args
+    item_bytes, dequantize = _item(d.kernel)
+    lanes, items = a["lanes_per_row"], a["in_dim"] // 8
+    matrices = 2 if d.stem == "matvec" and "swiglu" in d.kernel else 1
+    rounds = ceil(items / lanes)
+    round_ops = (dequantize + Ops(alu=8)) * matrices + Ops(memory=2) + _LOOP
+    x_bytes = a["in_dim"] * _FLOAT
+    if d.stem == "silu_matvec":
+        round_ops += Ops(alu=24, exp=8, rcp=8, memory=6)
+        x_bytes *= 2
+    if d.stem == "rmsnorm_matvec":
+        round_ops += Ops(alu=16, memory=2)
+        x_bytes *= 2  # and the norm's weights
+    ops = round_ops * rounds + Ops(alu=6 + log2(lanes), shuffle=log2(lanes)) * matrices
+    if "swiglu" in d.kernel:
+        ops += Ops(alu=6, exp=1, rcp=1)
+    simdgroups = d.threads // SIMD
+    rows_of_group = d.threads // lanes
+    weights = matrices * a["out_dim"] * a["row_bytes"]
+    out = a["out_dim"] * _FLOAT * (2 if a["accumulate"] or d.stem == "silu_matvec" else 1)
+    return Work(
+        groups=d.groups,
+        simdgroups=simdgroups,
+        ops=ops,
+        trips=rounds + 1,
+        dram_bytes=weights,
+        cached_bytes=x_bytes + out,
+        fetched_bytes=weights + d.groups * x_bytes + out,
+        # Rows of a simdgroup share what it reads of x.
+        core_bytes=rows_of_group * d.groups * items * item_bytes * matrices
+        + d.groups * simdgroups * x_bytes
+        + out,
+    )
+
+
+def _multi_token(d: Dispatch) -> Work:
+    a = d.args
+    item_bytes, dequantize = _item(d.kernel)
+    tokens = min(a["batch_size"], MULTI_TOKEN_TILE)
+    items = a["in_dim"] // 8
+    whole, rest = items // SIMD, ceil(items % SIMD * 4 / SIMD)
+    ops = (dequantize + Ops(alu=8, memory=2) * tokens + _LOOP) * whole
+    ops += (Ops(alu=8, slow=6, memory=2) + Ops(alu=2, memory=2) * tokens + _LOOP) * rest
+    ops += Ops(alu=7, shuffle=5, memory=1) * tokens
+    weights = a["out_dim"] * a["row_bytes"]
+    x = a["batch_size"] * a["in_dim"] * _FLOAT
+    out = a["batch_size"] * a["out_dim"] * _FLOAT * (2 if d.kernel.endswith("accumulate") else 1)
+    tiles = d.grid[1]
+    return Work(
+        groups=d.groups,
+        simdgroups=d.threads // SIMD,
+        ops=ops,
+        trips=whole + rest + 1,
+        dram_bytes=weights,
+        cached_bytes=x + out,
+        fetched_bytes=weights * tiles + d.grid[0] * x + out,
+        core_bytes=a["out_dim"] * (tiles * items * item_bytes + x) + out,
+    )
+
+
+def _matmul(d: Dispatch) -> Work:
+    a = d.args
+    item_bytes, dequantize = _item(d.kernel)
+    swiglu = "swiglu" in d.kernel
+    tile = WIDE if d.kernel.endswith("wide") else NARROW
+    steps = ceil(a["in_dim"] / 32)
+    blocks = tile // 16  # 8x8 blocks of a simdgroup, each way
+    items = tile * 4 // MATMUL_THREADS  # of weights and of tokens, for each thread
+    step = (dequantize + Ops(memory=2)) * items + Ops(memory=4) * items + _LOOP
+    step += Ops(mma=4 * blocks * blocks, memory=4 * 2 * blocks)
+    sums = blocks * blocks
+    ops = step * steps + Ops(memory=2 * sums, alu=4 * sums)
+    if swiglu:
+        ops += (Ops(alu=6, exp=1, rcp=1, memory=3) + _LOOP) * sums
+    rows = a["out_dim"] * (2 if swiglu else 1)
+    weights = rows * a["row_bytes"]
+    x = a["tokens"] * a["in_dim"] * _HALF
+    out = a["tokens"] * a["out_dim"] * (_HALF if swiglu else _FLOAT) * (2 if a["accumulate"] else 1)
+    staged = 2 * tile * 32 * _HALF  # bytes of a step, stored once by the group
+    loaded = 4 * 4 * 2 * blocks * _BLOCK * _HALF  # and loaded by its four simdgroups
+    fetched = steps * tile * (4 * item_bytes + 32 * _HALF)
+    return Work(
+        groups=d.groups,
+        simdgroups=4,
+        ops=ops,
+        trips=steps + 1,
+        covered=True,
+        dram_bytes=weights,
+        cached_bytes=x + out,
+        fetched_bytes=weights * d.grid[1] + x * d.grid[0] + out,
+        core_bytes=d.groups * (steps * (staged + loaded) + fetched) + out,
+        threadgroup_bytes=2 * 2 * tile * 40 * _HALF,
+    )
+
+
+def _embed(d: Dispatch) -> Work:
+    a = d.args
+    _, dequantize = _item(d.kernel)
+    table, out = a["tokens"] * a["row_bytes"], a["tokens"] * a["dim"] * _FLOAT
+    return Work(
+        groups=d.groups,
+        simdgroups=1,
+        ops=dequantize + Ops(alu=8, memory=3) + _LOOP,
+        trips=2,
+        dram_bytes=table,
+        cached_bytes=out,
+        fetched_bytes=table + out,
+        core_bytes=table + out,
+    )
+
+
+def _rmsnorm(d: Dispatch) -> Work:
+    rounds = ceil(d.args["dim"] / 4 / d.threads)
+    tokens = d.groups
+    row = d.args["dim"] * _FLOAT
+    out = row // 2 if d.kernel.endswith("f16") else row * (2 if d.kernel.endswith("add") else 1)
+    simdgroups = d.threads // SIMD
+    reduce = Ops(alu=5, shuffle=5) * (1 if simdgroups == 1 else 2)
+    ops = (Ops(alu=4, memory=1) + Ops(alu=8, memory=3) + _LOOP * 2) * rounds + reduce
+    return Work(
+        groups=tokens,
+        simdgroups=simdgroups,
+        ops=ops + Ops(alu=2, rcp=1, rsqrt=1),
+        trips=rounds + 2,  # what is read again comes from the first-level cache
+        dram_bytes=row,
+        cached_bytes=tokens * (row + out),
+        fetched_bytes=tokens * (2 * row + out),
+        core_bytes=tokens * (3 * row + out),
+    )
+
+
+def _rope(d: Dispatch) -> Work:
+    a = d.args
+    heads, tokens = d.grid[0], d.grid[1]
+    rounds = ceil(a["key_dim"] / 2 / SIMD)
+    ops = Ops(alu=24, slow=10) + (Ops(alu=14, slow=4, memory=5) + _LOOP) * rounds
+    if a["has_q_norm"] or a["has_k_norm"]:
+        ops += Ops(alu=8, shuffle=5, rsqrt=1, memory=4) + _LOOP * 2
+    kv = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
+    queries = 0 if a["skip_queries"] else a["n_heads"] * a["key_dim"]
+    row = (2 * queries + kv) * _FLOAT + kv * _cache_bytes(d.kernel)
+    table = tokens * a["rope_dim"] * _FLOAT
+    return Work(
+        groups=d.groups,
+        simdgroups=1,
+        ops=ops,
+        trips=2,
+        dram_bytes=0,
+        cached_bytes=tokens * row + table,
+        fetched_bytes=tokens * row + table * heads,
+        core_bytes=tokens * row + table * heads,
+    )
+
+
+def _visible(d: Dispatch, first: int, last: int) -> float:
+    """Return the mean number of keys that tokens from `first` to `last` of the dispatch see."""
+    a = d.args
+    counts = (a["position"] + t + 1 for t in range(first, last + 1))
+    seen = [min(n, a["window"]) if a["window"] else n for n in counts]
+    return sum(seen) / len(seen)
+
+
+def _attention_decode(d: Dispatch) -> Work:
+    a = d.args
+    size = int(d.kernel.rsplit("_", 1)[1])
+    chunks = size // 32
+    splits, groups_y, tokens = d.grid
+    simdgroups = d.threads // SIMD
+    shared = a["n_heads"] / a["n_kv_heads"]
+    heads = ceil(shared / (groups_y / a["n_kv_heads"]))
+    keys = _visible(d, 0, tokens - 1)
+    steps = ceil(ceil(keys / splits) / (4 * simdgroups))
+    of_head = Ops(alu=8 * chunks + 8, shuffle=3, exp=1)
+    ops = (Ops(memory=2 * chunks) + of_head * heads + _LOOP) * steps
+    join = Ops(alu=12 + 8 * chunks, shuffle=6 + 8 * chunks, exp=2, memory=5 * chunks)
+    ops += (Ops(memory=chunks, alu=4 * chunks) + join) * heads
+    outputs = ceil(heads * a["value_dim"] / d.threads)
+    ops += Ops(alu=4, exp=1, memory=4) * (simdgroups * outputs) + Ops(rcp=1) + _LOOP * 2
+    element = _cache_bytes(d.kernel)
+    row = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
+    position = a["position"]
+    all_keys = position + tokens - max(position + 1 - a["window"], 0) if a["window"] else position + tokens
+    kv, own = keys * row, min(tokens, all_keys) * row
+    out = tokens * a["n_heads"] * (a["value_dim"] + (2 if splits > 1 else 0)) * splits * _FLOAT
+    q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
+    blocks = groups_y / a["n_kv_heads"]
+    return Work(
+        groups=d.groups,
+        simdgroups=simdgroups,
+        ops=ops,
+        trips=steps + 2,
+        # Since keys of earlier calls were last read, all the weights went through the caches.
+        dram_bytes=all_keys * row - own,
+        cached_bytes=own + q + out,
+        fetched_bytes=kv * tokens * blocks + q * splits + out,
+        core_bytes=kv * tokens * blocks + q * splits * simdgroups + out,
+        threadgroup_bytes=8 * heads * (size + 2) * _FLOAT,
+    )
+
+
+def _attention_combine(d: Dispatch) -> Work:
+    a = d.args
+    partial = a["splits"] * (a["value_dim"] + 2) * _FLOAT
+    out = a["value_dim"] * _FLOAT
+    return Work(
+        groups=d.groups,
+        simdgroups=d.threads // SIMD,
+        ops=(Ops(alu=8, exp=2, memory=4) + _LOOP * 3) * a["splits"] + Ops(rcp=1),
+        trips=3 * a["splits"] / 4,
+        dram_bytes=0,
+        cached_bytes=d.groups * (partial + out),
+        fetched_bytes=d.groups * (partial + out),
+        core_bytes=d.groups * (3 * partial + out),
+    )
+
+
+def _attention_prefill(d: Dispatch) -> Work:
+    a = d.args
+    size = int(d.kernel.rsplit("_", 1)[1])
+    kv_type = "f16" if "_f16" in d.kernel else "f32"
+    element = _cache_bytes(d.kernel)
+    row_blocks, dim_blocks = prefill_row_blocks(size, kv_type), size // 8
+    key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8
+    shared, tokens = a["n_heads"] // a["n_kv_heads"], a["tokens"]
+    rows = 8 * row_blocks
+    tiles = ceil(shared * tokens / rows)
+    simdgroups = d.threads // SIMD
+    lane_keys = PREFILL_KEYS // (SIMD // rows)
+
+    key_steps = []
+    for tile in range(tiles):
+        last = min(tile * rows + rows - 1, shared * tokens - 1) // shared
+        end = a["position"] + last + 1
+        first = tile * rows // shared + a["position"]
+        start = max(first + 1 - a["window"], 0) // 8 * 8 if a["window"] else 0
+        key_steps.append((end - start) / PREFILL_KEYS)
+    mean, longest = sum(key_steps) / tiles, max(key_steps)
+
+    blocks = PREFILL_KEYS // 8
+    products = blocks * row_blocks * (key_blocks + value_blocks) + row_blocks * value_blocks
+    step = Ops(mma=products, memory=blocks * (key_blocks + value_blocks + 2 * row_blocks) + row_blocks)
+    step += (Ops(alu=8, exp=1, memory=2)) * lane_keys + Ops(alu=4, shuffle=1, exp=1) + _LOOP * 2
+    around = (Ops(alu=8, rcp=1, memory=5) * (lane_keys * dim_blocks / 4)) + Ops(
+        memory=dim_blocks * row_blocks
+    )
+    kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
+    scores = rows * PREFILL_KEYS * (3 * _FLOAT + 2 * element)
+    keys = a["position"] + tokens
+    kv = keys * a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
+    q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
+    out = tokens * a["n_heads"] * a["value_dim"] * _HALF
+    all_steps = sum(key_steps) * a["n_kv_heads"]
+    before = kv * a["position"] / keys
+    return Work(
+        groups=d.groups,
+        simdgroups=simdgroups,
+        # Groups hold `simdgroups` tiles; those beyond the rows end at once.
+        ops=(step * mean + around) * (tiles / (simdgroups * d.grid[0])),
+        # The blocks of 8 keys come one behind the other, and then those of V.
+        trips=2 * blocks * mean + 2,
+        longest=longest / mean,
+        dram_bytes=before,
+        cached_bytes=kv - before + q + out,
+        fetched_bytes=all_steps * kv_step / simdgroups + q + out,
+        core_bytes=all_steps * (kv_step + scores) + q + out,
+        threadgroup_bytes=d.threadgroup_bytes,
+    )
+
+
+def _swiglu(d: Dispatch) -> Work:
+    values = d.args["ffn_dim"] * d.args["tokens"]
+    moved = values * (2 * _FLOAT + (_HALF if d.kernel.endswith("f16") else _FLOAT))
+    return Work(
+        groups=d.groups,
+        simdgroups=d.threads // SIMD,
+        ops=Ops(alu=6, exp=1, rcp=1, memory=3) + _LOOP,
+        trips=1,
+        dram_bytes=0,
+        cached_bytes=moved,
+        fetched_bytes=moved,
+        core_bytes=moved,
+    )
+
+
+def _argmax(d: Dispatch) -> Work:
+    rounds = ceil(d.args["n"] / (d.groups * d.threads))
+    moved = d.args["n"] * (_FLOAT if "stage1" in d.kernel else 8) + d.groups * 8
+    return Work(
+        groups=d.groups,
+        simdgroups=d.threads // SIMD,
+        ops=(Ops(alu=8, memory=1) + _LOOP) * rounds + Ops(alu=40, shuffle=20, memory=3),
+        trips=rounds,
+        dram_bytes=0,
+        cached_bytes=moved,
+        fetched_bytes=moved,
+        core_bytes=moved,
+    )
+
+
+def _log_prob(d: Dispatch) -> Work:
+    rounds = ceil(d.args["vocab_size"] / d.threads)
+    row = d.args["vocab_size"] * _FLOAT
+    return Work(
+        groups=d.groups,
+        simdgroups=d.threads // SIMD,
+        ops=(Ops(alu=3, exp=1, memory=2) + _LOOP * 2) * rounds + Ops(alu=20, shuffle=20),
+        trips=2 * rounds,
+        dram_bytes=0,
+        cached_bytes=d.groups * row,
+        fetched_bytes=2 * d.groups * row,
+        core_bytes=2 * d.groups * row,
+    )
+
+
+_WORK: dict[str, Callable[[Dispatch], Work]] = {
+    "embed": _embed,
+    "matvec": _matvec,
+    "rmsnorm_matvec": _matvec,
+    "silu_matvec": _matvec,
+    "multi_token_matvec": _multi_token,
+    "matmul": _matmul,
+    "rmsnorm": _rmsnorm,
+    "rope_append": _rope,
+    "swiglu": _swiglu,
+    "argmax": _argmax,
+    "log_prob": _log_prob,
+}
+
+
+def work_of(dispatch: Dispatch) -> Work:
+    """Return what a dispatch has to do.
+
+    Raises
+    ------
+    ValueError
+        If its kernel is not known.
+    """
+    if dispatch.stem == "attention":
+        for name, work in (
+            ("attention_decode", _attention_decode),
+            ("attention_combine", _attention_combine),
+            ("attention_prefill", _attention_prefill),
+        ):
+            if dispatch.kernel.startswith(name):
+                return work(dispatch)
+    return _WORK[dispatch.stem](dispatch)
