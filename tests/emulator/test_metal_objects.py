@@ -305,6 +305,8 @@ def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, e
         (400, 0),
         (0, 400),
     ]
+    unique = [(binding.unique_bytes_read, binding.unique_bytes_written) for binding in bindings]
+    assert unique == [(400, 0), (400, 0), (0, 400)]
 
 
 def test_counters_count(library: KernelLibrary, emulator: Any) -> None:

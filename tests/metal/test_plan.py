@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from metal import harness
 
 from metal_prefill import Model, _core, synth
 from metal_prefill.cost_model import plan, shape_of
-from metal_prefill.cost_model.plan import TUNINGS, Shape
+from metal_prefill.cost_model.planner import TUNINGS, Shape, Tuning
 from metal_prefill.dispatches import STRUCTS, Dispatch, decode_args, from_core
 from metal_prefill.gguf_file import GGUFFile
 
@@ -80,7 +81,7 @@ def test_a_plan_is_what_the_engine_encodes(tmp_path: Path, family: Any, name: st
     family(n)
     for options in ({}, {"fused_norm": True, "fused_silu": True}, {"kv_dtype": "f32", "chunk_tokens": 100}):
         with Model(path, device="metal", **options) as model:
-            for tokens in (1, 2, 8, 9, 32, 33, 100, 512, 1100):
+            for tokens in (1, 2, 8, 9, 32, 33, 100, 300, 512, 1100):
                 planned = plan(
                     shape,
                     tokens,
@@ -115,6 +116,12 @@ def test_a_plan_goes_on_from_the_position(demo_path: Path, family: Any) -> None:
         assert model.position == 300
         assert model.stats()["dispatches"] == 0
     assert "attention_combine" in {d.kernel for d in engine}
+
+
+def test_tunings_are_the_engine_s() -> None:
+    text = (harness.SHADERS.parent / "cpp" / "metal" / "tuning.h").read_text()
+    rows = re.findall(r"\{MTLGPUFamilyApple(\d), ([\d, ]+)\}", text)
+    assert {int(n): Tuning(*map(int, values.split(","))) for n, values in rows} == TUNINGS
 
 
 def test_arguments_are_laid_out_as_the_shaders_have_them() -> None:

@@ -27,10 +27,10 @@ FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fsigned-c
          "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas", "-Wno-duplicate-decl-specifier",
          "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-missing-braces", "-Wno-sign-compare",
          "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
+# Without the last option the store of "+=" would go uncounted behind its load.
 CHECKED = ["-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0",
            "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm",
-           "-asan-kernel-mem-intrinsic-prefix=1", "-mllvm",
-           "-asan-opt-same-temp=0"]  # fmt: skip; the last: count the load of "+=" beside its store
+           "-asan-kernel-mem-intrinsic-prefix=1", "-mllvm", "-asan-opt-same-temp=0"]  # fmt: skip
 
 
 def architecture_flags(clang: str) -> list[str]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from metal_prefill.cost_model.chips import CHIPS, Chip, find_chip
-from metal_prefill.cost_model.plan import Shape, plan, shape_of, uniform_shape
+from metal_prefill.cost_model.planner import Shape, plan, shape_of, uniform_shape
 from metal_prefill.cost_model.work import Ops, Work, work_of
 from metal_prefill.dispatches import Dispatch
 
@@ -196,4 +196,11 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Predicti
         That they process, for tokens a second.
     """
     listed = list(dispatches)
-    return Prediction(chip, tokens, listed, [time_of(chip, work_of(d)) for d in listed])
+    known: dict[str, Time] = {}  # layers repeat each other
+    times = []
+    for d in listed:
+        key = f"{d.kernel} {d.grid} {d.threads} {d.args}"
+        if key not in known:
+            known[key] = time_of(chip, work_of(d))
+        times.append(known[key])
+    return Prediction(chip, tokens, listed, times)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2
 
-from metal_prefill.cost_model.plan import (
+from metal_prefill.cost_model.planner import (
     MATMUL_THREADS,
     MULTI_TOKEN_TILE,
     NARROW,

@@ -1,0 +1,262 @@
+"""The cost model against what others published, and against itself where the answer is known by hand.
+
+None of these figures went into the model's constants. The bound of 20% is what it is asked to hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import peer_work
+
+from metal_prefill import UnsupportedModelError, cli
+from metal_prefill.architecture import ModelConfig
+from metal_prefill.commands import model as command
+from metal_prefill.cost_model import (
+    Ops,
+    Shape,
+    Work,
+    find_chip,
+    plan,
+    predict,
+    time_of,
+    uniform_shape,
+    work_of,
+)
+from metal_prefill.dispatches import Dispatch
+
+SMOLLM = ModelConfig(
+    architecture="llama",
+    n_layers=30,
+    dim=576,
+    n_heads=9,
+    n_kv_heads=3,
+    key_dim=64,
+    value_dim=64,
+    ffn_dim=1536,
+    vocab_size=49152,
+    context_length=2048,
+    norm_eps=1e-5,
+    rope_dim=64,
+)
+# Tokens a second of llama.cpp on Llama-2-7B in Q4_0, prompt of 512 and 128 tokens decoded, published in
+# github.com/ggml-org/llama.cpp/discussions/4167 for the largest GPU of each chip.
+PUBLISHED = {"m1": (118, 14), "m2": (180, 22), "m3": (187, 21), "m4": (221, 24), "m4-pro": (440, 51)}
+
+
+@pytest.fixture
+def smollm() -> Shape:
+    return uniform_shape(SMOLLM, "q4_0", "q8_0")
+
+
+def seconds(chip: str, works: list[Work]) -> float:
+    return sum(time_of(find_chip(chip), work).total for work in works) / 1e6
+
+
+@pytest.mark.parametrize("chip", PUBLISHED)
+def test_llama_cpp_prefill_of_7b(chip: str) -> None:
+    assert 512 / seconds(chip, peer_work.llama_cpp_7b(512)) == pytest.approx(PUBLISHED[chip][0], rel=0.20)
+
+
+@pytest.mark.parametrize("chip", PUBLISHED)
+def test_llama_cpp_decode_of_7b(chip: str) -> None:
+    # In the middle of 128 tokens that begin at an empty cache.
+    assert 1 / seconds(chip, peer_work.llama_cpp_7b(1, 64)) == pytest.approx(PUBLISHED[chip][1], rel=0.20)
+
+
+def test_decode_of_the_plan_s_own_engine() -> None:
+    """462 tokens a second on an M4, with 302 dispatches.
+
+    The 257 and 292 of its earlier versions are no check: they differ from this one by work of the host (an
+    argmax on the CPU, waiting for it), which is not modelled. The GPU's share can only be less.
+    """
+    works = peer_work.original_decode()
+    assert len(works) == 302
+    gpu = seconds("m4", works)
+    assert 1 / gpu == pytest.approx(462, rel=0.20)
+    assert gpu < 1 / 292 < 1 / 257
+
+
+def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
+    chip = replace(
+        find_chip("m4"),
+        cores=1,
+        ghz=1.0,
+        dram_gbs=100,
+        dram_efficiency=0.5,
+        l2_gbs=200,
+        slc_gbs=150,
+        core_bytes=64,
+        dispatch_us=3,
+    )
+    idle = Work(1, 4, Ops(), 0, 0, 0, 0, 0)
+    assert time_of(chip, idle).total == 3
+    # 50,000 bytes at 50 GB/s are a microsecond.
+    memory = time_of(chip, replace(idle, dram_bytes=50_000))
+    assert memory.memory == pytest.approx(1)
+    assert (memory.bound, memory.total) == ("memory", pytest.approx(4))
+    assert time_of(chip, replace(idle, fetched_bytes=200_000)).cache == pytest.approx(1)
+    assert time_of(chip, replace(idle, core_bytes=64_000)).core == pytest.approx(1)
+    # Four simdgroups on four schedulers: 1,000 FMA each are 1,000 cycles.
+    assert time_of(chip, replace(idle, ops=Ops(alu=1000))).issue == pytest.approx(1)
+    # Conversions have a pipeline that gives one in four cycles, beside which two other instructions fit.
+    assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=500))).issue == pytest.approx(1)
+    assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=600))).issue == pytest.approx(1.1)
+    # Ten accesses, each waiting for the one before, at 342 ns.
+    assert time_of(chip, replace(idle, trips=10, dram_bytes=1)).latency == pytest.approx(3.42)
+    # Activations that the last cache cannot hold go to memory.
+    large = replace(idle, cached_bytes=50e6)
+    assert time_of(chip, large).memory == pytest.approx(1000)
+    assert time_of(replace(chip, slc_bytes=100e6), large).memory == 0
+
+
+def test_groups_follow_each_other_where_a_core_is_full() -> None:
+    chip = replace(find_chip("m4"), cores=2, threads=256)
+    work = Work(
+        groups=8,
+        simdgroups=4,
+        ops=Ops(),
+        trips=1,
+        dram_bytes=1,
+        cached_bytes=0,
+        fetched_bytes=0,
+        core_bytes=0,
+    )
+    once = time_of(chip, replace(work, groups=4)).latency
+    assert time_of(chip, work).latency == pytest.approx(2 * once)
+    assert time_of(chip, replace(work, groups=4, threadgroup_bytes=60 << 10)).latency == pytest.approx(
+        2 * once
+    )
+
+
+def test_bytes_and_products_of_a_prompt(smollm: Shape) -> None:
+    """106.2 million weights in Q4_0 are read once, in 8x8x8 products of 512 FMA each."""
+    dispatches = plan(smollm, 512)
+    matmuls = [(d, work_of(d)) for d in dispatches if d.kernel.startswith("matmul")]
+    weights = 29 * (960 * 576 + 576 * 576 + 3 * 1536 * 576) + 960 * 576  # the last layer: Q, K, V alone
+    assert sum(work.dram_bytes for _, work in matmuls) == weights / 32 * 18
+    products = sum(w.groups * w.simdgroups * w.ops.mma for _, w in matmuls)
+    assert products * 512 == weights * 512
+    attention = [work_of(d) for d in dispatches if d.kernel.startswith("attention_prefill")]
+    # Scores and weighted sums of half of 512 x 512 pairs in each of 9 heads, and what is masked or rescaled.
+    least = 29 * 9 * 2 * 64 * (512 * 513 / 2)
+    done = sum(w.groups * w.simdgroups * w.ops.mma for w in attention) * 512
+    assert least < done < 1.4 * least
+
+
+def test_what_is_larger_takes_longer(smollm: Shape) -> None:
+    m4 = find_chip("m4")
+    for lengths in ((1, 2, 8), (9, 32, 128, 512, 1024)):  # with another kernel for the products each
+        times = [predict(m4, plan(smollm, n), n).seconds for n in lengths]
+        assert times == sorted(times)
+    decode = [predict(m4, plan(smollm, 1, position=p), 1).seconds for p in (0, 127, 500, 2000)]
+    assert decode == sorted(decode)
+    by_chip = [
+        predict(find_chip(c), plan(smollm, 512), 512).seconds for c in ("m1", "m2", "m4", "m4-pro", "m4-max")
+    ]
+    assert by_chip == sorted(by_chip, reverse=True)
+
+
+def test_the_goals_on_an_m4(smollm: Shape) -> None:
+    """What the design aims at, by this model; docs/performance.md says how far it can be trusted."""
+    m4 = find_chip("m4")
+    assert predict(m4, plan(smollm, 512), 512).tokens_per_second > 10_000
+    assert predict(m4, plan(smollm, 32), 32).tokens_per_second > 5_000
+    assert predict(m4, plan(smollm, 1, position=128), 1).tokens_per_second > 600
+
+
+def test_by_kernel_is_the_whole(smollm: Shape) -> None:
+    prediction = predict(find_chip("m2"), plan(smollm, 100), 100)
+    rows = prediction.by_kernel()
+    assert sum(row.dispatches for row in rows) == len(prediction.dispatches) == 245
+    assert sum(row.microseconds for row in rows) == pytest.approx(prediction.seconds * 1e6)
+    assert [row.microseconds for row in rows] == sorted((row.microseconds for row in rows), reverse=True)
+
+
+def test_every_constant_has_a_source() -> None:
+    text = (Path(command.__file__).parents[1] / "cost_model" / "chips.py").read_text()
+    listed = set(re.findall(r"^\[([A-Z0-9-]+)\]$", text, re.MULTILINE))
+    cited = set(re.findall(r"\[([A-Z0-9-]+)\]", text.split('"""', 2)[2]))
+    assert cited == listed
+
+
+def test_plans_refuse_what_makes_no_sense(smollm: Shape) -> None:
+    with pytest.raises(ValueError, match="cannot plan 0 tokens at position 0"):
+        plan(smollm, 0)
+    with pytest.raises(ValueError, match="unknown GPU family 6; known are 9, 8, 7"):
+        plan(smollm, 1, family=6)
+    odd = uniform_shape(replace(SMOLLM, dim=572), "f16", "f16")
+    with pytest.raises(UnsupportedModelError, match="dim 572: a plan needs a multiple of 8"):
+        plan(odd, 1)
+    with pytest.raises(UnsupportedModelError, match="attention heads of 264 dimensions: at most 256"):
+        plan(uniform_shape(replace(SMOLLM, key_dim=264), "q4_0", "q8_0"), 1)
+    with pytest.raises(ValueError, match="unknown chip 'm9'; known are m1, "):
+        find_chip("m9")
+    with pytest.raises(ValueError, match="unknown kernel 'conv2d'"):
+        work_of(Dispatch("conv2d", 0, (1, 1, 1), 32, 0, False, {}))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["model", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_always_says_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run(capsys, "--chip", "m4", "-p", "512", "-n", "2")
+    assert "pp512 on m4, predicted" in printed
+    assert "tg2 on m4, predicted" in printed
+    assert "predicted µs" in printed
+    assert command.NOTE in printed
+    rows = json.loads(run(capsys, "--chip", "m1", "-p", "32", "--json"))
+    assert [(row["test"], row["chip"], row["predicted"]) for row in rows] == [("pp32", "m1", True)]
+    assert not {key for row in rows for key in row if key.endswith(("_ts", "seconds"))} - {
+        "predicted_ts",
+        "predicted_seconds",
+    }
+    assert sum(kernel["predicted_us"] for kernel in rows[0]["kernels"]) == pytest.approx(
+        rows[0]["predicted_seconds"] * 1e6
+    )
+
+
+def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path: Path) -> None:
+    rows = json.loads(run(capsys, "-m", str(demo_path), "-p", "100", "-n", "1", "--json"))
+    assert [row["test"] for row in rows] == ["pp100", "tg1"]
+    assert rows[0]["dispatches"] == rows[1]["dispatches"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", "0"], "nothing to predict: give -p or -n"),
+        (["-p", "2048", "-n", "1"], "2049 tokens exceed the model's context of 2048"),
+        (["--trace", "t.json", "-p", "3"], "--trace says which tokens there are"),
+    ],
+)
+def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert cli.main(["model", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_compares_with_a_trace(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm: Shape
+) -> None:
+    from metal_prefill.trace import Step, chrome_trace
+
+    def timed(dispatches: list[Dispatch]) -> list[Dispatch]:
+        return [replace(d, start=i * 1e-3, end=i * 1e-3 + 5e-6) for i, d in enumerate(dispatches)]
+
+    steps = [Step(32, timed(plan(smollm, 32))), Step(1, timed(plan(smollm, 1, position=32)))]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(chrome_trace(steps, {"device": "a GPU"})))
+    rows = json.loads(run(capsys, "--trace", str(file), "--chip", "m4", "--json"))
+    assert [row["test"] for row in rows] == ["pp32", "tg1"]
+    expected = predict(find_chip("m4"), steps[0].dispatches, 32)
+    assert rows[0]["predicted_seconds"] == pytest.approx(expected.seconds)
+    assert rows[0]["trace_seconds"] == pytest.approx(245 * 5e-6, rel=1e-3)
+    norms = next(kernel for kernel in rows[0]["kernels"] if kernel["kernel"] == "rmsnorm_f16")
+    assert norms["trace_us"] == pytest.approx(59 * 5, rel=1e-3)
+    assert "in the trace µs" in run(capsys, "--trace", str(file))
