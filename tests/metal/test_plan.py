@@ -79,7 +79,12 @@ def test_a_plan_is_what_the_engine_encodes(tmp_path: Path, family: Any, name: st
     path = synth.synthesize(tmp_path / "m.gguf", **MODELS[name])  # type: ignore[arg-type]
     shape = shape_in(path)
     family(n)
-    for options in ({}, {"fused_norm": True, "fused_silu": True}, {"kv_dtype": "f32", "chunk_tokens": 100}):
+    choices: list[dict[str, Any]] = [
+        {},
+        {"fused_norm": True, "fused_silu": True},
+        {"kv_dtype": "f32", "chunk_tokens": 100},
+    ]
+    for options in choices:
         with Model(path, device="metal", **options) as model:
             for tokens in (1, 2, 8, 9, 32, 33, 100, 300, 512, 1100):
                 planned = plan(

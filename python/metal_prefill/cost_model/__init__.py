@@ -98,6 +98,7 @@ def time_of(chip: Chip, work: Work) -> Time:
     issue = busiest * max(mma + other, complex_pipe)
 
     resident = min(
+        chip.groups,
         chip.threads // (SIMD * work.simdgroups),
         chip.threadgroup_bytes // work.threadgroup_bytes if work.threadgroup_bytes else groups_of_core,
     )

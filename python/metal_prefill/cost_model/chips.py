@@ -22,6 +22,8 @@ Sources
     CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0.
 [H200]
     NVIDIA H200 and H100 data sheets: 132 SMs, 1.98 GHz boost, memory bandwidth.
+[OWN]
+    This engine on the emulator's CUDA executor, on an H200: ceilings measured by small kernels.
 [H-MB]
     Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", arXiv:2402.13499: latencies
     of caches and memory, measured.
@@ -85,10 +87,19 @@ APPLE_CYCLES = Cycles(
 )
 
 # [CUDA] results per cycle and SM: FP32 128; conversions, shifts, integer multiply 64; exp2, reciprocal, rsqrt
-# 16; shuffle and loads 32. mma: as FMA without tensor cores. alone: 4 cycles from one FMA to one that needs
-# it, at two independent ones.
+# 16; shuffle and loads 32. mma: 180 TFLOP/s over all SMs, which the emulator's products reach [OWN]. alone: 4
+# cycles from an FMA to one that needs it [H-MB].
 HOPPER_CYCLES = Cycles(
-    alu=1, slow=2, exp=8, rcp=8, rsqrt=8, complex_issue=1, shuffle=4, mma=16, memory=4, alone=2
+    alu=1,
+    slow=2,
+    exp=8,
+    rcp=8,
+    rsqrt=8,
+    complex_issue=1,
+    shuffle=4,
+    mma=512 / (180e12 / 2 / (132 * 4 * 1.98e9)),
+    memory=4,
+    alone=4,
 )
 
 
@@ -116,8 +127,8 @@ class Chip:
         From a load to its value.
     dispatch_us
         From one dispatch to the next that waits for it, beside the work.
-    threads, threadgroup_bytes
-        Most threads resident on a core, and its threadgroup memory.
+    threads, groups, threadgroup_bytes
+        Most threads and threadgroups resident on a core, and its threadgroup memory.
     """
 
     name: str
@@ -134,6 +145,7 @@ class Chip:
     slc_ns: float = 234  # [CC]
     dispatch_us: float = 1.27  # [PLAN]
     threads: int = 3072  # [MB] "Max Threads"
+    groups: int = 3072 // 32  # one of each simdgroup: no other limit is known
     threadgroup_bytes: int = 60 << 10  # [MB] "Shared Memory"
     cycles: Cycles = APPLE_CYCLES
 
@@ -154,13 +166,14 @@ _H200 = Chip(
     slc_bytes=50 << 20,  # [H200]
     slc_gbs=5500,  # [H-MB]
     l2_gbs=5500,  # [H-MB]: one cache plays both parts
-    dram_efficiency=0.9,  # [H-MB]
+    dram_efficiency=4214 / 4800,  # [OWN] a copy
     core_bytes=128,  # [H-MB]
     dram_ns=480,  # [H-MB] about 800 cycles
     slc_ns=140,  # [H-MB] about 260 cycles
-    dispatch_us=4.0,
-    threads=2048,
-    threadgroup_bytes=228 << 10,
+    dispatch_us=2.56,  # [OWN] empty kernels
+    threads=2048,  # [CUDA]
+    groups=32,  # [CUDA]
+    threadgroup_bytes=228 << 10,  # [CUDA]
     cycles=HOPPER_CYCLES,
 )
 

@@ -59,7 +59,7 @@ class Matrix:
     def row_bytes(self) -> int:
         """Bytes of a row."""
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind.upper()]]
-        return self.cols // values * size
+        return int(self.cols // values * size)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,13 @@ def shape_of(gguf: GGUFFile) -> Shape:
 
     layers = tuple(
         LayerShape(
-            *(matrix(role, i) for role in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")),
+            wq=matrix("wq", i),
+            wk=matrix("wk", i),
+            wv=matrix("wv", i),
+            wo=matrix("wo", i),
+            gate=matrix("w_gate", i),
+            up=matrix("w_up", i),
+            down=matrix("w_down", i),
             has_bias=any((role, i) in found for role in ("bq", "bk", "bv")),
             has_q_norm=("q_norm", i) in found,
             has_k_norm=("k_norm", i) in found,
@@ -125,7 +131,9 @@ def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | 
     c = config
     q, k, v = c.n_heads * c.key_dim, c.n_kv_heads * c.key_dim, c.n_kv_heads * c.value_dim
     layer = LayerShape(
-        *(Matrix(kind, rows, c.dim) for rows in (q, k, v)),
+        wq=Matrix(kind, q, c.dim),
+        wk=Matrix(kind, k, c.dim),
+        wv=Matrix(kind, v, c.dim),
         wo=Matrix(kind, c.dim, c.n_heads * c.value_dim),
         gate=Matrix(kind, c.ffn_dim, c.dim),
         up=Matrix(kind, c.ffn_dim, c.dim),
@@ -237,10 +245,10 @@ class Planner:
     def _dispatch(
         self, kernel: str, grid: tuple[int, ...], threads: int, threadgroup_bytes: int = 0, **args: Any
     ) -> None:
-        padded = (*grid, 1, 1)[:3]
+        x, y, z = (*grid, 1, 1)[:3]
         barrier, self._needs_barrier = self._needs_barrier, not self._overlap
         self.dispatches.append(
-            Dispatch(kernel, self._layer, padded, threads, threadgroup_bytes, barrier, args)
+            Dispatch(kernel, self._layer, (x, y, z), threads, threadgroup_bytes, barrier, args)
         )
 
     @staticmethod
@@ -284,7 +292,7 @@ class Planner:
         keys = position + tokens
         splits = min(max(keys // t.split_keys, 1), t.max_splits)
         split_keys = _ceil_div(keys, splits)
-        args = {
+        args: dict[str, Any] = {
             "n_heads": c.n_heads,
             "n_kv_heads": c.n_kv_heads,
             "key_dim": c.key_dim,
@@ -315,8 +323,13 @@ class Planner:
         chunks = size // 32
         heads = 4 if chunks <= 2 else 2 if chunks <= 4 else 1
         simdgroups = min(max(_ceil_div(split_keys, 4), 1), DECODE_SIMDGROUPS)
-        grid = (splits, c.n_kv_heads * _ceil_div(shared, heads), tokens)
-        self._dispatch(f"attention_decode_{self.kv_type}_{size}", grid, simdgroups * SIMD, **args)
+        blocks = _ceil_div(shared, heads)
+        self._dispatch(
+            f"attention_decode_{self.kv_type}_{size}",
+            (splits, c.n_kv_heads * blocks, tokens),
+            simdgroups * SIMD,
+            **args,
+        )
         if splits > 1:
             threads = _ceil_div(c.value_dim, SIMD) * SIMD
             self._dispatch("attention_combine", (c.n_heads, tokens), threads, **args)

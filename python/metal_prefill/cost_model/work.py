@@ -90,7 +90,7 @@ _ITEMS: dict[str, tuple[float, Ops]] = {
     "q4_1": (8, Ops(alu=12, slow=14, memory=4)),
     "q5_0": (10, Ops(alu=36, slow=25, memory=5)),
     "q5_1": (12, Ops(alu=29, slow=25, memory=6)),
-    "q8_0": (10, Ops(alu=9, slow=8, memory=3)),
+    "q8_0": (10, Ops(alu=9, slow=8, memory=9)),  # single bytes: blocks begin at even addresses
     "q4_k": (14.5, Ops(alu=34, slow=26, memory=8)),
     "q5_k": (22.5, Ops(alu=50, slow=42, memory=12)),
     "q6_k": (19, Ops(alu=50, slow=38, memory=10)),
@@ -271,7 +271,7 @@ def _visible(d: Dispatch, first: int, last: int) -> float:
     """Return the mean number of keys that tokens from `first` to `last` of the dispatch see."""
     a = d.args
     counts = (a["position"] + t + 1 for t in range(first, last + 1))
-    seen = [min(n, a["window"]) if a["window"] else n for n in counts]
+    seen: list[int] = [min(n, a["window"]) if a["window"] else n for n in counts]
     return sum(seen) / len(seen)
 
 
@@ -336,6 +336,7 @@ def _attention_prefill(d: Dispatch) -> Work:
     element = _cache_bytes(d.kernel)
     row_blocks, dim_blocks = prefill_row_blocks(size, kv_type), size // 8
     key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8
+    whole = key_blocks == value_blocks == dim_blocks
     shared, tokens = a["n_heads"] // a["n_kv_heads"], a["tokens"]
     rows = 8 * row_blocks
     tiles = ceil(shared * tokens / rows)
@@ -371,8 +372,9 @@ def _attention_prefill(d: Dispatch) -> Work:
         simdgroups=simdgroups,
         # Groups hold `simdgroups` tiles; those beyond the rows end at once.
         ops=(step * mean + around) * (tiles / (simdgroups * d.grid[0])),
-        # The blocks of 8 keys come one behind the other, and then those of V.
-        trips=2 * blocks * mean + 2,
+        # Eight keys come one behind the other, and then as many values; where heads do not fill the variant,
+        # the loads of their blocks of dimensions stand in branches, and each waits for the one before.
+        trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 2,
         longest=longest / mean,
         dram_bytes=before,
         cached_bytes=kv - before + q + out,
