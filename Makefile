@@ -10,7 +10,7 @@ SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml 
 NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-ray lint bench bench-report format cross-macos clean
+.PHONY: demo test test-ray lint tidy bench bench-report format cross-macos clean
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -74,6 +74,11 @@ lint: build/.emulator $(VENV)/.dev-tools
 	  python/metal_prefill/
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+# Static analysis of what the build compiled. It takes minutes, so it is no part of lint.
+tidy: build/.emulator $(VENV)/.dev-tools
+	$(BIN)/python tools/tidy.py $$(if [ -d build/metal ]; then echo build/metal; elif [ -d build/emulator ]; then \
+	  echo build/emulator; else echo build/plain; fi)
 
 format: $(VENV)/.dev-tools
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

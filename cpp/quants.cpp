@@ -115,7 +115,8 @@ void dequantize(const block_q6_K& block, float* out) {
     const int high_shift = group % 4 * 2;
     for (int j = 0; j < 32; ++j) {
       const int q = ((ql[j] >> low_shift & 15) | (qh[j] >> high_shift & 3) << 4) - 32;
-      *out++ = d * float(block.scales[group * 2 + j / 16]) * float(q);
+      const int scale = group * 2 + j / 16;
+      *out++ = d * float(block.scales[scale]) * float(q);
     }
   }
 }

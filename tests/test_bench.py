@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import small_models
 
 import metal_prefill
 from metal_prefill import bench, cli
-from metal_prefill.bench import engines, machine, model_file, runner, samples, summary
+from metal_prefill.bench import engines, limit, machine, model_file, runner, samples, summary
 from metal_prefill.bench.cases import Case, make_cases, token_ids
 from metal_prefill.bench.client import WorkerProcess
 from metal_prefill.bench.engines import Identity, Options
@@ -377,6 +378,52 @@ def test_a_chart_is_drawn(measured: BenchResults, tmp_path: Path) -> None:
     picture = tmp_path / "chart.png"
     BenchResults([*measured.rows, *peers]).plot(str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_shows_the_limit(
+    measured: BenchResults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
+    for limit_ts, shown in ((None, False), (5000.0, True)):
+        rows = [replace(row, limit_ts=limit_ts) for row in measured.rows]
+        BenchResults(rows).plot(str(tmp_path / "chart.svg"))
+        assert ("limit of 8-bit products" in (tmp_path / "chart.svg").read_text()) is shown
+
+
+def test_the_limit_is_said_beside_the_table(measured: BenchResults) -> None:
+    rows = [replace(row, limit_ts=12345.0 if row.n_prompt else None) for row in measured.rows]
+    assert "allows: pp4 12,345, pp16 12,345 tok/s" in BenchResults(rows)._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "separate output", "gemma3"])
+@pytest.mark.parametrize("n", [1, 15, 40])
+def test_the_work_of_a_prompt_is_that_of_its_parts(name: str, n: int, tmp_path: Path) -> None:
+    model = small_models.MODELS[name]
+    q, kv = model.heads * model.key_dim, model.kv_heads * (model.key_dim + model.v_dim)
+    expected = model.vocab * model.dim
+    for layer in range(model.layers):
+        window = model.window if model.window and (layer + 1) % 6 else n
+        for token in range(n):
+            expected += kv * model.dim
+            if layer < model.layers - 1 or token == n - 1:
+                expected += q * model.dim + model.heads * model.v_dim * model.dim + 3 * model.ffn * model.dim
+                expected += min(token + 1, window) * model.heads * (model.key_dim + model.v_dim)
+    work = limit.read_work(small_models.write(tmp_path / "model.gguf", model))
+    assert work is not None
+    assert work.products(n) == expected
+
+
+def test_products_of_floats_have_no_limit_of_8_bit_products(tmp_path: Path) -> None:
+    path = small_models.write(tmp_path / "model.gguf", small_models.SmallModel(types={"*": "F16"}))
+    assert limit.prompt_limits(path, [32], 1) == {}
+
+
+def test_longer_prompts_have_a_lower_limit(demo_path: Path) -> None:
+    if not metal_prefill._core.cpu.int8_peak(1):
+        pytest.skip("the rate of 8-bit products of this processor is not known")
+    limits = limit.prompt_limits(demo_path, [128, 512, 1024], 1)
+    assert limits[128] > limits[512] > limits[1024] > 0
 
 
 def test_plots_without_matplotlib_name_the_extra(

@@ -256,7 +256,7 @@ class Terminal:
     def interrupt(self, pattern: str) -> None:
         """Press Ctrl-C at the prompt, again as a person would when nothing comes of it.
 
-        CPython's `input` misses a signal that arrives between its printing the prompt and its waiting for a key.
+        CPython's `input` misses a signal that arrives between printing the prompt and waiting for a key.
         """
         for _ in range(5):
             self.type("\x03")

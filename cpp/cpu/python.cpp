@@ -14,6 +14,7 @@
 #include "buffer.h"
 #include "kernels.h"
 #include "packing.h"
+#include "peak.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -219,6 +220,8 @@ void bind_cpu_kernels(nb::module_& m) {
         return names;
       },
       "Names of the sets that this machine runs, fastest first.");
+  m.def("int8_peak", int8_peak, "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "8-bit multiply-adds a second that this machine can do; 0 where it is not known.");
   m.def("quantize", quantize, "set"_a, "x"_a, "first"_a = 0,
         "Activations in 8 bits: (q, scale, scaled_sum, start, start_half).");
   m.def("multiply_int8", multiply_int8, "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a, "first"_a, "out"_a,

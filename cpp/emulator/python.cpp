@@ -101,6 +101,7 @@ void bind_settings(nb::module_& m) {
 }  // namespace
 
 void bind_emulator(nb::module_& m) {
+  // NOLINTNEXTLINE(bugprone-throw-keyword-missing, bugprone-unused-raii)
   nb::exception<ValidationError>(m, "ValidationError", PyExc_RuntimeError);
   bind_records(m);
   bind_settings(m);

@@ -11,6 +11,6 @@ bool fits_kernels(const Config& config);
 // A copy of the model with its dimensions rounded up to multiples of 8. Zeros in the weights keep the added
 // dimensions zero throughout, so the results are those of the original. Throws UnsupportedModelError for what
 // cannot be padded.
-Model pad_model(const Model& model);
+Model pad_model(const Model& original);
 
 }  // namespace metal_prefill::metal

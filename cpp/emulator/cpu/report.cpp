@@ -104,7 +104,8 @@ void ThreadgroupRunner::missed_guard(const Allocation& missed, std::size_t overr
 
 void ThreadgroupRunner::report_access(void* runner, std::string message) {
   const abi::Fiber& fiber = abi::current_fiber();
-  static_cast<ThreadgroupRunner*>(runner)->fail(message + ", thread " + std::to_string(fiber.thread));
+  static_cast<ThreadgroupRunner*>(runner)->fail(std::move(message) + ", thread " +
+                                                std::to_string(fiber.thread));
 }
 
 }  // namespace metal_emulator::cpu

@@ -78,7 +78,7 @@ class ThreadgroupRunner {
   [[noreturn]] void fail(std::string message);
   [[noreturn]] void fail_waiting(std::string problem);
   std::string describe_simdgroup(unsigned simdgroup) const;
-  std::string describe_product(unsigned simdgroup, int product) const;
+  std::string describe_product(unsigned group, int number) const;
 
   void place_threadgroup_memory();
   void place_threads();

@@ -7,7 +7,6 @@
 #include "classes.h"
 
 using metal_emulator::ConstantType;
-using metal_emulator::ConstantValue;
 using metal_emulator::FunctionConstant;
 using metal_emulator::Kernel;
 using metal_emulator::Pipeline;

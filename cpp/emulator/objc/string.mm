@@ -57,7 +57,7 @@ void append_formatted(std::string& to, const std::string& specification, T value
   } else {
     std::string large(static_cast<std::size_t>(size) + 1, '\0');
     std::snprintf(large.data(), large.size(), specification.c_str(), value);
-    to.append(large.c_str());
+    to.append(large.data(), static_cast<std::size_t>(size));
   }
 }
 

@@ -83,10 +83,11 @@ def run(
     GGUFError, UnsupportedModelError
         The file is no model that this package takes.
     """
-    from metal_prefill.bench import cases, engines, machine, model_file
+    from metal_prefill.bench import cases, engines, limit, machine, model_file
     from metal_prefill.bench.client import WorkerProcess
     from metal_prefill.bench.results import in_order, make_row
     from metal_prefill.bench.runner import Runner
+    from metal_prefill.model import resolve_device
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
@@ -128,9 +129,20 @@ def run(
         runner = Runner(workers, calibrator, repetitions, progress, patience)
         runner.run(tests)
         cpu = machine.cpu_name()
+        limits: dict[int, float] = {}
+        if resolve_device(device) == "cpu" and compute == "int8":
+            lengths = [case.n_prompt for case in tests if case.n_prompt]
+            limits = limit.prompt_limits(path, lengths, threads or machine.available_threads())
         rows = [
             make_row(
-                worker, case, runner.selection(worker, case), facts, options, calibrator.reference_ns, cpu
+                worker,
+                case,
+                runner.selection(worker, case),
+                facts,
+                options,
+                calibrator.reference_ns,
+                cpu,
+                limits.get(case.n_prompt),
             )
             for worker in workers
             for case in tests

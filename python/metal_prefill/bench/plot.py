@@ -61,6 +61,16 @@ def _draw_prompts(axes: Any, results: BenchResults) -> None:
             capsize=3,
             label=_label(rows[0]),
         )
+    limits = {row.n_prompt: row.limit_ts for row in results.rows if row.n_prompt and row.limit_ts}
+    if limits:
+        axes.plot(
+            sorted(limits),
+            [limits[n] for n in sorted(limits)],
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label="limit of 8-bit products",
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths)
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -80,7 +90,7 @@ def _draw_decode(axes: Any, results: BenchResults) -> None:
 
 
 def draw(results: BenchResults, path: str | os.PathLike[str]) -> None:
-    """Draw prefill speed over prompt length, and decoding beside it; peers in the same axes.
+    """Draw prefill speed over prompt length, and decoding beside it; peers and limit in the same axes.
 
     Parameters
     ----------

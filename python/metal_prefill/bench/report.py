@@ -107,6 +107,10 @@ def _captions(results: BenchResults) -> Iterator[str]:
         if row.n_depth:
             yield f"{row.test}: tokens one by one, from a context of {row.n_depth} on"
             break
+    limits = {row.test: row.limit_ts for row in results.rows if row.limit_ts}
+    if limits:
+        cells = ", ".join(f"{test} {rate(limit)}" for test, limit in limits.items())
+        yield f"the machine's rate of 8-bit products allows: {cells} tok/s"
     yield from (f"note: {note}" for note in results.notes())
 
 

@@ -42,6 +42,9 @@ class Row:
         From the path to ready.
     peak_rss : int
         Largest resident memory of the engine's process over the whole benchmark, in bytes.
+    limit_ts : float or None
+        Tokens per second that the machine's rate of 8-bit products allows, whatever the engine; see
+        `metal_prefill.bench.limit`. None where that is not what bounds the test.
     ratio : Spread or None
         In a peer's row, our speed over the peer's: below 1 is a loss.
     """
@@ -77,6 +80,7 @@ class Row:
     load_ns: int
     peak_rss: int
     note: str = ""
+    limit_ts: float | None = None
     ratio: Spread | None = None
 
     @property
@@ -93,6 +97,7 @@ def make_row(
     options: Options,
     calibration_ns: int,
     cpu: str,
+    limit_ts: float | None,
 ) -> Row:
     """Summarize the samples of one test of one engine."""
     samples_ns = [sample.ns for sample in selection.kept]
@@ -135,6 +140,7 @@ def make_row(
         load_ns=worker.load_ns,
         peak_rss=worker.peak_rss(),
         note="; ".join(notes),
+        limit_ts=limit_ts,
     )
 
 
@@ -146,13 +152,9 @@ class BenchResults:
     ----------
     rows : list of Row
         By engine, ours first, then by test.
-    int8_peak : float or None
-        Measured limit of 8-bit products on this machine, in multiply-adds per second; None where it is not
-        known.
     """
 
     rows: list[Row] = field(default_factory=list)
-    int8_peak: float | None = None
 
     def __post_init__(self) -> None:
         ours = {row.test: row for row in self.rows if row.engine == OURS}
