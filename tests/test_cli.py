@@ -200,6 +200,41 @@ def test_a_missing_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFi
         assert capsys.readouterr().err == f"error: {path}: No such file or directory\n"
 
 
+def test_a_missing_folder_is_named_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("metal_prefill.bench.run", lambda *_, **__: pytest.fail("measured all the same"))
+    folder = tmp_path / "none"
+    for command in (["bench", "--demo", "--json"], ["bench", "--demo", "--plot"], ["info", "--plot"]):
+        assert cli.main([*command, str(folder / "out.png")]) == 1
+        assert capsys.readouterr() == ("", f"error: {folder}: No such file or directory\n")
+    assert cli.main(["synth", str(folder / "out.gguf"), "--preset", "tiny"]) == 1
+    assert capsys.readouterr().err == f"error: {folder / 'out.gguf'}: No such file or directory\n"
+
+
+def test_a_picture_of_no_format_is_refused_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("metal_prefill.bench.run", lambda *_, **__: pytest.fail("measured all the same"))
+    for command in (["bench", "--demo"], ["info"]):
+        assert cli.main([*command, "--plot", "chart.gguf"]) == 2
+        out, error = capsys.readouterr()
+        assert out == ""
+        assert error.startswith("error: chart.gguf: ")
+        assert "png" in error
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said_in_words() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "metal_prefill.cli", "run", "-p", PROMPT, "-n", "1"]
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr == "error: No space left on device\n"
+
+
 def test_a_damaged_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"GGUF" + b"\xff" * 60)

@@ -78,6 +78,12 @@ def client(server: Hub, tmp_path: Path) -> Client:
     return Client(tmp_path, server.url)
 
 
+def test_a_repository_without_a_file_is_told_how_to_name_one(tmp_path: Path) -> None:
+    with pytest.raises(HubError, match=r"no file owner/repo; one of the Hub is named like owner/repo:"):
+        hub.resolve_model("owner/repo")
+    assert hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
+
+
 def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:
     specs = ["tiny/model:tiny.Q8_0.gguf", "tiny/model:*Q4_0.gguf", "tiny/model:more/*", "tiny/model:*F16*"]
     paths = [Path(answer["path"]) for answer in client.ask(*specs)]

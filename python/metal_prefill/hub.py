@@ -17,6 +17,7 @@ from metal_prefill.errors import HubError, MissingExtraError
 if TYPE_CHECKING:
     from types import ModuleType
 
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 _LISTED = 12  # files that an error names at most
 _TIMEOUT = 10  # seconds; the default of huggingface_hub for its own first request
@@ -34,10 +35,12 @@ def resolve_model(spec: str | os.PathLike[str]) -> Path:
     Raises
     ------
     HubError
-        See :func:`fetch`.
+        See :func:`fetch`; or `spec` names a repository without a file.
     """
     path = Path(spec)
     remote = _SPEC.fullmatch(os.fspath(spec))
+    if _REPO.fullmatch(os.fspath(spec)) and not path.parent.exists():
+        raise HubError(f"there is no file {spec}; one of the Hub is named like {spec}:*Q4_0.gguf")
     if remote is None or path.exists():
         return path
     return fetch(remote["repo"], remote["file"])

@@ -8,9 +8,11 @@ all layers, attention looks back, and the logits tell tokens apart.
 from __future__ import annotations
 
 import argparse
+import errno
 import inspect
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -344,7 +346,9 @@ def synthesize(
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
 
     target = Path(path)
-    part = target.with_name(target.name + ".part")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # others may write the same model
     writer = GGUFWriter(None, architecture)
     _add_metadata(writer, f"Synthetic {preset}", shape, tensor_type)
     _add_tokenizer(writer, vocabulary)

@@ -90,13 +90,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
     from metal_prefill import bench, default_model_path
+    from metal_prefill.bench import plot
 
     if arguments.demo and arguments.model:
         raise UsageError("--demo stands for the model in the box; a model file cannot be named beside it")
+    # What cannot be written is said before minutes of measuring, not after.
     if arguments.plot:
-        from metal_prefill.bench import plot
-
-        plot.check_installed()
+        plot.check(arguments.plot)
+    if arguments.json and arguments.json != "-":
+        plot.check_folder(arguments.json)
     model = default_model_path() if arguments.demo else common.model_path(arguments.model)
     with common.status_line() as show:
         results = bench.run(

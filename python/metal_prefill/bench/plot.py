@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metal_prefill.bench.errors import BenchError
@@ -18,18 +20,35 @@ COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v")
 
 
-def check_installed() -> None:
-    """Raise what to install if there is no matplotlib.
+def check(path: str | os.PathLike[str]) -> None:
+    """Raise what is in the way of writing a picture, before there is anything to draw.
 
     Raises
     ------
     MissingExtraError
-        It is not installed.
+        matplotlib is not installed.
+    ValueError
+        The ending of `path` is that of no format.
+    FileNotFoundError
+        Its folder does not exist.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(
             "plots need matplotlib, which is not installed: pip install 'metal_prefill[plot]'"
         )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix.lower().removeprefix(".") not in formats:
+        raise ValueError(f"{path}: the ending of a picture is one of {', '.join(sorted(formats))}")
+    check_folder(path)
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError if the folder that a file is to be written to does not exist."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
 
 
 def _errors(rows: list[Row]) -> list[list[float]]:
@@ -101,12 +120,12 @@ def draw(results: BenchResults, path: str | os.PathLike[str]) -> None:
 
     Raises
     ------
-    MissingExtraError
-        matplotlib is not installed.
+    MissingExtraError, ValueError, FileNotFoundError
+        See `check`.
     BenchError
         There is nothing to draw.
     """
-    check_installed()
+    check(path)
     panels = [
         (panel, width)
         for panel, width, present in (

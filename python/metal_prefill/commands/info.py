@@ -75,8 +75,11 @@ def execute(arguments: argparse.Namespace) -> None:
 
     from metal_prefill import default_model_path
     from metal_prefill.architecture import read_config
+    from metal_prefill.bench.plot import check
     from metal_prefill.gguf_file import GGUFFile
 
+    if arguments.plot:
+        check(arguments.plot)
     path = common.model_path(arguments.model) or default_model_path()
     console = common.console()
     with GGUFFile(path) as gguf:
@@ -111,10 +114,9 @@ def execute(arguments: argparse.Namespace) -> None:
 
 def draw(gguf: GGUFFile, path: str) -> None:
     """Draw the bytes of each part of the model, by tensor type, as a picture."""
-    from metal_prefill.bench.plot import COLOURS, check_installed
-
-    check_installed()
     from matplotlib.figure import Figure
+
+    from metal_prefill.bench.plot import COLOURS
 
     roles = bytes_by_role(gguf)[::-1]
     figure = Figure(figsize=(8, 1 + 0.32 * len(roles)), layout="constrained")

@@ -49,10 +49,14 @@ class Timing:
     def line(self) -> str:
         """Both rates in tokens per second, measured apart."""
         prompt_s, decode_s = self.prompt_done - self.begin, self.end - self.prompt_done
-        text = f"prompt: {self.prompt_tokens} tokens, {self.prompt_tokens / prompt_s:.1f} tok/s"
+        text = f"prompt: {_tokens(self.prompt_tokens)}, {self.prompt_tokens / prompt_s:.1f} tok/s"
         if self.decoded and decode_s > 0:
-            text += f"  |  decode: {self.decoded} tokens, {self.decoded / decode_s:.1f} tok/s"
+            text += f"  |  decode: {_tokens(self.decoded)}, {self.decoded / decode_s:.1f} tok/s"
         return text
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
