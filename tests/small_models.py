@@ -106,6 +106,7 @@ MODELS: dict[str, SmallModel] = {
             "blk.1.*": "Q4_1",
         },
     ),
+    "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
     "dimensions that fit no block": SmallModel(
         dim=50, heads=6, kv_heads=2, key_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
     ),

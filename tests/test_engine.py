@@ -158,7 +158,7 @@ def exported(model: Model) -> tuple[list[int], list[npt.NDArray[Any]]]:
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
 @pytest.mark.parametrize("compute", ["int8", "f32"])
-@pytest.mark.parametrize("name", ["smollm shape", "mixed types", "gemma3", "gqa 8"])
+@pytest.mark.parametrize("name", ["smollm shape", "mixed types", "16-bit floats", "gemma3", "gqa 8"])
 def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
     name: str, compute: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:

@@ -77,6 +77,9 @@ struct Kernels {
   // The same with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
   void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
                          float* out, std::size_t stride);
+  // The same for few tokens, with 16-bit weights where they lie: rows of cols, a multiple of kFloatPad.
+  void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
+                        int count, float* out, std::size_t stride);
   void (*half_to_float)(const std::uint16_t* in, float* out, int n);
   void (*bfloat16_to_float)(const std::uint16_t* in, float* out, int n);
 

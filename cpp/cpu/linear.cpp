@@ -11,6 +11,8 @@ namespace {
 constexpr int kTokenBlock =
     192;  // tokens of an item: what it unpacks is used for all, its results fit the L1 cache
 
+constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 first costs more than it saves
+
 using Tile = float[kTokenBlock][kGroupRows];
 
 // Blocks begin at multiples of kTokenBlock, so that a tile of quantized activations belongs to one.
@@ -55,11 +57,21 @@ FloatRows expand_group(const Context& c, const Linear& linear, int group) {
   return rows;
 }
 
+// Whether a group of rows can be multiplied where it lies: 16-bit floats, all 32 rows, nothing to pad.
+bool lies_ready(const Tensor& tensor, int group) {
+  return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) &&
+         tensor.cols % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
+}
+
 // out[t] = the product of a group of rows with token range.first + t.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, TokenRange range,
                     float* out, std::size_t stride) {
   if (linear.int8()) {
     c.kernels.multiply_int8(linear.packed, group, x.int8, range.first, range.count, out, stride);
+  } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
+    c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
+                            linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
+                            range.count, out, stride);
   } else {
     const FloatRows rows = expand_group(c, linear, group);
     c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out, stride);

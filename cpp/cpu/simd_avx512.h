@@ -52,6 +52,14 @@ struct Simd {
     const __m128i largest = reduce4(a, [](I x, I y) { return _mm512_max_epi32(x, y); });
     return _mm512_zextps128_ps512(_mm_castsi128_ps(largest));
   }
+  static void reduce_add4(const F (&a)[4], float* out) {
+    const I bits[4] = {_mm512_castps_si512(a[0]), _mm512_castps_si512(a[1]), _mm512_castps_si512(a[2]),
+                       _mm512_castps_si512(a[3])};
+    const __m128i sum = reduce4(bits, [](I x, I y) {
+      return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y)));
+    });
+    _mm_storeu_ps(out, _mm_castsi128_ps(sum));
+  }
   static void reduce_add4(const I (&a)[4], std::int32_t (&out)[4]) {
     const __m128i sum = reduce4(a, [](I x, I y) { return _mm512_add_epi32(x, y); });
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sum);

@@ -12,6 +12,7 @@ constexpr Kernels kTable = {
     .name = Simd::kName,
     .multiply_int8 = multiply_int8,
     .multiply_float = multiply_float,
+    .multiply_half = multiply_half,
     .half_to_float = half_to_float_row,
     .bfloat16_to_float = bfloat16_to_float_row,
     .quantize = quantize,
