@@ -1,9 +1,9 @@
 """How much speed another process on one of the cores costs.
 
-Samples of a prompt alternate: alone, then beside a process that keeps one core busy. The system gives that process
-half of its core, so an engine that degrades in proportion keeps (cores - 1/2) / cores of its speed: three quarters on
-two cores. One whose threads wait for the one that is off its core keeps less than half, or far less where
-they spin.
+Samples of a prompt alternate: alone, then beside a process that keeps one core busy. The system gives that
+process half of its core, so an engine that degrades in proportion keeps (cores - 1/2) / cores of its speed:
+three quarters on two cores. One whose threads wait for the one that is off its core keeps less than half, or
+far less where they spin.
 
     python tools/bench_contention.py [MODEL] [--prompt N] [--threads N] [--rounds N]
 """
@@ -44,7 +44,9 @@ def measure(model: Model, ids: np.ndarray[tuple[int], np.dtype[np.int64]], secon
 
 def main() -> None:
     """Alternate samples and print both medians and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", type=Path, default=default_model_path())
     parser.add_argument("-p", "--prompt", type=int, default=512, help="tokens")
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -70,11 +72,10 @@ def main() -> None:
     rival.terminate()
     kept = sorted(b / a for a, b in zip(alone, beside, strict=True))
     fair = (len(cores) - 0.5) / len(cores)
-    print(f"alone {statistics.median(alone):.0f} tok/s, beside another process {statistics.median(beside):.0f} tok/s")
-    print(
-        f"kept {statistics.median(kept):.2f} ({kept[0]:.2f}-{kept[-1]:.2f}); in proportion would be {fair:.2f} "
-        f"({args.threads} threads on {len(cores)} cores)"
-    )
+    median, low, high = statistics.median(kept), kept[0], kept[-1]
+    print(f"alone {statistics.median(alone):.0f} tok/s, beside another {statistics.median(beside):.0f} tok/s")
+    print(f"kept {median:.2f} ({low:.2f}-{high:.2f}); in proportion would be {fair:.2f}")
+    print(f"({args.threads} threads on {len(cores)} cores)")
 
 
 if __name__ == "__main__":
