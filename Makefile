@@ -56,14 +56,16 @@ bench: build/.plain
 
 # Tables, rows and charts of the comparison with other engines, on all cores and on one.
 REPORT ?= build/report
+REPORT_THREADS ?= $(CMAKE_BUILD_PARALLEL_LEVEL) 1
+REPETITIONS ?= 9
 $(VENV)/.peers: pyproject.toml build/.plain
 	$(PIP) install --no-build-isolation ".[bench,plot]" -C build-dir=build/plain
 	@touch $@
 
 bench-report: $(VENV)/.peers
 	mkdir -p $(REPORT)
-	set -eo pipefail; for threads in $(CMAKE_BUILD_PARALLEL_LEVEL) 1; do \
-	  $(BIN)/metal-prefill bench -p 32,128,512,1024 -n 64 -r 9 -t $$threads --compare llama.cpp,openvino \
+	set -eo pipefail; for threads in $(REPORT_THREADS); do \
+	  $(BIN)/metal-prefill bench -p 32,128,512,1024 -n 64 -r $(REPETITIONS) -t $$threads --compare llama.cpp,openvino \
 	    --json $(REPORT)/threads-$$threads.json --plot $(REPORT)/threads-$$threads.png \
 	    | tee $(REPORT)/threads-$$threads.txt; \
 	done
