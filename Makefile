@@ -10,7 +10,7 @@ SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml 
 NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-ray lint tidy bench bench-report format cross-macos clean
+.PHONY: demo test test-ray lint tidy bench bench-report bench-gpu format cross-macos clean
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -29,12 +29,12 @@ $(VENV)/.dev-tools: pyproject.toml $(VENV)/.ready
 # The package as a user gets it.
 build/.plain: $(VENV)/.build-tools $(SOURCES)
 	$(PIP) install --no-build-isolation . -C build-dir=build/plain
-	@rm -f build/.emulator && touch $@
+	@rm -f build/.emulator build/.cuda && touch $@
 
 # The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is to be had.
 build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
 	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
-	@rm -f build/.plain && touch $@
+	@rm -f build/.plain build/.cuda && touch $@
 
 demo: build/.plain
 	$(BIN)/metal-prefill run -p "ROMEO:" -n 120 --temperature 0.8 --seed 3
@@ -69,6 +69,16 @@ bench-report: $(VENV)/.peers
 	    --json $(REPORT)/threads-$$threads.json --plot $(REPORT)/threads-$$threads.png \
 	    | tee $(REPORT)/threads-$$threads.txt; \
 	done
+
+# Speeds and times of kernels of the Metal engine on an NVIDIA GPU, where the emulator runs it.
+build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
+	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $${options/emulator/cuda} \
+	  -C cmake.define.METAL_PREFILL_EMULATOR_CUDA=ON
+	@rm -f build/.plain build/.emulator && touch $@
+
+bench-gpu: build/.cuda
+	mkdir -p $(REPORT)
+	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/bench_gpu.py --json $(REPORT)/gpu.json
 
 lint: build/.emulator $(VENV)/.dev-tools
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

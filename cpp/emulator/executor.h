@@ -110,6 +110,7 @@ class Allocation {
   virtual void* host() = 0;               // null where the host cannot reach it
   virtual bool intact() { return true; }  // false: a write past the end was found
   std::size_t bytes = 0;
+  std::uint64_t device_address = 0;  // where the executor's device has memory of its own
 };
 
 // Host memory whose end is guarded: an access past it faults (or is reported by AddressSanitizer), and bytes
@@ -171,6 +172,7 @@ struct ByteRange {
 
 struct DispatchStatistics {
   std::uint64_t threads = 0, barriers = 0;
+  double seconds = 0;                                    // on the device, in timed mode
   std::vector<std::uint64_t> bytes_read, bytes_written;  // by buffer index; counted in checked mode
   std::vector<std::vector<ByteRange>> read, written;  // by buffer index, sorted and disjoint; in checked mode
 };
@@ -216,5 +218,7 @@ class Executor {
 };
 
 std::unique_ptr<Executor> make_cpu_executor();
+// Throws std::runtime_error where there is no NVIDIA GPU, or the build has no code for one.
+std::unique_ptr<Executor> make_cuda_executor();
 
 }  // namespace metal_emulator

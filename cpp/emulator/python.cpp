@@ -54,6 +54,7 @@ void bind_records(nb::module_& m) {
           "group", [](const DispatchRecord& record) { return to_tuple(record.group); }, "In threads.")
       .def_ro("threads", &DispatchRecord::threads)
       .def_ro("barriers", &DispatchRecord::barriers)
+      .def_ro("seconds", &DispatchRecord::seconds, "On the device, with METAL_EMULATOR_TIMED=1.")
       .def_ro("after_barrier", &DispatchRecord::after_barrier)
       .def_ro("bindings", &DispatchRecord::bindings);
   nb::class_<CommandBufferRecord>(m, "CommandBufferRecord", "A completed command buffer.")

@@ -74,18 +74,18 @@ void RopeTables::reserve(int positions, CallCounters& counters) {
   const std::size_t capacity = std::max({std::size_t(positions), 2 * capacity_, kFirstCapacity});
   std::vector<id<MTLBuffer>> grown;
   for (const Table& table : tables_) {
-    const std::size_t pairs = table.frequencies.size();
-    const std::size_t row_bytes = std::max<std::size_t>(pairs, 1) * 2 * sizeof(float);  // rope_dim may be 0
-    id<MTLBuffer> buffer = device_.allocate("rope_table", capacity * row_bytes, Access::kHost, counters);
-    if (table.buffer) std::memcpy(buffer.contents, table.buffer.contents, capacity_ * row_bytes);
-    auto* out = static_cast<float*>(buffer.contents) + capacity_ * pairs * 2;
-    for (std::size_t position = capacity_; position < capacity; ++position) {
+    std::vector<float> values;
+    for (std::size_t position = 0; position < capacity; ++position) {
       for (const float frequency : table.frequencies) {
         const double angle = double(position) * double(frequency);
-        *out++ = float(std::cos(angle) * double(table.magnitude));
-        *out++ = float(std::sin(angle) * double(table.magnitude));
+        values.push_back(float(std::cos(angle) * double(table.magnitude)));
+        values.push_back(float(std::sin(angle) * double(table.magnitude)));
       }
     }
+    if (values.empty()) values.resize(2);  // rope_dim may be 0, a buffer's length may not
+    const std::size_t bytes = values.size() * sizeof(float);
+    id<MTLBuffer> buffer = device_.allocate("rope_table", bytes, Access::kGpu, counters);
+    device_.upload(buffer, 0, values.data(), bytes, counters);
     grown.push_back(buffer);
   }
   for (std::size_t i = 0; i < tables_.size(); ++i) tables_[i].buffer = grown[i];

@@ -126,8 +126,10 @@ struct Running {
   [self requireUncommitted:"commit"];
   if (!_violation.empty()) throw ValidationError("commit: " + _violation);
   if (_encoderOpen) throw ValidationError("commit: an encoder of the command buffer has not ended encoding");
-  if (const std::string misuse = find_misuse(_encoded); !misuse.empty())
-    throw ValidationError("commit: " + misuse);
+  if (State::get().validates()) {
+    if (const std::string misuse = find_misuse(_encoded); !misuse.empty())
+      throw ValidationError("commit: " + misuse);
+  }
   UntrackedUse::commit(_untracked);
   if (self.status == MTLCommandBufferStatusNotEnqueued) [self enqueue];
   State::get().count(&metal_emulator::Counters::command_buffers);
@@ -139,7 +141,9 @@ struct Running {
 - (void)submit {
   State& state = State::get();
   state.begin_work();
-  std::vector<Command> commands = _encoded.commands;
+  // What is found out when they have run needs the commands.
+  const bool keep = state.validates() || state.keeps_history();
+  std::vector<Command> commands = keep ? _encoded.commands : std::exchange(_encoded, {}).commands;
   const auto fault = state.next_command_buffer_fault();
   if (fault) truncate(commands, fault->dispatches);
   {
@@ -164,7 +168,7 @@ struct Running {
 - (void)finish:(const Completion&)completion fault:(const std::optional<CommandBufferFault>&)fault {
   std::string message = completion.error;
   NSInteger code = MTLCommandBufferErrorInternal;
-  if (message.empty()) message = find_misuse(_encoded);
+  if (message.empty() && State::get().validates()) message = find_misuse(_encoded);
   if (message.empty()) message = find_hazard(_encoded, completion.statistics);
   if (message.empty() && fault) {
     message = fault->message;
@@ -244,9 +248,11 @@ struct Running {
 }
 
 - (void)encode:(Command)command bindings:(std::vector<EncodedBinding>)bindings {
-  std::vector<Access> accesses = find_untracked(command, bindings);
-  if (const auto conflict = _untracked->find_conflict(accesses)) throw ValidationError(*conflict);
-  std::move(accesses.begin(), accesses.end(), std::back_inserter(_untrackedNow));
+  if (State::get().validates()) {
+    std::vector<Access> accesses = find_untracked(command, bindings);
+    if (const auto conflict = _untracked->find_conflict(accesses)) throw ValidationError(*conflict);
+    std::move(accesses.begin(), accesses.end(), std::back_inserter(_untrackedNow));
+  }
   if (command.kind == Command::Kind::kDispatch) _dispatches++;
   _encoded.commands.push_back(std::move(command));
   _encoded.bindings.push_back(std::move(bindings));

@@ -173,7 +173,8 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
   check_threadgroup_memory(pipeline, number, _threadgroupLengths);
 
   const auto options = State::get().options();
-  if (_dispatchType == MTLDispatchTypeConcurrent && !options.checked) [self trackHazards:number];
+  if (_dispatchType == MTLDispatchTypeConcurrent && !options.checked && State::get().validates())
+    [self trackHazards:number];
 
   Command command;
   command.after_barrier = _barrier || _dispatchType == MTLDispatchTypeSerial;

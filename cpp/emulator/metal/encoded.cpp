@@ -103,12 +103,13 @@ std::vector<DispatchRecord> make_records(const Encoded& encoded,
     if (command.kind != Command::Kind::kDispatch) continue;
     const auto& dispatch = command.dispatch;
     DispatchRecord record{
-        dispatch.pipeline->kernel->name, dispatch.grid, dispatch.group, 0, 0, command.after_barrier, {}};
+        dispatch.pipeline->kernel->name, dispatch.grid, dispatch.group, 0, 0, 0.0, command.after_barrier, {}};
     const DispatchStatistics none;
     const DispatchStatistics& measured =
         records.size() < statistics.size() ? statistics[records.size()] : none;
     record.threads = measured.threads;
     record.barriers = measured.barriers;
+    record.seconds = measured.seconds;
     for (const EncodedBinding& binding : encoded.bindings[i]) {
       const auto index = static_cast<std::size_t>(binding.index);
       BindingRecord entry;

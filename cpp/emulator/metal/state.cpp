@@ -41,6 +41,9 @@ void check(const ExecutorOptions& options) {
 std::unique_ptr<Executor> make_executor() {
   const char* name = std::getenv("METAL_EMULATOR_EXECUTOR");
   if (!name || std::string_view(name) == "cpu") return make_cpu_executor();
+#if METAL_EMULATOR_CUDA
+  if (std::string_view(name) == "cuda") return make_cuda_executor();
+#endif
   throw std::runtime_error(std::string("METAL_EMULATOR_EXECUTOR: unknown executor '") + name + "'");
 }
 
@@ -73,6 +76,7 @@ State::State() : executor_(make_executor()) {
   options_.active_lanes = from_environment("METAL_EMULATOR_ACTIVE_LANES") != 0;
   check(options_);
   executor_->configure(options_);
+  if (const char* text = std::getenv("METAL_EMULATOR_VALIDATION")) validates_ = std::string_view(text) != "0";
   set_limits({});
 }
 

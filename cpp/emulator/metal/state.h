@@ -36,6 +36,10 @@ class State {
   static State& get();
 
   Executor& executor() { return *executor_; }
+  // Whether misuse that a Mac finds with its validation layer only, or not at all, is looked for: what
+  // commands without order do to the same memory, and what was done to buffers behind a command buffer's
+  // back.
+  bool validates() const { return validates_; }
   ExecutorOptions options();
   void set_options(const ExecutorOptions& options);
   DeviceLimits limits();
@@ -81,6 +85,7 @@ class State {
 
   std::mutex mutex_;
   std::unique_ptr<Executor> executor_;
+  bool validates_ = true;
   ExecutorOptions options_;
   DeviceLimits limits_;
   std::vector<std::shared_ptr<BufferState>> buffers_;

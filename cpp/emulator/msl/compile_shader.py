@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Compile a Metal source for the fiber executor: to C++ or to an object.
+"""Compile a Metal source for an executor: to C++, to assembly for NVIDIA GPUs, or to an object.
 
 Examples
 --------
-``compile_shader.py rope.metal -o rope.o`` makes an object; what it is linked into finds it by its text.
+``compile_shader.py rope.metal -o rope.o`` makes an object with code for CPU threads, ``--ptx`` one with code
+for NVIDIA GPUs; what both are linked into finds them by the source's text. ``--ptx -o rope.ptx`` only
+compiles.
 """
 
 from __future__ import annotations
@@ -16,17 +18,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from scanner import ptx
+from scanner.emit import raw_string
 from scanner.preprocess import find_clang
 from scanner.program import translate
 from scanner.tokens import SourceError
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fsigned-char", "-fno-exceptions",
-         "-fno-rtti", "-ffp-contract=fast", "-fno-math-errno", "-ffreestanding", "-fno-strict-aliasing",
-         "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
-         "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas", "-Wno-duplicate-decl-specifier",
-         "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-missing-braces", "-Wno-sign-compare",
-         "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
+LANGUAGE = ["-std=c++20", "-fsigned-char", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
+            "-fno-math-errno", "-ffreestanding", "-fno-strict-aliasing",
+            "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas", "-Wno-duplicate-decl-specifier",
+            "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-missing-braces", "-Wno-sign-compare",
+            "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
+FLAGS = [*LANGUAGE, "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
+         "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"]  # fmt: skip
+# Everything is inlined: a call would take its arguments through memory. Simdgroup operations and barriers
+# must not move into branches: functions are convergent.
+PTX_FLAGS = [*LANGUAGE, "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
+             "-Xclang", "+ptx78", "--cuda-path=/dev/null", "-nostdinc", "-fconvergent-functions",
+             "-mllvm", "-inline-threshold=100000", "-Wno-unknown-cuda-version", "-S"]  # fmt: skip
 # Without the last option the store of "+=" would go uncounted behind its load.
 CHECKED = ["-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0",
            "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm",
@@ -62,6 +72,32 @@ def compile_unit(cpp: Path, output: Path, metal_version: int, checked: bool, fla
         print(result.stderr.strip(), file=sys.stderr)
 
 
+def compile_ptx(cpp: Path, metal_version: int, flags: list[str], name: str) -> dict[str, str]:
+    """Return the modules of a translated source for NVIDIA GPUs by the names of their entries."""
+    command = [find_clang(), *PTX_FLAGS, f"-D__METAL_VERSION__={metal_version}", "-I", str(HERE / "shim"),
+               "-I", str(HERE.parent / "cuda"), *flags, str(cpp), "-o", "-"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SourceError(result.stderr.strip())
+    if result.stderr.strip():
+        print(result.stderr.strip(), file=sys.stderr)
+    return ptx.split(result.stdout, name)
+
+
+def embed_ptx(modules: dict[str, str], source: Path, output: Path) -> None:
+    """Write an object that registers the modules of a source."""
+    rows = [f'  {{"{name}", {raw_string(text)}}},' for name, text in modules.items()]
+    text = source.read_text(encoding="utf-8")
+    lines = ['#include "image.h"', "namespace {", f"const char kSource[] = {raw_string(text)};"]
+    lines += ["const metal_emulator::cuda::Module kModules[] = {", *rows, "  {}};"]
+    members = f'"{source.name}", {{kSource, sizeof kSource - 1}}, {{kModules, {len(modules)}}}'
+    lines += [f"const metal_emulator::cuda::Image kImage = {{{members}}};"]
+    lines += ["const bool kRegistered = metal_emulator::cuda::register_image(&kImage);", "}  // namespace"]
+    command = [find_clang(), "-std=c++20", "-fPIC", "-fvisibility=hidden", "-x", "c++", "-I",
+               str(HERE.parent / "cuda"), "-c", "-", "-o", str(output)]  # fmt: skip
+    subprocess.run(command, input="\n".join(lines), text=True, check=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; see the module's text."""
     parser = argparse.ArgumentParser(
@@ -69,6 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True, help=".cpp: only translate")
+    parser.add_argument("--ptx", action="store_true", help="for NVIDIA GPUs; -o .ptx: only compile")
     parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
     parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
     parser.add_argument("--metal-version", type=int, default=310, help="__METAL_VERSION__; default 310")
@@ -80,13 +117,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     macros = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
     try:
-        text = translate(options.source, "cpu", options.metal_version, macros)
+        text = translate(options.source, "ptx" if options.ptx else "cpu", options.metal_version, macros)
         if options.output.suffix == ".cpp":
             options.output.write_text(text, encoding="utf-8")
             return 0
         with tempfile.TemporaryDirectory() as folder:
             cpp = Path(folder) / (options.source.stem + ".cpp")
             cpp.write_text(text, encoding="utf-8")
+            if options.ptx:
+                modules = compile_ptx(cpp, options.metal_version, options.flags, options.source.name)
+                if options.output.suffix == ".ptx":
+                    options.output.write_text("".join(modules.values()), encoding="utf-8")
+                else:
+                    embed_ptx(modules, options.source, options.output)
+                return 0
             compile_unit(
                 cpp,
                 options.output,

@@ -2,6 +2,9 @@
 #include <unwind.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
@@ -108,8 +111,36 @@ void run_on_ivars(Class* cls, Object* object, const char* name, bool superclass_
   if (!superclass_first) run_on_ivars(cls->superclass, object, name, superclass_first);
 }
 
+// Counts the images that were loaded: each may bring methods that change what a message finds.
+std::atomic<unsigned> images_loaded{0};
+
+// What messages of this thread found last, by class and selector.
+struct MethodCache {
+  struct Entry {
+    Class* cls = nullptr;
+    const char* name = nullptr;
+    Slot* slot = nullptr;
+  };
+  static constexpr std::size_t kEntries = 512;
+  std::array<Entry, kEntries> entries;
+  unsigned images = 0;
+
+  Slot* find(Class* cls, const char* name) {
+    const unsigned loaded = images_loaded.load(std::memory_order_acquire);
+    if (loaded != images) {
+      entries = {};
+      images = loaded;
+    }
+    const auto hash = reinterpret_cast<std::uintptr_t>(cls) / 8 + reinterpret_cast<std::uintptr_t>(name);
+    Entry& entry = entries[(hash ^ hash >> 9) % kEntries];
+    if (entry.cls != cls || entry.name != name) entry = {cls, name, find_method(cls, name)};
+    return entry.slot;
+  }
+};
+thread_local MethodCache method_cache;
+
 Slot* require_method(Class* cls, const Selector* selector) {
-  Slot* slot = find_method(cls, selector->name);
+  Slot* slot = method_cache.find(cls, selector->name);
   if (!slot) {
     throw std::logic_error(std::string("unrecognized selector: ") + (cls->info & kMetaClass ? "+[" : "-[") +
                            cls->name + " " + selector->name + "]");
@@ -180,6 +211,7 @@ void __objc_load(Image* image) {
     add_methods(cls, c->instance_methods);
     add_methods(cls->isa, c->class_methods);
   }
+  images_loaded.fetch_add(1, std::memory_order_release);
 }
 
 Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {

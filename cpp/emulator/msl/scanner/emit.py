@@ -25,11 +25,13 @@ def parameter(argument: Argument) -> str:
     return f"::msl::Parameter<::msl::Role::{argument.kind}, {max(argument.index, 0)}>"
 
 
-def unit(tokens: TokenList, backend: str) -> str:
+def unit(tokens: TokenList, backend: str, program: Program) -> str:
     """Return the prologue and the rewritten source, inside an anonymous namespace."""
     prologue = [f"#define MSL_{backend.upper()} 1"]
-    if backend == "cpu":
+    if backend != "check":
         prologue += ['#include "abi.h"', '#include "bfloat.h"']
+    if backend == "ptx":
+        prologue += [_ptx_constant(constant) for constant in program.constants]
     if backend == "check":  # C++ for OpenCL has no unnamed namespace with constant objects to initialize
         return "\n".join([*prologue, '#include "msl.h"', tokens.render()])
     return "\n".join([*prologue, "namespace {", '#include "msl.h"', tokens.render(), "}  // namespace"])
@@ -91,6 +93,25 @@ def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int
         "}  // namespace",
     ]
     return "\n".join(lines) + "\n"
+
+
+def ptx_table(program: Program) -> str:
+    """Return the entries of the kernels, numbered in the order of the kernel table."""
+    lines = []
+    for number, entry in enumerate(program.instantiations):
+        described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
+        constants = sum(1 << i for i, a in enumerate(entry.kernel.arguments) if a.space == "constant")
+        lines.append(f'#line {entry.line} "{entry.file}"')
+        lines.append(f"MSL_ENTRY({number}, &{entry.expression}, {constants}u{described})")
+    return "\n".join(lines) + "\n"
+
+
+def _ptx_constant(constant: FunctionConstant) -> str:
+    """Return the variables of a function constant, which the host finds by their names."""
+    kind = _constant_type(constant)
+    kind = {"half": "_Float16"}.get(kind, re.sub("^u(?=.)", "unsigned ", kind))
+    space, name = "__attribute__((address_space(4)))", f"{constant.index}_"
+    return f'extern "C" {{ {space} {kind} msl_constant_{name}; {space} bool msl_constant_defined_{name}; }}'
 
 
 def _constant_type(constant: FunctionConstant) -> str:

@@ -22,7 +22,7 @@ def translate(path: Path, backend: str, metal_version: int, flags: list[str]) ->
     path
         A source; local includes are looked up as the preprocessor does.
     backend
-        'cpu' for the fiber executor, 'check' for the static check.
+        'cpu' for the fiber executor, 'ptx' for NVIDIA GPUs, 'check' for the static check.
     metal_version
         Value of ``__METAL_VERSION__``.
     flags
@@ -39,9 +39,11 @@ def translate(path: Path, backend: str, metal_version: int, flags: list[str]) ->
     program = analyze(tokens, found)
     uses = constant_uses(tokens, found, program)
     rewrite(tokens, found, program, check=backend == "check")
-    text = emit.unit(tokens, backend) + "\n"
+    text = emit.unit(tokens, backend, program) + "\n"
     if backend == "check":
         return text + emit.check_table(program)
+    if backend == "ptx":
+        return text + emit.ptx_table(program)
     return text + emit.cpu_table(program, path.name, path.read_text(encoding="utf-8"), uses)
 
 

@@ -5,47 +5,6 @@ namespace msl {
 
 namespace abi = ::metal_emulator::abi;
 
-template <class T>
-MSL_INLINE T position(abi::Vec3 v) {
-  if constexpr (Components<T>::count == 1) {
-    return static_cast<T>(v.x);
-  } else if constexpr (Components<T>::count == 2) {
-    return T{static_cast<typename Shape<T>::element>(v.x), static_cast<typename Shape<T>::element>(v.y)};
-  } else {
-    return T{static_cast<typename Shape<T>::element>(v.x), static_cast<typename Shape<T>::element>(v.y),
-             static_cast<typename Shape<T>::element>(v.z)};
-  }
-}
-
-// What a pointer or reference parameter points to.
-template <class T>
-struct Pointee {
-  typedef char type;
-  static constexpr bool writable = false, reference = false;
-  static constexpr ulong bytes = 0, alignment = 0;
-  MSL_INLINE static T from(void*) { return T(); }
-};
-template <class T>
-struct Extent {
-  static constexpr ulong bytes = sizeof(T), alignment = alignof(T);
-};
-template <>
-struct Extent<void> {
-  static constexpr ulong bytes = 1, alignment = 1;
-};
-template <>
-struct Extent<const void> : Extent<void> {};
-template <class T>
-struct Pointee<T*> : Extent<T> {
-  static constexpr bool writable = !__is_const(T), reference = false;
-  MSL_INLINE static T* from(void* memory) { return static_cast<T*>(memory); }
-};
-template <class T>
-struct Pointee<T&> : Extent<T> {
-  static constexpr bool writable = !__is_const(T), reference = true;
-  MSL_INLINE static T& from(void* memory) { return *static_cast<T*>(memory); }
-};
-
 template <class T, class P>
 MSL_INLINE T argument(const abi::Invocation& i) {
   constexpr Role role = P::role;

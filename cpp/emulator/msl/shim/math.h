@@ -1,6 +1,6 @@
 // Floating-point functions of one to three arguments, for float, half and their vectors, in metal::,
-// metal::precise and metal::fast. The latter two do the same here: results are those of the host's or GPU's
-// float functions, rounded to half where the argument is half.
+// metal::precise and metal::fast. Results are those of the host's float functions, or of ptx_math.h's, rounded
+// to half where the argument is half. The fast ones are the same, but for exp on GPUs.
 #pragma once
 
 namespace msl {
@@ -8,18 +8,7 @@ namespace msl {
 MSL_CONSTANT float kPi = 3.14159265358979323846f;
 
 // The float functions that the backend's maths library has.
-#if MSL_PTX
-#define MSL_LIBRARY1(name)                \
-  extern "C" float __nv_##name##f(float); \
-  MSL_INLINE float f_##name(float x) {    \
-    return __nv_##name##f(x);             \
-  }
-#define MSL_LIBRARY2(name)                       \
-  extern "C" float __nv_##name##f(float, float); \
-  MSL_INLINE float f_##name(float x, float y) {  \
-    return __nv_##name##f(x, y);                 \
-  }
-#else
+#if !MSL_PTX  // which brings its own: ptx_math.h
 #define MSL_LIBRARY1(name)             \
   MSL_INLINE float f_##name(float x) { \
     return __builtin_##name##f(x);     \
@@ -28,7 +17,6 @@ MSL_CONSTANT float kPi = 3.14159265358979323846f;
   MSL_INLINE float f_##name(float x, float y) { \
     return __builtin_##name##f(x, y);           \
   }
-#endif
 MSL_LIBRARY1(exp)
 MSL_LIBRARY1(exp2)
 MSL_LIBRARY1(log)
@@ -36,16 +24,7 @@ MSL_LIBRARY1(log2) MSL_LIBRARY1(log10) MSL_LIBRARY1(sin) MSL_LIBRARY1(cos) MSL_L
     MSL_LIBRARY1(asin) MSL_LIBRARY1(acos) MSL_LIBRARY1(atan) MSL_LIBRARY1(sinh) MSL_LIBRARY1(cosh)
         MSL_LIBRARY1(tanh) MSL_LIBRARY1(asinh) MSL_LIBRARY1(acosh) MSL_LIBRARY1(atanh) MSL_LIBRARY2(pow)
             MSL_LIBRARY2(atan2) MSL_LIBRARY2(fmod) MSL_LIBRARY2(fdim) MSL_LIBRARY2(nextafter)
-#if MSL_PTX
-                extern "C" float __nv_ldexpf(float, int);
-extern "C" float __nv_frexpf(float, int*);
-MSL_INLINE float f_ldexp(float x, int e) {
-  return __nv_ldexpf(x, e);
-}
-MSL_INLINE float f_frexp(float x, int* e) {
-  return __nv_frexpf(x, e);
-}
-#elif !MSL_CHECK
+#if !MSL_CHECK
                 MSL_INLINE float f_ldexp(float x, int e) {
   return __builtin_ldexpf(x, e);
 }
@@ -55,6 +34,7 @@ MSL_INLINE float f_frexp(float x, int* e) {
 #else
                 float f_ldexp(float x, int e);
 float f_frexp(float x, __private int* e);
+#endif
 #endif
 
 MSL_INLINE float smooth_ramp(float t) {
@@ -117,7 +97,7 @@ namespace metal {
   MSL_ON_FLOAT_VECTORS(MSL_EACH3, name)
 
 #define MSL_ALL_MATH                                                                                         \
-  MSL_MATH1(exp, msl::f_exp(x))                                                                              \
+  MSL_MATH1(exp, MSL_EXP(x))                                                                              \
   MSL_MATH1(exp2, msl::f_exp2(x))                                                                            \
   MSL_MATH1(exp10, msl::f_pow(10.0f, x))                                                                     \
   MSL_MATH1(log, msl::f_log(x)) MSL_MATH1(log2, msl::f_log2(x)) MSL_MATH1(log10, msl::f_log10(x)) MSL_MATH1( \
@@ -186,10 +166,15 @@ namespace metal {
     return msl::f_nextafter(x, y);                                                                           \
   }
 
+#define MSL_EXP(x) msl::f_exp(x)
 MSL_ALL_MATH
 namespace precise {
 MSL_ALL_MATH
 }
+#if MSL_PTX
+#undef MSL_EXP
+#define MSL_EXP(x) msl::fast_exp(x)
+#endif
 namespace fast {
 MSL_ALL_MATH
 }

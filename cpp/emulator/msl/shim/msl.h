@@ -5,6 +5,9 @@
 #include "config.h"
 #include "types.h"
 #include "traits.h"
+#if MSL_PTX
+#include "ptx_math.h"
+#endif
 #include "math.h"
 #include "common.h"
 #include "packed.h"
@@ -16,9 +19,14 @@
 #elif MSL_CPU
 #include "cpu_simdgroup.h"
 #include "cpu_simdgroup_matrix.h"
+#elif MSL_PTX
+#include "ptx_simdgroup.h"
+#include "ptx_simdgroup_matrix.h"
 #endif
 #include "simdgroup_matrix.h"
 #include "kernel.h"
 #if MSL_CPU
 #include "cpu_kernel.h"
+#elif MSL_PTX
+#include "ptx_kernel.h"
 #endif

@@ -90,11 +90,16 @@ MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ul
   const ulong row = static_cast<ulong>(msl::fragment_row(lane));
   const ulong column = static_cast<ulong>(msl::fragment_column(lane));
   source += origin.y * stride + origin.x;
+#if MSL_PTX
+  const ::vec<T, 2> pair = msl::load_pair(source + row * stride + column);
+  transpose ? d.fragment.set_transposed(pair) : d.fragment.set(pair);
+#else
   if (transpose) {
     d.fragment.set(::vec<T, 2>{source[column * stride + row], source[(column + 1) * stride + row]});
   } else {
     d.fragment.set(::vec<T, 2>{source[row * stride + column], source[row * stride + column + 1]});
   }
+#endif
 }
 template <class T>
 MSL_INLINE void simdgroup_store(const simdgroup_matrix<T, 8, 8>& a, T* target, ulong stride = 8,

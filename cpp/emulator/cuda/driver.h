@@ -1,0 +1,102 @@
+// NVIDIA's driver API, found when the program runs: no toolkit is needed to build or to run. Names and values
+// are those of the driver's documentation.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+namespace metal_emulator::cuda {
+
+using Result = int;  // CUresult
+using Address = unsigned long long;
+using Context = struct ContextHandle*;
+using Stream = struct StreamHandle*;
+using Event = struct EventHandle*;
+using ModuleHandle = struct ModuleHandleTag*;
+using Function = struct FunctionHandle*;
+
+inline constexpr int kMaxThreadsPerBlock = 0;  // CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+inline constexpr int kCapabilityMajor = 75;    // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+inline constexpr int kCapabilityMinor = 76;    // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+inline constexpr int kJitErrorLog = 5;         // CU_JIT_ERROR_LOG_BUFFER
+inline constexpr int kJitErrorLogBytes = 6;    // CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
+inline constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kWithTime = 0;       // CU_EVENT_DEFAULT
+inline constexpr unsigned kWithoutTime = 2;    // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned kMapped = 2;         // CU_MEMHOSTREGISTER_DEVICEMAP
+inline constexpr int kSerialization = 6;       // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+struct LaunchAttribute {  // CUlaunchAttribute
+  int id;
+  char padding[4];
+  union {
+    char bytes[64];
+    int value;
+  };
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
+// Each function by its name, and its parameters.
+#define METAL_EMULATOR_DRIVER_FUNCTIONS(X)                                                             \
+  X(cuInit, unsigned flags)                                                                            \
+  X(cuGetErrorName, Result result, const char** name)                                                  \
+  X(cuGetErrorString, Result result, const char** text)                                                \
+  X(cuDeviceGet, int* device, int ordinal)                                                             \
+  X(cuDeviceGetName, char* name, int length, int device)                                               \
+  X(cuDeviceGetAttribute, int* value, int attribute, int device)                                       \
+  X(cuDevicePrimaryCtxRetain, Context* context, int device)                                            \
+  X(cuCtxSetCurrent, Context context)                                                                  \
+  X(cuMemAlloc_v2, Address* address, std::size_t bytes)                                                \
+  X(cuMemFree_v2, Address address)                                                                     \
+  X(cuMemAllocAsync, Address* address, std::size_t bytes, Stream stream)                               \
+  X(cuMemFreeAsync, Address address, Stream stream)                                                    \
+  X(cuMemHostRegister_v2, void* memory, std::size_t bytes, unsigned flags)                             \
+  X(cuMemHostUnregister, void* memory)                                                                 \
+  X(cuMemHostGetDevicePointer_v2, Address* address, void* memory, unsigned flags)                      \
+  X(cuMemcpyHtoD_v2, Address to, const void* from, std::size_t bytes)                                  \
+  X(cuMemcpyHtoDAsync_v2, Address to, const void* from, std::size_t bytes, Stream stream)              \
+  X(cuMemcpyAsync, Address to, Address from, std::size_t bytes, Stream stream)                         \
+  X(cuMemsetD8_v2, Address to, unsigned char value, std::size_t bytes)                                 \
+  X(cuMemsetD8Async, Address to, unsigned char value, std::size_t bytes, Stream stream)                \
+  X(cuStreamCreate, Stream* stream, unsigned flags)                                                    \
+  X(cuStreamSynchronize, Stream stream)                                                                \
+  X(cuStreamWaitEvent, Stream stream, Event event, unsigned flags)                                     \
+  X(cuEventCreate, Event* event, unsigned flags)                                                       \
+  X(cuEventRecord, Event event, Stream stream)                                                         \
+  X(cuEventSynchronize, Event event)                                                                   \
+  X(cuEventElapsedTime, float* milliseconds, Event start, Event end)                                   \
+  X(cuModuleLoadDataEx, ModuleHandle* module, const void* image, unsigned count, int* options,         \
+    void** values)                                                                                     \
+  X(cuModuleGetFunction, Function* function, ModuleHandle module, const char* name)                    \
+  X(cuModuleGetGlobal_v2, Address* address, std::size_t* bytes, ModuleHandle module, const char* name) \
+  X(cuFuncGetAttribute, int* value, int attribute, Function function)                                  \
+  X(cuLaunchKernelEx, const LaunchConfig* config, Function function, void** parameters, void** extra)
+
+struct Driver {
+#define METAL_EMULATOR_DRIVER_MEMBER(name, ...) Result (*name)(__VA_ARGS__);
+  METAL_EMULATOR_DRIVER_FUNCTIONS(METAL_EMULATOR_DRIVER_MEMBER)
+#undef METAL_EMULATOR_DRIVER_MEMBER
+
+  // Throws std::runtime_error where there is no driver, or too old a one.
+  static const Driver& get();
+};
+
+// The driver's words for a result.
+std::string describe(Result result);
+// Throws std::runtime_error with the call's name unless it went well.
+void check(Result result, const char* call);
+#define METAL_EMULATOR_CUDA(function, ...) \
+  ::metal_emulator::cuda::check(::metal_emulator::cuda::Driver::get().function(__VA_ARGS__), #function)
+
+}  // namespace metal_emulator::cuda

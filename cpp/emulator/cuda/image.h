@@ -1,0 +1,26 @@
+// Shaders compiled for NVIDIA GPUs, as objects that the build makes register them.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+namespace metal_emulator::cuda {
+
+// Assembly with one entry, ready for the driver but for its placeholders.
+struct Module {
+  const char* entry;
+  const char* assembly;
+};
+
+// Of one source. The modules of kernel n, in the order of its ShaderLibrary, are kernel_n_values and
+// kernel_n_addresses.
+struct Image {
+  std::string_view name, source;  // as in the ShaderLibrary
+  std::span<const Module> modules;
+};
+
+bool register_image(const Image* image);
+// Null: the source was not compiled for NVIDIA GPUs.
+const Image* find_image(std::string_view name, std::string_view source);
+
+}  // namespace metal_emulator::cuda

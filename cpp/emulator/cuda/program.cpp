@@ -1,0 +1,114 @@
+#include "program.h"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+namespace metal_emulator::cuda {
+namespace {
+
+// Never destroyed: images are registered before main, in no particular order.
+std::vector<const Image*>& images() {
+  static auto* instance = new std::vector<const Image*>;
+  return *instance;
+}
+
+void replace_all(std::string& text, std::string_view from, std::string_view to) {
+  for (std::size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size())) {
+    text.replace(at, from.size(), to);
+  }
+}
+
+}  // namespace
+
+bool register_image(const Image* image) {
+  images().push_back(image);
+  return true;
+}
+
+const Image* find_image(std::string_view name, std::string_view source) {
+  for (const Image* image : images()) {
+    if (image->name == name && image->source == source) return image;
+  }
+  return nullptr;
+}
+
+ParameterLayout layout_of(const Kernel& kernel) {
+  ParameterLayout layout;
+  unsigned slots = 0;
+  for (std::size_t i = 0; i < kernel.arguments.size(); i++) layout.places.push_back({slot_offset(slots++)});
+  layout.bytes = first_inline_offset(slots);
+  for (std::size_t i = 0; i < kernel.arguments.size(); i++) {
+    const KernelArgument& argument = kernel.arguments[i];
+    const bool constant = argument.space == KernelArgument::Space::kConstant;
+    if (!is_inline(constant, argument.reference, argument.element_bytes)) continue;
+    layout.places[i].value = layout.bytes;
+    layout.bytes = align_up(layout.bytes + static_cast<unsigned>(argument.element_bytes));
+  }
+  return layout;
+}
+
+Program::Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel,
+                 Specialization constants)
+    : device_(device),
+      library_(library),
+      kernel_(kernel),
+      constants_(std::move(constants)),
+      layout_(layout_of(kernel)) {
+  const Image* image = find_image(library.name, library.source);
+  if (!image) {
+    throw std::runtime_error(std::string("'") + library.name + "' was not compiled for NVIDIA GPUs");
+  }
+  modules_ = &image->modules[static_cast<std::size_t>(&kernel - library.kernels.data()) * 2];
+}
+
+Function Program::function(Variant variant) {
+  const std::lock_guard lock(mutex_);
+  const auto [found, added] = functions_.try_emplace(variant, nullptr);
+  if (!added && found->second) return found->second;
+  return found->second = compile(variant);
+}
+
+Function Program::compile(Variant variant) const {
+  device_.enter();
+  const Module& module = modules_[variant.values ? 0 : 1];
+  std::string assembly = module.assembly;
+  replace_all(assembly, "%nsmid", variant.partial ? "1" : "0");
+  if (device_.capability() >= 90) {
+    // The next kernel is brought to the multiprocessors while this one runs; it waits for its memory here.
+    replace_all(assembly, ".target sm_80", ".target sm_90");
+    replace_all(assembly, "// await", "griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;");
+  }
+  std::array<char, 8192> log{};
+  std::array<int, 2> options = {kJitErrorLog, kJitErrorLogBytes};
+  std::array<void*, 2> values = {log.data(), reinterpret_cast<void*>(log.size())};
+  ModuleHandle loaded = nullptr;
+  const Result result = Driver::get().cuModuleLoadDataEx(&loaded, assembly.c_str(), options.size(),
+                                                         options.data(), values.data());
+  if (result != 0) {
+    throw std::runtime_error(std::string("kernel '") + kernel_.name + "': the driver does not load it: " +
+                             describe(result) + (log[0] ? std::string("\n") + log.data() : std::string()));
+  }
+  write_constants(loaded, assembly);
+  Function function = nullptr;
+  METAL_EMULATOR_CUDA(cuModuleGetFunction, &function, loaded, module.entry);
+  return function;
+}
+
+// A module has the constants that its kernel reads.
+void Program::write_constants(ModuleHandle module, const std::string& assembly) const {
+  const auto write = [&](const std::string& name, std::uint64_t bits) {
+    if (assembly.find(name) == std::string::npos) return;
+    Address address = 0;
+    std::size_t bytes = 0;
+    METAL_EMULATOR_CUDA(cuModuleGetGlobal_v2, &address, &bytes, module, name.c_str());
+    METAL_EMULATOR_CUDA(cuMemcpyHtoD_v2, address, &bits, bytes);
+  };
+  for (const ConstantValue& constant : constants_) {
+    const std::string index = std::to_string(constant.index);
+    write("msl_constant_" + index + "_", constant.bits);
+    write("msl_constant_defined_" + index + "_", 1);
+  }
+}
+
+}  // namespace metal_emulator::cuda

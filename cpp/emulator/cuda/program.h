@@ -1,0 +1,58 @@
+// Kernels as the driver runs them: modules compiled from assembly when they are first needed.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "abi.h"
+#include "device.h"
+#include "image.h"
+
+namespace metal_emulator::cuda {
+
+// The ways in which a kernel is compiled.
+struct Variant {
+  bool values = true;    // `constant` references come by value, from setBytes
+  bool partial = false;  // the last simdgroup of a threadgroup may have fewer than 32 threads
+  auto operator<=>(const Variant&) const = default;
+};
+
+// What the parameters of a kernel are: see abi.h.
+struct ParameterLayout {
+  struct Place {
+    unsigned slot;       // offset of the slot
+    unsigned value = 0;  // offset of the value, 0: there is none
+  };
+  std::vector<Place> places;  // of each argument of the kernel
+  unsigned bytes = 0;
+};
+ParameterLayout layout_of(const Kernel& kernel);
+
+// One kernel with its function constants, all variants of it. Used by any number of pipelines.
+class Program {
+ public:
+  // Throws std::runtime_error where the build has no code of the kernel for GPUs.
+  Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel, Specialization constants);
+
+  // Compiles the variant when it is first asked for; throws std::runtime_error with the driver's words.
+  Function function(Variant variant);
+  const ParameterLayout& layout() const { return layout_; }
+  const Specialization& constants() const { return constants_; }
+
+ private:
+  Function compile(Variant variant) const;
+  void write_constants(ModuleHandle module, const std::string& assembly) const;
+
+  const Device& device_;
+  const ShaderLibrary& library_;
+  const Kernel& kernel_;
+  const Specialization constants_;
+  const ParameterLayout layout_;
+  const Module* modules_;  // with values, with addresses
+  std::mutex mutex_;
+  std::map<Variant, Function> functions_;
+};
+
+}  // namespace metal_emulator::cuda

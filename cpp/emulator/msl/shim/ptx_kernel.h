@@ -1,0 +1,207 @@
+// Kernel entries for NVIDIA GPUs. What an entry is given: see cuda/abi.h.
+#pragma once
+
+namespace msl {
+
+namespace abi = ::metal_emulator::cuda;
+
+#define MSL_GLOBAL __attribute__((address_space(1)))
+#define MSL_SHARED __attribute__((address_space(3)))
+#define MSL_PARAMETER __attribute__((address_space(101)))
+
+// Threadgroup memory whose size the dispatch gives.
+extern "C" MSL_SHARED __attribute__((aligned(16))) char msl_threadgroup_memory[];
+
+// The parameters as the entry declares them, and as they are read: in their own address space, by the address
+// that the entry finds. Through the declared structure the compiler would copy what a pointer may point to.
+template <unsigned Bytes>
+struct alignas(16) Parameters {
+  ulong words[Bytes / 8];
+};
+struct Given {
+  const MSL_PARAMETER char* bytes;
+  template <class T>
+  MSL_INLINE T read(unsigned offset) const {
+    return *reinterpret_cast<const MSL_PARAMETER T*>(bytes + offset);
+  }
+  MSL_INLINE abi::Vec3 read_vector(unsigned offset) const {
+    return {read<uint>(offset), read<uint>(offset + 4), read<uint>(offset + 8)};
+  }
+};
+
+// Memory of an argument, from an address of its own space: the compiler then knows the space.
+template <class T>
+MSL_INLINE T* device_memory(ulong address) {
+  return (T*)(T MSL_GLOBAL*)address;
+}
+template <class T>
+MSL_INLINE T* threadgroup_memory(ulong offset) {
+  return (T*)(T MSL_SHARED*)(msl_threadgroup_memory + offset);
+}
+
+template <class T>
+struct Argument {};
+template <class T>
+struct Argument<T*> {
+  MSL_INLINE static T* device(ulong address) { return device_memory<T>(address); }
+  MSL_INLINE static T* threadgroup(ulong offset) { return threadgroup_memory<T>(offset); }
+};
+template <class T>
+struct Argument<T&> {
+  MSL_INLINE static T& device(ulong address) { return *device_memory<T>(address); }
+  MSL_INLINE static T& threadgroup(ulong offset) { return *threadgroup_memory<T>(offset); }
+  MSL_INLINE static T& value(const MSL_PARAMETER char* bytes) { return *(T*)(T MSL_PARAMETER*)bytes; }
+};
+
+#define MSL_REGISTERS(name) \
+  __nvvm_read_ptx_sreg_##name##_x(), __nvvm_read_ptx_sreg_##name##_y(), __nvvm_read_ptx_sreg_##name##_z()
+MSL_INLINE abi::Vec3 register_vector(int x, int y, int z) {
+  return {static_cast<uint>(x), static_cast<uint>(y), static_cast<uint>(z)};
+}
+
+// Where an argument lies among the parameters.
+struct Place {
+  unsigned slot, value;
+};
+
+#define MSL_GEOMETRY_OF(given, member) given.read_vector(__builtin_offsetof(abi::Geometry, member))
+template <class T, class P, bool ByValue, bool Constant>
+MSL_INLINE T argument(Given given, Place place) {
+  constexpr Role role = P::role;
+  static_assert(fits_role<T, P>());
+  const abi::Vec3 thread = register_vector(MSL_REGISTERS(tid)), size = register_vector(MSL_REGISTERS(ntid));
+  const abi::Vec3 first = MSL_GEOMETRY_OF(given, first_group), full = MSL_GEOMETRY_OF(given, group_threads);
+  abi::Vec3 block = register_vector(MSL_REGISTERS(ctaid));
+  block = {first.x + block.x, first.y + block.y, first.z + block.z};
+  if constexpr (role == Role::buffer) {
+    if constexpr (ByValue && abi::is_inline(Constant, Pointee<T>::reference, Pointee<T>::bytes)) {
+      return Argument<T>::value(given.bytes + place.value);
+    } else {
+      return Argument<T>::device(given.read<ulong>(place.slot));
+    }
+  } else if constexpr (role == Role::threadgroup) {
+    return Argument<T>::threadgroup(given.read<ulong>(place.slot));
+  } else if constexpr (role == Role::thread_position_in_grid) {
+    return position<T>(
+        abi::Vec3{block.x * full.x + thread.x, block.y * full.y + thread.y, block.z * full.z + thread.z});
+  } else if constexpr (role == Role::threads_per_grid || role == Role::grid_size) {
+    return position<T>(MSL_GEOMETRY_OF(given, threads));
+  } else if constexpr (role == Role::threadgroup_position_in_grid) {
+    return position<T>(block);
+  } else if constexpr (role == Role::threadgroups_per_grid) {
+    return position<T>(MSL_GEOMETRY_OF(given, groups));
+  } else if constexpr (role == Role::thread_position_in_threadgroup) {
+    return position<T>(thread);
+  } else if constexpr (role == Role::threads_per_threadgroup) {
+    return position<T>(size);
+  } else if constexpr (role == Role::dispatch_threads_per_threadgroup) {
+    return position<T>(full);
+  } else if constexpr (role == Role::grid_origin) {
+    return position<T>(abi::Vec3{0, 0, 0});
+  } else {
+    const uint index = thread_index(), threads = size.x * size.y * size.z;
+    const uint dispatched = full.x * full.y * full.z;
+    uint value = 32;  // threads_per_simdgroup, thread_execution_width
+    if (role == Role::thread_index_in_threadgroup) value = index;
+    if (role == Role::thread_index_in_simdgroup) value = index % 32;
+    if (role == Role::simdgroup_index_in_threadgroup) value = index / 32;
+    if (role == Role::simdgroups_per_threadgroup) value = (threads + 31) / 32;
+    if (role == Role::dispatch_simdgroups_per_threadgroup) value = (dispatched + 31) / 32;
+    if (role == Role::quadgroup_index_in_threadgroup) value = index / 4;
+    if (role == Role::quadgroups_per_threadgroup) value = (threads + 3) / 4;
+    if (role == Role::dispatch_quadgroups_per_threadgroup) value = (dispatched + 3) / 4;
+    if (role == Role::thread_index_in_quadgroup) value = index % 4;
+    return static_cast<T>(value);
+  }
+}
+
+template <class T, T... I>
+struct Indices {};
+
+constexpr bool has_slot(Role role) {
+  return role == Role::buffer || role == Role::threadgroup;
+}
+
+// A kernel and its parameters. `Constants` has a bit for each parameter that is in the constant space.
+template <auto Kernel, uint Constants, class... P>
+struct Entry;
+template <class... T, void (*Kernel)(T...), uint Constants, class... P>
+struct Entry<Kernel, Constants, P...> {
+  static_assert(sizeof...(T) == sizeof...(P),
+                "the scanner and the compiler disagree about a kernel's parameters");
+  static_assert(sizeof...(T) <= 32, "a bit for each parameter");
+
+  struct Layout {
+    Place places[sizeof...(T) + 1];
+    unsigned bytes;
+  };
+  static constexpr Layout layout() {
+    constexpr Role roles[] = {P::role..., Role::grid_origin};
+    constexpr bool references[] = {Pointee<T>::reference..., false};
+    constexpr ulong sizes[] = {Pointee<T>::bytes..., 0};
+    Layout result{};
+    unsigned slots = 0;
+    for (unsigned i = 0; i < sizeof...(T); ++i) {
+      result.places[i].slot = abi::slot_offset(slots);
+      if (has_slot(roles[i])) ++slots;
+    }
+    unsigned offset = abi::first_inline_offset(slots);
+    for (unsigned i = 0; i < sizeof...(T); ++i) {
+      result.places[i].value = offset;
+      if (roles[i] == Role::buffer && abi::is_inline(Constants >> i & 1, references[i], sizes[i])) {
+        offset = abi::align_up(offset + static_cast<unsigned>(sizes[i]));
+      }
+    }
+    result.bytes = offset;
+    return result;
+  }
+  typedef Parameters<layout().bytes> Declared;
+
+  template <bool ByValue, uint... I>
+  MSL_INLINE static void call(Given given, Indices<uint, I...>) {
+    constexpr Layout places = layout();
+    Kernel(argument<T, P, ByValue, (Constants >> I & 1) != 0>(given, places.places[I])...);
+  }
+  template <bool ByValue>
+  MSL_INLINE static void call(ulong parameters) {
+    // Where a kernel may begin before the one ahead of it has ended, the executor puts a wait here.
+    asm volatile("// await" ::: "memory");
+    const Given given{reinterpret_cast<const MSL_PARAMETER char*>(parameters)};
+    call<ByValue>(given, __make_integer_seq<Indices, uint, sizeof...(T)>());
+  }
+};
+
+}  // namespace msl
+
+#define MSL_ENTRY_FOR(name, by_value, ...)                                                    \
+  extern "C" __attribute__((nvptx_kernel, flatten)) void name(                                \
+      [[maybe_unused]] ::msl::Entry<__VA_ARGS__>::Declared declared) {                        \
+    ulong parameters;                                                                         \
+    asm("mov.b64 %0, " #name "_param_0;" : "=l"(parameters));                                 \
+    ::msl::Entry<__VA_ARGS__>::call<by_value>(parameters);                                    \
+  }
+#define MSL_ENTRY(number, ...)                               \
+  MSL_ENTRY_FOR(kernel_##number##_values, true, __VA_ARGS__) \
+  MSL_ENTRY_FOR(kernel_##number##_addresses, false, __VA_ARGS__)
+
+// Function constants lie in constant memory, as variables that the emitter declares. Each pipeline has a module
+// of its own, and writes them there.
+#define MSL_FUNCTION_CONSTANT(type, name, index)                                   \
+  struct name##_constant {                                                         \
+    MSL_INLINE operator type() const { return ::msl_constant_##index##_; }         \
+    MSL_INLINE bool is_defined() const { return ::msl_constant_defined_##index##_; } \
+  };                                                                               \
+  constexpr name##_constant name {}
+#define MSL_COMPUTED_CONSTANT(name, value, ...)                            \
+  struct name##_computed {                                                 \
+    MSL_INLINE operator __VA_ARGS__() const { return MSL_UNWRAP value; }   \
+  };                                                                       \
+  constexpr name##_computed name {}
+#define is_function_constant_defined(name) (name.is_defined())
+
+// Aligned so that neighbouring elements can be moved together.
+#define MSL_THREADGROUP_VARIABLE(variable, dimensions, kernel, ...)                                      \
+  static MSL_SHARED __attribute__((loader_uninitialized, aligned(16)))::msl::identity<__VA_ARGS__>       \
+      variable##_memory MSL_UNWRAP dimensions;                                                           \
+  ::msl::identity<__VA_ARGS__>(&variable) MSL_UNWRAP dimensions =                                        \
+      *(::msl::identity<__VA_ARGS__>(*) MSL_UNWRAP dimensions)&variable##_memory

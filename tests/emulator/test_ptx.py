@@ -1,0 +1,171 @@
+"""Shaders compiled for NVIDIA GPUs: what can be known without one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MSL = ROOT / "cpp/emulator/msl"
+sys.path.insert(0, str(MSL))
+sys.path.insert(0, str(ROOT / "cmake"))
+
+import compile_shader  # noqa: E402
+import embed_shaders  # noqa: E402
+from scanner import ptx  # noqa: E402
+from scanner.preprocess import find_clang  # noqa: E402
+from scanner.program import translate  # noqa: E402
+from scanner.tokens import SourceError  # noqa: E402
+
+pytestmark = pytest.mark.emulator
+
+HEADER = ".version 7.8\n.target sm_80\n.address_size 64\n"
+ASSEMBLY = (
+    HEADER
+    + """
+	// .globl	first
+.extern .shared .align 16 .b8 msl_threadgroup_memory[];
+.shared .align 16 .b8 staged[64];
+.shared .align 16 .b8 unused[64];
+.global .align 4 .b8 table[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+.func (.param .b32 func_retval0) helper
+(
+	.param .b32 helper_param_0
+)
+{
+	ld.global.u32 	%r1, [table];
+	ret;
+}
+.visible .entry first(
+	.param .align 16 .b8 first_param_0[64]
+)
+{
+	{
+	call.uni (retval0), helper, (param0);
+	}
+	ret;
+}
+.visible .entry second(
+	.param .align 16 .b8 second_param_0[64]
+)
+{
+	mov.u32 	%r1, staged;  // of this kernel
+	// await
+	ret;
+}
+"""
+)
+
+
+def compile_source(path: Path, folder: Path) -> dict[str, str]:
+    """Return the modules of a Metal source."""
+    try:
+        find_clang()
+    except SourceError:
+        pytest.skip("there is no clang")
+    flat = folder / path.name
+    flat.write_text(embed_shaders.flatten(path, [ROOT / "shaders"], ROOT)[0])
+    cpp = folder / "unit.cpp"
+    cpp.write_text(translate(flat, "ptx", 300, []))
+    return compile_shader.compile_ptx(cpp, 300, [], path.name)
+
+
+def write(folder: Path, body: str) -> Path:
+    """Write a source with the given kernels."""
+    path = folder / "kernels.metal"
+    path.write_text(
+        f"#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n{body}"
+    )
+    return path
+
+
+def test_each_entry_gets_a_module_with_what_it_needs() -> None:
+    modules = ptx.split(ASSEMBLY, "some.metal")
+    assert list(modules) == ["first", "second"]
+    assert all(module.startswith(HEADER) for module in modules.values())
+    assert "helper_param_0" in modules["first"]
+    assert "table[8]" in modules["first"]
+    assert "staged" not in modules["first"]
+    assert "staged[64]" in modules["second"]
+    assert "// await" in modules["second"]
+    assert "table" not in modules["second"]
+    assert "of this kernel" not in modules["second"]
+    assert not any("unused" in module for module in modules.values())
+
+
+def test_what_is_defined_nowhere_is_refused() -> None:
+    declaration = ".extern .func (.param .b32 r) expf\n(\n\t.param .b32 p\n)\n;\n"
+    declared = ASSEMBLY.replace(".func (.param", declaration + ".func (.param")
+    assert ptx.split(declared, "some.metal")
+    with pytest.raises(SourceError, match=r"some.metal: first needs 'expf', which is defined nowhere"):
+        ptx.split(declared.replace("[table]", "[expf]"), "some.metal")
+
+
+def test_parameters_lie_where_the_executor_puts_them(tmp_path: Path) -> None:
+    modules = compile_source(
+        write(tmp_path, """
+struct Given { uint before; uint4 values; };
+struct Large { uint values[1000]; };
+kernel void place(device float* out [[buffer(5)]], uint i [[thread_position_in_grid]],
+                  constant Given& given [[buffer(1)]], constant Large& large [[buffer(2)]],
+                  constant uint& last [[buffer(0)]], threadgroup float* shared [[threadgroup(0)]]) {
+  shared[i] = out[i];
+  out[i] = shared[0] + float(given.before + given.values.w + large.values[999] + last);
+}"""), tmp_path,
+    )  # fmt: skip
+    assert list(modules) == ["kernel_0_values", "kernel_0_addresses"]
+    # Geometry, five slots of eight bytes, then Given and the uint at multiples of 16. Large is too large.
+    for name, module in modules.items():
+        assert f".param .align 16 .b8 {name}_param_0[144]" in module
+    values, addresses = modules.values()
+    read = {int(n) for n in re.findall(r"ld\.param[.\w]*\s+[^\n]*\[%rd\d+\+(\d+)\]", values)}
+    assert {48, 64, 80, 96, 128} <= read  # out, large, shared; given.before and last themselves
+    assert 128 not in {int(n) for n in re.findall(r"ld\.param[.\w]*\s+[^\n]*\[%rd\d+\+(\d+)\]", addresses)}
+
+
+def test_matrices_of_halves_run_on_tensor_cores(tmp_path: Path) -> None:
+    body = """
+kernel void products(device const half* a [[buffer(0)]], device const half* b [[buffer(1)]],
+                     device float* c [[buffer(2)]]) {
+  simdgroup_half8x8 left, right;
+  simdgroup_float8x8 sum = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  simdgroup_load(left, a, 8);
+  simdgroup_load(right, b, 8, ulong2(0), TRANSPOSE);
+  simdgroup_multiply_accumulate(sum, left, right, sum);
+  simdgroup_store(sum, c, 8);
+}"""
+    transposed = compile_source(write(tmp_path, body.replace("TRANSPOSE", "true")), tmp_path)[
+        "kernel_0_values"
+    ]
+    assert transposed.count("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32") == 1
+    assert "movmatrix" not in transposed  # the operand is read in the order that the tensor cores want
+    straight = compile_source(write(tmp_path, body.replace("TRANSPOSE", "false")), tmp_path)[
+        "kernel_0_values"
+    ]
+    assert straight.count("movmatrix") == 1
+
+
+def test_function_constants_are_variables_that_the_host_can_find(tmp_path: Path) -> None:
+    module = compile_source(
+        write(tmp_path, """
+constant ushort width [[function_constant(7)]];
+constant float scale = is_function_constant_defined(width) ? float(width) : 2.0f;
+kernel void use(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] *= scale; }"""),
+        tmp_path,
+    )["kernel_0_values"]  # fmt: skip
+    assert ".visible .const .align 2 .u16 msl_constant_7_;" in module
+    assert ".visible .const .align 1 .u8 msl_constant_defined_7_;" in module
+
+
+@pytest.mark.parametrize("name", ["argmax", "rope", "rmsnorm", "embed", "log_prob"])
+def test_kernels_need_nothing_but_the_driver(name: str, tmp_path: Path) -> None:
+    for entry, module in compile_source(ROOT / f"shaders/{name}.metal", tmp_path).items():
+        assert ".extern .func" not in module, entry
+        assert "call" not in re.sub(r"//.*", "", module), f"{entry}: everything is inlined"
+        if name != "argmax":  # which moves two-word structures as one word
+            assert ".local" not in module, f"{entry}: nothing is kept in memory"
+        assert module.count("// await") == 1
+        assert module.count(".visible .entry") == 1

@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""Measure the Metal engine on a GPU: speeds, the time of every kernel, and what the GPU can do at most.
+
+It needs a build with METAL_PREFILL_EMULATOR_CUDA=ON and an NVIDIA GPU (``make bench-gpu``). Times of kernels
+come from a second process, in which the emulator puts an event between all dispatches; speeds from the first,
+without.
+
+Examples
+--------
+``METAL_EMULATOR_EXECUTOR=cuda python tools/bench_gpu.py --json gpu.json``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import Model, _core
+from metal_prefill.synth import synthesize
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+TIMED_PROMPTS = (1, 4, 8, 32, 128, 512, 2048)
+SEQUENTIAL = (32, 128, 512)
+DEPTH, DECODED = 32, 64  # tokens in the context before decoding, and decoded ones
+# Of SmolLM-135M's shape, for each token: operations of the linear layers, and bytes of their weights.
+LINEAR_FLOP = 212.3e6
+HEAD_FLOP, WEIGHT_BYTES = 56.6e6, 75.7e6
+Record = dict[str, Any]
+
+
+def median_seconds(
+    run: Callable[[], object], repeats: int, prepare: Callable[[], object]
+) -> tuple[float, float]:
+    """Return the median and the spread (from the smallest to the largest) of the times of `run`."""
+    samples = []
+    for _ in range(repeats):
+        prepare()
+        begin = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples), max(samples) - min(samples)
+
+
+def prompt_of(n: int) -> np.ndarray[Any, Any]:
+    """Return n token ids, the same every time."""
+    return np.random.default_rng(n).integers(0, 49152, n).astype(np.int32)
+
+
+def measure_speeds(path: Path, repeats: int) -> Record:
+    """Return tokens a second of prompts and of decoding, and prompts against tokens one by one."""
+    rows: list[Record] = []
+    with Model(path, device="metal") as model, model.session() as session:
+        for n in PROMPTS:
+            ids = prompt_of(n)
+            for _ in range(3):
+                session.reset()
+                session.forward_prompt(ids)
+            seconds, spread = median_seconds(partial(session.forward_prompt, ids), repeats, session.reset)
+            rows.append({"tokens": n, "seconds": seconds, "spread": spread, "tokens_per_second": n / seconds,
+                         "gpu_seconds": session.stats()["gpu_seconds"],
+                         "dispatches": session.stats()["dispatches"]})  # fmt: skip
+
+        def decode(count: int) -> None:
+            token = 1
+            for _ in range(count):
+                token = session.forward_token_greedy(token)
+
+        def fill() -> None:
+            session.reset()
+            session.forward_prompt(prompt_of(DEPTH))
+
+        fill()
+        decode(DECODED)
+        seconds, spread = median_seconds(partial(decode, DECODED), repeats, fill)
+        decoding = {"tokens_per_second": DECODED / seconds, "seconds": seconds / DECODED, "spread": spread,
+                    "gpu_seconds": session.stats()["gpu_seconds"]}  # fmt: skip
+        sequential = []
+        for n in SEQUENTIAL:
+            one_by_one, _ = median_seconds(partial(decode, n), 3, session.reset)
+            together = next(row["seconds"] for row in rows if row["tokens"] == n)
+            sequential.append({"tokens": n, "seconds": one_by_one, "ratio": one_by_one / together})
+        return {"device": model.device, "prefill": rows, "decode": decoding, "sequential": sequential}
+
+
+def measure_dispatches(path: Path, repeats: int) -> list[Record]:
+    """Return for each prompt length the dispatches in order, with the median of their times on the GPU."""
+    _core.emulator.set_history_depth(1)
+    result = []
+    with Model(path, device="metal") as model, model.session() as session:
+        for n in TIMED_PROMPTS:
+            samples: list[list[Any]] = []
+            for _ in range(repeats + 2):
+                session.reset()
+                session.forward_prompt(prompt_of(n))
+                samples.append(list(_core.emulator.history()[-1].dispatches))
+            rows = [
+                {"kernel": runs[0].kernel, "grid": list(runs[0].grid), "threads": list(runs[0].group),
+                 "microseconds": statistics.median(run.seconds for run in runs) * 1e6}
+                for runs in zip(*samples[2:], strict=True)
+            ]  # fmt: skip
+            result.append({"tokens": n, "dispatches": rows})
+    return result
+
+
+def dispatch_times(path: Path, repeats: int) -> list[Record]:
+    """Run measure_dispatches in a process of its own, in timed mode."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "dispatches.json"
+        command = [sys.executable, __file__, "--model", str(path), "--repeats", str(repeats), "--dispatches",
+                   str(output)]  # fmt: skip
+        subprocess.run(command, check=True, env={**os.environ, "METAL_EMULATOR_TIMED": "1"})
+        records: list[Record] = json.loads(output.read_text())
+        return records
+
+
+def measure_ceilings() -> Record:
+    """Return bytes and operations a second that the GPU reaches at most, and what a dispatch costs."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from metal_kernels import KernelLibrary
+
+    library = KernelLibrary(ROOT / "tests/emulator/kernels/ceilings.metal")
+    size = 1 << 30
+    buffers = [library.device.new_buffer(size, storage="private") for _ in range(2)]
+
+    def seconds(encode: Callable[[Any], None]) -> float:
+        samples = []
+        for _ in range(7):
+            commands = library.queue.command_buffer()
+            encode(commands)
+            commands.commit()
+            commands.wait()
+            if commands.status != "completed":
+                raise RuntimeError(commands.error)
+            samples.append(commands.gpu_end - commands.gpu_start)
+        return statistics.median(samples[2:])
+
+    def copy(commands: Any) -> None:
+        blit = commands.blit_encoder()
+        blit.copy(buffers[0], 0, buffers[1], 0, size)
+        blit.end()
+
+    def compute(kernel: str, groups: int, threads: int, rounds: int, times: int = 1) -> Callable[[Any], None]:
+        pipeline = library.pipeline(kernel)
+
+        def encode(commands: Any) -> None:
+            encoder = commands.compute_encoder()
+            encoder.set_pipeline(pipeline)
+            encoder.set_buffer(0, buffers[0])
+            encoder.set_bytes(1, np.uint32(rounds).tobytes())
+            for _ in range(times):
+                encoder.dispatch_threadgroups((groups, 1, 1), (threads, 1, 1))
+            encoder.end()
+
+        return encode
+
+    groups, threads, rounds, chains = 132 * 16, 256, 4096, 16
+    flop = 2 * chains * rounds * groups * threads
+    floats = seconds(compute("multiply_add", groups, threads, rounds))
+    matrices = seconds(compute("multiply_matrices", groups, threads, rounds))
+    one, many = seconds(compute("nothing", 1, 32, 0)), seconds(compute("nothing", 1, 32, 0, 1001))
+    return {
+        "copied_bytes_per_second": 2 * size / seconds(copy),
+        "float_flops": flop / floats,
+        "half_matrix_flops": flop * 512 / 32 / matrices,
+        "dispatch_seconds": (many - one) / 1000,
+    }
+
+
+def share_table(record: Record) -> list[str]:
+    """Return the time of each kernel in one pass, largest first."""
+    total = sum(row["microseconds"] for row in record["dispatches"])
+    times: dict[str, list[float]] = defaultdict(list)
+    for row in record["dispatches"]:
+        times[row["kernel"]].append(row["microseconds"])
+    lines = [f"{record['tokens']} tokens: {total:.0f} us in {len(record['dispatches'])} dispatches"]
+    for kernel, values in sorted(times.items(), key=lambda item: -sum(item[1])):
+        share = 100 * sum(values) / total
+        lines.append(f"  {share:5.1f}%  {kernel:36} {len(values):4} x {statistics.median(values):7.2f} us")
+    return lines
+
+
+def projection_seconds(record: Record) -> float:
+    """Return the time of one pass in the layers' products of weights; the head comes last and is left out."""
+    names = ("matvec", "multi_token", "matmul")
+    products = [row for row in record["dispatches"] if row["kernel"].startswith(names)]
+    return sum(float(row["microseconds"]) for row in products[:-1]) * 1e-6
+
+
+def report(result: Record) -> list[str]:
+    """Return the tables."""
+    speeds, ceilings = result["speeds"], result["ceilings"]
+    lines = [speeds["device"], "", "prefill     tok/s      ms   GPU ms  dispatches"]
+    for row in speeds["prefill"]:
+        lines.append(f"{row['tokens']:7} {row['tokens_per_second']:9.0f} {row['seconds'] * 1e3:7.2f} "
+                     f"{row['gpu_seconds'] * 1e3:8.2f} {row['dispatches']:11.0f}")  # fmt: skip
+    decode = speeds["decode"]
+    lines.append(f"decode  {decode['tokens_per_second']:9.0f} {decode['seconds'] * 1e3:7.2f} "
+                 f"{decode['gpu_seconds'] * 1e3:8.2f}")  # fmt: skip
+    lines += ["", "a prompt against its tokens one by one"]
+    lines += [f"{row['tokens']:7} {row['ratio']:9.1f} x" for row in speeds["sequential"]]
+    by_tokens = {record["tokens"]: record for record in result["dispatches"]}
+    one = projection_seconds(by_tokens[1])
+    lines += ["", "products of weights per token, against one token (the layers; the head left out)"]
+    lines += [f"{n:7} {one / (projection_seconds(by_tokens[n]) / n):9.1f} x" for n in by_tokens if n > 1]
+    lines += ["", "ceilings measured here",
+              f"  copy {ceilings['copied_bytes_per_second'] / 1e12:.2f} TB/s, read and written",
+              f"  float {ceilings['float_flops'] / 1e12:.1f} TFLOP/s, 8x8 half matrices "
+              f"{ceilings['half_matrix_flops'] / 1e12:.1f} TFLOP/s",
+              f"  a dispatch that does nothing {ceilings['dispatch_seconds'] * 1e6:.2f} us",
+              "", "against them"]  # fmt: skip
+    for row in speeds["prefill"]:
+        flops = (row["tokens"] * LINEAR_FLOP + HEAD_FLOP) / row["gpu_seconds"]
+        read = WEIGHT_BYTES / row["gpu_seconds"]
+        lines.append(
+            f"{row['tokens']:7} {100 * flops / ceilings['half_matrix_flops']:6.2f}% of matrix operations, "
+            f"{100 * read / ceilings['copied_bytes_per_second']:6.2f}% of the bytes"
+        )
+    for n in (1, 32, 512):
+        lines += ["", *share_table(by_tokens[n])]
+    return lines
+
+
+def main() -> int:
+    """Run the command line; see the module's text."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="default: SmolLM-135M's shape in Q4_0 with random weights")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dispatches", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.dispatches:
+        options.dispatches.write_text(json.dumps(measure_dispatches(options.model, options.repeats)))
+        return 0
+    if "CUDA" not in os.environ.get("METAL_EMULATOR_EXECUTOR", "").upper():
+        parser.error("set METAL_EMULATOR_EXECUTOR=cuda: times of the CPU executor say nothing about a GPU")
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.model
+        if not path:
+            path = synthesize(Path(folder) / "smollm-135m.Q4_0.gguf")
+        result = {
+            "speeds": measure_speeds(path, options.repeats),
+            "dispatches": dispatch_times(path, options.repeats),
+            "ceilings": measure_ceilings(),
+        }
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(report(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
