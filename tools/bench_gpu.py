@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill import Model, _core
+from metal_prefill import Model, Session, _core
 from metal_prefill.synth import synthesize
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +39,7 @@ DEPTH, DECODED = 32, 64  # tokens in the context before decoding, and decoded on
 # Of SmolLM-135M's shape, for each token: operations of the linear layers, and bytes of their weights.
 LINEAR_FLOP = 212.3e6
 HEAD_FLOP, WEIGHT_BYTES = 56.6e6, 75.7e6
+APPLE_FAMILY = 9  # the engine is tuned as for an M3 or M4
 Record = dict[str, Any]
 
 
@@ -74,26 +75,39 @@ def measure_speeds(path: Path, repeats: int) -> Record:
                          "gpu_seconds": session.stats()["gpu_seconds"],
                          "dispatches": session.stats()["dispatches"]})  # fmt: skip
 
-        def decode(count: int) -> None:
-            token = 1
-            for _ in range(count):
-                token = session.forward_token_greedy(token)
+        sequential = []
+        for n in SEQUENTIAL:
+            one_by_one, _ = median_seconds(partial(decode, session, n), 3, session.reset)
+            together = next(row["seconds"] for row in rows if row["tokens"] == n)
+            sequential.append({"tokens": n, "seconds": one_by_one, "ratio": one_by_one / together})
+        device = model.device
+    decoding = [measure_decoding(path, repeats, fused_norm) for fused_norm in (False, True)]
+    return {"device": device, "prefill": rows, "decode": decoding, "sequential": sequential}
+
+
+def decode(session: Session, count: int) -> float:
+    """Decode greedily; return the GPU's seconds."""
+    token, gpu_seconds = 1, 0.0
+    for _ in range(count):
+        token = session.forward_token_greedy(token)
+        gpu_seconds += session.stats()["gpu_seconds"]
+    return gpu_seconds
+
+
+def measure_decoding(path: Path, repeats: int, fused_norm: bool) -> Record:
+    """Return the speed of decoding behind a short prompt."""
+    with Model(path, device="metal", fused_norm=fused_norm) as model, model.session() as session:
 
         def fill() -> None:
             session.reset()
             session.forward_prompt(prompt_of(DEPTH))
 
         fill()
-        decode(DECODED)
-        seconds, spread = median_seconds(partial(decode, DECODED), repeats, fill)
-        decoding = {"tokens_per_second": DECODED / seconds, "seconds": seconds / DECODED, "spread": spread,
-                    "gpu_seconds": session.stats()["gpu_seconds"]}  # fmt: skip
-        sequential = []
-        for n in SEQUENTIAL:
-            one_by_one, _ = median_seconds(partial(decode, n), 3, session.reset)
-            together = next(row["seconds"] for row in rows if row["tokens"] == n)
-            sequential.append({"tokens": n, "seconds": one_by_one, "ratio": one_by_one / together})
-        return {"device": model.device, "prefill": rows, "decode": decoding, "sequential": sequential}
+        gpu_seconds = decode(session, DECODED) / DECODED
+        seconds, spread = median_seconds(partial(decode, session, DECODED), repeats, fill)
+        return {"fused_norm": fused_norm, "tokens_per_second": DECODED / seconds,
+                "seconds": seconds / DECODED, "spread": spread / DECODED, "gpu_seconds": gpu_seconds,
+                "dispatches": session.stats()["dispatches"]}  # fmt: skip
 
 
 def measure_dispatches(path: Path, repeats: int) -> list[Record]:
@@ -207,9 +221,10 @@ def report(result: Record) -> list[str]:
     for row in speeds["prefill"]:
         lines.append(f"{row['tokens']:7} {row['tokens_per_second']:9.0f} {row['seconds'] * 1e3:7.2f} "
                      f"{row['gpu_seconds'] * 1e3:8.2f} {row['dispatches']:11.0f}")  # fmt: skip
-    decode = speeds["decode"]
-    lines.append(f"decode  {decode['tokens_per_second']:9.0f} {decode['seconds'] * 1e3:7.2f} "
-                 f"{decode['gpu_seconds'] * 1e3:8.2f}")  # fmt: skip
+    for row in speeds["decode"]:
+        name = "decode, norms fused" if row["fused_norm"] else "decode"
+        lines.append(f"{name}: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, GPU "
+                     f"{row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches")  # fmt: skip
     lines += ["", "a prompt against its tokens one by one"]
     lines += [f"{row['tokens']:7} {row['ratio']:9.1f} x" for row in speeds["sequential"]]
     by_tokens = {record["tokens"]: record for record in result["dispatches"]}
@@ -244,6 +259,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dispatches", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    _core.emulator.set_limits(_core.emulator.Limits(apple_family=APPLE_FAMILY))
     if options.dispatches:
         options.dispatches.write_text(json.dumps(measure_dispatches(options.model, options.repeats)))
         return 0

@@ -8,6 +8,7 @@
 // long enough and aligned; sizes of grids and threadgroups. An executor checks what only a run can show.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -194,6 +195,8 @@ class Executor {
  public:
   virtual ~Executor() = default;
   virtual std::string device_name() const = 0;
+  // How long a thread that waits for commands should poll before it sleeps, which it takes long to wake from.
+  virtual std::chrono::microseconds polling_time() const { return {}; }
   // Takes effect with the next submit.
   virtual void configure(const ExecutorOptions& options) = 0;
   // Null: out of memory. Zeroed where the host sees it, as Metal does; else filled with 0xff (NaN as a

@@ -1,6 +1,7 @@
 // The Metal engine: the weights and pipelines that sessions share, and a session's way through one chunk.
 #include "../engine.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <optional>
@@ -11,6 +12,9 @@
 namespace metal_prefill {
 namespace metal {
 namespace {
+
+// Rows of the rope tables that a session begins with, so that its first prompts need not wait for them.
+constexpr int kFirstRopePositions = 2048;
 
 class MetalEngine final : public Engine {
  public:
@@ -233,6 +237,9 @@ void MetalSession::collect_stats(Stats& stats) const {
 }
 
 std::unique_ptr<Session> MetalEngine::make_session(int max_context) {
+  const AutoreleasePool pool;
+  CallCounters uncounted;  // of no call
+  rope_tables_.reserve(std::min(max_context, kFirstRopePositions), uncounted);
   auto session =
       std::make_unique<MetalSession>(std::static_pointer_cast<MetalEngine>(shared_from_this()), max_context);
   ++sessions_;

@@ -103,27 +103,27 @@ bool is_read_only(const void* memory, std::size_t bytes) {
 }  // namespace
 
 Device::Device() {
-  METAL_EMULATOR_CUDA(cuInit, 0);
+  METAL_EMULATOR_CALL(cuInit, 0);
   int device = 0, major = 0, minor = 0;
-  METAL_EMULATOR_CUDA(cuDeviceGet, &device, 0);
+  METAL_EMULATOR_CALL(cuDeviceGet, &device, 0);
   char name[256] = "";
-  METAL_EMULATOR_CUDA(cuDeviceGetName, name, sizeof name, device);
+  METAL_EMULATOR_CALL(cuDeviceGetName, name, sizeof name, device);
   name_ = name;
-  METAL_EMULATOR_CUDA(cuDeviceGetAttribute, &major, kCapabilityMajor, device);
-  METAL_EMULATOR_CUDA(cuDeviceGetAttribute, &minor, kCapabilityMinor, device);
+  METAL_EMULATOR_CALL(cuDeviceGetAttribute, &major, kCapabilityMajor, device);
+  METAL_EMULATOR_CALL(cuDeviceGetAttribute, &minor, kCapabilityMinor, device);
   capability_ = major * 10 + minor;
   if (capability_ < 80) {
     throw std::runtime_error("METAL_EMULATOR_EXECUTOR=cuda: " + name_ + " has compute capability " +
                              std::to_string(major) + "." + std::to_string(minor) +
                              "; 8.0 or newer is needed");
   }
-  METAL_EMULATOR_CUDA(cuDevicePrimaryCtxRetain, &context_, device);
+  METAL_EMULATOR_CALL(cuDevicePrimaryCtxRetain, &context_, device);
 }
 
 void Device::enter() const {
   static thread_local const Device* current = nullptr;
   if (current == this) return;
-  METAL_EMULATOR_CUDA(cuCtxSetCurrent, context_);
+  METAL_EMULATOR_CALL(cuCtxSetCurrent, context_);
   current = this;
 }
 
@@ -132,7 +132,7 @@ std::shared_ptr<Allocation> allocate_private(const Device& device, std::size_t b
   Address address = 0;
   if (Driver::get().cuMemAlloc_v2(&address, bytes) != 0) return nullptr;
   auto allocation = std::make_shared<PrivateAllocation>(device, address, bytes);
-  if (filled) METAL_EMULATOR_CUDA(cuMemsetD8_v2, address, 0xff, bytes);
+  if (filled) METAL_EMULATOR_CALL(cuMemsetD8_v2, address, 0xff, bytes);
   return allocation;
 }
 
@@ -145,7 +145,7 @@ std::shared_ptr<Allocation> wrap(const Device& device, void* memory, std::size_t
   if (!is_read_only(memory, bytes)) return map(device, std::move(inner));
   auto copy = allocate_private(device, bytes, false);
   if (!copy) return nullptr;
-  METAL_EMULATOR_CUDA(cuMemcpyHtoD_v2, copy->device_address, memory, bytes);
+  METAL_EMULATOR_CALL(cuMemcpyHtoD_v2, copy->device_address, memory, bytes);
   return std::make_shared<CopiedAllocation>(std::move(inner), std::move(copy));
 }
 

@@ -96,7 +96,7 @@ struct Driver {
 std::string describe(Result result);
 // Throws std::runtime_error with the call's name unless it went well.
 void check(Result result, const char* call);
-#define METAL_EMULATOR_CUDA(function, ...) \
+#define METAL_EMULATOR_CALL(function, ...) \
   ::metal_emulator::cuda::check(::metal_emulator::cuda::Driver::get().function(__VA_ARGS__), #function)
 
 }  // namespace metal_emulator::cuda

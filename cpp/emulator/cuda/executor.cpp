@@ -44,7 +44,7 @@ class Events {
     std::lock_guard lock(mutex_);
     if (idle_.empty()) {
       Event event = nullptr;
-      METAL_EMULATOR_CUDA(cuEventCreate, &event, flags_);
+      METAL_EMULATOR_CALL(cuEventCreate, &event, flags_);
       return event;
     }
     Event event = idle_.back();
@@ -64,7 +64,7 @@ class Events {
 
 double seconds_between(Event start, Event end) {
   float milliseconds = 0;
-  METAL_EMULATOR_CUDA(cuEventElapsedTime, &milliseconds, start, end);
+  METAL_EMULATOR_CALL(cuEventElapsedTime, &milliseconds, start, end);
   return static_cast<double>(milliseconds) * 1e-3;
 }
 
@@ -111,8 +111,9 @@ class CudaExecutor final : public Executor {
       : libraries_(make_cpu_executor()),
         filled_(is_set("METAL_EMULATOR_FILL", true)),
         timed_(is_set("METAL_EMULATOR_TIMED", false)) {
-    METAL_EMULATOR_CUDA(cuStreamCreate, &stream_, kNonBlocking);
-    for (Stream& stream : side_streams_) METAL_EMULATOR_CUDA(cuStreamCreate, &stream, kNonBlocking);
+    device_.enter();
+    METAL_EMULATOR_CALL(cuStreamCreate, &stream_, kNonBlocking);
+    for (Stream& stream : side_streams_) METAL_EMULATOR_CALL(cuStreamCreate, &stream, kNonBlocking);
   }
   ~CudaExecutor() override {
     {
@@ -124,6 +125,8 @@ class CudaExecutor final : public Executor {
   }
 
   std::string device_name() const override { return "Metal emulator (CUDA, " + device_.name() + ")"; }
+
+  std::chrono::microseconds polling_time() const override { return std::chrono::milliseconds(20); }
 
   // The GPU has an order of threads of its own, and lanes that are active.
   void configure(const ExecutorOptions& options) override {
@@ -147,7 +150,7 @@ class CudaExecutor final : public Executor {
     pipeline->program = program_of(library, kernel, constants);
     pipeline->function = pipeline->program->function({});
     int most = 0;
-    METAL_EMULATOR_CUDA(cuFuncGetAttribute, &most, kMaxThreadsPerBlock, pipeline->function);
+    METAL_EMULATOR_CALL(cuFuncGetAttribute, &most, kMaxThreadsPerBlock, pipeline->function);
     pipeline->max_threads = std::min(pipeline->max_threads, static_cast<std::uint32_t>(most));
     return pipeline;
   }
@@ -195,7 +198,7 @@ class CudaExecutor final : public Executor {
     running.end = timing_.take();
     running.completion.start_seconds = now();
     try {
-      METAL_EMULATOR_CUDA(cuEventRecord, running.start, stream_);
+      METAL_EMULATOR_CALL(cuEventRecord, running.start, stream_);
       const std::vector<Command>& commands = running.commands;
       for (std::size_t begin = 0; begin < commands.size();) {
         std::size_t end = begin + 1;
@@ -217,10 +220,10 @@ class CudaExecutor final : public Executor {
   void launch_overlapping(Running& running, std::size_t begin, std::size_t end) {
     if (end - begin == 1) return launch_command(running, running.commands[begin], stream_);
     const Event fork = ordering_.take();
-    METAL_EMULATOR_CUDA(cuEventRecord, fork, stream_);
+    METAL_EMULATOR_CALL(cuEventRecord, fork, stream_);
     const std::size_t streams = std::min(kSideStreams, end - begin - 1);
     for (std::size_t i = 0; i < streams; i++) {
-      METAL_EMULATOR_CUDA(cuStreamWaitEvent, side_streams_[i], fork, 0);
+      METAL_EMULATOR_CALL(cuStreamWaitEvent, side_streams_[i], fork, 0);
     }
     ordering_.put_back(fork);
     for (std::size_t i = begin; i < end; i++) {
@@ -229,25 +232,25 @@ class CudaExecutor final : public Executor {
     }
     for (std::size_t i = 0; i < streams; i++) {
       const Event join = ordering_.take();
-      METAL_EMULATOR_CUDA(cuEventRecord, join, side_streams_[i]);
-      METAL_EMULATOR_CUDA(cuStreamWaitEvent, stream_, join, 0);
+      METAL_EMULATOR_CALL(cuEventRecord, join, side_streams_[i]);
+      METAL_EMULATOR_CALL(cuStreamWaitEvent, stream_, join, 0);
       ordering_.put_back(join);
     }
   }
 
   void mark(Running& running) {
     running.marks.push_back(timing_.take());
-    METAL_EMULATOR_CUDA(cuEventRecord, running.marks.back(), stream_);
+    METAL_EMULATOR_CALL(cuEventRecord, running.marks.back(), stream_);
   }
 
   void launch_command(Running& running, const Command& command, Stream stream) {
     switch (command.kind) {
       case Command::Kind::kCopy:
-        METAL_EMULATOR_CUDA(cuMemcpyAsync, address_of(command.copy.to), address_of(command.copy.from),
+        METAL_EMULATOR_CALL(cuMemcpyAsync, address_of(command.copy.to), address_of(command.copy.from),
                             command.copy.bytes, stream);
         break;
       case Command::Kind::kFill:
-        METAL_EMULATOR_CUDA(cuMemsetD8Async, address_of(command.fill.to), command.fill.value,
+        METAL_EMULATOR_CALL(cuMemsetD8Async, address_of(command.fill.to), command.fill.value,
                             command.fill.bytes, stream);
         break;
       case Command::Kind::kDispatch:
@@ -269,9 +272,9 @@ class CudaExecutor final : public Executor {
   // Puts the bytes of setBytes where a kernel finds them behind an address.
   Address upload(Running& running, const std::vector<std::byte>& bytes, Stream stream) {
     Address address = 0;
-    METAL_EMULATOR_CUDA(cuMemAllocAsync, &address, bytes.size(), stream);
+    METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), stream);
     running.bytes.push_back(address);
-    METAL_EMULATOR_CUDA(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), stream);
+    METAL_EMULATOR_CALL(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), stream);
     return address;
   }
 

@@ -91,7 +91,7 @@ Function Program::compile(Variant variant) const {
   }
   write_constants(loaded, assembly);
   Function function = nullptr;
-  METAL_EMULATOR_CUDA(cuModuleGetFunction, &function, loaded, module.entry);
+  METAL_EMULATOR_CALL(cuModuleGetFunction, &function, loaded, module.entry);
   return function;
 }
 
@@ -101,8 +101,8 @@ void Program::write_constants(ModuleHandle module, const std::string& assembly) 
     if (assembly.find(name) == std::string::npos) return;
     Address address = 0;
     std::size_t bytes = 0;
-    METAL_EMULATOR_CUDA(cuModuleGetGlobal_v2, &address, &bytes, module, name.c_str());
-    METAL_EMULATOR_CUDA(cuMemcpyHtoD_v2, address, &bits, bytes);
+    METAL_EMULATOR_CALL(cuModuleGetGlobal_v2, &address, &bytes, module, name.c_str());
+    METAL_EMULATOR_CALL(cuMemcpyHtoD_v2, address, &bits, bytes);
   };
   for (const ConstantValue& constant : constants_) {
     const std::string index = std::to_string(constant.index);

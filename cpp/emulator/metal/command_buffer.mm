@@ -1,6 +1,8 @@
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "classes.h"
@@ -50,7 +52,7 @@ struct Running {
   std::mutex _mutex;  // guards what follows
   std::condition_variable _changed;
   MTLCommandBufferStatus _status;
-  BOOL _finished;  // completed, and its handlers have run
+  std::atomic<bool> _finished;  // completed, and its handlers have run
   NSError* _error;
   CFTimeInterval _submitted, _start, _end;
 }
@@ -197,7 +199,7 @@ struct Running {
   _encoded = {};
   [_queue commandBufferFinished];
   std::lock_guard lock(_mutex);
-  _finished = YES;
+  _finished = true;
   _changed.notify_all();
 }
 
@@ -217,8 +219,10 @@ struct Running {
 // Completion handlers have run when it returns.
 - (void)waitUntilCompleted {
   if (!self.committed) throw ValidationError("waitUntilCompleted: the command buffer was not committed");
+  const auto until = std::chrono::steady_clock::now() + State::get().executor().polling_time();
+  while (!_finished && std::chrono::steady_clock::now() < until) std::this_thread::yield();
   std::unique_lock lock(_mutex);
-  _changed.wait(lock, [&] { return _finished; });
+  _changed.wait(lock, [&] { return _finished.load(); });
   UntrackedUse::observe(*_untracked);
 }
 
