@@ -151,7 +151,7 @@ def measure_ceilings() -> Record:
     buffers = [library.device.new_buffer(size, storage="private") for _ in range(2)]
 
     def seconds(encode: Callable[[Any], None]) -> float:
-        samples = []
+        samples: list[float] = []
         for _ in range(7):
             commands = library.queue.command_buffer()
             encode(commands)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,13 @@ MSL = ROOT / "cpp/emulator/msl"
 sys.path.insert(0, str(MSL))
 sys.path.insert(0, str(ROOT / "cmake"))
 
-import compile_shader  # noqa: E402
 import embed_shaders  # noqa: E402
-from scanner import ptx  # noqa: E402
-from scanner.preprocess import find_clang  # noqa: E402
-from scanner.program import translate  # noqa: E402
-from scanner.tokens import SourceError  # noqa: E402
+
+compile_shader: Any = importlib.import_module("compile_shader")
+ptx: Any = importlib.import_module("scanner.ptx")
+find_clang: Any = importlib.import_module("scanner.preprocess").find_clang
+translate: Any = importlib.import_module("scanner.program").translate
+SourceError: Any = importlib.import_module("scanner.tokens").SourceError
 
 pytestmark = pytest.mark.emulator
 
@@ -70,7 +73,8 @@ def compile_source(path: Path, folder: Path) -> dict[str, str]:
     flat.write_text(embed_shaders.flatten(path, [ROOT / "shaders"], ROOT)[0])
     cpp = folder / "unit.cpp"
     cpp.write_text(translate(flat, "ptx", 300, []))
-    return compile_shader.compile_ptx(cpp, 300, [], path.name)
+    modules: dict[str, str] = compile_shader.compile_ptx(cpp, 300, [], path.name)
+    return modules
 
 
 def write(folder: Path, body: str) -> Path:
