@@ -13,21 +13,13 @@ using namespace metal;
 
 constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
 
-// T is the type of the cache and of the operands; sums are float32. kDimBlocks * 8 dimensions at most.
-// Grid: (simdgroups for n_heads / n_kv_heads * tokens rows, n_kv_heads).
-template <typename T, ushort kDimBlocks, ushort kRowBlocks>
-kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][q_stride]
-                              device const T* k [[buffer(1)]],      // [position][n_kv_heads][key_dim]
-                              device const T* v [[buffer(2)]],      // [position][n_kv_heads][value_dim]
-                              device half* out [[buffer(3)]],       // [tokens][n_heads][value_dim]
-                              constant AttentionArgs& args [[buffer(4)]],
-                              threadgroup float* scratch
-                              [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
-                              uint2 group [[threadgroup_position_in_grid]],
-                              uint2 groups [[threadgroups_per_grid]],
-                              ushort lane [[thread_index_in_simdgroup]],
-                              ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                              ushort simdgroups [[simdgroups_per_threadgroup]]) {
+// T is the type of the cache and of the operands; sums are float32. kDimBlocks * 8 dimensions at most, and
+// exactly so many where kWhole: then nothing depends on their number, and the loads of a block row can all be
+// under way at the same time.
+template <typename T, ushort kDimBlocks, ushort kRowBlocks, bool kWhole>
+static inline void attend(device const float* q, device const T* k, device const T* v, device half* out,
+                          constant AttentionArgs& args, threadgroup float* scratch, uint2 group, uint2 groups,
+                          ushort lane, ushort simdgroup, ushort simdgroups) {
   constexpr ushort kRows = 8 * kRowBlocks;
   constexpr ushort kRowLanes = 32 / kRows;  // lanes that share a row of the scores
   constexpr ushort kLaneKeys = PREFILL_KEYS / kRowLanes;
@@ -48,7 +40,8 @@ kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][
   const uint my_first = args.window > 0 && my_last >= args.window ? my_last + 1 - args.window : 0;
 
   // Queries, scaled for exp2, in registers.
-  const ushort key_blocks = args.key_dim / 8, value_blocks = args.value_dim / 8;
+  const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
+               value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
   device const float* my_query = q + my_token * args.q_stride + (kv_head * g + my_row % g) * args.key_dim;
   Block query[kRowBlocks][kDimBlocks];
 #pragma unroll
@@ -154,24 +147,32 @@ kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][
         for (ushort r = 0; r < kRowBlocks; ++r)
           simdgroup_load(weight[r], weights + r * 8 * PREFILL_KEYS + j * 8, PREFILL_KEYS);
         device const T* v_block = v + (key + j * 8) * v_stride + kv_head * args.value_dim;
-        const bool whole = key + j * 8 + 8 <= cached;
+        if (key + j * 8 + 8 <= cached) {
 #pragma unroll
-        for (ushort b = 0; b < kDimBlocks; ++b) {
-          if (b < value_blocks) {
-            Block values;
-            if (whole) {
+          for (ushort b = 0; b < kDimBlocks; ++b) {
+            if (b < value_blocks) {
+              Block values;
               simdgroup_load(values, v_block + b * 8, v_stride);
-            } else {
-              // Rows beyond the cached keys may hold NaN, and 0 * NaN is no 0: they are replaced.
+#pragma unroll
+              for (ushort r = 0; r < kRowBlocks; ++r)
+                simdgroup_multiply_accumulate(output[r][b], weight[r], values, output[r][b]);
+            }
+          }
+        } else {
+          // Rows beyond the cached keys may hold NaN, and 0 * NaN is no 0: they are replaced.
+#pragma unroll
+          for (ushort b = 0; b < kDimBlocks; ++b) {
+            if (b < value_blocks) {
               for (ushort i = lane; i < 64; i += 32)
                 tail[i] = key + j * 8 + i / 8 < cached ? v_block[i / 8 * v_stride + b * 8 + i % 8] : T(0);
               simdgroup_barrier(mem_flags::mem_threadgroup);
+              Block values;
               simdgroup_load(values, tail, 8);
               simdgroup_barrier(mem_flags::mem_threadgroup);
-            }
 #pragma unroll
-            for (ushort r = 0; r < kRowBlocks; ++r)
-              simdgroup_multiply_accumulate(output[r][b], weight[r], values, output[r][b]);
+              for (ushort r = 0; r < kRowBlocks; ++r)
+                simdgroup_multiply_accumulate(output[r][b], weight[r], values, output[r][b]);
+            }
           }
         }
       }
@@ -200,6 +201,28 @@ kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][
       simdgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
+}
+
+// Grid: (simdgroups for n_heads / n_kv_heads * tokens rows, n_kv_heads).
+template <typename T, ushort kDimBlocks, ushort kRowBlocks>
+kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][q_stride]
+                              device const T* k [[buffer(1)]],      // [position][n_kv_heads][key_dim]
+                              device const T* v [[buffer(2)]],      // [position][n_kv_heads][value_dim]
+                              device half* out [[buffer(3)]],       // [tokens][n_heads][value_dim]
+                              constant AttentionArgs& args [[buffer(4)]],
+                              threadgroup float* scratch
+                              [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
+                              uint2 group [[threadgroup_position_in_grid]],
+                              uint2 groups [[threadgroups_per_grid]],
+                              ushort lane [[thread_index_in_simdgroup]],
+                              ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                              ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  if (args.key_dim == kDimBlocks * 8 && args.value_dim == kDimBlocks * 8)
+    attend<T, kDimBlocks, kRowBlocks, true>(q, k, v, out, args, scratch, group, groups, lane, simdgroup,
+                                            simdgroups);
+  else
+    attend<T, kDimBlocks, kRowBlocks, false>(q, k, v, out, args, scratch, group, groups, lane, simdgroup,
+                                             simdgroups);
 }
 
 typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;
