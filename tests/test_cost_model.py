@@ -1,14 +1,17 @@
 """The cost model against what others published, and against itself where the answer is known by hand.
 
-None of these figures went into the model's constants. The bound of 20% is what it is asked to hold.
+None of the published figures went into the model's constants; of the H200's, three ceilings did. The bounds
+of 20% and 25% are what it is asked to hold.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import peer_work
@@ -79,6 +82,35 @@ def test_decode_of_the_plan_s_own_engine() -> None:
     gpu = seconds("m4", works)
     assert 1 / gpu == pytest.approx(462, rel=0.20)
     assert gpu < 1 / 292 < 1 / 257
+
+
+RECORD = json.loads((Path(__file__).parent / "data" / "h200_dispatches.json").read_text())
+EVENTS_US = 0.84  # what its events add to a dispatch, by the smallest kernel of the record
+
+
+def as_recorded(dispatch: Dispatch) -> Work:
+    """Return the work with the shaders of the record.
+
+    Their attention had every load of an 8x8 block in a branch, so each waited for the one before: eight times
+    as often for heads of 64.
+    """
+    work = work_of(dispatch)
+    if dispatch.kernel.startswith("attention_prefill"):
+        return replace(work, trips=(work.trips - 2) * 8 + 2)
+    return work
+
+
+@pytest.mark.parametrize("run", RECORD["runs"], ids=lambda run: f"{run['tokens']} tokens")
+def test_our_own_dispatches_on_an_h200(smollm: Shape, run: dict[str, Any]) -> None:
+    """The emulator's CUDA executor, timed dispatch by dispatch; the sum within 25%."""
+    chip = find_chip("h200")
+    dispatches = plan(smollm, run["tokens"], family=chip.family)
+    kinds = Counter((d.kernel, d.grid, d.args.get("in_dim", 0)) for d in dispatches)
+    rows = run["dispatches"]
+    assert kinds == {(r["kernel"], tuple(r["grid"]), r["in_dim"]): r["count"] for r in rows}
+    timed = replace(chip, dispatch_us=chip.dispatch_us + EVENTS_US)
+    predicted = sum(time_of(timed, as_recorded(d)).total for d in dispatches)
+    assert predicted == pytest.approx(sum(r["microseconds"] for r in rows), rel=0.25)
 
 
 def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
