@@ -277,7 +277,7 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str], mes
 def test_the_command_compares_with_a_trace(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm: Shape
 ) -> None:
-    from metal_prefill.trace import Step, chrome_trace
+    from metal_prefill.trace import HOST_CLOCK, Step, chrome_trace
 
     def timed(dispatches: list[Dispatch]) -> list[Dispatch]:
         return [replace(d, start=i * 1e-3, end=i * 1e-3 + 5e-6) for i, d in enumerate(dispatches)]
@@ -293,3 +293,6 @@ def test_the_command_compares_with_a_trace(
     norms = next(kernel for kernel in rows[0]["kernels"] if kernel["kernel"] == "rmsnorm_f16")
     assert norms["trace_us"] == pytest.approx(59 * 5, rel=1e-3)
     assert "in the trace µs" in run(capsys, "--trace", str(file))
+    # What the emulator took on a CPU is not put beside it.
+    file.write_text(json.dumps(chrome_trace(steps, {"device": "an emulator", "clock": HOST_CLOCK})))
+    assert "in the trace µs" not in run(capsys, "--trace", str(file))

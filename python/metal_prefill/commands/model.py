@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,15 +89,20 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     """Return what the options ask for, each with the name that benchmarks have for it."""
     from metal_prefill.cost_model import find_chip, plan, predict
-    from metal_prefill.trace import read_trace
+    from metal_prefill.trace import HOST_CLOCK, read_trace
 
     chip = find_chip(arguments.chip)
     if arguments.trace is not None:
         if arguments.prompt is not None or arguments.n_gen:
             raise ValueError("--trace says which tokens there are: leave out -p and -n")
-        steps, _ = read_trace(arguments.trace)
-        decode = [d for step in steps[1:] for d in step.dispatches]
-        found = [(f"pp{steps[0].tokens}", predict(chip, steps[0].dispatches, steps[0].tokens))]
+        steps, metadata = read_trace(arguments.trace)
+        if not steps:
+            raise ValueError(f"{arguments.trace} has no dispatches")
+        listed = [list(step.dispatches) for step in steps]
+        if metadata.get("clock") == HOST_CLOCK:  # times of the emulator's CPU are none to compare with
+            listed = [[replace(d, start=0.0, end=0.0) for d in dispatches] for dispatches in listed]
+        decode = [d for dispatches in listed[1:] for d in dispatches]
+        found = [(f"pp{steps[0].tokens}", predict(chip, listed[0], steps[0].tokens))]
         return found + ([(f"tg{len(steps) - 1}", predict(chip, decode, len(steps) - 1))] if decode else [])
     prompt = 512 if arguments.prompt is None else arguments.prompt
     shape = _shape(arguments)
