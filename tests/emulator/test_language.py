@@ -131,6 +131,30 @@ def test_missing_function_constant_is_an_error(language: ShaderLibrary) -> None:
         language.run("specialized", (4,), (1,), [floats(4)], constants={0: False})
 
 
+def test_what_kernel_libraries_write(language: ShaderLibrary) -> None:
+    out = np.zeros(8, np.float32)
+    language.run("idioms", (1,), (1,), [out], constants={8: -7})
+    # 1.005859375 lies in the middle of two numbers that bfloat has.
+    expected = [sum(range(10, 16)), 10, -4, np.nan, 47 + 700, 1.0078125 + 2, 42 - 4 + 0.5, 3 + 40 + 100]
+    np.testing.assert_array_equal(out, expected)  # an initializer of threadgroup memory initializes nothing
+
+
+def test_what_kernel_libraries_do_in_simdgroups(language: ShaderLibrary) -> None:
+    m, most = np.random.default_rng(4).integers(-3, 4, (8, 8)).astype(np.float32), np.zeros(32, np.float32)
+    x = np.stack([m, np.zeros_like(m)])
+    language.run("idioms_of_simdgroups", (1,), (32,), [x, most])
+    np.testing.assert_array_equal(x[1], m @ m @ m)
+    np.testing.assert_array_equal(most, 31 - 2)
+
+
+def test_template_arguments_follow_from_the_parameters(language: ShaderLibrary) -> None:
+    floats, ints = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.int32)
+    language.run("deduced_float_3", (2,), (1,), [floats, np.float32(0.5)])
+    language.run("deduced_int_2", (3,), (1,), [ints, np.int32(4)])
+    np.testing.assert_array_equal(floats, np.arange(6) * 0.5)
+    np.testing.assert_array_equal(ints, np.arange(6) * 4)
+
+
 def test_functions_of_numbers(language: ShaderLibrary) -> None:
     expected = [
         65504, 2.0**-23, -(2.0**31), 3 + 1, 8 + 31 + 3 + 1, 3 + 7 + 3, 0xBC, 0x50, 255 + 0,

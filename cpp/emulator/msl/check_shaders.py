@@ -42,6 +42,21 @@ WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Wno-si
             "-Wno-implicit-float-conversion", "-Wno-implicit-const-int-float-conversion"]  # fmt: skip
 
 
+def diagnostics(lines: list[str]) -> list[str]:
+    """Return clang's errors and warnings; one inside the shim at the place in the source that led there."""
+    found = []
+    for index, line in enumerate(lines):
+        match = re.match(r"(?P<file>.*):\d+:\d+: (?P<text>(?:fatal error|error|warning): .*)", line)
+        if match is None:
+            continue
+        if match["file"].startswith(str(SHIM)):
+            notes = (re.match(r"(.*:\d+:\d+): note: in instantiation", later) for later in lines[index + 1 :])
+            places = (note[1] for note in notes if note and not note[1].startswith(str(SHIM)))
+            line = f"{next(places, match['file'])}: {match['text']}"
+        found.append(line)
+    return found
+
+
 def check(source: Path, metal_version: int, flags: list[str]) -> list[str]:
     """Return messages, each with file and line; empty for a source without fault."""
     try:
@@ -55,8 +70,7 @@ def check(source: Path, metal_version: int, flags: list[str]) -> list[str]:
         cpp.write_text(text, encoding="utf-8")
         command = [clang, *FLAGS, f"-D__METAL_VERSION__={metal_version}", "-I", str(SHIM)]
         result = subprocess.run([*command, *WARNINGS, str(cpp)], capture_output=True, text=True, check=False)
-        lines = result.stderr.splitlines()
-        messages += [line for line in lines if re.search(r": (fatal error|error|warning): ", line)]
+        messages += diagnostics(result.stderr.splitlines())
         if any(": error: " in message or "fatal error" in message for message in messages):
             return messages
         dump = [*command, "-w", "-Xclang", "-ast-dump=json", str(cpp)]

@@ -189,6 +189,83 @@ kernel void unspecialized(device float* out [[buffer(0)]]) {
   out[0] = kLanguageHeader;
 }
 
+// What kernel libraries write: constants of a named type with an octal index, loops unrolled by a macro, comparisons
+// among template parameters, members that differ by address space and are defaulted, instantiations whose template
+// arguments follow from the parameters, and threadgroup variables with an initializer that says nothing.
+constant int32_t width [[function_constant(010)]];
+#define SMALLER(a, b) ((a) < (b) ? (a) : (b))
+template <int N>
+static int unrolled_sum(int first) {
+  int sum = 0;
+#pragma unroll(SMALLER(N, 4))
+  for (int i = 0; i < N; ++i) sum += first + i;
+  return sum;
+}
+template <typename T, enable_if_t<sizeof(T) < 4 && is_same_v<T, half>, bool> = true>
+static int narrow(T) {
+  return 1;
+}
+template <typename T, enable_if_t<!(sizeof(T) < 4 && is_same_v<T, half>), bool> = true>
+static int narrow(T) {
+  return 0;
+}
+struct Pair {
+  float a, b;
+  Pair() thread = default;
+  Pair() threadgroup = default;
+  Pair() device = default;
+};
+struct Scaled {
+  float value;
+  constexpr Scaled(float x) thread : value(2 * x) {}
+  constexpr Scaled(float x) constant : value(2 * x) {}
+  constexpr Scaled(float x) threadgroup : value(2 * x) {}
+};
+static float first_and_last(uint4 v) {
+  return v.x * 10 + v.w;
+}
+static float difference(Pair pair) {
+  return pair.a - pair.b;
+}
+typedef bfloat rounded_t;
+template <typename T, int N>
+struct Row {
+  T values[N];
+};
+template <typename T, int N>
+kernel void deduced(device Row<T, N>* rows [[buffer(0)]], constant T& factor [[buffer(1)]],
+                    uint i [[thread_position_in_grid]]) {
+  for (int k = 0; k < N; ++k) rows[i].values[k] *= factor;
+}
+template [[host_name("deduced_float_3")]] kernel void deduced(device Row<float, 3>* rows [[buffer(0)]],
+                                                              constant float& factor [[buffer(1)]],
+                                                              uint i [[thread_position_in_grid]]);
+template [[host_name("deduced_int_2")]] kernel void deduced(device Row<int, 2>* rows [[buffer(0)]],
+                                                            constant int& factor [[buffer(1)]],
+                                                            uint i [[thread_position_in_grid]]);
+kernel void idioms(device float* out [[buffer(0)]]) {
+  threadgroup float ignored[4] = {0};
+  threadgroup Pair pair;
+  pair.a = 3;
+  out[0] = unrolled_sum<6>(10);
+  out[1] = narrow(1.0h) * 10 + narrow(1.0f) + narrow(short(1));
+  out[2] = width + pair.a;
+  out[3] = ignored[2];
+  const uint low = 4;
+  out[4] = first_and_last({low, low + 1, 6, 7}) + difference({9, 2}) * 100;
+  out[5] = float(static_cast<rounded_t>(half(1.005859375))) + float(static_cast<half>(rounded_t(2)));
+  out[6] = Scaled(21).value + half4(bfloat4(bfloat(out[2]))).x + float2(bfloat2(half2(0.5h))).y;
+  out[7] = fast::max(2.0f, 3.0f) + precise::min(5, 4) * 10 + fast::clamp(7.0f, 0.0f, 1.0f) * 100;
+}
+// Products by operator; a bfloat is compared as a float.
+kernel void idioms_of_simdgroups(device float* x [[buffer(0)]], device float* most [[buffer(1)]],
+                                 uint lane [[thread_index_in_simdgroup]]) {
+  simdgroup_float8x8 m;
+  simdgroup_load(m, x);
+  simdgroup_store(m * m * m, x + 64);
+  most[lane] = simd_max(bfloat(lane)) - simd_min(bfloat(lane + 2.0f));
+}
+
 // Numbers.
 kernel void numbers(device float* out [[buffer(0)]]) {
   uint i = 0;

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from .tokens import TokenList
 
 INTEGER_SUFFIX = re.compile(r"(?<=[0-9a-fA-F])[uUlL]+\b")
-INTEGER_EXPRESSION = re.compile(r"[0-9a-fA-FxX+\-*/%()<>|&^~ ]+")
+OCTAL = re.compile(r"\b0(?=[0-7]+\b)")
+INTEGER_EXPRESSION = re.compile(r"[0-9a-fA-FoxX+\-*/%()<>|&^~ ]+")
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ def attributes(tokens: TokenList, begin: int, end: int) -> list[Attribute]:
 def evaluate(text: str, constants: dict[str, int]) -> int | None:
     """Return the value of an integer constant expression over known names; None where it is not one."""
     text = re.sub(r"\b[A-Za-z_]\w*(?:::\w+)*", lambda m: str(constants.get(m[0], m[0])), text)
-    text = INTEGER_SUFFIX.sub("", text)
+    text = OCTAL.sub("0o", INTEGER_SUFFIX.sub("", text))
     if not INTEGER_EXPRESSION.fullmatch(text):
         return None
     try:

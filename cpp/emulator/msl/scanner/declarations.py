@@ -93,7 +93,7 @@ def _declaration(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...]
     index, templates, instantiation = begin, [], False
     while tokens.at(index) == "template":
         if tokens.at(index + 1) == "<":
-            closing = tokens.closing_angle(index + 1)
+            closing = tokens.closing_angle(index + 1, certain=True)
             if closing is None:
                 raise tokens[index].error("template parameters without end")
             templates.append((index + 1, closing))

@@ -18,7 +18,8 @@ def drop_duplicates(tokens: TokenList, found: list[Declaration]) -> None:
     seen: set[tuple[tuple[str, ...], int, str]] = set()
     scopes = _scope_numbers(found)
     for declaration in found:
-        if declaration.kind == "function" and declaration.body:
+        defaulted = tokens.at(declaration.head_end) == "="  # or deleted
+        if declaration.kind == "function" and (declaration.body or defaulted):
             key = _function_key(tokens, declaration)
         elif (
             declaration.kind == "class"
@@ -81,5 +82,5 @@ def _function_key(tokens: TokenList, declaration: Declaration) -> str:
         )
         parts.append(_normalized(tokens, begin, stop - 1 if named else stop))
     trailing = {t.text for t in tokens[closing + 1 : declaration.head_end]}
-    parts.append("const" if trailing & {"const", "constant"} else "")
+    parts.append("const" if "const" in trailing else "")
     return " | ".join(parts)

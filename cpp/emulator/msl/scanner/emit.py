@@ -7,6 +7,8 @@ import re
 from .kernels import Argument, FunctionConstant, Instantiation, Program
 from .tokens import SourceError, TokenList
 
+SIZED = {"int8_t": "char", "uint8_t": "uchar", "int16_t": "short", "uint16_t": "ushort", "int32_t": "int",
+         "uint32_t": "uint", "int64_t": "long", "uint64_t": "ulong"}  # fmt: skip
 CONSTANT_TYPES = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "float")
 OPTIONAL = -2  # exists under a constant that is computed from function constants
 
@@ -43,7 +45,7 @@ def check_table(program: Program) -> str:
     for entry in program.instantiations:
         described = ", ".join(parameter(a) for a in entry.kernel.arguments)
         lines.append(f'#line {entry.line} "{entry.file}"')
-        arguments = f"decltype({entry.expression})" + (f", {described}" if described else "")
+        arguments = entry.type + (f", {described}" if described else "")
         lines.append(f'static_assert(::msl::Checked<{arguments}>::value, "{entry.host_name}");')
     return "\n".join(lines) + "\n"
 
@@ -66,7 +68,7 @@ def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int
     for number, entry in enumerate(program.instantiations):
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
         lines.append(f'#line {entry.line} "{entry.file}"')
-        lines.append(f"using Entry{number} = ::msl::Entry<&{entry.expression}{described}>;")
+        lines.append(f"using Entry{number} = ::msl::Entry<{entry.address}{described}>;")
         lines += _arguments(entry, number, constants)
         used = uses.get(entry.kernel.name, [])
         lines.append(f"const int kConstants{number}[] = {{{', '.join(map(str, [*used, -1]))}}};")
@@ -79,7 +81,7 @@ def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int
     lines += ["const Kernel kKernels[] = {", *rows, "    {}};"]
     lines += ["const FunctionConstant kFunctionConstants[] = {"]
     lines += [
-        f'    {{"{c.name}", {c.index}, ::msl::ConstantTypeOf<{_constant_type(c)}>::value}},'
+        f'    {{"{c.name}", {c.index}, ::msl::ConstantTypeOf<{c.type}>::value}},'
         for c in program.constants
     ]
     lines += ["    {}};", f"const char kSource[] =\n{raw_string(source)};"]
@@ -102,7 +104,7 @@ def ptx_table(program: Program) -> str:
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
         constants = sum(1 << i for i, a in enumerate(entry.kernel.arguments) if a.space == "constant")
         lines.append(f'#line {entry.line} "{entry.file}"')
-        lines.append(f"MSL_ENTRY({number}, &{entry.expression}, {constants}u{described})")
+        lines.append(f"MSL_ENTRY({number}, ({entry.address}), {constants}u{described})")
     return "\n".join(lines) + "\n"
 
 
@@ -116,6 +118,7 @@ def _ptx_constant(constant: FunctionConstant) -> str:
 
 def _constant_type(constant: FunctionConstant) -> str:
     kind = re.sub(r"^(metal|::)+", "", constant.type)
+    kind = SIZED.get(kind, kind)
     if kind not in CONSTANT_TYPES:
         raise SourceError(f"function constant '{constant.name}' has the type '{kind}', which is not modelled")
     return kind

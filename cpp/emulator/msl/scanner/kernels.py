@@ -74,13 +74,31 @@ class Kernel:
 
 @dataclass(slots=True)
 class Instantiation:
-    """A kernel that the host can name: a kernel itself, or an instantiation of a kernel template."""
+    """A kernel that the host can name: a kernel itself, or an instantiation of a kernel template.
+
+    Where template arguments follow from the parameters, ``declaration`` is the instantiation's, and
+    ``parameters`` their text as rewritten.
+    """
 
     host_name: str
     expression: str
     line: int
     file: str
     kernel: Kernel
+    declaration: Declaration | None = None
+    parameters: str | None = None
+
+    @property
+    def address(self) -> str:
+        """Return an expression that points to the function."""
+        if self.parameters is None:
+            return f"&{self.expression}"
+        return f"static_cast<void (*)({self.parameters})>(&{self.expression})"
+
+    @property
+    def type(self) -> str:
+        """Return the function's type."""
+        return f"decltype({self.expression})" if self.parameters is None else f"void({self.parameters})"
 
 
 @dataclass(slots=True)
@@ -328,6 +346,12 @@ def _instantiation(tokens: TokenList, declaration: Declaration, kernels: dict[st
         elif tokens[index].text == "(":
             index = tokens.partner[index]
         index += 1
+    if match is None and declaration.parameters is not None:
+        named = tokens[declaration.parameters[0] - 1]
+        if named.text in kernels:
+            kernel = kernels[named.text]
+            host_name = _host_name(found) or kernel.name
+            return Instantiation(host_name, kernel.path, named.line, named.file, kernel, declaration)
     if match is None:
         raise tokens[declaration.begin].error("instantiation of an unknown kernel template")
     kernel = kernels[tokens.at(match[0])]
@@ -349,7 +373,7 @@ def _function_constant(
     words = [
         t.text
         for t in tokens[declaration.head : chosen.begin - 1]
-        if t.text not in ("static", "const", "inline")
+        if t.text not in ("static", "const", "constexpr", "inline")
     ]
     if "constant" not in words or tokens.at(declaration.head_end) != ";":
         raise name.error(f"function constant '{name.text}' must be 'constant' and has no initializer")

@@ -19,6 +19,7 @@ OPENCL_SPACES = {
 }
 OPENCL_KEYWORDS = ("global", "local", "generic", "pipe", "read_only", "write_only", "read_write", "event_t")
 ERASED_SPACES = {"device": "", "constant": "const", "threadgroup": "", "thread": ""}
+NOTHING = re.compile(r"\{0?\}")  # an initializer
 FLOAT_LITERAL = re.compile(r"(?P<value>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)(?P<suffix>[fFhH]|bf|BF)?")
 
 
@@ -26,6 +27,7 @@ def rewrite(tokens: TokenList, found: list[Declaration], program: Program, check
     """Turn a Metal source into C++, or with ``check`` into C++ for OpenCL, which keeps address spaces."""
     bodies = [d.body for d in found if d.kind == "function" and d.body]
     _literals(tokens, check)
+    _coherence(tokens)
     CastRewriter(tokens).rewrite(bodies)
     if check:
         _function_pointers(tokens)
@@ -33,8 +35,8 @@ def rewrite(tokens: TokenList, found: list[Declaration], program: Program, check
     _address_spaces(tokens, check)
     _function_constants(tokens, found, program)
     _threadgroup_variables(tokens, program)
-    _kernels(tokens, found)
     _attributes(tokens)
+    _kernels(tokens, found, program, check)
     if not check:
         drop_duplicates(tokens, found)
 
@@ -69,6 +71,13 @@ def _function_pointers(tokens: TokenList) -> None:
                 begin -= 1
             if tokens[begin].text in (",", "<"):
                 tokens[index + 1].out = "&"
+
+
+def _coherence(tokens: TokenList) -> None:
+    """Erase ``coherent(scope)``: memory of the host is coherent."""
+    for index, token in enumerate(tokens):
+        if token.text == "coherent" and tokens.at(index + 1) == "(" and tokens.kind(index - 1) == "name":
+            tokens.erase(index, tokens.partner[index + 1] + 1)
 
 
 def _opencl_keywords(tokens: TokenList) -> None:
@@ -155,6 +164,8 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
         before = tokens.at(index - 1)
         if token.text != "threadgroup" or before not in (";", "{", "}", ")", "const", "constexpr"):
             continue
+        if tokens.at(index + 1) in ("=", ":", "{", ";", "const", "noexcept"):
+            continue  # behind a member function's parameters
         end, pointer = index, False
         while end < len(tokens) and tokens[end].text not in (";", "{", "}", "(", ")", "="):
             pointer = pointer or tokens[end].text in ("*", "&")
@@ -163,10 +174,16 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
             end = tokens.partner[end] + 1 if tokens[end].text == "[" else end + 1
         if pointer or tokens.at(end) in ("{", "}", "(", ")"):
             continue
-        if tokens.at(end) == "=":
-            raise token.error("a threadgroup variable cannot have an initializer")
         if index not in inside:
             raise token.error("a threadgroup variable must be declared in a kernel")
+        stop = end
+        if tokens.at(end) == "=":
+            # Kernel libraries write empty or zero initializers and rely on none: taken, and without effect.
+            while stop < len(tokens) and tokens[stop].text != ";":
+                stop = tokens.partner[stop] + 1 if tokens[stop].text == "{" else stop + 1
+            if not NOTHING.fullmatch("".join(t.text for t in tokens[end + 1 : stop])):
+                raise token.error("a threadgroup variable cannot have an initializer")
+            tokens.erase(end, stop)
         _threadgroup_variable(tokens, index, end, inside[index])
 
 
@@ -198,12 +215,20 @@ def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kerne
     tokens[index].out = "; ".join(declared)
 
 
-def _kernels(tokens: TokenList, found: list[Declaration]) -> None:
+def _kernels(tokens: TokenList, found: list[Declaration], program: Program, check: bool) -> None:
     """Make kernels plain functions and drop their instantiations: the kernel table instantiates them."""
+    kept: set[int] = set()
+    for entry in program.instantiations:
+        if entry.declaration is not None:  # the parameters' types say which instantiation it is
+            assert entry.declaration.parameters is not None
+            opening, closing = entry.declaration.parameters
+            entry.parameters = tokens.written(opening + 1, closing)
+            if check:  # whose table names only the type
+                kept.add(entry.declaration.begin)
     for declaration in found:
         if not is_kernel(tokens, declaration):
             continue
-        if declaration.instantiation:
+        if declaration.instantiation and declaration.begin not in kept:
             tokens.erase(declaration.begin, declaration.end)
             continue
         for token in tokens[declaration.head : declaration.head_end]:

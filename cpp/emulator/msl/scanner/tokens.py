@@ -23,6 +23,10 @@ TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+# Macros in the count of an unrolled loop are no longer known behind the preprocessor. It is a hint: it goes.
+UNROLL_COUNT = re.compile(
+    r"#\s*pragma\s+(?:clang\s+loop\s+)?unroll(?:_count)?\s*\(?\s*(?!enable|full|disable)[^()\s\d]"
+)
 LINE_MARKER = re.compile(r'#\s*(?:line\s+)?(\d+)\s+"([^"]*)"')
 OPENING = {"(": ")", "[": "]", "{": "}"}
 
@@ -76,6 +80,13 @@ class TokenList(list[Token]):
         """Return the text of a token, empty outside of the list."""
         return self[index].text if 0 <= index < len(self) else ""
 
+    def enclosing(self, index: int) -> int:
+        """Return the index of the bracket that encloses a token, -1 where there is none."""
+        index -= 1
+        while index >= 0 and self[index].text not in OPENING:
+            index = self.partner.get(index, index) - 1
+        return index
+
     def kind(self, index: int) -> str:
         """Return the kind of a token, empty outside of the list."""
         return self[index].kind if 0 <= index < len(self) else ""
@@ -84,12 +95,15 @@ class TokenList(list[Token]):
         """Whether ``[[`` begins here."""
         return self.at(index) == "[" and self.at(index + 1) == "[" and not self[index + 1].space
 
-    def closing_angle(self, index: int) -> int | None:
-        """Return the ``>`` that closes the ``<`` at index; None where it is a comparison."""
+    def closing_angle(self, index: int, *, certain: bool = False) -> int | None:
+        """Return the ``>`` that closes the ``<`` at index; None where it is a comparison.
+
+        A logical operator speaks for a comparison, unless it is ``certain`` that template parameters begin.
+        """
         depth = 0
         while index < len(self):
             text = self[index].text
-            if text == "<":
+            if text == "<" and (depth == 0 or self.kind(index - 1) == "name"):
                 depth += 1
             elif text == ">":
                 depth -= 1
@@ -97,7 +111,7 @@ class TokenList(list[Token]):
                     return index
             elif text in ("(", "["):
                 index = self.partner[index]
-            elif text in (";", "{", "}", ")", "]", "&&", "||"):
+            elif text in (";", "{", "}", ")", "]") or (text in ("&&", "||") and not certain):
                 return None
             index += 1
         return None
@@ -143,7 +157,7 @@ def tokenize(source: str, file: str) -> tuple[TokenList, list[tuple[str, int, st
             space += f'#line {line + 1} "{file}"'
         elif kind == "directive":
             directives.append((file, line, text))
-            space += text
+            space += "" if UNROLL_COUNT.match(text) else text
         elif kind == "space":
             space += text if not text.startswith("/") else "\n" * text.count("\n") or " "
             line += text.count("\n")

@@ -272,4 +272,16 @@ MSL_INLINE ::half3 cross(::half3 a, ::half3 b) {
   return a.yzx * b.zxy - a.zxy * b.yzx;
 }
 
+// Of these there is one precision.
+#define MSL_ONE_PRECISION \
+  using metal::clamp;     \
+  using metal::max;       \
+  using metal::min;
+namespace precise {
+MSL_ONE_PRECISION
+}
+namespace fast {
+MSL_ONE_PRECISION
+}
+
 }  // namespace metal

@@ -49,7 +49,7 @@ MSL_INLINE T argument(const abi::Invocation& i) {
 
 template <auto Kernel>
 struct Layout {
-  static inline constinit abi::ThreadgroupLayout variables{};
+  [[clang::require_constant_initialization]] static inline abi::ThreadgroupLayout variables{};
 };
 // The offset of a variable in the threadgroup memory of its kernel is fixed before main.
 template <class T, class Tag, auto Kernel>
@@ -77,7 +77,9 @@ struct Entry<Kernel, P...> {
 };
 
 template <class T>
-struct ConstantTypeOf;
+struct ConstantTypeOf {
+  static_assert(sizeof(T) == 0, "a function constant is a scalar: no other type is modelled");
+};
 #define MSL_CONSTANT_TYPE(T, number)         \
   template <>                                \
   struct ConstantTypeOf<T> {                 \
@@ -95,7 +97,7 @@ MSL_CONSTANT_TYPE(short, 3) MSL_CONSTANT_TYPE(ushort, 4) MSL_CONSTANT_TYPE(int, 
     struct Specializer {
   void (*set)(abi::ConstantValues values);
   Specializer* next = nullptr;
-  static inline constinit Specializer *first = nullptr, *last = nullptr;
+  [[clang::require_constant_initialization]] static inline Specializer *first = nullptr, *last = nullptr;
   explicit Specializer(void (*function)(abi::ConstantValues)) : set(function) {
     (last ? last->next : first) = this;
     last = this;

@@ -149,6 +149,16 @@ struct Shuffle {
       return static_cast<T>(expression);        \
     }                                           \
   };
+// bfloat has no functions of its own.
+template <class T>
+MSL_INLINE T widened(T value) {
+  return value;
+}
+#if __METAL_VERSION__ >= 310
+MSL_INLINE float widened(bfloat value) {
+  return value;
+}
+#endif
 #define MSL_SCAN(Type, function, expression, start)                                   \
   struct Type {                                                                       \
     MSL_NAMES(function)                                                               \
@@ -165,8 +175,8 @@ struct Shuffle {
   };
 MSL_SCAN(Sum, sum, a + b, 0)
 MSL_SCAN(Product, product, a* b, 1)
-MSL_COMBINE(Max, max, metal::max(a, b))
-MSL_COMBINE(Min, min, metal::min(a, b))
+MSL_COMBINE(Max, max, metal::max(widened(a), widened(b)))
+MSL_COMBINE(Min, min, metal::min(widened(a), widened(b)))
 MSL_COMBINE(And, and, a& b)
 MSL_COMBINE(Or, or, a | b)
 MSL_COMBINE(Xor, xor, a ^ b)

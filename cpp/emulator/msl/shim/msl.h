@@ -23,6 +23,7 @@
 #include "ptx_simdgroup.h"
 #include "ptx_simdgroup_matrix.h"
 #endif
+#include "builtins.h"
 #include "simdgroup_matrix.h"
 #include "kernel.h"
 #if MSL_CPU

@@ -51,6 +51,8 @@ void simdgroup_multiply(__private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(__private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
                                    simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c);
+template <class T>
+simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b);
 
 #else
 
@@ -129,6 +131,13 @@ template <class D, class A, class B>
 MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
                                    const simdgroup_matrix<B, 8, 8>& b, MSL_SITE) {
   msl::multiply(d.fragment, a.fragment, b.fragment, static_cast<const msl::Fragment<D>*>(nullptr), MSL_HERE);
+}
+template <class T>
+MSL_INLINE simdgroup_matrix<T, 8, 8> operator*(const simdgroup_matrix<T, 8, 8>& a,
+                                               const simdgroup_matrix<T, 8, 8>& b) {
+  simdgroup_matrix<T, 8, 8> product;
+  simdgroup_multiply(product, a, b);
+  return product;
 }
 
 #endif

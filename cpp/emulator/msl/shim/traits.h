@@ -37,8 +37,8 @@ struct conditional<false, T, F> {
 };
 template <bool B, class T, class F>
 using conditional_t = typename conditional<B, T, F>::type;
-template <class...>
-using void_t = void;
+template <class... T>
+struct _disjunction : bool_constant<(T::value || ...)> {};  // by the name that Apple's headers give it
 
 #define MSL_TRANSFORM(name, result) \
   template <class T>                \
@@ -83,7 +83,6 @@ MSL_PREDICATE(is_enum, __is_enum(T))
 MSL_PREDICATE(is_class, __is_class(T))
 MSL_PREDICATE(is_union, __is_union(T))
 MSL_PREDICATE(is_const, __is_const(T))
-MSL_PREDICATE(is_empty, __is_empty(T))
 MSL_PREDICATE(is_trivial, __is_trivial(T))
 MSL_PREDICATE(is_trivially_copyable, __is_trivially_copyable(T))
 MSL_PREDICATE(is_vector, msl::Shape<__remove_cv(T)>::width > 1)
@@ -101,7 +100,7 @@ MSL_VARIABLE(is_base_of)
 MSL_VARIABLE(is_integral) MSL_VARIABLE(is_floating_point) MSL_VARIABLE(is_arithmetic) MSL_VARIABLE(is_scalar)
     MSL_VARIABLE(is_signed) MSL_VARIABLE(is_unsigned) MSL_VARIABLE(is_void) MSL_VARIABLE(is_pointer)
         MSL_VARIABLE(is_reference) MSL_VARIABLE(is_array) MSL_VARIABLE(is_enum) MSL_VARIABLE(is_class)
-            MSL_VARIABLE(is_union) MSL_VARIABLE(is_const) MSL_VARIABLE(is_empty) MSL_VARIABLE(is_trivial)
+            MSL_VARIABLE(is_union) MSL_VARIABLE(is_const) MSL_VARIABLE(is_trivial)
                 MSL_VARIABLE(is_trivially_copyable) MSL_VARIABLE(is_vector)
 
                     template <class T>
@@ -111,8 +110,14 @@ MSL_VARIABLE(is_integral) MSL_VARIABLE(is_floating_point) MSL_VARIABLE(is_arithm
 template <class T>
 using make_scalar_t = typename make_scalar<T>::type;
 
+// Number of elements, and limits that libraries add, by the names that Apple's headers give them.
 template <class T>
-struct numeric_limits;
+struct vec_elements : integral_constant<int, msl::Shape<T>::width> {};
+template <class T>
+struct _numeric_limits_impl;
+
+template <class T>
+struct numeric_limits : _numeric_limits_impl<T> {};
 #define MSL_INTEGER_LIMITS(T, low, high)     \
   template <>                                \
   struct numeric_limits<T> {                 \

@@ -87,6 +87,16 @@ struct Enable<true, T> {
   typedef T type;
 };
 
+// Types of 16 bits, none of which holds all values of the other.
+template <class T>
+struct IsNarrow {
+  MSL_CONSTANT bool value = Same<T, half>::value
+#if __METAL_VERSION__ >= 310
+                            || Same<T, bfloat>::value
+#endif
+      ;
+};
+
 // Appends the elements of a scalar or vector to a vector.
 template <class V, class A>
 MSL_INLINE constexpr void append(MSL_THREAD V& vector, MSL_THREAD int& position, A value) {
@@ -109,12 +119,20 @@ MSL_INLINE constexpr V construct(A value) {
   if constexpr (Same<V, A>::value) {
     return value;
   } else if constexpr (Shape<V>::width == 1) {
-    return V(value);
+    if constexpr (IsNarrow<V>::value && IsNarrow<A>::value) {
+      return V(static_cast<float>(value));
+    } else {
+      return V(value);
+    }
   } else if constexpr (Shape<A>::width == 1) {
     return V(static_cast<typename Shape<V>::element>(value));
   } else {
     static_assert(Shape<A>::width == Shape<V>::width, "conversion between vectors of different widths");
-    return __builtin_convertvector(value, V);
+    if constexpr (IsNarrow<typename Shape<V>::element>::value && IsNarrow<typename Shape<A>::element>::value) {
+      return __builtin_convertvector(__builtin_convertvector(value, ::vec<float, Shape<V>::width>), V);
+    } else {
+      return __builtin_convertvector(value, V);
+    }
   }
 }
 // A vector from scalars and vectors, in order.
@@ -137,6 +155,60 @@ MSL_INLINE constexpr V construct(A first, B second, Rest... rest) {
       return vector;
     }
   }
+}
+
+// A list in braces as an argument: becomes what the parameter is. Whether its elements are constants, which may be
+// narrowed, is no longer known.
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wc++11-narrowing"
+template <class... A>
+struct Braced;
+template <class A, class B>
+struct Braced<A, B> {
+  A a;
+  B b;
+  template <class T>
+  MSL_INLINE constexpr operator T() const {
+    if constexpr (Shape<T>::width > 1) {
+      return construct<T>(a, b);
+    } else {
+      return T{a, b};
+    }
+  }
+};
+template <class A, class B, class C>
+struct Braced<A, B, C> {
+  A a;
+  B b;
+  C c;
+  template <class T>
+  MSL_INLINE constexpr operator T() const {
+    if constexpr (Shape<T>::width > 1) {
+      return construct<T>(a, b, c);
+    } else {
+      return T{a, b, c};
+    }
+  }
+};
+template <class A, class B, class C, class D>
+struct Braced<A, B, C, D> {
+  A a;
+  B b;
+  C c;
+  D d;
+  template <class T>
+  MSL_INLINE constexpr operator T() const {
+    if constexpr (Shape<T>::width > 1) {
+      return construct<T>(a, b, c, d);
+    } else {
+      return T{a, b, c, d};
+    }
+  }
+};
+#pragma clang diagnostic pop
+template <class... A>
+MSL_INLINE constexpr Braced<A...> braced(A... elements) {
+  return {elements...};
 }
 
 // `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another cast:
