@@ -1,0 +1,114 @@
+"""The static check takes every shader of ours and refuses what Metal has not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = ROOT / "cpp" / "emulator" / "msl" / "check_shaders.py"
+HERE = Path(__file__).parent
+
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("clang")]
+
+KERNEL = "kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ {} }}"
+# By name: the source, whose faulty line ends in a comment, and words of the message.
+WRONG: dict[str, tuple[str, str]] = {
+    "pointer without address space": ("static float f(float* p) { return *p; }  // !", "no address space"),
+    "reference without address space": ("static void f(float& r) { r = 1; }  // !", "no address space"),
+    "device pointer as a thread pointer": (
+        "static float f(thread float* p) { return *p; }\n" + KERNEL.format("x[i] = f(x);") + "  // !",
+        "no matching function",
+    ),
+    "write to constant memory": (
+        "kernel void k(constant float* x [[buffer(0)]]) { x[0] = 1; }  // !",
+        "not assignable|const",
+    ),
+    "cast between address spaces": (KERNEL.format("x[i] = *(threadgroup float*)x;") + "  // !", "cast"),
+    "double": (KERNEL.format("double d = 1; x[i] = d;") + "  // !", "no double"),
+    "long double literal": (KERNEL.format("x[i] = 1.0L;") + "  // !", "no long double"),
+    "goto": (KERNEL.format("again: if (x[i] > 0) goto again;") + "  // !", "no goto"),
+    "new": (KERNEL.format("x[i] = *new float;") + "  // !", "no dynamic memory"),
+    "exception": (KERNEL.format("throw 1;") + "  // !", "no exceptions"),
+    "virtual function": ("struct A { virtual void f(); };  // !", "no virtual functions"),
+    "recursion": ("static int f(int n) { return n ? f(n - 1) : 0; }  // !", "no recursion"),
+    "lambda": (KERNEL.format("auto f = [](float v) { return v; }; x[i] = f(1);") + "  // !", "lambda"),
+    "standard library": (KERNEL.format("x[i] = std::max(1, 2);") + "  // !", "no std namespace"),
+    "function of C": (KERNEL.format("x[i] = expf(x[i]);") + "  // !", "use 'exp'"),
+    "global variable": ("float counter;  // !", "constant address space"),
+    "static variable": (KERNEL.format("static int n = 0; x[i] = n++;") + "  // !", "no static variables"),
+    "threadgroup variable outside of a kernel": (
+        "static void f() { threadgroup float t[4]; t[0] = 1; }  // !",
+        "declared in a kernel",
+    ),
+    "initialized threadgroup variable": (
+        KERNEL.format("threadgroup float t[2] = {1, 2}; x[i] = t[0];") + "  // !",
+        "initializer",
+    ),
+    "half from float without a cast": (
+        "kernel void k(device half4* h [[buffer(0)]], device float4* x [[buffer(1)]]) { h[0] = x[0]; }  // !",
+        "incompatible type",
+    ),
+    "buffer index beyond the last": (
+        "kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }  // !",
+        "31",
+    ),
+    "two buffers at one index": (
+        "kernel void k(device float* x [[buffer(1)]], device float* y [[buffer(1)]]) { *x = *y; }  // !",
+        "buffer",
+    ),
+    "signed position": (
+        "kernel void k(device float* x [[buffer(0)]], int i [[thread_position_in_grid]]) { x[i] = 1; }  // !",
+        "a position is a uint or ushort",
+    ),
+    "kernel that returns a value": (
+        "kernel float k(device float* x [[buffer(0)]]) { return x[0]; }  // !",
+        "must return void",
+    ),
+    "two kernels of one name": (
+        "template <typename T> kernel void k(device T* x [[buffer(0)]]) { x[0] = T(1); }\n"
+        'template [[host_name("same")]] kernel void k<int>(device int*);\n'
+        'template [[host_name("same")]] kernel void k<float>(device float*);',
+        "two kernels named 'same'",
+    ),
+}
+
+
+def check(*sources: Path, version: int = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, CHECK, "--metal-version", str(version), "-I", ROOT / "shaders", *sources]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_every_shader_of_the_engine_passes() -> None:
+    sources = sorted((ROOT / "shaders").glob("*.metal"))
+    result = check(*sources)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(": ok") == len(sources) >= 12
+
+
+def test_the_shaders_of_these_tests_pass() -> None:
+    result = check(*HERE.glob("shaders/*.metal"), *HERE.glob("kernels/*.metal"), version=310)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_shader_is_refused(tmp_path: Path, name: str) -> None:
+    body, words = WRONG[name]
+    text = f"#include <metal_stdlib>\nusing namespace metal;\n{body}\n"
+    source = tmp_path / "wrong.metal"
+    source.write_text(text)
+    result = check(source)
+    assert result.returncode == 1
+    assert any(word in result.stderr for word in words.split("|")), result.stderr
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.endswith("// !"):
+            assert f"wrong.metal:{number}:" in result.stderr, result.stderr
+
+
+def test_a_source_without_the_standard_library_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "bare.metal"
+    source.write_text("kernel void k(device float* x [[buffer(0)]]) { x[0] = 1; }\n")
+    assert "#include <metal_stdlib> is missing" in check(source).stderr
