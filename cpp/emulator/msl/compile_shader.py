@@ -11,6 +11,7 @@ compiles.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,16 +26,16 @@ from scanner.program import translate
 from scanner.tokens import SourceError
 
 HERE = Path(__file__).resolve().parent
-LANGUAGE = ["-std=c++20", "-fsigned-char", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
+LANGUAGE = ["-fsigned-char", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
             "-fno-math-errno", "-ffreestanding", "-fno-strict-aliasing",
             "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas", "-Wno-duplicate-decl-specifier",
             "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-missing-braces", "-Wno-sign-compare",
             "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
-FLAGS = [*LANGUAGE, "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
+FLAGS = [*LANGUAGE, "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
          "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"]  # fmt: skip
 # Everything is inlined: a call would take its arguments through memory. Simdgroup operations and barriers
 # must not move into branches: functions are convergent.
-PTX_FLAGS = [*LANGUAGE, "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
+PTX_FLAGS = [*LANGUAGE, "-std=c++20", "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
              "-Xclang", "+ptx78", "--cuda-path=/dev/null", "-nostdinc", "-fconvergent-functions",
              "-mllvm", "-inline-threshold=100000", "-Wno-unknown-cuda-version", "-S"]  # fmt: skip
 # Without the last option the store of "+=" would go uncounted behind its load.
@@ -54,7 +55,10 @@ def sanitizer_flags(sanitizers: str) -> list[str]:
     if not sanitizers:
         return []
     names = sanitizers.split(",")
-    return [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer",
+    # Optimized less, since large kernels take minutes otherwise, and without checks that shaders cannot fail
+    # or that AddressSanitizer makes better.
+    omitted = "null,object-size,pointer-overflow,vptr,function" if "undefined" in names else ""
+    return [f"-fsanitize={sanitizers}", f"-fno-sanitize={omitted}", "-O1", "-fno-omit-frame-pointer",
             f"-DMETAL_EMULATOR_ASAN={int('address' in names)}",
             f"-DMETAL_EMULATOR_TSAN={int('thread' in names)}"]  # fmt: skip
 
@@ -118,6 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
     macros = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
     try:
         text = translate(options.source, "ptx" if options.ptx else "cpu", options.metal_version, macros)
+        if options.sanitize:  # loops stay loops: instrumented kernels would be too large
+            text = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$", "", text, flags=re.MULTILINE)
         if options.output.suffix == ".cpp":
             options.output.write_text(text, encoding="utf-8")
             return 0

@@ -81,8 +81,7 @@ def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int
     lines += ["const Kernel kKernels[] = {", *rows, "    {}};"]
     lines += ["const FunctionConstant kFunctionConstants[] = {"]
     lines += [
-        f'    {{"{c.name}", {c.index}, ::msl::ConstantTypeOf<{c.type}>::value}},'
-        for c in program.constants
+        f'    {{"{c.name}", {c.index}, ::msl::ConstantTypeOf<{c.type}>::value}},' for c in program.constants
     ]
     lines += ["    {}};", f"const char kSource[] =\n{raw_string(source)};"]
     lines += [
@@ -104,7 +103,7 @@ def ptx_table(program: Program) -> str:
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
         constants = sum(1 << i for i, a in enumerate(entry.kernel.arguments) if a.space == "constant")
         lines.append(f'#line {entry.line} "{entry.file}"')
-        lines.append(f"MSL_ENTRY({number}, ({entry.address}), {constants}u{described})")
+        lines.append(f"MSL_ENTRY({number}, {entry.address}, {constants}u{described})")
     return "\n".join(lines) + "\n"
 
 
