@@ -26,16 +26,16 @@ from scanner.program import translate
 from scanner.tokens import SourceError
 
 HERE = Path(__file__).resolve().parent
-LANGUAGE = ["-fsigned-char", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
+LANGUAGE = ["-std=c++17", "-fsigned-char", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
             "-fno-math-errno", "-ffreestanding", "-fno-strict-aliasing",
             "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas", "-Wno-duplicate-decl-specifier",
             "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-missing-braces", "-Wno-sign-compare",
             "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
-FLAGS = [*LANGUAGE, "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
+FLAGS = [*LANGUAGE, "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
          "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"]  # fmt: skip
 # Everything is inlined: a call would take its arguments through memory. Simdgroup operations and barriers
 # must not move into branches: functions are convergent.
-PTX_FLAGS = [*LANGUAGE, "-std=c++20", "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
+PTX_FLAGS = [*LANGUAGE, "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
              "-Xclang", "+ptx78", "--cuda-path=/dev/null", "-nostdinc", "-fconvergent-functions",
              "-mllvm", "-inline-threshold=100000", "-Wno-unknown-cuda-version", "-S"]  # fmt: skip
 # Without the last option the store of "+=" would go uncounted behind its load.

@@ -149,16 +149,6 @@ struct Shuffle {
       return static_cast<T>(expression);        \
     }                                           \
   };
-// bfloat has no functions of its own.
-template <class T>
-MSL_INLINE T widened(T value) {
-  return value;
-}
-#if __METAL_VERSION__ >= 310
-MSL_INLINE float widened(bfloat value) {
-  return value;
-}
-#endif
 #define MSL_SCAN(Type, function, expression, start)                                   \
   struct Type {                                                                       \
     MSL_NAMES(function)                                                               \

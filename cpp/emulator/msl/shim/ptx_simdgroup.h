@@ -120,8 +120,8 @@ MSL_INLINE void simdgroup_barrier(mem_flags) {
   }
 MSL_REDUCTION(sum, a + b)
 MSL_REDUCTION(product, a* b)
-MSL_REDUCTION(max, metal::max(a, b))
-MSL_REDUCTION(min, metal::min(a, b))
+MSL_REDUCTION(max, metal::max(msl::widened(a), msl::widened(b)))
+MSL_REDUCTION(min, metal::min(msl::widened(a), msl::widened(b)))
 MSL_REDUCTION(and, a& b)
 MSL_REDUCTION(or, a | b)
 MSL_REDUCTION(xor, a ^ b)

@@ -97,6 +97,17 @@ struct IsNarrow {
       ;
 };
 
+// bfloat has no functions of its own.
+template <class T>
+MSL_INLINE T widened(T value) {
+  return value;
+}
+#if __METAL_VERSION__ >= 310
+MSL_INLINE float widened(bfloat value) {
+  return value;
+}
+#endif
+
 // Appends the elements of a scalar or vector to a vector.
 template <class V, class A>
 MSL_INLINE constexpr void append(MSL_THREAD V& vector, MSL_THREAD int& position, A value) {
