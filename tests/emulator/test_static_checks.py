@@ -78,7 +78,8 @@ WRONG: dict[str, tuple[str, str]] = {
 
 
 def check(*sources: Path, version: int = 300) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, CHECK, "--metal-version", str(version), "-I", ROOT / "shaders", *sources]
+    command: list[str | Path] = [sys.executable, CHECK, "--metal-version", str(version)]
+    command += ["-I", ROOT / "shaders", *sources]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
