@@ -105,7 +105,14 @@ class Run:
     seconds: float = 0.0
 
 
-def build(sources: list[Path], folder: Path, sanitize: str = "", include: tuple[Path, ...] = ()) -> Path:
+def build(
+    sources: list[Path],
+    folder: Path,
+    sanitize: str = "",
+    include: tuple[Path, ...] = (),
+    variants: tuple[str, ...] = ("plain", "checked"),
+    flags: tuple[str, ...] = (),
+) -> Path:
     """Compile sources and the executor into one shared library.
 
     Parameters
@@ -115,12 +122,18 @@ def build(sources: list[Path], folder: Path, sanitize: str = "", include: tuple[
     folder
         Where objects and library go. Objects of the executor are made once per folder.
     sanitize
-        Sanitizers such as 'address,undefined' or 'thread'.
+        Sanitizers such as 'address,undefined' or 'thread'. Such builds have the plain variant only.
+    variants
+        Of the shaders: 'plain', and 'checked' for checked mode.
+    flags
+        More flags of the shaders' compiler.
     """
     clang = find_clang()
     assert clang is not None
     folder.mkdir(parents=True, exist_ok=True)
-    flags = ["-std=c++20", "-O2", f"-I{EMULATOR}", "-g1", "-fPIC", "-fvisibility=hidden",
+    # A sanitizer's runtime that this process may have preloaded is not for compilers.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    own = ["-std=c++20", "-O2", f"-I{EMULATOR}", "-g1", "-fPIC", "-fvisibility=hidden",
              f"-DMETAL_EMULATOR_ASAN={int('address' in sanitize)}",
              f"-DMETAL_EMULATOR_TSAN={int('thread' in sanitize)}"]  # fmt: skip
     link = [f"-fsanitize={sanitize}", "-shared-libsan"] if sanitize else []
@@ -141,9 +154,11 @@ def build(sources: list[Path], folder: Path, sanitize: str = "", include: tuple[
                 if source.parent.name != "cpu" or sanitize != "thread" or source.stem == "executor"
                 else []
             )
-            subprocess.run([clang, *flags, *instrument, "-c", source, "-o", output], check=True)
+            subprocess.run(
+                [clang, *own, *instrument, "-c", source, "-o", output], check=True, env=environment
+            )
     for source in sources:
-        for variant in ("plain",) if sanitize else ("plain", "checked"):
+        for variant in ("plain",) if sanitize else variants:
             output = folder / f"{source.stem}.{variant}.o"
             command: list[str | Path] = [
                 sys.executable,
@@ -154,14 +169,16 @@ def build(sources: list[Path], folder: Path, sanitize: str = "", include: tuple[
             ]
             command += ["--checked"] if variant == "checked" else []
             command += ["--sanitize", sanitize] if sanitize else []
+            command += [f"--flag={flag}" for flag in flags]
             for path in include:
                 command += ["-I", path]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
             if result.returncode or result.stderr:
                 raise KernelError(f"{source.name} does not compile:\n{result.stderr}")
             objects.append(output)
     library = folder / f"lib{sources[0].stem}.so"
-    subprocess.run([clang, "-shared", *link, *objects, "-o", library, "-lpthread", "-ldl"], check=True)
+    command = [clang, "-shared", *link, *objects, "-o", library, "-lpthread", "-ldl"]
+    subprocess.run(command, check=True, env=environment)
     return library
 
 

@@ -97,14 +97,26 @@ def clang() -> str:
 
 
 @pytest.fixture(scope="session")
-def load_shaders(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ShaderLibrary]:
-    """Return a function that builds shaders/<name>.metal with the executor and loads it, once."""
-    folder = tmp_path_factory.mktemp("shaders")
+def shader_folder(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which shaders are built, and the executor once for all of them."""
+    assert clang
+    return tmp_path_factory.mktemp("shaders")
+
+
+@pytest.fixture(scope="session")
+def load_shaders(shader_folder: Path, metal_testing: Any) -> Callable[[str], ShaderLibrary]:
+    """Return a function that builds shaders/<name>.metal with the executor and loads it, once.
+
+    With the sanitizers that the package is built with, if any.
+    """
     loaded: dict[str, ShaderLibrary] = {}
+    sanitizers = {"address": "address,undefined"}.get(
+        sanitizer := metal_testing.emulator.sanitizer, sanitizer
+    )
 
     def load(name: str) -> ShaderLibrary:
         if name not in loaded:
-            loaded[name] = ShaderLibrary(build([SHADERS / f"{name}.metal"], folder))
+            loaded[name] = ShaderLibrary(build([SHADERS / f"{name}.metal"], shader_folder, sanitizers))
         return loaded[name]
 
     return load
