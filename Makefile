@@ -10,7 +10,7 @@ SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml 
 NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-ray lint tidy bench bench-report bench-gpu format cross-macos clean
+.PHONY: demo test test-ray sanitize lint tidy bench bench-report bench-gpu format cross-macos clean
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -42,6 +42,11 @@ demo: build/.plain
 
 test: build/.emulator
 	$(BIN)/python -m pytest
+
+# Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
+sanitize: sanitize-address sanitize-thread
+sanitize-%: build/.emulator
+	tools/sanitize.sh $*
 
 # Apart from the rest: Ray takes half a gigabyte and a while to start.
 $(VENV)/.ray: pyproject.toml build/.plain

@@ -11,20 +11,23 @@ find_clang() {
   return 1
 }
 
+# Names functions and lines in the reports of sanitizers.
+find_symbolizer() { command -v llvm-symbolizer-19 || command -v llvm-symbolizer; }
+
 install_clang() {
   command -v apt-get >/dev/null || return 1
   if [ "$(id -u)" -ne 0 ]; then
-    echo "The Metal emulator needs clang: sudo apt-get install clang-19 lld-19 libclang-rt-19-dev" >&2
+    echo "The Metal emulator needs clang: sudo apt-get install clang-19 lld-19 llvm-19 libclang-rt-19-dev" >&2
     return 1
   fi
-  echo "Installing clang 19 for the Metal emulator (Debian packages clang-19, lld-19, libclang-rt-19-dev)" >&2
+  echo "Installing clang 19 for the Metal emulator (Debian packages clang-19, lld-19, llvm-19, libclang-rt-19-dev)" >&2
   { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-      clang-19 lld-19 libclang-rt-19-dev; } >/dev/null
+      clang-19 lld-19 llvm-19 libclang-rt-19-dev; } >/dev/null
 }
 
 if [ "$(uname -s)" = Darwin ]; then
   echo "-C build-dir=build/metal -C cmake.define.METAL_PREFILL_TESTING=ON"
-elif find_clang >/dev/null || install_clang; then
+elif { find_clang && { find_symbolizer || install_clang || true; }; } >/dev/null || install_clang; then
   echo "-C build-dir=build/emulator -C cmake.define.METAL_PREFILL_EMULATOR=ON" \
        "-C cmake.define.CMAKE_OBJCXX_COMPILER=$(find_clang)"
 elif [ -n "${METAL_PREFILL_REQUIRE_EMULATOR:-}" ]; then
