@@ -106,6 +106,7 @@ def time_of(chip: Chip, work: Work) -> Time:
     from_memory = work.dram_bytes > work.cached_bytes
     waiting = work.trips * (chip.dram_ns if from_memory else chip.slc_ns) * chip.ghz
     alone = max(other * chip.cycles.alone, complex_pipe)
+    alone += work.local_trips * chip.local_cycles
     path = max(waiting, mma) + alone if work.covered else waiting + mma + alone
     latency = waves * path * (work.longest if waves == 1 else 1)
 

@@ -13,8 +13,8 @@ Sources
 [APPLE]
     Apple's technical specifications: cores, memory bandwidth.
 [CLK]
-    Clocks that specification collections give for M3 and M4 (1.38 GHz, 3.53 TFLOP/s; 1.47 GHz, 3.76
-    TFLOP/s; M4 Pro and Max 1.578 GHz). Apple publishes none; others quote up to 4.6 TFLOP/s for the M4.
+    Clocks of M3 and M4 as the collection of specifications at hmc-tech.com gives them. Apple publishes none;
+    3.8 to 4.6 TFLOP/s are quoted for the M4, which are 1.47 to 1.8 GHz.
 [PLAN]
     1.27 microseconds a dispatch, once measured on an M4 by the authors of the plan that this engine
     implements, on their own engine.
@@ -24,9 +24,9 @@ Sources
     NVIDIA H200 and H100 data sheets: 132 SMs, 1.98 GHz boost, memory bandwidth.
 [OWN]
     This engine on the emulator's CUDA executor, on an H200: ceilings measured by small kernels.
-[H-MB]
-    Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", arXiv:2402.13499: latencies
-    of caches and memory, measured.
+[RRZE]
+    Dominik Ernst and others, gpu-benches (github.com/RRZE-HPC/gpu-benches), gpu-l2-cache/h200.txt and
+    gpu-latency/gh200.txt: bandwidth and latencies, measured.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ APPLE_CYCLES = Cycles(
 
 # [CUDA] results per cycle and SM: FP32 128; conversions, shifts, integer multiply 64; exp2, reciprocal, rsqrt
 # 16; shuffle and loads 32. mma: 180 TFLOP/s over all SMs, which the emulator's products reach [OWN]. alone: 4
-# cycles from an FMA to one that needs it [H-MB].
+# cycles from an FMA to one that needs it.
 HOPPER_CYCLES = Cycles(
     alu=1,
     slow=2,
@@ -125,6 +125,8 @@ class Chip:
         Bytes that the first-level cache and threadgroup memory of a core give in a cycle.
     dram_ns, slc_ns
         From a load to its value.
+    local_cycles
+        From a load of threadgroup memory to its value; 0 where nobody published it.
     dispatch_us
         From one dispatch to the next that waits for it, beside the work.
     threads, groups, threadgroup_bytes
@@ -143,6 +145,7 @@ class Chip:
     core_bytes: float = 64  # [MB] "On-Core Data BW/Cycle"
     dram_ns: float = 342  # [CC]
     slc_ns: float = 234  # [CC]
+    local_cycles: float = 0
     dispatch_us: float = 1.27  # [PLAN]
     threads: int = 3072  # [MB] "Max Threads"
     groups: int = 3072 // 32  # one of each simdgroup: no other limit is known
@@ -164,12 +167,13 @@ _H200 = Chip(
     ghz=1.98,  # [H200]
     dram_gbs=4800,  # [H200]
     slc_bytes=50 << 20,  # [H200]
-    slc_gbs=5500,  # [H-MB]
-    l2_gbs=5500,  # [H-MB]: one cache plays both parts
+    slc_gbs=9700,  # [RRZE]
+    l2_gbs=9700,  # [RRZE]: one cache plays both parts
     dram_efficiency=4214 / 4800,  # [OWN] a copy
-    core_bytes=128,  # [H-MB]
-    dram_ns=480,  # [H-MB] about 800 cycles
-    slc_ns=140,  # [H-MB] about 260 cycles
+    core_bytes=128,  # [CUDA] 32 banks of 4 bytes
+    dram_ns=338,  # [RRZE], of a GH200 at the same clock
+    slc_ns=142,  # [RRZE]
+    local_cycles=32,  # [RRZE], of the first-level cache, which is the same memory
     dispatch_us=2.56,  # [OWN] empty kernels
     threads=2048,  # [CUDA]
     groups=32,  # [CUDA]
@@ -188,10 +192,10 @@ CHIPS: dict[str, Chip] = {
         _apple("m2", 8, 10, 1.398, 102.4, 8),
         _apple("m2-pro", 8, 19, 1.398, 204.8, 24),
         _apple("m2-max", 8, 38, 1.398, 409.6, 48),
-        _apple("m3", 9, 10, 1.38, 102.4, 8),
+        _apple("m3", 9, 10, 1.398, 102.4, 8),
         _apple("m4", 9, 10, 1.47, 120.0, 8),
-        _apple("m4-pro", 9, 20, 1.578, 273.0, 24),
-        _apple("m4-max", 9, 40, 1.578, 546.0, 48),
+        _apple("m4-pro", 9, 20, 1.47, 273.0, 24),
+        _apple("m4-max", 9, 40, 1.678, 546.0, 48),
         _H200,
         replace(_H200, name="h100", dram_gbs=3350),
     )

@@ -57,6 +57,8 @@ class Work:
         How many times the average a simdgroup has at most.
     trips
         Times that a simdgroup waits for memory, one behind the other.
+    local_trips
+        The same for threadgroup memory.
     covered
         Whether its products run while it waits.
     dram_bytes
@@ -80,6 +82,7 @@ class Work:
     fetched_bytes: float
     core_bytes: float
     threadgroup_bytes: int = 0
+    local_trips: float = 0
     covered: bool = False
     longest: float = 1.0
 
@@ -199,6 +202,7 @@ def _matmul(d: Dispatch) -> Work:
         simdgroups=4,
         ops=ops,
         trips=steps + 1,
+        local_trips=5 * steps,  # a barrier, and the blocks of four times 8 columns
         covered=True,
         dram_bytes=weights,
         cached_bytes=x + out,
@@ -375,6 +379,7 @@ def _attention_prefill(d: Dispatch) -> Work:
         # Eight keys come one behind the other, and then as many values; where heads do not fill the variant,
         # the loads of their blocks of dimensions stand in branches, and each waits for the one before.
         trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 2,
+        local_trips=(blocks + 3) * mean,
         longest=longest / mean,
         dram_bytes=before,
         cached_bytes=kv - before + q + out,
