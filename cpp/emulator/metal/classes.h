@@ -14,6 +14,7 @@
 extern "C" {
 void* objc_autoreleasePoolPush();
 void objc_autoreleasePoolPop(void* pool);
+Class object_getClass(id object);
 }
 
 namespace metal_emulator {
@@ -40,6 +41,8 @@ NSError* make_error(NSErrorDomain domain, NSInteger code, const std::string& mes
 // The object behind a protocol; throws ValidationError when it is none of the emulator's.
 template <typename T>
 T* checked_cast(id object, const char* call) {
+  static const Class exact = [T class];
+  if (object && object_getClass(object) == exact) return static_cast<T*>(object);
   if (![object isKindOfClass:[T class]])
     throw ValidationError(std::string(call) + ": nil or a foreign object");
   return static_cast<T*>(object);

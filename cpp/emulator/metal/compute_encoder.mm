@@ -64,6 +64,7 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
   ThreadgroupLengths _threadgroupLengths;
   std::unique_ptr<HazardTracker> _hazards;
   BOOL _barrier;  // one was encoded since the last dispatch, or nothing was dispatched yet
+  BOOL _retains;  // the command buffer keeps what it uses
 }
 @synthesize dispatchType = _dispatchType;
 
@@ -72,6 +73,7 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
   if ((self = [super initWithCommandBuffer:commandBuffer])) {
     _dispatchType = type;
     _barrier = YES;
+    _retains = commandBuffer.retainedReferences;
     _hazards = std::make_unique<HazardTracker>(HazardTracker::Known::kBound);
     [commandBuffer encodeBarrier:{commandBuffer.commandCount, true, {}}];
   }
@@ -107,7 +109,7 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
   const auto& state = checked_cast<EmulatorBuffer>(buffer, "setBuffer").state;
   check_offset("setBuffer", *state, offset, index);
   _bindings[index] = {state, offset, false, {}};
-  _objects[index] = self.commandBuffer.retainedReferences ? buffer : nil;
+  _objects[index] = _retains ? buffer : nil;
 }
 
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {

@@ -5,12 +5,15 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "abi.h"
 
@@ -32,9 +35,18 @@ extern Class block_class asm("._OBJC_CLASS_NSBlock");
 namespace metal_emulator::objc {
 namespace {
 
+// A method that a message found. Never changed, and lives as long as the process.
+struct FoundMethod {
+  Class* cls;
+  const char* name;
+  Slot* slot;
+};
+
 // Never destroyed: objects may be released while the process exits.
 struct Tables {
   std::shared_mutex mutex;
+  std::map<std::pair<Class*, const char*>, const FoundMethod*> found;
+  std::deque<FoundMethod> all_found;
   std::unordered_map<std::string, Class*> classes;
   std::unordered_set<std::string> names;
 };
@@ -111,41 +123,52 @@ void run_on_ivars(Class* cls, Object* object, const char* name, bool superclass_
   if (!superclass_first) run_on_ivars(cls->superclass, object, name, superclass_first);
 }
 
-// Counts the images that were loaded: each may bring methods that change what a message finds.
-std::atomic<unsigned> images_loaded{0};
+// What messages found last, by class and selector.
+constexpr std::size_t kCachedMethods = 1024;
+std::array<std::atomic<const FoundMethod*>, kCachedMethods> method_cache;
 
-// What messages of this thread found last, by class and selector.
-struct MethodCache {
-  struct Entry {
-    Class* cls = nullptr;
-    const char* name = nullptr;
-    Slot* slot = nullptr;
-  };
-  static constexpr std::size_t kEntries = 512;
-  std::array<Entry, kEntries> entries;
-  unsigned images = 0;
+std::atomic<const FoundMethod*>& cached_method(Class* cls, const char* name) {
+  const auto hash = reinterpret_cast<std::uintptr_t>(cls) / 8 + reinterpret_cast<std::uintptr_t>(name);
+  return method_cache[(hash ^ hash >> 10) % kCachedMethods];
+}
 
-  Slot* find(Class* cls, const char* name) {
-    const unsigned loaded = images_loaded.load(std::memory_order_acquire);
-    if (loaded != images) {
-      entries = {};
-      images = loaded;
+// A new image may bring methods that change what a message finds.
+void forget_methods_locked() {
+  tables().found.clear();
+  for (auto& entry : method_cache) entry.store(nullptr, std::memory_order_release);
+}
+
+Slot* find_locked(Class* cls, const char* unique_name) {
+  for (; cls; cls = cls->superclass) {
+    if (auto found = cls->dispatch_table->find(unique_name); found != cls->dispatch_table->end()) {
+      return &found->second;
     }
-    const auto hash = reinterpret_cast<std::uintptr_t>(cls) / 8 + reinterpret_cast<std::uintptr_t>(name);
-    Entry& entry = entries[(hash ^ hash >> 9) % kEntries];
-    if (entry.cls != cls || entry.name != name) entry = {cls, name, find_method(cls, name)};
-    return entry.slot;
   }
-};
-thread_local MethodCache method_cache;
+  return nullptr;
+}
 
-Slot* require_method(Class* cls, const Selector* selector) {
-  Slot* slot = method_cache.find(cls, selector->name);
+Slot* find_and_remember(Class* cls, const Selector* selector) {
+  std::unique_lock lock(tables().mutex);
+  Slot* slot = find_locked(cls, selector->name);
   if (!slot) {
     throw std::logic_error(std::string("unrecognized selector: ") + (cls->info & kMetaClass ? "+[" : "-[") +
                            cls->name + " " + selector->name + "]");
   }
+  auto& found = tables().found[{cls, selector->name}];
+  if (!found) found = &tables().all_found.emplace_back(FoundMethod{cls, selector->name, slot});
+  cached_method(cls, selector->name).store(found, std::memory_order_release);
   return slot;
+}
+
+// Null: not remembered.
+Slot* find_remembered(Class* cls, const Selector* selector) {
+  const FoundMethod* found = cached_method(cls, selector->name).load(std::memory_order_acquire);
+  return found && found->cls == cls && found->name == selector->name ? found->slot : nullptr;
+}
+
+Slot* require_method(Class* cls, const Selector* selector) {
+  Slot* slot = find_remembered(cls, selector);
+  return slot ? slot : find_and_remember(cls, selector);
 }
 
 // Answers every message to nil. Compiled code clears the result itself where a register does not hold it.
@@ -172,12 +195,7 @@ Class* class_of(Object* object) {
 
 Slot* find_method(Class* cls, const char* unique_name) {
   std::shared_lock lock(tables().mutex);
-  for (; cls; cls = cls->superclass) {
-    if (auto found = cls->dispatch_table->find(unique_name); found != cls->dispatch_table->end()) {
-      return &found->second;
-    }
-  }
-  return nullptr;
+  return find_locked(cls, unique_name);
 }
 
 void construct_ivars(Object* object) {
@@ -211,11 +229,16 @@ void __objc_load(Image* image) {
     add_methods(cls, c->instance_methods);
     add_methods(cls->isa, c->class_methods);
   }
-  images_loaded.fetch_add(1, std::memory_order_release);
+  forget_methods_locked();
 }
 
 Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {
-  return *receiver ? require_method(class_of(*receiver), selector) : &nil_slot;
+  Object* object = *receiver;
+  if (!object) return &nil_slot;
+  if (!is_tagged(object)) {  // what is remembered is so by an object's true class: blocks are not found
+    if (Slot* slot = find_remembered(object->isa, selector)) return slot;
+  }
+  return require_method(class_of(object), selector);
 }
 Slot* objc_slot_lookup_super(Super* super, Selector* selector) {
   return super->receiver ? require_method(super->superclass, selector) : &nil_slot;
