@@ -17,6 +17,7 @@ static inline void rmsnorm_matvec(device const uchar* w, device const float* nor
   const uint row = first_row + lane / lanes;
   device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
   float4 sum = 0.0f, squares = 0.0f;
+#pragma unroll(4)
   for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
     float4 a, b;
     W::load(weights, i, a, b);

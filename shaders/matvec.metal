@@ -27,7 +27,10 @@ kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
   const uint row = (group * simdgroups + simdgroup) * (32 / lanes) + lane / lanes;
   // Lanes beyond the last row repeat it: every lane must take part in the sums.
   device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
+  const bool writes = lane % lanes == 0 && row < args.out_dim;
+  const float before = writes && args.accumulate ? y[row] : 0.0f;  // under way while the sum is made
   float4 sum = 0.0f;
+#pragma unroll(4)
   for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
     float4 a, b;
     W::load(weights, i, a, b);
@@ -36,7 +39,7 @@ kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
     sum = fma(b, values[W::kSecond / 4], sum);
   }
   const float total = row_sum(sum.x + sum.y + sum.z + sum.w, lanes);
-  if (lane % lanes == 0 && row < args.out_dim) y[row] = args.accumulate ? y[row] + total : total;
+  if (writes) y[row] = args.accumulate ? before + total : total;
 }
 
 // y[row] = activation(gate[row] . x) * (up[row] . x); the stacked matrices are gate and up.
@@ -55,6 +58,7 @@ kernel void matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
   device const uchar* gate_weights = w + args.weights.offset[0] + row_offset;
   device const uchar* up_weights = w + args.weights.offset[1] + row_offset;
   float4 gate = 0.0f, up = 0.0f;
+#pragma unroll(4)
   for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
     device const float4* values = (device const float4*)(x + W::first(i));
     const float4 first = values[0], second = values[W::kSecond / 4];

@@ -11,6 +11,7 @@ static inline float inverse_rms(device const float4* x, uint dim, float eps, thr
                                 ushort thread_index, ushort threads, ushort lane, ushort simdgroup,
                                 ushort simdgroups) {
   float sum = 0.0f;
+#pragma unroll(2)
   for (uint i = thread_index; i < dim / 4; i += threads) sum += dot(x[i], x[i]);
   sum = threadgroup_reduce<Sum>(sum, partial, lane, simdgroup, simdgroups);
   return precise::rsqrt(sum / float(dim) + eps);
@@ -32,6 +33,7 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
   y += token * columns;
   const float scale =
       inverse_rms(x, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+#pragma unroll(2)
   for (uint i = thread_index; i < columns; i += threads) y[i] = vec<T, 4>(x[i] * scale * weight[i]);
 }
 
@@ -53,5 +55,6 @@ kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
   y += token * columns;
   const float scale =
       inverse_rms(x, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+#pragma unroll(2)
   for (uint i = thread_index; i < columns; i += threads) y[i] += x[i] * scale * weight[i];
 }
