@@ -95,7 +95,8 @@ def _draw_prompts(axes: Any, results: BenchResults) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("prompt length, tokens")
     axes.set_ylabel("prefill, tok/s (median, min to max)")
-    axes.legend()
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(loc="upper center", ncols=2)
 
 
 def _draw_decode(axes: Any, results: BenchResults) -> None:

@@ -130,5 +130,6 @@ def draw(gguf: GGUFFile, path: str) -> None:
     axes.set_xlabel("MiB, all layers together")
     axes.set_title(gguf.path.name, fontsize=10)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend()
+    axes.margins(x=0.03)
+    axes.legend(loc="lower right")  # the largest part stands at the top
     figure.savefig(path, dpi=150)
