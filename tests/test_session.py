@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -319,6 +320,37 @@ def test_cache_memory_grows_by_use_and_is_reported(demo: Model) -> None:
     assert empty < grown
     assert 300 * row <= grown <= config.context_length * row * 1.5
     session.close()
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_close_gives_the_memory_of_a_session_back(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", kv_dtype="f32") as model:
+        sessions = [model.session() for _ in range(12)]
+        for session in sessions:
+            session.forward_prompt([1] * 1000)
+        held = sum(session.stats()["kv_cache_bytes"] for session in sessions)
+        before = resident_bytes()
+        for session in sessions:
+            session.close()
+        assert before - resident_bytes() > 0.9 * held > 30e6
+
+
+def test_the_environment_chooses_the_device(
+    device: str, demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_DEVICE", device)
+    for asked in ("auto", "cpu", "metal"):
+        with Model(demo_path, device=asked) as model:
+            assert model.backend == device
+    monkeypatch.setenv("METAL_PREFILL_DEVICE", "gpu")
+    with pytest.raises(ValueError, match=r"METAL_PREFILL_DEVICE must be 'auto', 'cpu' or 'metal', got 'gpu'"):
+        Model(demo_path, device="cpu")
 
 
 def test_generate_streams_text_and_stops(demo: Model) -> None:
