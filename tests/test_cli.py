@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import comparison
 
 from metal_prefill import Model, cli
 from metal_prefill.commands import common
@@ -324,6 +326,20 @@ def test_perplexity_of_shakespeare_is_that_of_the_logits(
     assert match
     assert int(match[2]) == len(losses) == 14
     assert float(match[1]) == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
+
+
+@pytest.mark.parametrize("compute", ["int8", "f32"])
+def test_perplexity_is_that_of_llama_cpp(
+    compute: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = json.loads(comparison.PERPLEXITY.read_text())
+    (tmp_path / "verse.txt").write_text(comparison.VERSE)
+    options = ["-f", str(tmp_path / "verse.txt"), "-c", str(comparison.VERSE_WINDOW), "--compute", compute]
+    assert cli.main(["perplexity", *options]) == 0
+    match = re.match(r"perplexity ([\d.]+) ± [\d.]+ over (\d+) tokens", capsys.readouterr().out)
+    assert match
+    assert float(match[1]) == pytest.approx(recorded["perplexity"], rel=0.005)
+    assert int(match[2]) == recorded["tokens"]
 
 
 def test_a_text_shorter_than_a_window_is_wrong_use(

@@ -25,6 +25,7 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from reference import ReferenceModel
+from support.comparison import VERSE
 
 from metal_prefill import Model, default_model_path, synth
 from metal_prefill.commands.perplexity import perplexity, windows
@@ -33,21 +34,6 @@ Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
 Tokens: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
 Engines: TypeAlias = dict[str, Callable[[Tokens], Logits]]
-
-TEXT = """\
-PROSPERO:
-Our revels now are ended. These our actors,
-As I foretold you, were all spirits and
-Are melted into air, into thin air:
-And, like the baseless fabric of this vision,
-The cloud-capp'd towers, the gorgeous palaces,
-The solemn temples, the great globe itself,
-Yea, all which it inherit, shall dissolve
-And, like this insubstantial pageant faded,
-Leave not a rack behind. We are such stuff
-As dreams are made on, and our little life
-Is rounded with a sleep.
-"""
 
 
 def ours(path: Path, tokens: Tokens, compute: str, kv_dtype: str) -> Logits:
@@ -188,7 +174,9 @@ def main() -> None:
         compare_logits(path.name, path, random_tokens(path))
     if not arguments.models:
         with Model(device="cpu") as box:
-            compare_logits("The model in the box", default_model_path(), np.array(box.tokenizer.encode(TEXT)))
+            compare_logits(
+                "The model in the box", default_model_path(), np.array(box.tokenizer.encode(VERSE))
+            )
         with tempfile.TemporaryDirectory() as folder:
             path = synth.synthesize(Path(folder) / "smollm.gguf", preset="smollm-135m")
             compare_logits("SmolLM-135M's shape, random weights, random tokens", path, random_tokens(path))

@@ -1,7 +1,8 @@
 """Record what llama.cpp makes of our test vocabularies and small models.
 
-Writes ``tests/data/llama_cpp_tokens.json`` and ``tests/data/llama_cpp_logits.npz``, which the tests compare
-with without needing llama.cpp. Run it when a text, a vocabulary or a model of the catalogue changes::
+Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz`` and ``llama_cpp_perplexity.json`` in
+``tests/data``, which the tests compare with without needing llama.cpp. Run it when a text, a vocabulary or a
+model changes::
 
     pip install . llama-cpp-python sentencepiece
     python tools/record_llama_cpp.py
@@ -115,6 +116,40 @@ def record_tokens(folder: Path) -> None:
     comparison.TOKENS.write_text(lines.replace('],"', '],\n"') + "\n")
 
 
+def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
+    """Compute the logits after every token, as llama.cpp comes."""
+    llama = llama_cpp.Llama(str(path), n_ctx=len(tokens), logits_all=True, verbose=False)
+    llama.eval(tokens)
+    logits: npt.NDArray[np.float64] = llama.scores[: len(tokens)].astype(np.float64)
+    llama.close()
+    return logits
+
+
+def record_perplexity() -> None:
+    """Compute the perplexity of the verse under the model in the box, as llama.cpp's perplexity tool does.
+
+    The windows do not overlap and begin with the token of beginnings; of each, the tokens at n / 2 + 1 to
+    n - 1 count.
+    """
+    path = next((TESTS.parent / "python" / "metal_prefill" / "data").glob("*.gguf"))
+    llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    ids, bos = llama.tokenize(comparison.VERSE.encode()), llama.token_bos()
+    llama.close()
+    n = comparison.VERSE_WINDOW
+    losses = []
+    for begin in range(0, len(ids) - n + 1, n):
+        window = [bos, *ids[begin + 1 : begin + n]]
+        logits = all_logits(path, window)
+        log_total = np.logaddexp.reduce(logits, axis=1)
+        losses += [log_total[i] - logits[i, window[i + 1]] for i in range(n // 2, n - 1)]
+    record = {
+        "origin": f"llama.cpp as of llama-cpp-python {llama_cpp.__version__}",
+        "perplexity": float(np.exp(np.mean(losses))),
+        "tokens": len(losses),
+    }
+    comparison.PERPLEXITY.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def last_logits(path: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Compute the logits after the last token, with plain kernels and a float32 cache."""
     model_params = llama_cpp.llama_model_default_params()
@@ -150,11 +185,12 @@ def record_logits(folder: Path) -> None:
 
 
 def main() -> None:
-    """Record both."""
+    """Record all."""
     comparison.TOKENS.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         record_tokens(Path(folder))
         record_logits(Path(folder))
+    record_perplexity()
 
 
 if __name__ == "__main__":

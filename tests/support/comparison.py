@@ -20,6 +20,7 @@ from small_models import MODELS, SmallModel
 DATA = Path(__file__).parents[1] / "data"
 TOKENS = DATA / "llama_cpp_tokens.json"
 LOGITS = DATA / "llama_cpp_logits.npz"
+PERPLEXITY = DATA / "llama_cpp_perplexity.json"
 TRANSFORMERS_LOGITS = DATA / "transformers_logits.npz"
 
 BYTE_LEVEL_SPECIALS = {
@@ -30,6 +31,22 @@ BYTE_LEVEL_SPECIALS = {
     "    ": 4,
 }  # text, type
 USER_DEFINED = ("<|user|>", "\n\n", "   ")
+
+VERSE = """\
+PROSPERO:
+Our revels now are ended. These our actors,
+As I foretold you, were all spirits and
+Are melted into air, into thin air:
+And, like the baseless fabric of this vision,
+The cloud-capp'd towers, the gorgeous palaces,
+The solemn temples, the great globe itself,
+Yea, all which it inherit, shall dissolve
+And, like this insubstantial pageant faded,
+Leave not a rack behind. We are such stuff
+As dreams are made on, and our little life
+Is rounded with a sleep.
+"""
+VERSE_WINDOW = 64  # tokens of a window, of which llama.cpp's perplexity of the verse is recorded
 
 PROSE = """\
 Before we proceed any further, hear me speak. "Speak, speak!" You are all resolved rather to die than to
