@@ -177,7 +177,7 @@ def execute(arguments: argparse.Namespace) -> None:
         )
         columns = ["kernel", "dispatches", "predicted µs", "share", "overhead µs", "bound by"]
         for i, column in enumerate([*columns, "in the trace µs"] if measured else columns):
-            table.add_column(column, justify="right" if 0 < i != 5 else "left")
+            table.add_column(column, justify="right" if 0 < i != 5 else "left", no_wrap=i == 0)
         for row in prediction.by_kernel():
             cells = [
                 row.kernel,
