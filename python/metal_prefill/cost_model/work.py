@@ -140,7 +140,7 @@ def _matvec(d: Dispatch) -> Work:
         groups=d.groups,
         simdgroups=simdgroups,
         ops=ops,
-        trips=rounds + 1,
+        trips=ceil(rounds / 4) + 1,  # the loop is unrolled four times
         dram_bytes=weights,
         cached_bytes=x_bytes + out,
         fetched_bytes=weights + d.groups * x_bytes + out,
@@ -168,7 +168,8 @@ def _multi_token(d: Dispatch) -> Work:
         groups=d.groups,
         simdgroups=d.threads // SIMD,
         ops=ops,
-        trips=whole + rest + 1,
+        # The loads of each token stand in a branch, and wait for those of the token before.
+        trips=(whole + rest) * (1 + tokens) + 1,
         dram_bytes=weights,
         cached_bytes=x + out,
         fetched_bytes=weights * tiles + d.grid[0] * x + out,
@@ -240,7 +241,7 @@ def _rmsnorm(d: Dispatch) -> Work:
         groups=tokens,
         simdgroups=simdgroups,
         ops=ops + Ops(alu=2, rcp=1, rsqrt=1),
-        trips=rounds + 2,  # what is read again comes from the first-level cache
+        trips=ceil(rounds / 2) + 2,  # unrolled twice; what is read again is in the first-level cache
         dram_bytes=row,
         cached_bytes=tokens * (row + out),
         fetched_bytes=tokens * (2 * row + out),
