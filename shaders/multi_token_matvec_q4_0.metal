@@ -25,7 +25,13 @@ kernel void multi_token_matvec_q4_0(device const uchar* w
   const ushort tokens = min(uint(MULTI_TOKEN_TILE), args.batch_size - first_token);
   device const uchar* weights = stacked_row(w, args.weights, row);
   x += first_token * args.in_dim;
+  y += first_token * args.out_stride + row;
 
+  // What is added to is read ahead: behind the sums each token's read would wait for the store before it.
+  float before[MULTI_TOKEN_TILE] = {};
+#pragma unroll
+  for (ushort t = 0; t < MULTI_TOKEN_TILE; ++t)
+    if (kAccumulate && lane == 0 && t < tokens) before[t] = y[t * args.out_stride];
   float sum[MULTI_TOKEN_TILE] = {};
   const uint items = args.in_dim / 8, whole = items & ~31u;
   for (uint i = lane; i < whole; i += 32) {
@@ -56,13 +62,11 @@ kernel void multi_token_matvec_q4_0(device const uchar* w
       }
     }
   }
-  y += first_token * args.out_stride + row;
 #pragma unroll
   for (ushort t = 0; t < MULTI_TOKEN_TILE; ++t) {
     if (t < tokens) {
       const float total = simd_sum(sum[t]);
-      device float& out = y[t * args.out_stride];
-      if (lane == 0) out = kAccumulate ? out + total : total;
+      if (lane == 0) y[t * args.out_stride] = kAccumulate ? before[t] + total : total;
     }
   }
 }

@@ -114,9 +114,8 @@ MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t ro
       {.x = ceil_div(rows, threads / lanes), .threads = threads}};
 }
 
-// One simdgroup up to 1024 values, which need no barrier; else four values a thread.
+// Four values a thread: a row is then read in one go.
 std::size_t norm_threads(int dim) {
-  if (dim <= 1024) return kSimd;
   return std::min<std::size_t>(1024, ceil_div(std::size_t(dim) / 4, kSimd) * kSimd);
 }
 

@@ -386,7 +386,7 @@ class Planner:
 
     def _norm_threads(self) -> int:
         dim = self.shape.config.dim
-        return SIMD if dim <= 1024 else min(1024, _ceil_div(dim // 4, SIMD) * SIMD)
+        return min(1024, _ceil_div(dim // 4, SIMD) * SIMD)
 
     def _rmsnorm(self, tokens: int, half: bool) -> None:
         c = self.shape.config
