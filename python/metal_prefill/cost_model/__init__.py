@@ -103,7 +103,8 @@ def time_of(chip: Chip, work: Work) -> Time:
         chip.threadgroup_bytes // work.threadgroup_bytes if work.threadgroup_bytes else groups_of_core,
     )
     waves = ceil(groups_of_core / max(resident, 1))
-    from_memory = work.dram_bytes > work.cached_bytes
+    # Each step of a matmul needs weights that come from memory, whatever else it reads.
+    from_memory = work.covered or work.dram_bytes > work.cached_bytes
     waiting = work.trips * (chip.dram_ns if from_memory else chip.slc_ns) * chip.ghz
     alone = max(other * chip.cycles.alone, complex_pipe)
     alone += work.local_trips * chip.local_cycles

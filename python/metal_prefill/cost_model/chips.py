@@ -86,11 +86,11 @@ APPLE_CYCLES = Cycles(
     alone=2.75,
 )
 
-# [CUDA] results per cycle and SM: FP32 128; conversions, shifts, integer multiply 64; exp2, reciprocal, rsqrt
-# 16; shuffle and loads 32. mma: 180 TFLOP/s over all SMs, which the emulator's products reach [OWN]. alone: 4
-# cycles from an FMA to one that needs it.
+# [CUDA] results per cycle and SM: FP32 128, INT32 64, of which `alu` counts about as many; conversions,
+# shifts, integer multiply 64; exp2, reciprocal, rsqrt 16; shuffle and loads 32. mma: 180 TFLOP/s over all
+# SMs, which the emulator's products reach [OWN]. alone: 4 cycles from an FMA to one that needs it.
 HOPPER_CYCLES = Cycles(
-    alu=1,
+    alu=1.5,
     slow=2,
     exp=8,
     rcp=8,

@@ -168,8 +168,10 @@ def _multi_token(d: Dispatch) -> Work:
         groups=d.groups,
         simdgroups=d.threads // SIMD,
         ops=ops,
-        # The loads of each token stand in a branch, and wait for those of the token before.
-        trips=(whole + rest) * (1 + tokens) + 1,
+        trips=whole + rest + 1,
+        # The loads of each token stand in a branch, and wait for those of the token before: one row in eight
+        # for the cache of all cores (nine times as far), the others for their own.
+        local_trips=(whole + rest) * tokens * 2,
         dram_bytes=weights,
         cached_bytes=x + out,
         fetched_bytes=weights * tiles + d.grid[0] * x + out,
