@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,17 @@ ASSEMBLY = (
 )
 
 
-def compile_source(path: Path, folder: Path) -> dict[str, str]:
-    """Return the modules of a Metal source."""
+def require_clang() -> str:
+    """Return the compiler; skip the test where there is none."""
     try:
-        find_clang()
+        return str(find_clang())
     except SourceError:
         pytest.skip("there is no clang")
+
+
+def compile_source(path: Path, folder: Path) -> dict[str, str]:
+    """Return the modules of a Metal source."""
+    require_clang()
     flat = folder / path.name
     flat.write_text(embed_shaders.flatten(path, [ROOT / "shaders"], ROOT)[0])
     cpp = folder / "unit.cpp"
@@ -173,3 +179,14 @@ def test_kernels_need_nothing_but_the_driver(name: str, tmp_path: Path) -> None:
             assert ".local" not in module, f"{entry}: nothing is kept in memory"
         assert module.count("// await") == 1
         assert module.count(".visible .entry") == 1
+
+
+def test_the_executor_compiles(tmp_path: Path) -> None:
+    """Builds leave it out unless they are asked for it, so that its code could fall behind the contract."""
+    folder = ROOT / "cpp/emulator/cuda"
+    unit = tmp_path / "executor.cpp"
+    unit.write_text("".join(f'#include "{path}"\n' for path in sorted(folder.glob("*.cpp"))))
+    command = [require_clang(), "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{folder}",
+               f"-I{folder.parent}", str(unit)]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

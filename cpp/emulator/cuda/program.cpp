@@ -50,11 +50,7 @@ ParameterLayout layout_of(const Kernel& kernel) {
 
 Program::Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel,
                  Specialization constants)
-    : device_(device),
-      library_(library),
-      kernel_(kernel),
-      constants_(std::move(constants)),
-      layout_(layout_of(kernel)) {
+    : device_(device), kernel_(kernel), constants_(std::move(constants)), layout_(layout_of(kernel)) {
   const Image* image = find_image(library.name, library.source);
   if (!image) {
     throw std::runtime_error(std::string("'") + library.name + "' was not compiled for NVIDIA GPUs");

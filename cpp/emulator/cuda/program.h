@@ -46,7 +46,6 @@ class Program {
   void write_constants(ModuleHandle module, const std::string& assembly) const;
 
   const Device& device_;
-  const ShaderLibrary& library_;
   const Kernel& kernel_;
   const Specialization constants_;
   const ParameterLayout layout_;
