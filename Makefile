@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
 SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml python)
-NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal')
+NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-ray sanitize lint tidy bench bench-report bench-gpu format cross-macos clean
+.PHONY: demo test test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -36,11 +36,17 @@ build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
 	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
 	@rm -f build/.plain build/.cuda && touch $@
 
+# The CPU engine for 64-bit Arm, which tests run on an emulated processor.
+ARM_SOURCES := $(shell git ls-files cpp/cpu 'cpp/*.cpp' 'cpp/*.h' shaders/quants.h tests/arm cmake/cross_arm.cmake)
+build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/setup_arm.sh
+	tools/setup_arm.sh
+	@mkdir -p build && touch $@
+
 demo: build/.plain
 	$(BIN)/metal-prefill run -p "ROMEO:" -n 120 --temperature 0.8 --seed 3
 	$(BIN)/metal-prefill bench --demo -p 32,128,512 -n 64 -r 3
 
-test: build/.emulator
+test: build/.emulator build/.arm
 	$(BIN)/python -m pytest
 
 # Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
@@ -58,6 +64,10 @@ test-ray: $(VENV)/.ray
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench
+
+# The CPU engine's products and attention, each against the measured limits of the machine.
+bench-kernels: build/.plain
+	$(BIN)/python -m metal_prefill.bench.kernels
 
 # Tables, rows and charts of the comparison with other engines, on all cores and on one.
 REPORT ?= build/report

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <numbers>
 #include <stdexcept>
 
@@ -62,6 +63,38 @@ float yarn_dimension(const Config& c, float base, float rotations) {
 }
 
 }  // namespace
+
+Tensor* find_slot(Model& model, const std::string& role, int layer) {
+  if (layer < 0) {
+    if (role == "token_embedding") return &model.token_embedding;
+    if (role == "output_norm") return &model.output_norm;
+    if (role == "output") return &model.output;
+    if (role == "rope_freqs") return &model.rope_freqs;
+    return nullptr;
+  }
+  if (std::size_t(layer) >= model.layers.size()) return nullptr;
+  LayerWeights& w = model.layers[std::size_t(layer)];
+  static const std::map<std::string, Tensor LayerWeights::*> kSlots = {
+      {"attn_norm", &LayerWeights::attn_norm},
+      {"wq", &LayerWeights::wq},
+      {"wk", &LayerWeights::wk},
+      {"wv", &LayerWeights::wv},
+      {"bq", &LayerWeights::bq},
+      {"bk", &LayerWeights::bk},
+      {"bv", &LayerWeights::bv},
+      {"q_norm", &LayerWeights::q_norm},
+      {"k_norm", &LayerWeights::k_norm},
+      {"wo", &LayerWeights::wo},
+      {"post_attn_norm", &LayerWeights::post_attn_norm},
+      {"ffn_norm", &LayerWeights::ffn_norm},
+      {"w_gate", &LayerWeights::w_gate},
+      {"w_up", &LayerWeights::w_up},
+      {"w_down", &LayerWeights::w_down},
+      {"post_ffn_norm", &LayerWeights::post_ffn_norm},
+  };
+  const auto slot = kSlots.find(role);
+  return slot == kSlots.end() ? nullptr : &(w.*slot->second);
+}
 
 void validate(const Model& model) {
   const Config& c = model.config;

@@ -99,6 +99,10 @@ struct Model {
   Tensor rope_freqs;   // optional, [rope_dim / 2] f32: divides each frequency (Llama 3)
 };
 
+// The place of a tensor by its role, the name of the member; layer -1 for those that belong to none. Null
+// where there is no such place.
+Tensor* find_slot(Model& model, const std::string& role, int layer);
+
 // Checks every shape and extent against the configuration and the mapping.
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.
 void validate(const Model& model);

@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from arm_machine import SETS as ARM_SETS
+from arm_machine import Kernels
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
 from metal_prefill import _core
 
-cpu = _core.cpu
-SETS = cpu.kernel_sets()
+cpu = Kernels()
+NATIVE_SETS = _core.cpu.kernel_sets()
+SETS = [*NATIVE_SETS, *ARM_SETS]
 BATCHES = (1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 512)
 QUANTIZED = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
 SENTINEL = np.float32(-12345.0)
@@ -63,7 +66,7 @@ def inside(out: Floats, rows: int, cols: int) -> Floats:
 
 
 def test_scalar_kernels_are_always_there() -> None:
-    assert SETS[-1] == "scalar"
+    assert NATIVE_SETS[-1] == "scalar"
 
 
 @each_set
@@ -174,7 +177,7 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -
 
 
 def test_quantized_products_are_equal_on_all_sets_with_fused_multiply_add() -> None:
-    """AVX2, AVX-512 and AMX run the same float operations in the same order."""
+    """AVX2, AVX-512, AMX and NEON run the same float operations in the same order."""
     raw, _ = random_weight(Type.Q4_0, 64, 576)
     x = normal(40, 576)
     results = []
@@ -350,5 +353,5 @@ def test_attention_does_not_see_what_follows(isa: str) -> None:
 def test_team_computes_each_item_once_and_phases_in_order(threads: int) -> None:
     phases = [1, 7, 0, 64, 3, 1, 1, 1000, 2, 0]
     jobs = 200
-    for items, counts in zip(phases, cpu.run_team(threads, phases, jobs), strict=True):
+    for items, counts in zip(phases, _core.cpu.run_team(threads, phases, jobs), strict=True):
         assert counts == [jobs] * items

@@ -241,11 +241,37 @@ void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x,
   }
 }
 
+// Full tiles: 16 tokens x 64 columns by 64 columns x 16 rows.
+double run_dots_amx(int rounds) {
+  constexpr int kDepth = 64;
+  alignas(64) static const std::int8_t operands[kTileTokens * kDepth] = {};
+  const TileConfig config = tile_config(kDepth);
+  _tile_loadconfig(&config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(4, operands, kDepth);
+  _tile_loadd(5, operands, kDepth);
+  _tile_loadd(6, operands, kDepth);
+  _tile_loadd(7, operands, kDepth);
+  for (int round = 0; round < rounds; ++round) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 5, 6);
+    _tile_dpbssd(2, 4, 7);
+    _tile_dpbssd(3, 5, 7);
+  }
+  _tile_release();
+  return double(rounds) * 4 * kTileTokens * kPanelRows * kDepth;
+}
+
 constexpr Kernels amx_table() {
   Kernels table = kTable;
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
   table.attention = attention_bf16;
+  table.run_bfloat16 = run_bfloat16;
+  table.run_dots = run_dots_amx;
   return table;
 }
 

@@ -10,6 +10,7 @@ constexpr Kernels bf16_table() {
   Kernels table = kTable;
   table.name = "avx512bf16";
   table.attention = attention_bf16;
+  table.run_bfloat16 = run_bfloat16;
   return table;
 }
 

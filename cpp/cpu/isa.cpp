@@ -13,8 +13,9 @@
 #endif
 #endif
 #if defined(__aarch64__) && defined(__linux__)
-#include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace metal_prefill::cpu {
@@ -78,6 +79,46 @@ bool runs(const Kernels& kernels) {
   if (name == "avx512vnni") return features.avx512vnni;
   if (name == "avxvnni") return features.avxvnni;
   if (name == "avx2") return features.avx2;
+  return true;
+}
+
+#elif defined(__aarch64__)
+
+struct Features {
+  bool dotprod = false;
+  bool i8mm = false;
+};
+
+#if defined(__linux__)
+// Bits of the auxiliary vector, as the kernel's documentation (arch/arm64/elf_hwcaps) lists them: the headers
+// of an older system lack the names.
+constexpr unsigned long kDotProd = 1ul << 20;  // HWCAP_ASIMDDP
+constexpr unsigned long kI8mm = 1ul << 13;     // HWCAP2_I8MM
+
+Features detect() {
+  return {(getauxval(AT_HWCAP) & kDotProd) != 0, (getauxval(AT_HWCAP2) & kI8mm) != 0};
+}
+#elif defined(__APPLE__)
+bool has(const char* feature) {
+  int value = 0;
+  std::size_t size = sizeof value;
+  return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+Features detect() {
+  return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM")};
+}
+#else
+Features detect() {
+  return {};
+}
+#endif
+
+bool runs(const Kernels& kernels) {
+  static const Features features = detect();
+  const std::string name = kernels.name;
+  if (name == "neon_i8mm") return features.dotprod && features.i8mm;
+  if (name == "neon_dotprod") return features.dotprod;
   return true;
 }
 

@@ -100,6 +100,12 @@ struct Kernels {
   void (*store_value)(const float* value, int dim, bool half, void* row);
   // Tokens [first, first + count), count <= kQueryTile.
   void (*attention)(const AttentionHead& head, int first, int count);
+
+  // Nothing but products in registers, of 8-bit integers, of float32 and, where the set has them, of pairs of
+  // bfloat16, as fast as they go; returns how many multiply-adds that were.
+  double (*run_dots)(int rounds);
+  double (*run_fmas)(int rounds);
+  double (*run_bfloat16)(int rounds) = nullptr;
 };
 
 // The fastest set that this machine runs, or the one named by the environment variable METAL_PREFILL_CPU_ISA.

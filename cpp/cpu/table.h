@@ -3,6 +3,7 @@
 
 #include "tile_attention.h"
 #include "tile_gemm.h"
+#include "tile_peak.h"
 #include "tile_rows.h"
 
 namespace metal_prefill::cpu {
@@ -23,6 +24,8 @@ constexpr Kernels kTable = {
     .store_key = store_key,
     .store_value = store_value,
     .attention = attention,
+    .run_dots = run_dots,
+    .run_fmas = run_fmas,
 };
 
 }  // namespace

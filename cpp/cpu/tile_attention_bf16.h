@@ -254,5 +254,13 @@ void attention_bf16(const AttentionHead& head, int first, int count) {
     bf16_strip(head, row, std::min(most, end - row), strip);
 }
 
+double run_bfloat16(int rounds) {
+  const auto start = [](const std::uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); };
+  const auto load = [](const std::uint8_t* p) { return as_pairs(_mm512_load_si512(p)); };
+  run_chains(rounds, start, load,
+             [](F acc, __m512bh x) __attribute__((always_inline)) { return _mm512_dpbf16_ps(acc, x, x); });
+  return double(rounds) * kPeakChains * Simd::kLanes * 2;
+}
+
 }  // namespace
 }  // namespace metal_prefill::cpu

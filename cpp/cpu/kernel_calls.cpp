@@ -1,0 +1,178 @@
+#include "kernel_calls.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "buffer.h"
+#include "kernels.h"
+#include "packing.h"
+
+namespace metal_prefill::cpu::calls {
+
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+const Kernels& kernels_of(const std::string& set) {
+  for (const Kernels* kernels : available_kernels())
+    if (set == kernels->name) return *kernels;
+  throw std::invalid_argument("no kernel set '" + set + "'");
+}
+
+// Rows of x quantized into tiles; the first row is token `first`.
+struct Tiles {
+  Buffer memory;
+  Int8Rows rows;
+
+  Tiles(const Kernels& kernels, const Matrix& x, int first) {
+    const int tokens = int(x.shape(0)), cols = int(x.shape(1));
+    require(cols % kBlockCols == 0, "cols must be a multiple of 32");
+    rows.blocks = cols / kBlockCols;
+    const std::size_t n_tiles = std::size_t((first + tokens + kTileTokens - 1) / kTileTokens);
+    memory = Buffer(n_tiles * std::size_t(rows.blocks) * sizeof(ActivationTile), "activations");
+    rows.tiles = memory.as<ActivationTile>();
+    for (int t = 0; t < tokens;) {
+      const int lane = (first + t) % kTileTokens;
+      const int n = std::min(tokens - t, kTileTokens - lane);
+      kernels.quantize(x.data() + std::size_t(t) * std::size_t(cols), std::size_t(cols), lane, n, rows.blocks,
+                       rows.tile(first + t));
+      t += n;
+    }
+  }
+};
+
+}  // namespace
+
+std::vector<std::string> kernel_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+  return names;
+}
+
+QuantizedRows quantize(const std::string& set, const Matrix& x, int first) {
+  const Tiles tiles(kernels_of(set), x, first);
+  const std::size_t tokens = x.shape(0), blocks = std::size_t(tiles.rows.blocks);
+  const auto collect = [&](std::size_t cols, auto&& value) {
+    std::vector<double> out;
+    out.reserve(tokens * cols);
+    for (std::size_t t = 0; t < tokens; ++t) {
+      const int token = first + int(t);
+      for (std::size_t c = 0; c < cols; ++c)
+        out.push_back(double(value(tiles.rows.tile(token), token % kTileTokens, c)));
+    }
+    return out;
+  };
+  const auto code = [](const ActivationTile* x, int t, std::size_t c) { return x[c / 32].q[t][c % 32]; };
+  return {
+      .tokens = tokens,
+      .blocks = blocks,
+      .q = collect(blocks * kBlockCols, code),
+      .scale = collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].scale[t]; }),
+      .scaled_sum =
+          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].scaled_sum[t]; }),
+      .start = collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].start[t]; }),
+      .start_half =
+          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].start_half[t]; }),
+  };
+}
+
+void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weight, int rows, const Matrix& x,
+                   int first, OutMatrix out) {
+  const Kernels& kernels = kernels_of(set);
+  const int cols = int(x.shape(1)), tokens = int(x.shape(0));
+  const Tensor tensor{
+      "weight",       TensorType(type), rows, cols, reinterpret_cast<const std::byte*>(weight.data()),
+      weight.shape(0)};
+  require(tensor.bytes == row_bytes(tensor.type, std::size_t(cols)) * std::size_t(rows),
+          "weight has another size");
+  const Buffer blocks(packed_size(tensor), "weights");
+  const PackedMatrix packed{packing_of(tensor.type), rows, cols, blocks.data()};
+  require(packed.packing != Packing::kNone, "the type is not quantized");
+  require(int(out.shape(0)) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows,
+          "out is too small");
+  const Tiles tiles(kernels, x, first);
+  for (int group = 0; group < packed.groups(); ++group) {
+    pack_group(tensor, group, blocks.data());
+    kernels.multiply_int8(packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
+                          out.shape(1));
+  }
+}
+
+void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out) {
+  const std::size_t padded = round_up(std::size_t(cols), kFloatPad);
+  require(weight.shape(0) == kGroupRows && weight.shape(1) == padded && x.shape(1) == padded, "wrong shape");
+  require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
+  kernels_of(set).multiply_float({const_cast<float*>(weight.data()), padded}, cols,
+                                 {const_cast<float*>(x.data()), padded}, 0, int(x.shape(0)), out.data(),
+                                 out.shape(1));
+}
+
+void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out) {
+  require(weight.shape(0) == x.shape(0) && out.shape(0) >= x.shape(0), "wrong shape");
+  kernels_of(set).rms_norm(x.data(), weight.data(), eps, int(x.shape(0)), out.data());
+}
+
+void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox) {
+  const int pairs = int(cos_sin.shape(0) / 2);
+  require(head.shape(0) >= std::size_t(2 * pairs), "wrong shape");
+  kernels_of(set).rope(head.data(), cos_sin.data(), pairs, neox ? RopeStyle::kNeox : RopeStyle::kInterleaved);
+}
+
+void gated(const std::string& set, const Vector& gate, const Vector& up, bool gelu, OutVector out) {
+  require(gate.shape(0) == up.shape(0) && out.shape(0) >= gate.shape(0), "wrong shape");
+  kernels_of(set).gated(gate.data(), up.data(), gelu ? Activation::kGelu : Activation::kSilu,
+                        int(gate.shape(0)), out.data());
+}
+
+double sum_exp(const std::string& set, const Vector& x, float shift) {
+  return kernels_of(set).sum_exp(x.data(), shift, int(x.shape(0)));
+}
+
+void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out) {
+  require(out.shape(0) >= in.shape(0), "out is too small");
+  const Kernels& kernels = kernels_of(set);
+  (bfloat16 ? kernels.bfloat16_to_float : kernels.half_to_float)(in.data(), out.data(), int(in.shape(0)));
+}
+
+void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
+               int window, float scale, int first, int count, OutMatrix out, bool exact) {
+  const Kernels& kernels = kernels_of(set);
+  const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
+  const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
+  require(tokens <= positions && int(values.shape(0)) == positions && int(q.shape(1)) == heads * key_dim &&
+              first >= 0 && first + count <= tokens && out.shape(0) >= q.shape(0) &&
+              int(out.shape(1)) == heads * value_dim,
+          "wrong shape");
+  const std::size_t element = half ? 2 : 4, capacity = round_up(std::size_t(positions), kKeySpan);
+  const std::size_t value_stride = round_up(std::size_t(value_dim), kFloatPad);
+  const Buffer key_blocks(capacity * std::size_t(key_dim) * element, "keys");
+  const Buffer value_rows(capacity * value_stride * element, "values");
+  for (int p = 0; p < positions; ++p) {
+    const std::size_t row = std::size_t(p);
+    kernels.store_key(keys.data() + row * std::size_t(key_dim), key_dim, half,
+                      key_blocks.data() + row / kKeyBlock * kKeyBlock * std::size_t(key_dim) * element,
+                      p % kKeyBlock);
+    kernels.store_value(values.data() + row * std::size_t(value_dim), value_dim, half,
+                        value_rows.data() + row * value_stride * element);
+  }
+  kernels.attention({.q = q.data(),
+                     .q_stride = q.shape(1),
+                     .out = out.data(),
+                     .out_stride = out.shape(1),
+                     .keys = key_blocks.data(),
+                     .values = value_rows.data(),
+                     .half = half,
+                     .key_dim = key_dim,
+                     .value_dim = value_dim,
+                     .value_stride = int(value_stride),
+                     .heads = heads,
+                     .position = positions - tokens,
+                     .window = window,
+                     .scale = scale,
+                     .exact = exact},
+                    first, count);
+}
+
+}  // namespace metal_prefill::cpu::calls

@@ -1,0 +1,58 @@
+// The kernels of each instruction set on plain arrays, for tests: shapes are checked, weights packed and
+// activations quantized. Every function names a set of those that this machine runs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace metal_prefill::cpu::calls {
+
+// A view of rows that lie one behind the other; a vector has one dimension only.
+template <typename T, int kDimensions>
+class Array {
+ public:
+  Array(T* data, std::size_t rows, std::size_t cols = 1) : data_(data), shape_{rows, cols} {}
+  T* data() const { return data_; }
+  std::size_t shape(int dimension) const { return shape_[dimension]; }
+
+ private:
+  T* data_;
+  std::size_t shape_[2];
+};
+using Bytes = Array<const std::uint8_t, 1>;
+using Halves = Array<const std::uint16_t, 1>;
+using Vector = Array<const float, 1>;
+using Matrix = Array<const float, 2>;
+using OutVector = Array<float, 1>;
+using OutMatrix = Array<float, 2>;
+
+// Names, fastest first.
+std::vector<std::string> kernel_sets();
+
+// The fields of ActivationTile, token by token.
+struct QuantizedRows {
+  std::size_t tokens, blocks;
+  std::vector<double> q;                                     // [tokens][32 * blocks]
+  std::vector<double> scale, scaled_sum, start, start_half;  // [tokens][blocks]
+};
+// The first row of x becomes token `first`.
+QuantizedRows quantize(const std::string& set, const Matrix& x, int first);
+
+// out[i, 32 * g + r] for tokens first + i, i < len(x). `out` may be wider: what is beyond the groups stays.
+void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weight, int rows, const Matrix& x,
+                   int first, OutMatrix out);
+// weight [32, padded], x [tokens, padded] with zeros behind `cols`.
+void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out);
+void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
+void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);
+void gated(const std::string& set, const Vector& gate, const Vector& up, bool gelu, OutVector out);
+double sum_exp(const std::string& set, const Vector& x, float shift);
+void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out);
+// Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and
+// values [positions, dim]. Tokens [first, first + count) are answered into out [tokens, heads * value_dim].
+void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
+               int window, float scale, int first, int count, OutMatrix out, bool exact);
+
+}  // namespace metal_prefill::cpu::calls

@@ -1,0 +1,95 @@
+// Vectors of four: NEON (Advanced SIMD), which every 64-bit Arm processor has.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "packing.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+struct Simd {
+  static constexpr const char* kName = "neon";
+  static constexpr int kLanes = 4;
+  // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and what their widening takes.
+  static constexpr int kInt8Rows = 2, kInt8Tokens = 4;
+  // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
+  static constexpr int kFloatRows = 4, kFloatTokens = 6;
+  static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+
+  using F = float32x4_t;
+  using I = int32x4_t;
+
+  static F load(const float* p) { return vld1q_f32(p); }
+  static void store(float* p, F a) { vst1q_f32(p, a); }
+  static F set(float x) { return vdupq_n_f32(x); }
+  static F add(F a, F b) { return vaddq_f32(a, b); }
+  static F sub(F a, F b) { return vsubq_f32(a, b); }
+  static F mul(F a, F b) { return vmulq_f32(a, b); }
+  static F div(F a, F b) { return vdivq_f32(a, b); }
+  static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+  static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN where either is
+  static F min(F a, F b) { return vminq_f32(a, b); }  // likewise
+  static float reduce_add(F a) { return vaddvq_f32(a); }
+  static float reduce_max(F a) { return vmaxvq_f32(a); }
+  static I round(F a) { return vcvtnq_s32_f32(a); }  // to nearest even
+  static F to_float(I a) { return vcvtq_f32_s32(a); }
+  // a * 2^n for normal results.
+  static F scale_by_power(F a, I n) {
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(n, 23)));
+  }
+  // a where x >= limit or x is NaN, else 0.
+  static F zero_below(F a, F x, F limit) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(x, limit)));
+  }
+  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
+  static I magnitude_bits(F a) { return vreinterpretq_s32_f32(vabsq_f32(a)); }
+  static I max_int(I a, I b) { return vmaxq_s32(a, b); }
+  static std::int32_t reduce_max(I a) { return vmaxvq_s32(a); }
+
+  static F load_half(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+  static void store_half(std::uint16_t* p, F a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+  static F load_bfloat16(const std::uint16_t* p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+  }
+  static void store_int8(std::int8_t* p, I a) {  // values within -128..127
+    const int16x4_t words = vmovn_s32(a);
+    const std::int32_t bytes = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(words, words))), 0);
+    std::memcpy(p, &bytes, 4);
+  }
+  static std::int32_t reduce_add(I a) { return vaddvq_s32(a); }
+
+  // Products of 8-bit integers: four bytes to a lane.
+  static I set_int(std::int32_t x) { return vdupq_n_s32(x); }
+  static I load_codes(const std::uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+  static I low_nibbles(I a) {
+    return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(a), vdupq_n_u8(15)));
+  }
+  static I high_nibbles(I a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
+  static I broadcast4(const std::int8_t* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, 4);
+    return vdupq_n_s32(x);
+  }
+  static I sub_int(I a, I b) { return vsubq_s32(a, b); }
+  static I shift_left_4(I a) { return vshlq_n_s32(a, 4); }
+
+  // Codes up to 31 are their own signed bytes; those that count from 128 become signed by their highest bit.
+  // The sum of two products fits 16 bits: 2 * 128 * 127 < 2^15.
+  template <int kZero>
+  static constexpr bool kStartsFromSum = kZero == 8;
+  template <int kZero>
+  static I dot(I acc, I codes, I x) {
+    int8x16_t w = vreinterpretq_s8_s32(codes);
+    if constexpr (kZero == 128) w = veorq_s8(w, vdupq_n_s8(-128));
+    const int8x16_t v = vreinterpretq_s8_s32(x);
+    const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(v)), high = vmull_high_s8(w, v);
+    return vpadalq_s16(acc, vpaddq_s16(low, high));
+  }
+};
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,252 @@
+// What the NEON kernels for 8-bit products share: codes as signed bytes, and the product by 4-way dot
+// products (sdot).
+//
+// A quad is four weight rows; a vector of codes holds four columns of each. A tile of one quad keeps the 8
+// vectors of a block of 32 columns in registers and takes up to 16 tokens through them, so that unpacking,
+// which shares the pipes with the products, is spread over 16. A token costs 8 sdot, a conversion, a
+// multiplication and a multiply-add for four rows, and unpacking 12 operations for all tokens of the tile:
+// at most 8 / (11 + 12 / 16) = 68% of the rate of sdot. Loads and the scalar operands of scales have ports of
+// their own. 16 sums, 8 codes, a scale or two, 2 of activations and a few integer sums fill the 32 registers.
+#pragma once
+
+#include <utility>
+
+#include "simd_neon.h"
+#include "table.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kQuadRows = 4;
+constexpr int kGroupQuads = kGroupRows / kQuadRows;
+
+template <class Block>
+constexpr bool kHasHalves = requires(Block b) { b.half_scale; };
+template <class Block>
+constexpr bool kHasMin = requires(Block b) { b.min; };
+// Q4_0's nibbles become the upper halves of signed bytes, one operation each: codes are 16 times the weight,
+// and the conversion of their sum to float32 divides by 2^kFraction at no cost.
+template <class Block>
+constexpr int kFraction = Block::kBits == 4 && Block::kZero == 8 ? 4 : 0;
+
+template <class Block>
+inline float32x4_t convert(int32x4_t sum) {
+  if constexpr (kFraction<Block> > 0) {
+    return vcvtq_n_f32_s32(sum, kFraction<Block>);
+  } else {
+    return vcvtq_f32_s32(sum);
+  }
+}
+
+// Nibbles of one vector as signed bytes: `low` and `high` lie 16 columns apart.
+template <class Block>
+inline void unpack_nibbles(uint8x16_t packed, int8x16_t& low, int8x16_t& high) {
+  if constexpr (Block::kZero == 8) {
+    packed = veorq_u8(packed, vdupq_n_u8(0x88));
+    low = vreinterpretq_s8_u8(vshlq_n_u8(packed, 4));
+    high = vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(0xf0)));
+  } else {
+    low = vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(0x0f)));
+    high = vreinterpretq_s8_u8(vshrq_n_u8(packed, 4));
+  }
+}
+
+template <class Block>
+inline int8x16_t unpack_bytes(uint8x16_t packed) {
+  if constexpr (Block::kZero == 128) packed = veorq_u8(packed, vdupq_n_u8(0x80));
+  return vreinterpretq_s8_u8(packed);
+}
+
+// A step of a quad as it lies in the block.
+template <class Block>
+inline uint8x16_t quad_codes(const Block& block, int quad, int step) {
+  const int row = quad * kQuadRows;
+  return vld1q_u8(block.codes[row / kPanelRows][step][row % kPanelRows]);
+}
+
+template <class Block>
+inline float32x4_t quad_scale(const Block& block, int quad, int half) {
+  if constexpr (kHasHalves<Block>) {
+    return load_scales(block.half_scale[half] + quad * kQuadRows);
+  } else {
+    return load_scales(block.scale + quad * kQuadRows);
+  }
+}
+
+// Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as such, and no loop is left for a
+// compiler to keep.
+template <int kCount, typename F>
+inline __attribute__((always_inline)) void unrolled(F&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, i>()), ...);
+  }(std::make_integer_sequence<int, kCount>());
+}
+
+// codes[i]: columns 4i to 4i + 3.
+template <class Block>
+inline __attribute__((always_inline)) void unpack_quad(const Block& block, int quad, int8x16_t (&codes)[8]) {
+  if constexpr (Block::kBits == 4) {
+    unrolled<4>([&](auto i) __attribute__((always_inline)) {
+      unpack_nibbles<Block>(quad_codes(block, quad, i), codes[i], codes[i + 4]);
+    });
+  } else {
+    unrolled<8>([&](auto i) __attribute__((always_inline)) {
+      codes[i] = unpack_bytes<Block>(quad_codes(block, quad, i));
+    });
+  }
+}
+
+// `count` tokens from `token` on, taken through a tile of kTokens: as there are not tiles of every size, one
+// computes more than is asked for. It begins earlier where it would run over the end of the activations'
+// tile.
+struct TileTokens {
+  int begin;  // first token that is computed
+  int skip;   // tokens computed before the first that is asked for
+  int count;
+
+  constexpr TileTokens(int token, int n, int computed)
+      : begin(token + computed <= kTileTokens ? token : kTileTokens - computed),
+        skip(token - begin),
+        count(n) {}
+  constexpr bool wanted(int t) const { return t >= skip && t < skip + count; }
+};
+
+// Ends a sum before anything behind it is loaded. Compilers would load for many tokens first, and spill sums.
+inline __attribute__((always_inline)) void finish(float32x4_t& sum) {
+  asm volatile("" : "+w"(sum) : : "memory");
+}
+
+// kQuads quads from `quad` on by kTokens tokens. Sums in float32 run over the blocks in the order of the
+// columns.
+template <class Block, int kQuads, int kTokens>
+__attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int quad, const ActivationTile* x,
+                                        TileTokens tokens, float* out, std::size_t stride) {
+  const int token = tokens.begin;
+  float32x4_t acc[kQuads][kTokens];
+  unrolled<kQuads * kTokens>(
+      [&](auto i) __attribute__((always_inline)) { acc[i / kTokens][i % kTokens] = vdupq_n_f32(0); });
+  for (int b = 0; b < n_blocks; ++b, ++block, ++x) {
+    unrolled<kQuads>([&](auto q) __attribute__((always_inline)) {
+      int8x16_t codes[8];
+      unpack_quad(*block, quad + q, codes);
+      const float32x4_t scale = quad_scale(*block, quad + q, 0);
+      [[maybe_unused]] float32x4_t scale_second, min;
+      if constexpr (kHasHalves<Block>) scale_second = quad_scale(*block, quad + q, 1);
+      if constexpr (kHasMin<Block>) min = vld1q_f32(block->min + (quad + q) * kQuadRows);
+      unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+        const int8x16_t first = vld1q_s8(x->q[token + t]), second = vld1q_s8(x->q[token + t] + 16);
+        const float token_scale = x->scale[token + t];
+        int32x4_t sum = vdupq_n_s32(0), sum_second = sum;
+        unrolled<4>([&](auto i)
+                        __attribute__((always_inline)) { sum = vdotq_laneq_s32(sum, codes[i], first, i); });
+        unrolled<4>([&](auto i) __attribute__((always_inline)) {
+          int32x4_t& to = kHasHalves<Block> ? sum_second : sum;
+          to = vdotq_laneq_s32(to, codes[i + 4], second, i);
+        });
+        float32x4_t& to = acc[q][t];
+        to = vfmaq_f32(to, convert<Block>(sum), vmulq_n_f32(scale, token_scale));
+        if constexpr (kHasHalves<Block>) {
+          to = vfmaq_f32(to, convert<Block>(sum_second), vmulq_n_f32(scale_second, token_scale));
+        }
+        if constexpr (kHasMin<Block>) to = vfmaq_n_f32(to, min, x->scaled_sum[token + t]);
+        finish(to);
+      });
+    });
+  }
+  unrolled<kQuads * kTokens>([&](auto i) __attribute__((always_inline)) {
+    constexpr int q = i / kTokens, t = i % kTokens;
+    if (tokens.wanted(t))
+      vst1q_f32(out + std::size_t(t - tokens.skip) * stride + (quad + q) * kQuadRows, acc[q][t]);
+  });
+}
+
+// 16 sums: few tokens go through several quads at a time, so that weights are read in one stream.
+template <int kTokens>
+constexpr int kTileQuads = kTokens <= 2   ? 8
+                           : kTokens <= 4 ? 4
+                           : kTokens <= 8 ? 2
+                                          : 1;
+
+// dot_tile over all quads, for up to kTokens tokens.
+template <class Block, int kTokens>
+void dot_quads(const Block* block, int n_blocks, const ActivationTile* x, int token, int count, float* out,
+               std::size_t stride) {
+  for (int quad = 0; quad < kGroupQuads; quad += kTileQuads<kTokens>)
+    dot_tile<Block, kTileQuads<kTokens>, kTokens>(block, n_blocks, quad, x, {token, count, kTokens}, out,
+                                                  stride);
+}
+
+template <class Block>
+struct DotProduct {
+  static constexpr int kMultiplyAdds = 16;
+  static int32x4_t step(int32x4_t acc, int8x16_t x) { return vdotq_s32(acc, x, x); }
+
+  static void multiply(const Block* block, int n_blocks, const ActivationTile* x, int token, int count,
+                       float* out, std::size_t stride) {
+    const auto run = count <= 1    ? dot_quads<Block, 1>
+                     : count <= 2  ? dot_quads<Block, 2>
+                     : count <= 4  ? dot_quads<Block, 4>
+                     : count <= 8  ? dot_quads<Block, 8>
+                     : count <= 12 ? dot_quads<Block, 12>
+                                   : dot_quads<Block, 16>;
+    run(block, n_blocks, x, token, count, out, stride);
+  }
+};
+
+// Product::multiply takes the tokens of one tile of activations through a group.
+template <template <class> class Product, class Block>
+void multiply_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
+                     float* out, std::size_t stride) {
+  const int n_blocks = weight.blocks_per_row();
+  const auto* block =
+      reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
+  while (count > 0) {
+    const int token = first % kTileTokens;
+    const int n = count < kTileTokens - token ? count : kTileTokens - token;
+    Product<Block>::multiply(block, n_blocks, x.tile(first), token, n, out, stride);
+    first += n;
+    count -= n;
+    out += std::size_t(n) * stride;
+  }
+}
+
+template <template <class> class Product>
+void multiply_int8_neon(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
+                        float* out, std::size_t stride) {
+  switch (weight.packing) {
+    case Packing::kNone:
+      return;
+    case Packing::kNibble:
+      return multiply_blocks<Product, NibbleBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kNibbleMin:
+      return multiply_blocks<Product, NibbleMinBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByte:
+      return multiply_blocks<Product, ByteBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByteMin:
+      return multiply_blocks<Product, ByteMinBlock>(weight, group, x, first, count, out, stride);
+    case Packing::kByteHalves:
+      return multiply_blocks<Product, ByteHalvesBlock>(weight, group, x, first, count, out, stride);
+  }
+}
+
+template <class Instruction>
+double run_dots_neon(int rounds) {
+  const auto start = [](const std::uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); };
+  const auto load = [](const std::uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); };
+  run_chains(rounds, start, load, [](int32x4_t acc, int8x16_t x) __attribute__((always_inline)) {
+    return Instruction::step(acc, x);
+  });
+  return double(rounds) * kPeakChains * Instruction::kMultiplyAdds;
+}
+
+template <template <class> class Product>
+constexpr Kernels neon_table(const char* name) {
+  Kernels table = kTable;
+  table.name = name;
+  table.multiply_int8 = multiply_int8_neon<Product>;
+  table.run_dots = run_dots_neon<Product<NibbleBlock>>;
+  return table;
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,51 @@
+// Loops of nothing but independent products in registers, in terms of the vectors of one instruction set
+// (Simd, included before): the rates that kernels are measured against.
+#pragma once
+
+#include "kernels.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+// Chains of products that do not wait for each other: more than latency x pipes, and they fit the registers.
+constexpr int kPeakChains = Simd::kLanes == 16 ? 12 : Simd::kLanes == 8 ? 10 : 20;
+
+// acc = step(acc, x) for every chain in each round. What they begin with and x come from memory that the
+// compiler cannot see through, so that it can neither leave out a round nor take two chains for one.
+template <typename Start, typename Load, typename Step>
+inline void run_chains(int rounds, Start start, Load load, Step step) {
+  alignas(64) std::uint8_t memory[kPeakChains + 1][64] = {};
+  asm volatile("" : : "r"(memory) : "memory");
+  decltype(start(memory[0])) acc[kPeakChains];
+#pragma GCC unroll 32
+  for (int i = 0; i < kPeakChains; ++i) acc[i] = start(memory[i]);
+  for (int round = 0; round < rounds; ++round) {
+    asm volatile("" : : : "memory");
+    const auto x = load(memory[kPeakChains]);
+#pragma GCC unroll 32
+    for (int i = 0; i < kPeakChains; ++i) acc[i] = step(acc[i], x);
+  }
+  decltype(start(
+      memory[0])) results[kPeakChains];  // acc itself must have no address, or it would lie in memory
+#pragma GCC unroll 32
+  for (int i = 0; i < kPeakChains; ++i) results[i] = acc[i];
+  asm volatile("" : : "r"(results) : "memory");
+}
+
+double run_dots(int rounds) {
+  const auto load = [](const std::uint8_t* p) { return Simd::load_codes(p); };
+  run_chains(rounds, load, load, [](Simd::I acc, Simd::I x) __attribute__((always_inline)) {
+    return Simd::template dot<0>(acc, x, x);
+  });
+  return double(rounds) * kPeakChains * Simd::kLanes * 4;
+}
+
+double run_fmas(int rounds) {
+  const auto load = [](const std::uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); };
+  run_chains(rounds, load, load,
+             [](Simd::F acc, Simd::F x) __attribute__((always_inline)) { return Simd::fma(x, x, acc); });
+  return double(rounds) * kPeakChains * Simd::kLanes;
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,232 @@
+#include "workload.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels.h"
+#include "kv_cache.h"
+#include "ops.h"
+
+namespace metal_prefill::cpu {
+
+namespace {
+
+constexpr std::size_t kColdBytes = std::size_t(128)
+                                   << 20;  // more than any cache on the way to the cores holds
+constexpr std::size_t kMaxWorkload = std::size_t(1) << 30;
+
+const Kernels& kernels_of(const std::string& set) {
+  for (const Kernels* kernels : available_kernels())
+    if (set == kernels->name) return *kernels;
+  throw std::invalid_argument("no kernel set '" + set + "'");
+}
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+FloatRows random_rows(Buffer& memory, int rows, int cols) {
+  const std::size_t stride = round_up(std::size_t(cols), kFloatPad);
+  memory = Buffer(std::size_t(rows) * stride * sizeof(float), "rows");
+  std::minstd_rand random(1);
+  std::uniform_real_distribution<float> values(-1.0f, 1.0f);
+  const FloatRows out{memory.as<float>(), stride};
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < cols; ++c) out.row(r)[c] = values(random);
+  return out;
+}
+
+struct ProductState {
+  const Kernels& kernels;
+  Buffer file, packed, input, tiles, output;
+  std::vector<Linear> copies;
+  std::vector<Scratch> scratch;
+  Activations x;
+  FloatRows out;
+  int tokens;
+};
+
+struct AttentionState {
+  const Kernels& kernels;
+  Config config;
+  LayerWeights weights;
+  std::unique_ptr<KvCache> cache;
+  Buffer q_memory, k_memory, v_memory, out_memory;
+  FloatRows q, k, v, out;
+  std::vector<Scratch> scratch;
+};
+
+}  // namespace
+
+double Workload::run(int repetitions) {
+  require(repetitions >= 0, "repetitions must not be negative");
+  const int first = next_;
+  next_ = (first + repetitions) % (1 << 20);
+  const auto begin = std::chrono::steady_clock::now();
+  team_.run([&](Worker& worker) {
+    for (int i = 0; i < repetitions; ++i) body_(worker, first + i);
+  });
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+std::vector<std::string> peaks(const std::string& set) {
+  std::vector<std::string> names = {"int8", "float32", "memory"};
+  if (kernels_of(set).run_bfloat16) names.insert(names.begin() + 2, "bfloat16");
+  return names;
+}
+
+std::unique_ptr<Workload> peak_workload(const std::string& set, const std::string& what, int threads) {
+  const Kernels& kernels = kernels_of(set);
+  require(threads >= 1, "threads must be positive");
+  if (what == "memory") {
+    auto memory = std::make_shared<Buffer>(kColdBytes, "memory to read");
+    std::memset(memory->data(), 1, memory->bytes());
+    constexpr int kItems = 256;
+    auto sums = std::make_shared<std::vector<std::uint64_t>>(kItems);
+    return std::make_unique<Workload>(
+        threads,
+        [memory, sums](Worker& worker, int) {
+          worker.for_each(kItems, [&](int item) {
+            const std::size_t n = memory->bytes() / sizeof(std::uint64_t) / kItems;
+            const std::uint64_t* p = memory->as<std::uint64_t>() + std::size_t(item) * n;
+            std::uint64_t sum[8] = {};  // the compiler makes vectors of them
+            for (std::size_t i = 0; i < n; i += 8)
+              for (int j = 0; j < 8; ++j) sum[j] += p[i + std::size_t(j)];
+            for (const std::uint64_t s : sum) (*sums)[std::size_t(item)] += s;
+          });
+        },
+        0, double(kColdBytes));
+  }
+  const auto loop = what == "int8"       ? kernels.run_dots
+                    : what == "float32"  ? kernels.run_fmas
+                    : what == "bfloat16" ? kernels.run_bfloat16
+                                         : nullptr;
+  if (!loop) throw std::invalid_argument("the kernel set '" + set + "' has no limit '" + what + "'");
+  constexpr int kRounds = 1000;  // some microseconds
+  const double products = loop(kRounds);
+  return std::make_unique<Workload>(
+      threads,
+      [loop](Worker& worker, int) {
+        // One item for each thread: none has to wait before all are done.
+        worker.for_each(worker.count(), [&](int) { loop(kRounds); });
+      },
+      products * threads, 0);
+}
+
+double int8_peak(int threads) {
+  constexpr int kRuns = 40;
+  constexpr double kRunSeconds = 4e-3;  // long beside the wake-up of a thread, short beside a time slice
+  const auto loop = peak_workload(available_kernels().front()->name, "int8", threads);
+  int repetitions = 1;
+  while (loop->run(repetitions) < kRunSeconds && repetitions < 1 << 20) repetitions *= 2;
+  double best = 0;
+  for (int run = 0; run < kRuns; ++run)
+    best = std::max(best, repetitions * loop->multiply_adds / loop->run(repetitions));
+  return best;
+}
+
+std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
+                                           int tokens, int threads) {
+  const Kernels& kernels = kernels_of(set);
+  require(rows >= 1 && tokens >= 1 && threads >= 1, "rows, tokens and threads must be positive");
+  require(cols >= kBlockCols && cols % kBlockCols == 0, "cols must be a multiple of 32");
+  auto work = std::make_shared<ProductState>(ProductState{.kernels = kernels, .tokens = tokens});
+  ProductState& w = *work;
+  const std::size_t bytes = row_bytes(TensorType(type), std::size_t(cols)) * std::size_t(rows);
+  require(bytes < kMaxWorkload && std::size_t(rows) * std::size_t(tokens) * sizeof(float) < kMaxWorkload,
+          "the workload takes more than 1 GiB");
+  w.file = Buffer(bytes, "weights");
+  std::minstd_rand random(1);
+  // Any two of these bytes are a normal float16: scales are neither infinite nor subnormal.
+  for (std::size_t i = 0; i < bytes; ++i) w.file.data()[i] = std::byte(0x20 | (random() >> 8 & 0x1f));
+  const Tensor tensor{"weight", TensorType(type), rows, cols, w.file.data(), bytes};
+
+  const std::size_t packed = packed_size(tensor);
+  const std::size_t n_copies = packed > 0 ? 1 + kColdBytes / packed : 1;
+  w.packed = Buffer(packed * n_copies, "packed weights");
+  for (std::size_t i = 0; i < n_copies; ++i) {
+    std::byte* blocks = w.packed.data() + i * packed;
+    const PackedMatrix matrix{packing_of(tensor.type), rows, cols, blocks};
+    if (i > 0) {
+      std::memcpy(blocks, w.packed.data(), packed);
+    } else if (packed > 0) {
+      for (int group = 0; group < matrix.groups(); ++group) pack_group(tensor, group, blocks);
+    }
+    w.copies.push_back({tensor, matrix});
+  }
+
+  w.x.f32 = random_rows(w.input, tokens, cols);
+  w.x.int8.blocks = cols / kBlockCols;
+  const std::size_t n_tiles = std::size_t(tokens + kTileTokens - 1) / kTileTokens;
+  w.tiles = Buffer(n_tiles * std::size_t(w.x.int8.blocks) * sizeof(ActivationTile), "activations");
+  w.x.int8.tiles = w.tiles.as<ActivationTile>();
+  for (int t = 0; t < tokens; ++t)
+    kernels.quantize(w.x.f32.row(t), w.x.f32.stride, t % kTileTokens, 1, w.x.int8.blocks, w.x.int8.tile(t));
+  w.out = random_rows(w.output, tokens, rows);
+  w.scratch.resize(std::size_t(threads));
+  for (Scratch& scratch : w.scratch)
+    scratch.weights = Buffer(kGroupRows * round_up(std::size_t(cols), kFloatPad) * sizeof(float), "weights");
+  return std::make_unique<Workload>(
+      threads,
+      [work](Worker& worker, int i) {
+        const Context c{worker, work->kernels, work->scratch[std::size_t(worker.index())]};
+        multiply(c, {{work->copies[std::size_t(i) % work->copies.size()], work->out.data, work->out.stride}},
+                 work->x, work->tokens);
+      },
+      double(rows) * double(cols) * double(tokens), double(packed > 0 ? packed : bytes));
+}
+
+std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens, int heads, int kv_heads,
+                                             int head_dim, int threads) {
+  const Kernels& kernels = kernels_of(set);
+  require(tokens >= 1 && kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0 && threads >= 1,
+          "tokens, heads, kv_heads and threads must be positive, and heads a multiple of kv_heads");
+  require(head_dim >= 1 && head_dim <= 512, "head_dim must lie in 1 to 512");
+  auto work = std::make_shared<AttentionState>(AttentionState{.kernels = kernels});
+  AttentionState& w = *work;
+  w.config.n_layers = 1;
+  w.config.n_heads = heads;
+  w.config.n_kv_heads = kv_heads;
+  w.config.key_dim = w.config.value_dim = head_dim;
+  w.cache = std::make_unique<KvCache>(w.config, KvType::kF16, tokens);
+  w.cache->reserve(tokens);
+  w.q = random_rows(w.q_memory, tokens, heads * head_dim);
+  w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim);
+  w.v = random_rows(w.v_memory, tokens, kv_heads * head_dim);
+  w.out = random_rows(w.out_memory, tokens, heads * head_dim);
+  for (int t = 0; t < tokens; ++t) {
+    for (int h = 0; h < kv_heads; ++h) {
+      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, true, w.cache->key_block(0, h, t),
+                        t % kKeyBlock);
+      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, true, w.cache->value_row(0, h, t));
+    }
+  }
+  w.scratch.resize(std::size_t(threads));
+  const double pairs = double(tokens) * (double(tokens) + 1) / 2;  // of a query and a key that it sees
+  return std::make_unique<Workload>(
+      threads,
+      [work, tokens](Worker& worker, int) {
+        const Context c{worker, work->kernels, work->scratch[std::size_t(worker.index())]};
+        const AttentionInput in{
+            .config = work->config,
+            .weights = work->weights,
+            .layer = 0,
+            .position = 0,
+            .first = 0,
+            .tokens = tokens,
+            .exact = false,
+            .rotation = nullptr,
+            .q = work->q,
+            .k = work->k,
+            .v = work->v,
+        };
+        attend(c, in, *work->cache, work->out);
+      },
+      pairs * heads * 2 * head_dim, 0);
+}
+
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,45 @@
+// Single steps of the engine and the limits of the machine, each to be timed on a team of its own: what
+// `make bench-kernels` measures.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "threads.h"
+
+namespace metal_prefill::cpu {
+
+class Workload {
+ public:
+  // `body` does the i-th repetition on each thread of the team.
+  Workload(int threads, std::function<void(Worker&, int i)> body, double multiply_adds, double bytes)
+      : multiply_adds(multiply_adds), bytes(bytes), team_(threads), body_(std::move(body)) {}
+
+  const double multiply_adds, bytes;  // of a repetition: products, and bytes of weights that it reads
+
+  // Seconds that `repetitions` take.
+  double run(int repetitions);
+
+ private:
+  Team team_;
+  std::function<void(Worker&, int i)> body_;
+  int next_ = 0;
+};
+
+// Names of the limits that a set has: products in registers of "int8", "float32" and perhaps "bfloat16", and
+// "memory" that is read.
+std::vector<std::string> peaks(const std::string& set);
+std::unique_ptr<Workload> peak_workload(const std::string& set, const std::string& what, int threads);
+// 8-bit multiply-adds a second with the fastest set of this machine on `threads` threads: the best of several
+// short runs.
+double int8_peak(int threads);
+// One matrix by `tokens` activations, with weights enough that they come from memory, as in a model.
+std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
+                                           int tokens, int threads);
+// Causal attention of a whole prompt in one layer, f16 cache.
+std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens, int heads, int kv_heads,
+                                             int head_dim, int threads);
+
+}  // namespace metal_prefill::cpu

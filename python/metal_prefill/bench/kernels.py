@@ -1,0 +1,290 @@
+"""Steps of the CPU engine one by one, each against what this machine can do at most.
+
+``python -m metal_prefill.bench.kernels`` times products and attention beside loops of nothing but products in
+registers, and beside plain reading of memory: the share of these limits says how good a kernel is, whatever
+the machine is doing at that moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from rich.console import Console
+from rich.table import Table
+
+from metal_prefill import _core
+from metal_prefill.bench import machine
+from metal_prefill.bench.summary import Spread, spread
+from metal_prefill.commands import common
+
+# Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.
+SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
+HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+MAX_HEAD_ROWS = 32  # tokens whose logits the engine computes at a time
+TOKENS = (1, 8, 32, 128, 512)
+ATTENTION_TOKENS = (512, 1024)
+TYPES = ("Q4_0", "Q8_0", "F16")
+SAMPLE_S = 4e-3  # a sample: long beside the start of the threads
+LIMIT_S = 1e-3  # of each limit, before and after it
+GIGA = 1e9
+
+
+class Timed(Protocol):
+    """What can be timed: see `_core.cpu.Workload`."""
+
+    @property
+    def multiply_adds(self) -> float:
+        """Products of a repetition."""
+        ...
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of weights that a repetition reads."""
+        ...
+
+    def run(self, repetitions: int) -> float:
+        """Return the seconds that the repetitions take."""
+        ...
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One step at one number of tokens.
+
+    Attributes
+    ----------
+    kernel : str
+        Type and shape of the matrix, or attention.
+    isa : str
+        Instruction set.
+    tokens, threads : int
+    limit : {"int8", "float32", "bfloat16"}
+        What bounds its arithmetic.
+    gmacs : Spread
+        10^9 multiply-adds a second.
+    of_products, of_memory : Spread
+        Share of the limits that were measured beside each sample, 1 for all of it. The second is 0 where no
+        weights are read.
+    """
+
+    kernel: str
+    isa: str
+    tokens: int
+    threads: int
+    limit: str
+    gmacs: Spread
+    of_products: Spread
+    of_memory: Spread
+
+
+class Limit:
+    """A limit of the machine, as a rate: multiply-adds or bytes per second."""
+
+    def __init__(self, workload: Timed) -> None:
+        self._workload = workload
+        self._repetitions = repetitions_for(workload, LIMIT_S)
+
+    def measure(self) -> float:
+        """Measure it now."""
+        seconds = self._workload.run(self._repetitions)
+        return self._repetitions * (self._workload.multiply_adds or self._workload.bytes) / seconds
+
+
+def repetitions_for(workload: Timed, seconds: float) -> int:
+    """Return how often a workload runs in about that time; warms it up."""
+    count = 1
+    while (taken := workload.run(count)) < seconds / 4 and count < 1 << 16:
+        count *= 4
+    return max(1, round(count * seconds / taken))
+
+
+def measure(
+    kernel: str,
+    workload: Timed,
+    tokens: int,
+    threads: int,
+    isa: str,
+    limit: str,
+    limits: dict[str, Limit],
+    repetitions: int,
+) -> KernelRow:
+    """Time a workload between measurements of the limits."""
+    count = repetitions_for(workload, SAMPLE_S)
+    rates, of_products, of_memory = [], [], []
+    names = (limit, "memory")
+    before = {name: limits[name].measure() for name in names}
+    for _ in range(repetitions):
+        seconds = workload.run(count)
+        after = {name: limits[name].measure() for name in names}
+        rate = count * workload.multiply_adds / seconds
+        rates.append(rate / GIGA)
+        of_products.append(rate / ((before[limit] + after[limit]) / 2))
+        of_memory.append(count * workload.bytes / seconds / ((before["memory"] + after["memory"]) / 2))
+        before = after
+    return KernelRow(
+        kernel, isa, tokens, threads, limit, spread(rates), spread(of_products), spread(of_memory)
+    )
+
+
+def run(
+    *,
+    types: Sequence[str] = TYPES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    tokens: Sequence[int] = TOKENS,
+    attention_tokens: Sequence[int] = ATTENTION_TOKENS,
+    threads: Sequence[int] = (1,),
+    repetitions: int = 9,
+    isa: str | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> list[KernelRow]:
+    """Measure products and attention.
+
+    Parameters
+    ----------
+    types
+        GGUF types of the matrices; those of K-quants need columns in multiples of 256.
+    shapes
+        Rows and columns; shapes that a type cannot have are left out.
+    tokens, attention_tokens
+        Chunk sizes; the head is measured up to those that the engine passes to it.
+    threads
+        Sizes of the team.
+    repetitions
+        Samples of each.
+    isa
+        A kernel set of this machine; None for the fastest.
+    progress
+        Called with the name of what is measured next.
+
+    Raises
+    ------
+    ValueError
+        An unknown type or kernel set.
+    """
+    isa = isa or _core.cpu.kernel_sets()[0]
+    rows = []
+    for n_threads in threads:
+        limits = {name: Limit(_core.cpu.peak_workload(isa, name, n_threads)) for name in _core.cpu.peaks(isa)}
+        for kernel, limit, n, make in _cases(isa, types, shapes, tokens, attention_tokens, n_threads):
+            if progress is not None:
+                progress(f"{kernel}, {machine.counted(n, 'token')}, {machine.counted(n_threads, 'thread')}")
+            rows.append(measure(kernel, make(), n, n_threads, isa, limit, limits, repetitions))
+    return rows
+
+
+def _cases(
+    isa: str,
+    types: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    attention_tokens: Sequence[int],
+    threads: int,
+) -> Iterator[tuple[str, str, int, Callable[[], Timed]]]:
+    for name in types:
+        if name not in GGMLQuantizationType.__members__:
+            raise ValueError(f"'{name}' is no tensor type")
+        kind = GGMLQuantizationType[name]
+        block, _ = GGML_QUANT_SIZES[kind]
+        for n_rows, n_cols in shapes:
+            if n_cols % block:
+                continue
+            for n in tokens:
+                if n_rows == SHAPES[-1][0] and n > MAX_HEAD_ROWS:
+                    continue
+
+                def make(kind: int = kind, n_rows: int = n_rows, n_cols: int = n_cols, n: int = n) -> Timed:
+                    return _core.cpu.product_workload(isa, int(kind), n_rows, n_cols, n, threads)
+
+                yield f"{name} {n_rows}x{n_cols}", "int8" if block > 1 else "float32", n, make
+    for n in attention_tokens:
+
+        def make_attention(n: int = n) -> Timed:
+            return _core.cpu.attention_workload(isa, n, HEADS, KV_HEADS, HEAD_DIM, threads)
+
+        limit = "bfloat16" if "bfloat16" in _core.cpu.peaks(isa) else "float32"
+        yield f"attention {HEADS}/{KV_HEADS} heads of {HEAD_DIM}", limit, n, make_attention
+
+
+def _percent(share: Spread) -> str:
+    return f"{share.median:.0%} ({share.low:.0%}-{share.high:.0%})"
+
+
+def render(rows: Sequence[KernelRow]) -> Table:
+    """Draw the rows for a terminal."""
+    sets = ", ".join(dict.fromkeys(row.isa for row in rows))
+    title = f"{machine.cpu_name()}, {sets}: share of the measured limits, median (range)"
+    table = Table(title=title, title_justify="left")
+    for name in ("kernel", "tokens", "threads", "GMAC/s", "limit", "of products", "of memory"):
+        table.add_column(name, justify="left" if name in ("kernel", "limit") else "right")
+    for row in rows:
+        table.add_row(
+            row.kernel,
+            str(row.tokens),
+            str(row.threads),
+            f"{row.gmacs.median:,.1f}",
+            row.limit,
+            _percent(row.of_products),
+            _percent(row.of_memory) if row.of_memory.median else "",
+        )
+    return table
+
+
+def _integers(text: str) -> list[int]:
+    return [common.positive(word) for word in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m metal_prefill.bench.kernels", description=__doc__)
+    parser.add_argument(
+        "--types",
+        type=lambda text: text.split(","),
+        default=TYPES,
+        help="types of the matrices (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=_integers, default=TOKENS, help="chunk sizes of products (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-t",
+        "--threads",
+        type=_integers,
+        default=None,
+        help="sizes of the team (default: one, and all cores)",
+    )
+    parser.add_argument("-r", "--repetitions", type=common.positive, default=9, help="samples of each")
+    parser.add_argument("--isa", choices=_core.cpu.kernel_sets(), help="kernel set (default: the fastest)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - is stdout")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    with console.status("measuring") as status:
+        try:
+            rows = run(
+                types=options.types,
+                tokens=options.tokens,
+                threads=options.threads or sorted({1, machine.available_threads()}),
+                repetitions=options.repetitions,
+                isa=options.isa,
+                progress=status.update,
+            )
+        except ValueError as error:
+            parser.error(str(error))
+    text = json.dumps([asdict(row) for row in rows], indent=2)
+    if options.json == "-":
+        print(text)
+        return 0
+    common.console().print(render(rows))
+    if options.json:
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

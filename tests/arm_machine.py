@@ -1,0 +1,125 @@
+"""The CPU engine on emulated 64-bit Arm processors: `tests/arm` run by qemu, called like `_core.cpu`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_prefill import _core
+
+SERVER = Path(__file__).parents[1] / "build/arm/arm_server"
+MISSING = (
+    "the Arm kernels cannot be run: they need clang 19, Debian's cross libraries and qemu (apt-get install "
+    "clang-19 lld-19 qemu-user libstdc++-12-dev-arm64-cross); `make test` then builds them"
+)
+# The oldest processor for each set, so that a kernel of one set cannot lean on the instructions of another.
+PROCESSORS = {"neon_i8mm": "max", "neon_dotprod": "cortex-a76", "neon": "cortex-a72"}
+SETS = [] if platform.machine() in ("arm64", "aarch64") else list(PROCESSORS)
+TYPES = {"i": struct.Struct("<q"), "f": struct.Struct("<d")}
+
+
+class ArmMachine:
+    """A process on an emulated processor.
+
+    Parameters
+    ----------
+    processor
+        As qemu names it.
+    environment
+        Variables on top of this process's own.
+    """
+
+    def __init__(self, processor: str, environment: dict[str, str] | None = None) -> None:
+        qemu = shutil.which("qemu-aarch64")
+        if qemu is None or not SERVER.exists():
+            if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+                pytest.fail(MISSING)
+            pytest.skip(MISSING)
+        self._process = subprocess.Popen(
+            [qemu, "-cpu", processor, SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | (environment or {}),
+        )
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function; arrays that it writes are written here."""
+        sent = self._process.stdin
+        assert sent is not None
+        sent.write(struct.pack("<I", 1 + len(arguments)) + b"".join(map(_encoded, (name, *arguments))))
+        sent.flush()
+        (count,) = struct.unpack("<I", self._receive(4))
+        returned, *values = [self._value() for _ in range(count)]
+        if isinstance(returned, str):
+            raise ValueError(f"{name}: {returned}")
+        for index, contents in zip(values[returned::2], values[returned + 1 :: 2], strict=True):
+            out = arguments[index]
+            out[...] = contents.view(out.dtype).reshape(out.shape)
+        results = [v.view(np.float64) if isinstance(v, np.ndarray) else v for v in values[:returned]]
+        return results if returned > 1 else results[0] if returned else None
+
+    def _receive(self, n: int) -> bytes:
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(n)
+        if len(data) != n:
+            raise RuntimeError(f"the emulated process ended with {self._process.wait()}")
+        return data
+
+    def _value(self) -> Any:
+        tag = self._receive(1).decode()
+        if tag == "s":
+            (n,) = struct.unpack("<I", self._receive(4))
+            return self._receive(n).decode()
+        if tag == "a":
+            size, rows, cols = struct.unpack("<3I", self._receive(12))
+            return np.frombuffer(self._receive(size * rows * cols), np.uint8).reshape(rows, cols * size)
+        return TYPES[tag].unpack(self._receive(8))[0]
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def _encoded(value: Any) -> bytes:
+    if isinstance(value, str):
+        return b"s" + struct.pack("<I", len(value.encode())) + value.encode()
+    if isinstance(value, np.ndarray):
+        rows, cols = value.shape if value.ndim == 2 else (len(value), 1)
+        return b"a" + struct.pack("<3I", value.itemsize, rows, cols) + value.tobytes()
+    if isinstance(value, float):
+        return b"f" + TYPES["f"].pack(value)
+    return b"i" + TYPES["i"].pack(int(value))
+
+
+@cache
+def machine_of(isa: str) -> ArmMachine:
+    """Return the processor that runs a set, one for all tests."""
+    return ArmMachine(PROCESSORS[isa])
+
+
+class Kernels:
+    """The functions of `_core.cpu`; the name of the set, their first argument, says where they run."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(isa: str, *arguments: Any, **options: bool) -> Any:
+            if isa not in SETS:
+                return getattr(_core.cpu, name)(isa, *arguments, **options)
+            if name == "attention":
+                arguments = (*arguments, options.get("exact", False))
+            return machine_of(isa).call(name, isa, *arguments)
+
+        return call

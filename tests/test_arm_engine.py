@@ -1,0 +1,155 @@
+"""The CPU engine on emulated Arm processors: which kernels it takes, and what it computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from arm_machine import PROCESSORS, SETS, ArmMachine
+from reference import ReferenceModel
+
+from metal_prefill import Model
+from metal_prefill.architecture import collect_tensors, read_config
+from metal_prefill.gguf_file import GGUFFile
+
+pytestmark = pytest.mark.skipif(not SETS, reason="this is an Arm machine: the other tests run the kernels")
+
+FIELDS = [
+    "n_layers",
+    "dim",
+    "n_heads",
+    "n_kv_heads",
+    "key_dim",
+    "value_dim",
+    "ffn_dim",
+    "vocab_size",
+    "rope_dim",
+    "context_length",
+    "norm_eps",
+    "rope_base",
+]
+TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?"
+
+
+@contextmanager
+def processor(name: str, **environment: str) -> Iterator[ArmMachine]:
+    """Start an emulated processor."""
+    machine = ArmMachine(name, environment)
+    try:
+        yield machine
+    finally:
+        machine.close()
+
+
+def open_model(
+    machine: ArmMachine, path: Path, threads: int = 2, chunk_tokens: int = 512, compute: str = "int8"
+) -> None:
+    """Open a model of the architecture llama without any scaling."""
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        lines = [
+            f"{role} {layer} {info.name} {info.type} {' '.join(map(str, (1, *info.shape)[-2:]))} "
+            f"{info.offset} {info.nbytes}"
+            for role, layer, info in collect_tensors(gguf, config)
+        ]
+    fields = "\n".join(f"{name} {getattr(config, name)}" for name in FIELDS)
+    machine.call(
+        "open_model", str(path), fields, "\n".join(lines), threads, chunk_tokens, int(compute == "f32")
+    )
+
+
+def forward_prompt(
+    machine: ArmMachine, path: Path, ids: npt.ArrayLike, **options: int | str
+) -> npt.NDArray[np.float32]:
+    """Logits of the last token of a prompt, of a fresh session."""
+    open_model(machine, path, **options)  # type: ignore[arg-type]
+    logits = np.full(read_config(GGUFFile(path)).vocab_size, np.nan, np.float32)
+    machine.call("forward_prompt", np.asarray(ids, np.int32), logits)
+    return logits
+
+
+@pytest.fixture(scope="module")
+def ids(demo_path: Path) -> list[int]:
+    """Token ids of a short prompt."""
+    with Model(demo_path, device="cpu") as model:
+        return list(model.tokenizer.encode(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("max", ["neon_i8mm", "neon_dotprod", "neon", "scalar"]),
+        ("neoverse-n1", ["neon_dotprod", "neon", "scalar"]),
+        ("cortex-a72", ["neon", "scalar"]),
+    ],
+)
+def test_each_processor_runs_the_sets_that_it_has(name: str, expected: list[str]) -> None:
+    with processor(name) as machine:
+        assert machine.call("kernel_sets") == expected
+
+
+@pytest.mark.parametrize("isa", PROCESSORS)
+def test_the_engine_takes_the_fastest_set_of_the_processor(isa: str, demo_path: Path) -> None:
+    with processor(PROCESSORS[isa]) as machine:
+        open_model(machine, demo_path)
+        assert machine.call("device_name") == f"CPU ({isa}, 2 threads)"
+
+
+def test_a_set_can_be_named_and_one_that_the_processor_lacks_is_an_error(demo_path: Path) -> None:
+    with processor("max", METAL_PREFILL_CPU_ISA="neon") as machine:
+        open_model(machine, demo_path, threads=1)
+        assert machine.call("device_name") == "CPU (neon, 1 thread)"
+    with (
+        processor("cortex-a76", METAL_PREFILL_CPU_ISA="neon_i8mm") as machine,
+        pytest.raises(ValueError, match="'neon_i8mm', but this machine runs: neon_dotprod, neon, scalar"),
+    ):
+        open_model(machine, demo_path)
+
+
+@pytest.mark.parametrize("compute", ["int8", "f32"])
+@pytest.mark.parametrize("isa", PROCESSORS)
+def test_the_model_in_the_box_agrees_with_the_reference(
+    isa: str, compute: str, demo_path: Path, ids: list[int]
+) -> None:
+    expected = ReferenceModel(demo_path).forward(ids).logits[-1]
+    with processor(PROCESSORS[isa]) as machine:
+        logits = forward_prompt(machine, demo_path, ids, compute=compute)
+    assert np.argmax(logits) == np.argmax(expected)
+    assert np.corrcoef(logits, expected)[0, 1] > 0.9999
+    if compute == "f32":
+        assert np.square(logits - expected).sum() <= 1e-9 * np.square(expected).sum()
+
+
+@pytest.mark.parametrize("isa", PROCESSORS)
+def test_neither_split_nor_threads_change_a_bit(isa: str, demo_path: Path, ids: list[int]) -> None:
+    with processor(PROCESSORS[isa]) as machine:
+        whole = forward_prompt(machine, demo_path, ids)
+        for chunk_tokens, threads in ((1, 1), (5, 3)):
+            split = forward_prompt(machine, demo_path, ids, chunk_tokens=chunk_tokens, threads=threads)
+            np.testing.assert_array_equal(split, whole, err_msg=f"chunks of {chunk_tokens}")
+
+
+def test_sets_with_the_same_vectors_give_the_same_bits(demo_path: Path, ids: list[int]) -> None:
+    results = []
+    for isa in PROCESSORS:
+        with processor(PROCESSORS[isa]) as machine:
+            results.append(forward_prompt(machine, demo_path, ids))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_arm_and_the_scalar_kernels_of_this_machine_agree(
+    demo_path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
+    with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32") as model:
+        expected = model.forward_prompt_logits(ids)
+    for isa in PROCESSORS:
+        with processor(PROCESSORS[isa]) as machine:
+            logits = forward_prompt(machine, demo_path, ids, compute="f32")
+        # float32 sums in another order, through 8 layers
+        assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
