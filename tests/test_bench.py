@@ -564,8 +564,8 @@ def test_kernel_benchmark_measures_all_cases_and_writes_json(
 ) -> None:
     monkeypatch.setattr(kernels, "SAMPLE_S", 1e-5)
     monkeypatch.setattr(kernels, "LIMIT_S", 1e-5)
-    monkeypatch.setitem(kernels.run.__kwdefaults__, "shapes", ((33, 64), (576, 1536)))
-    monkeypatch.setitem(kernels.run.__kwdefaults__, "attention_tokens", (20,))
+    small = partial(kernels.run, shapes=((33, 64), (576, 1536)), attention_tokens=(20,))
+    monkeypatch.setattr(kernels, "run", small)
     out = tmp_path / "rows.json"
     options = ["--types", "Q4_0,Q4_K,F16", "--tokens", "1,17", "-t", "1,2", "-r", "1", "--json"]
     assert kernels.main([*options, str(out)]) == 0

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -199,17 +200,12 @@ def _cases(
                 if n_rows == SHAPES[-1][0] and n > MAX_HEAD_ROWS:
                     continue
 
-                def make(kind: int = kind, n_rows: int = n_rows, n_cols: int = n_cols, n: int = n) -> Timed:
-                    return _core.cpu.product_workload(isa, int(kind), n_rows, n_cols, n, threads)
-
+                make = partial(_core.cpu.product_workload, isa, int(kind), n_rows, n_cols, n, threads)
                 yield f"{name} {n_rows}x{n_cols}", "int8" if block > 1 else "float32", n, make
     for n in attention_tokens:
-
-        def make_attention(n: int = n) -> Timed:
-            return _core.cpu.attention_workload(isa, n, HEADS, KV_HEADS, HEAD_DIM, threads)
-
+        make = partial(_core.cpu.attention_workload, isa, n, HEADS, KV_HEADS, HEAD_DIM, threads)
         limit = "bfloat16" if "bfloat16" in _core.cpu.peaks(isa) else "float32"
-        yield f"attention {HEADS}/{KV_HEADS} heads of {HEAD_DIM}", limit, n, make_attention
+        yield f"attention {HEADS}/{KV_HEADS} heads of {HEAD_DIM}", limit, n, make
 
 
 def _percent(share: Spread) -> str:
