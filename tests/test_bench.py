@@ -421,8 +421,6 @@ def test_products_of_floats_have_no_limit_of_8_bit_products(tmp_path: Path) -> N
 
 
 def test_longer_prompts_have_a_lower_limit(demo_path: Path) -> None:
-    if not metal_prefill._core.cpu.int8_peak(1):
-        pytest.skip("the rate of 8-bit products of this processor is not known")
     limits = limit.prompt_limits(demo_path, [128, 512, 1024], 1)
     assert limits[128] > limits[512] > limits[1024] > 0
 
