@@ -9,6 +9,7 @@ inspected. It was not executed: no Metal device and no macOS took part.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import struct
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_MACOS = (13, 0)
 PLATFORM_TAG = "macosx_13_0_arm64"
+KERNEL_SETS = ("neon_i8mm", "neon_dotprod", "neon", "scalar")
 DYLIBS = {
     "/System/Library/Frameworks/Foundation.framework/Versions/C/Foundation",
     "/System/Library/Frameworks/Metal.framework/Versions/A/Metal",
@@ -106,11 +108,15 @@ def check_extension(data: bytes) -> list[str]:
     objc = {n for n in found.undefined if n.startswith(("_OBJC_CLASS_$", "_objc_", "_MTL", "__objc"))}
     if "_MTLCreateSystemDefaultDevice" not in objc:
         raise CheckError("no Metal in it")
+    for kernels in KERNEL_SETS:  # their names are strings in the library
+        if kernels.encode() + b"\0" not in data:
+            raise CheckError(f"the kernels {kernels} are missing")
     if found.looked_up != python:  # all others were found in a library when linking
         raise CheckError(f"symbols that nothing has: {sorted(found.looked_up ^ python)}")
     return [
         f"arm64 library for macOS {found.minimum[0]}.{found.minimum[1]} and later",
         "linked to " + ", ".join(sorted(Path(d).name for d in found.dylibs)),
+        "kernels of the CPU engine: " + ", ".join(KERNEL_SETS),
         f"{len(python)} symbols of Python, {len(objc)} of Objective-C and Metal, "
         f"{len(found.undefined) - len(python) - len(objc)} of the system",
     ]
@@ -122,7 +128,7 @@ def write_tools(folder: Path) -> None:
     zig = f'exec "{sys.executable}" -m ziglang'
     target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)
     # Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and
-    # Python loads a dynamic library as well.
+    # Python loads a dynamic library as well. Architectures are versions of a generic processor to it.
     compiler = (
         "#!/bin/bash\n"
         "arguments=(); linking=-Wl,-undefined,dynamic_lookup\n"
@@ -130,6 +136,7 @@ def write_tools(folder: Path) -> None:
         '  case "$argument" in\n'
         "    -Wl,@*|-Wl,-S|-Wl,-x) ;;\n"
         "    -bundle) arguments+=(-shared) ;;\n"
+        '    -march=armv8.2-a+*) arguments+=("-mcpu=generic+v8_2a+${argument#-march=armv8.2-a+}") ;;\n'
         '    -c|-E|-M) linking=; arguments+=("$argument") ;;\n'
         '    *) arguments+=("$argument") ;;\n'
         "  esac\n"
@@ -145,6 +152,16 @@ def write_tools(folder: Path) -> None:
         path = folder / name
         path.write_text(text)
         path.chmod(0o755)
+
+
+def native_stub() -> Path:
+    """Return the stub of the module as it was built for this machine: that of macOS cannot be imported."""
+    spec = importlib.util.find_spec("metal_prefill")
+    if spec is None or spec.origin is None:
+        raise CheckError(
+            "the stub of _core is made by a build for this machine: run `make build/.plain` first"
+        )
+    return Path(spec.origin).with_name("_core.pyi")
 
 
 def build(folder: Path) -> Path:
@@ -169,6 +186,7 @@ def build(folder: Path) -> Path:
     command += ["-C", f"build-dir={folder / 'build'}"]
     command += ["-C", f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/cross_macos.cmake'}"]
     command += ["-C", f"cmake.define.SKBUILD_SOABI={soabi}"]
+    command += ["-C", f"cmake.define.METAL_PREFILL_STUB={native_stub()}"]
     subprocess.run(command, check=True, env=environment, cwd=folder)
     (built,) = wheels.glob("*.whl")
     tag = ["--platform-tag", PLATFORM_TAG, "--remove"]
@@ -194,6 +212,8 @@ def main() -> int:
         names = [name for name in archive.namelist() if re.search(r"/_core\..*so$", name)]
         if len(names) != 1:
             raise CheckError(f"expected one extension in {wheel.name}, got {names}")
+        if "metal_prefill/_core.pyi" not in archive.namelist():
+            raise CheckError(f"{wheel.name} lacks the stub _core.pyi")
         lines = check_extension(archive.read(names[0]))
     print(f"{wheel.name}: {names[0]}", *lines, "compiled and linked, not executed", sep="\n  ")
     return 0
