@@ -2,6 +2,8 @@
 // (Simd, included before): the rates that kernels are measured against.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 
 namespace metal_prefill::cpu {
@@ -9,6 +11,21 @@ namespace {
 
 // Chains of products that do not wait for each other: more than latency x pipes, and they fit the registers.
 constexpr int kPeakChains = Simd::kLanes == 16 ? 12 : Simd::kLanes == 8 ? 10 : 20;
+
+// Makes the compiler forget what a register holds: without sums inside the instruction (AVX2), the product
+// itself would be the same for all chains.
+template <typename T>
+inline __attribute__((always_inline)) void forget(T& x) {
+  if constexpr (std::is_class_v<T>) {
+    asm volatile("" : "+m"(x));
+  } else {
+#if defined(__aarch64__)
+    asm volatile("" : "+w"(x));
+#elif defined(__x86_64__)
+    asm volatile("" : "+v"(x));
+#endif
+  }
+}
 
 // acc = step(acc, x) for every chain in each round. What they begin with and x come from memory that the
 // compiler cannot see through, so that it can neither leave out a round nor take two chains for one.
@@ -21,9 +38,12 @@ inline void run_chains(int rounds, Start start, Load load, Step step) {
   for (int i = 0; i < kPeakChains; ++i) acc[i] = start(memory[i]);
   for (int round = 0; round < rounds; ++round) {
     asm volatile("" : : : "memory");
-    const auto x = load(memory[kPeakChains]);
+    auto x = load(memory[kPeakChains]);
 #pragma GCC unroll 32
-    for (int i = 0; i < kPeakChains; ++i) acc[i] = step(acc[i], x);
+    for (int i = 0; i < kPeakChains; ++i) {
+      forget(x);
+      acc[i] = step(acc[i], x);
+    }
   }
   decltype(start(
       memory[0])) results[kPeakChains];  // acc itself must have no address, or it would lie in memory
