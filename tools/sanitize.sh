@@ -4,18 +4,31 @@
 #   tools/sanitize.sh address [pytest arguments]    AddressSanitizer, LeakSanitizer, UndefinedBehaviorSanitizer
 #   tools/sanitize.sh thread [pytest arguments]     ThreadSanitizer
 #
+# Without arguments, the tests of kernels, engines and the emulator; under ThreadSanitizer, which is slow, those of
+# sessions (on both engines, several threads among them), of the engine's kernels for one order of threads, and of the
+# emulator's own algorithms.
+#
 # Python itself is not instrumented: it preloads the sanitizer's runtime, and the package is used from a folder of its
 # own, so that the installed one stays as it is. The first finding ends the run with its report.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 case "${1-}" in
-  address) sanitizers=address,undefined runtime=asan ;;
-  thread) sanitizers=thread runtime=tsan ;;
-  *) sed -n 2,8p "$0" >&2; exit 2 ;;
+  address)
+    sanitizers=address,undefined runtime=asan
+    tests=(tests/metal tests/test_engine.py tests/test_session.py tests/test_cpu_kernels.py
+           tests/emulator/test_{algorithms,buffer_ends,hazards,language,metal_objects,metal_validation,objective_c}.py)
+    ;;
+  thread)
+    sanitizers=thread runtime=tsan
+    tests=(tests/test_session.py tests/emulator/test_{algorithms,hazards,metal_objects}.py
+           tests/metal/test_{attention,logits,token_steps}.py -k "not shuffled")
+    ;;
+  *) sed -n 2,12p "$0" >&2; exit 2 ;;
 esac
 name=$1
 shift
+[ $# -gt 0 ] || set -- "${tests[@]}"
 python=$PWD/.venv/bin/python
 build=$PWD/build/sanitize-$name
 

@@ -77,6 +77,11 @@ ThreadgroupRunner::ThreadgroupRunner()
 }
 
 ThreadgroupRunner::~ThreadgroupRunner() {
+#if METAL_EMULATOR_TSAN
+  for (void* fiber : tsan_fibers_) {
+    if (fiber) __tsan_destroy_fiber(fiber);
+  }
+#endif
   munmap(arena_, kArenaBytes);
 }
 
@@ -90,6 +95,18 @@ void ThreadgroupRunner::reset_fibers() {
     header_->worker.fibers[i].stack_pointer = nullptr;
     free_fibers_.push_back(static_cast<abi::u16>(i));
   }
+}
+
+// What suspended threads did, who never come to an end that the next threadgroup is behind.
+void ThreadgroupRunner::forget() {
+#if METAL_EMULATOR_TSAN
+  for (void*& fiber : tsan_fibers_) {
+    if (fiber) __tsan_destroy_fiber(fiber);
+    fiber = nullptr;
+  }
+  region_.forget();
+  map_arena(arena_);
+#endif
 }
 
 void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
@@ -113,20 +130,11 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
 void ThreadgroupRunner::finish() {
   set_guard_handler(nullptr);
   set_current_recorder(nullptr);
-#if METAL_EMULATOR_TSAN
-  for (void*& fiber : tsan_fibers_) {
-    if (fiber) __tsan_destroy_fiber(fiber);
-    fiber = nullptr;
-  }
-#endif
 }
 
 // Variables that the kernel declares come first, then its threadgroup arguments. All of it is filled with
 // 0xff, a NaN in every floating-point type: Metal initializes none of it.
 void ThreadgroupRunner::place_threadgroup_memory() {
-#if METAL_EMULATOR_TSAN
-  map_arena(arena_);  // no history but the kernel's own
-#endif
   const abi::ThreadgroupLayout& layout = *work_->kernel->layout;
   std::size_t end = layout.bytes;
 #if METAL_EMULATOR_ASAN
@@ -206,8 +214,13 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   place_threadgroup_memory();
   place_threads();
 #if METAL_EMULATOR_TSAN
-  region_.forget();
-  reset_fibers();
+  reset_fibers();  // a fiber for each thread, so that no order is seen where there is none
+  // Each is made here: one that another fiber made would begin behind all that the other did so far. They
+  // serve later threadgroups, too, which begin behind the end of this one.
+  for (unsigned i = 0; i < count_; i++) {
+    if (!tsan_fibers_[i]) tsan_fibers_[i] = __tsan_create_fiber(0);
+    threads_[i].simdgroup_barriers = 0;
+  }
 #endif
   release(sync_begin_.byte);
   threads_run_ += count_;
@@ -220,6 +233,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   if (!error_.empty()) {  // suspended threads are given up
     reset_fibers();
     for (auto& queue : header_->queues) queue = {};
+    forget();
   }
   return error_;
 }
@@ -239,10 +253,6 @@ abi::Fiber& ThreadgroupRunner::bind_fiber(unsigned thread) {
 #if METAL_EMULATOR_ASAN
     fake_stacks_[index] = nullptr;
     ASAN_UNPOISON_MEMORY_REGION(region_.stack(index), Region::kUsableBytes);
-#endif
-#if METAL_EMULATOR_TSAN
-    if (tsan_fibers_[index]) __tsan_destroy_fiber(tsan_fibers_[index]);
-    tsan_fibers_[index] = __tsan_create_fiber(0);
 #endif
   }
   fiber.thread = thread;
@@ -328,7 +338,7 @@ void ThreadgroupRunner::retire(abi::Fiber& fiber) {
   const auto index = static_cast<abi::u16>(&fiber - header_->worker.fibers);
   int next = pick(fiber.thread);
   if (next < 0 && returned_ < count_) next = resolve();
-#if METAL_EMULATOR_TSAN  // every thread has a fiber of its own, so that no order is seen where there is none
+#if METAL_EMULATOR_TSAN
   switch_to(&fiber, next < 0 ? nullptr : &bind_fiber(static_cast<unsigned>(next)));
 #else
   free_fibers_.push_back(index);
@@ -458,7 +468,8 @@ void ThreadgroupRunner::simdgroup_barrier(abi::Worker& worker, abi::Fiber& fiber
                                           u32 line) {
   static constexpr abi::Operation kBarrier{"simdgroup_barrier", 32, nullptr};
   ThreadgroupRunner& runner = of(worker);
-  char& point = runner.sync_simdgroup_[fiber.thread / abi::kLanes].byte;
+  const unsigned turn = runner.threads_[fiber.thread].simdgroup_barriers++ % 2;
+  char& point = runner.sync_simdgroup_[fiber.thread / abi::kLanes][turn].byte;
   release(point);
   runner.wait_for(fiber, kBarrier, file, line);
   acquire(point);
@@ -467,9 +478,10 @@ void ThreadgroupRunner::simdgroup_barrier(abi::Worker& worker, abi::Fiber& fiber
 void ThreadgroupRunner::threadgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, u32, const char* file,
                                             u32 line) {
   ThreadgroupRunner& runner = of(worker);
-  release(runner.sync_barrier_.byte);
+  char& point = runner.sync_barrier_[runner.barriers_ % 2].byte;
+  release(point);
   runner.wait_at_barrier(fiber, file, line);
-  acquire(runner.sync_barrier_.byte);
+  acquire(point);
 }
 
 void ThreadgroupRunner::wait_at_barrier(abi::Fiber& fiber, const char* file, u32 line) {

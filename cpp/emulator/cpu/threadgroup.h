@@ -48,6 +48,7 @@ class ThreadgroupRunner {
     const char* file = "";
     abi::u32 line = 0;
     abi::u16 fiber = 0;
+    abi::u16 simdgroup_barriers = 0;  // that it came to
   };
   struct Header;  // the Worker at the base of the region
 
@@ -83,6 +84,7 @@ class ThreadgroupRunner {
   void place_threadgroup_memory();
   void place_threads();
   void reset_fibers();
+  void forget();
 
   Region region_;
   Header* header_;
@@ -109,7 +111,9 @@ class ThreadgroupRunner {
   struct alignas(64) SyncPoint {  // an address that stands for an order between fibers
     char byte;
   };
-  SyncPoint sync_begin_, sync_end_, sync_barrier_, sync_simdgroup_[abi::kMaxThreads / abi::kLanes];
+  // Barriers take turns: the first thread arrives at one before the last has left the one before, and is not
+  // to be seen there.
+  SyncPoint sync_begin_, sync_end_, sync_barrier_[2], sync_simdgroup_[abi::kMaxThreads / abi::kLanes][2];
 
   void* host_stack_ = nullptr;
 #if METAL_EMULATOR_ASAN

@@ -1,0 +1,137 @@
+"""Mistakes planted in shaders are found by the sanitizers, and reported at their lines of the source."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from shader_library import build
+
+pytestmark = pytest.mark.emulator
+SOURCE = Path(__file__).parent / "shaders" / "planted.metal"
+TESTS = Path(__file__).resolve().parents[1]
+RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}
+OPTIONS = "halt_on_error=1:exitcode=66:detect_leaks=0:print_stacktrace=1:external_symbolizer_path="
+# Dispatches one kernel of a library and prints its first results.
+DISPATCH = """
+import sys
+import numpy as np
+from shader_library import ShaderLibrary
+
+library, kernel, planted, groups, seed, dtype = sys.argv[1:]
+groups = int(groups)
+x, out = np.arange(64 * groups).astype(dtype), np.zeros(64 * groups, dtype)
+ShaderLibrary(library).run(
+    kernel, (groups,), (64,), [x, out], constants={0: planted == "True"}, seed=int(seed), workers=2
+)
+print("results", *out[:3])
+"""
+Dispatch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def line_of(mistake: str) -> str:
+    """Return file and line as a report names them."""
+    lines = SOURCE.read_text().splitlines()
+    return f"{SOURCE.name}:{next(n for n, line in enumerate(lines, 1) if f'MISTAKE: {mistake}' in line)}"
+
+
+def missing(what: str, package: str) -> None:
+    """Skip, or fail where the emulator is required."""
+    message = f"there is no {what}: apt-get install {package}"
+    if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def dispatcher(clang: str, folder: Path, sanitizers: str) -> Dispatch:
+    """Build the planted shaders with sanitizers; return a function that runs one in a Python of its own."""
+    runtime = f"libclang_rt.{RUNTIMES[sanitizers]}-{platform.machine()}.so"
+    found = subprocess.run([clang, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
+    runtime = found.stdout.strip()
+    if not Path(runtime).is_absolute():
+        missing(runtime, "libclang-rt-19-dev")
+    symbolizer = shutil.which("llvm-symbolizer-19") or shutil.which("llvm-symbolizer")
+    if symbolizer is None:
+        missing("llvm-symbolizer", "llvm-19")
+    library = build([SOURCE], folder, sanitizers)
+    environment = os.environ | {"LD_PRELOAD": runtime, "PYTHONPATH": str(TESTS)}
+    for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"):
+        environment[name] = f"{OPTIONS}{symbolizer}"
+
+    def dispatch(
+        kernel: str, planted: bool, groups: int = 1, seed: int = 0, dtype: str = "f4"
+    ) -> subprocess.CompletedProcess[str]:
+        arguments = [str(library), kernel, str(planted), str(groups), str(seed), dtype]
+        return subprocess.run(
+            [sys.executable, "-c", DISPATCH, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    return dispatch
+
+
+@pytest.fixture(scope="module")
+def address(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Dispatch:
+    return dispatcher(clang, tmp_path_factory.mktemp("address"), "address,undefined")
+
+
+@pytest.fixture(scope="module")
+def thread(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Dispatch:
+    return dispatcher(clang, tmp_path_factory.mktemp("thread"), "thread")
+
+
+def assert_clean(result: subprocess.CompletedProcess[str]) -> None:
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("results")
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_missing_threadgroup_barrier_is_a_race_in_any_order(thread: Dispatch, seed: int) -> None:
+    found = thread("exchange", True, seed=seed)
+    assert found.returncode == 66
+    assert "data race" in found.stderr
+    assert line_of("written") in found.stderr
+    assert line_of("read") in found.stderr
+    assert_clean(thread("exchange", False, seed=seed))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kernel", ["exchange_between", "exchange_in_simdgroup"])
+def test_a_barrier_missing_between_others_is_a_race(thread: Dispatch, kernel: str, seed: int) -> None:
+    assert "data race" in thread(kernel, True, seed=seed).stderr
+    assert_clean(thread(kernel, False, groups=3, seed=seed))
+
+
+def test_a_simdgroup_barrier_orders_nothing_between_simdgroups(thread: Dispatch) -> None:
+    assert "data race" in thread("exchange_far", True).stderr
+    assert_clean(thread("exchange_far", False))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mistake", "words", "dtype"),
+    [
+        ("read_beyond_buffer", "beyond a buffer", "AddressSanitizer", "f4"),
+        ("read_beyond_threadgroup_array", "beyond a threadgroup array", "AddressSanitizer", "f4"),
+        ("read_beyond_local_array", "beyond a local array", "out of bounds", "f4"),
+        ("overflow", "signed overflow", "signed integer overflow", "i4"),
+    ],
+)
+def test_a_mistake_is_reported_at_its_line(
+    address: Dispatch, kernel: str, mistake: str, words: str, dtype: str
+) -> None:
+    found = address(kernel, True, dtype=dtype)
+    assert found.returncode != 0
+    assert words in found.stderr
+    assert line_of(mistake) in found.stderr
+    assert_clean(address(kernel, False, dtype=dtype))
