@@ -230,24 +230,30 @@ def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
     assert gpu.live_buffers() == []
 
 
-def test_mixed_calls_leave_objects_and_bytes_as_they_were(tiny_path: Path) -> None:
-    model = Model(tiny_path, device="metal")
+def test_ten_thousand_mixed_calls_leave_objects_and_bytes_as_they_were(tmp_path: Path) -> None:
+    shape = {"layers": 1, "dim": 32, "heads": 1, "kv_heads": 1, "head_dim": 32, "ffn": 32, "vocab": 1024}
+    model = Model(synth.synthesize(tmp_path / "m.gguf", preset="tiny", **shape), device="metal")
+    too_long = prompt(model.config.context_length + 1)
 
-    def calls() -> None:
+    def calls() -> int:
         model.reset()
         token = model.forward_prompt(prompt(2))
         token = model.forward_token_greedy(token)
         model.forward_token(token)
+        model.forward_prompt_logits(prompt(10))
         model.rewind(1)
-        with model.session() as other, pytest.raises(ContextOverflowError):
-            other.forward_prompt(prompt(model.config.context_length + 1))
+        with model.session() as other:
+            with pytest.raises(ContextOverflowError):
+                other.forward_prompt(too_long)
+            other.forward_token(3)
         with pytest.raises(ValueError, match="empty"):
             model.forward_prompt([])
+        return 11  # two of them open and close a session
 
-    calls()
+    made = calls()
     objects, memory = gpu.live_objects(), gpu.allocated_bytes()
-    for _ in range(300):
-        calls()
+    while made < 10_000:
+        made += calls()
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory
     model.close()
