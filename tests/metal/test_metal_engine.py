@@ -231,7 +231,15 @@ def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
 
 
 def test_ten_thousand_mixed_calls_leave_objects_and_bytes_as_they_were(tmp_path: Path) -> None:
-    shape = {"layers": 1, "dim": 32, "heads": 1, "kv_heads": 1, "head_dim": 32, "ffn": 32, "vocab": 1024}
+    shape: dict[str, Any] = {
+        "layers": 1,
+        "dim": 32,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 32,
+        "ffn": 32,
+        "vocab": 1024,
+    }
     model = Model(synth.synthesize(tmp_path / "m.gguf", preset="tiny", **shape), device="metal")
     too_long = prompt(model.config.context_length + 1)
 
