@@ -1,10 +1,10 @@
 // Causal attention with online softmax on products of bfloat16 pairs (AVX512_BF16), for a cache in f16.
 //
-// Queries, keys, weights of the softmax and values are rounded to 8 significant bits, a sixth of the noise
-// that rounding activations to 8-bit integers has put into them before; sums stay in float32. That halves the
-// number of products. A strip of query rows (tokens times the heads of a group) goes through the keys
-// together, so that each span of 64 positions is converted once for all of them. As in tile_attention.h, what
-// a row computes does not depend on the rows beside it.
+// Queries, keys, weights of the softmax and values are rounded to 8 significant bits, which logits do not
+// show beside the rounding of activations to 8-bit integers (docs/performance.md has the figures); sums stay
+// in float32. That halves the number of products. A strip of query rows (tokens times the heads of a group)
+// goes through the keys together, so that each span of 64 positions is converted once for all of them. As in
+// tile_attention.h, what a row computes does not depend on the rows beside it.
 #pragma once
 
 #include <algorithm>
