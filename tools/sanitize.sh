@@ -58,4 +58,4 @@ export UBSAN_OPTIONS=$common:halt_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=$common:halt_on_error=1:second_deadlock_stack=1:history_size=4:die_after_fork=0
 # Interceptors of C++ exceptions look for libstdc++ when they are set up.
 exec env LD_PRELOAD="$preload $("$clang" -print-file-name=libstdc++.so.6)" METAL_PREFILL_REQUIRE_EMULATOR=1 \
-  "$python" -m pytest -p no:cacheprovider -p no:faulthandler "$@"
+  "$python" -m pytest -p no:cacheprovider -p no:faulthandler --capture=sys "$@"

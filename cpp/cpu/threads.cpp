@@ -113,7 +113,7 @@ Team::~Team() {
 }
 
 void Team::stop() {
-  stopping_ = true;
+  stopping_.store(true, std::memory_order_relaxed);
   job_.fetch_add(1, std::memory_order_release);
   job_.notify_all();
   for (std::thread& thread : threads_) thread.join();
@@ -140,7 +140,7 @@ void Team::loop(int index) {
   for (;;) {
     wait_until(job_, [&](std::uint32_t current) { return current != job; });
     job = job_.load(std::memory_order_acquire);
-    if (stopping_) return;
+    if (stopping_.load(std::memory_order_relaxed)) return;
     std::uint32_t inside = inside_.load(std::memory_order_relaxed);
     do {
       if (!(inside & kOpen)) break;

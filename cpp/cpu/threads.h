@@ -90,8 +90,8 @@ class Team {
       0};  // threads in the body, but the caller's; kOpen: more may enter
   Body body_ = nullptr;
   void* argument_ = nullptr;
-  std::uint32_t first_phase_ = 0;  // the last one that was over when the body began
-  bool stopping_ = false;
+  std::uint32_t first_phase_ = 0;       // the last one that was over when the body began
+  std::atomic<bool> stopping_ = false;  // a thread that woke for an earlier job may look while it is set
   std::vector<std::thread> threads_;
 };
 
