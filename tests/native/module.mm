@@ -8,6 +8,7 @@
 
 NB_MODULE(_metal_testing, m) {
   m.doc() = "Metal's compute API for tests.";
+  // NOLINTNEXTLINE(bugprone-throw-keyword-missing, bugprone-unused-raii)
   nanobind::exception<metal_testing::MetalError>(m, "MetalError", PyExc_RuntimeError);
   metal_testing::bind_device(m);
   metal_testing::bind_commands(m);
