@@ -214,7 +214,11 @@ inline F load_weights(const Bfloat16* p) {
 // Sums of the lanes of each vector.
 template <class S, int kRows>
 inline void add_up(const typename S::F (&sums)[kRows], float* out) {
-  if constexpr (ReducesFour<S>) {
+  if constexpr (ReducesFour<S> && kRows == 1) {  // in the order of four
+    float four[4];
+    S::reduce_add4({sums[0], sums[0], sums[0], sums[0]}, four);
+    out[0] = four[0];
+  } else if constexpr (ReducesFour<S>) {
     static_assert(kRows % 4 == 0);
     for (int r = 0; r < kRows; r += 4)
       S::reduce_add4({sums[r], sums[r + 1], sums[r + 2], sums[r + 3]}, out + r);
@@ -267,14 +271,16 @@ void multiply_float(const FloatRows& weight, int cols, const FloatRows& x, int f
     float_rows<8, 1>(weight.data, weight.stride, padded, x, first + t, out + std::size_t(t) * stride, stride);
 }
 
+// Row after row: as many at a time as would hide the latency of a multiply-add are too many streams for the
+// processor to fetch ahead.
 void multiply_half(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
                    int count, float* out, std::size_t stride) {
   for (int t = 0; t < count; ++t, out += stride) {
     if (bfloat16) {
-      float_rows<8, 1>(reinterpret_cast<const Bfloat16*>(weight), std::size_t(cols), cols, x, first + t, out,
+      float_rows<1, 1>(reinterpret_cast<const Bfloat16*>(weight), std::size_t(cols), cols, x, first + t, out,
                        stride);
     } else {
-      float_rows<8, 1>(weight, std::size_t(cols), cols, x, first + t, out, stride);
+      float_rows<1, 1>(weight, std::size_t(cols), cols, x, first + t, out, stride);
     }
   }
 }
