@@ -193,10 +193,10 @@ def test_each_instruction_set_gives_the_same_bits_however_a_prompt_is_split(
     isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-    name, n = "smollm shape", 150  # beyond two spans of attention
+    name, n = "smollm shape", 300  # several spans of attention, and more than goes through the layers at once
     ids = prompt(n, MODELS[name].vocab)
     outcomes = []
-    for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 51]), (2, [130] + [1] * 20)]:
+    for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
         with Model(model_path(name), device="cpu", threads=threads) as model:
             assert f"({isa}," in model.device
             for end in np.cumsum(cuts):
@@ -232,6 +232,16 @@ def test_scores_match_the_reference(device: str, demo_path: Path) -> None:
         scores = model.score(ids)
     expected = reference(demo_path).forward(ids).log_probs(ids)
     np.testing.assert_allclose(scores, expected, atol=5e-3)
+
+
+def test_scores_of_the_cpu_do_not_depend_on_the_chunk(model_path: Callable[[str], Path]) -> None:
+    ids = prompt(300, MODELS["smollm shape"].vocab)
+    scores = []
+    for chunk_tokens in (512, 37):
+        with Model(model_path("smollm shape"), device="cpu", chunk_tokens=chunk_tokens) as model:
+            scores.append(model.score(ids))
+    assert len(scores[0]) == len(ids) - 1
+    np.testing.assert_array_equal(scores[0], scores[1])
 
 
 def test_all_devices_write_the_same_text(metal: None, demo_path: Path) -> None:

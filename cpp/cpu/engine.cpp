@@ -23,6 +23,24 @@ namespace {
 
 constexpr int kMaxHeadDim = 512;  // of the attention kernels
 constexpr int kHeadBatch = 32;    // tokens whose logits exist at a time when a chunk is scored
+// Tokens of a chunk that go through the layers together: what a step leaves for the next still lies in the
+// cache then, and reading the weights again for the others costs less.
+constexpr int kPassTokens = 256;
+
+// Tokens [first, first + n) of a chunk. What the chunk is to put out of its last token, only the last piece
+// does.
+Chunk piece_of(const Chunk& chunk, int first, int n) {
+  Chunk piece = chunk;
+  piece.position += first;
+  piece.tokens = chunk.tokens.subspan(std::size_t(first), std::size_t(n));
+  if (chunk.output == Output::kLogProbs) {
+    piece.targets = chunk.targets.subspan(std::size_t(first), std::size_t(n));
+    piece.log_probs += first;
+  } else if (first + n < int(chunk.tokens.size())) {
+    piece.output = Output::kNone;
+  }
+  return piece;
+}
 
 // Frequencies that several layers share, and their rotation of the current chunk.
 struct Rope {
@@ -177,13 +195,17 @@ void CpuEngine::forward_head(const Context& c, const Chunk& chunk) {
 
 TokenId CpuEngine::forward(KvCache& cache, const Chunk& chunk) {
   const std::scoped_lock lock(mutex_);
-  const int rows = chunk.output == Output::kLogProbs ? std::min(kHeadBatch, int(chunk.tokens.size()))
+  const int n = int(chunk.tokens.size());
+  const int rows = chunk.output == Output::kLogProbs ? std::min(kHeadBatch, n)
                    : chunk.output == Output::kGreedy ? 1
                                                      : 0;
-  reserve(int(chunk.tokens.size()), rows);
+  reserve(std::min(kPassTokens, n), rows);
   for (Scratch& scratch : scratch_) scratch.best = {};
   team_.run([&](Worker& worker) {
-    forward_layers({worker, kernels_, scratch_[std::size_t(worker.index())]}, cache, chunk);
+    for (int first = 0; first < n; first += kPassTokens) {
+      forward_layers({worker, kernels_, scratch_[std::size_t(worker.index())]}, cache,
+                     piece_of(chunk, first, std::min(kPassTokens, n - first)));
+    }
   });
   if (chunk.output != Output::kGreedy) return -1;
   const Best best = best_of(scratch_);
