@@ -47,7 +47,7 @@ demo: build/.plain
 	$(BIN)/metal-prefill bench --demo -p 32,128,512 -n 64 -r 3
 
 test: build/.emulator build/.arm
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) --dist loadfile
 
 # Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
 sanitize: sanitize-address sanitize-thread
