@@ -16,6 +16,7 @@ from shader_library import build
 pytestmark = pytest.mark.emulator
 SOURCE = Path(__file__).parent / "shaders" / "planted.metal"
 TESTS = Path(__file__).resolve().parents[1]
+COMPILE_SHADER = TESTS.parent / "cpp" / "emulator" / "msl" / "compile_shader.py"
 RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}
 OPTIONS = "halt_on_error=1:exitcode=66:detect_leaks=0:print_stacktrace=1:external_symbolizer_path="
 # Dispatches one kernel of a library and prints its first results.
@@ -32,6 +33,21 @@ ShaderLibrary(library).run(
 print("results", *out[:3])
 """
 Dispatch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_sanitized_shaders_are_found_by_their_whole_text(tmp_path: Path) -> None:
+    """Loops are not unrolled, in the code alone."""
+    source = TESTS.parent / "shaders" / "multi_token_matvec_q4_0.metal"
+    written = source.read_text().count("#pragma unroll")
+    assert written
+    counts = []
+    for flags in ([], ["--sanitize", "thread"]):
+        output = tmp_path / "translated.cpp"
+        command = [sys.executable, str(COMPILE_SHADER), str(source), "-I", str(source.parent)]
+        subprocess.run([*command, *flags, "-o", str(output)], check=True)
+        code, _, text = output.read_text().partition("const char kSource[]")
+        counts.append((code.count("#pragma unroll") > 0, text.count("#pragma unroll") >= written))
+    assert counts == [(True, True), (False, True)]
 
 
 def line_of(mistake: str) -> str:

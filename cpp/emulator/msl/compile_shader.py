@@ -102,6 +102,12 @@ def embed_ptx(modules: dict[str, str], source: Path, output: Path) -> None:
     subprocess.run(command, input="\n".join(lines), text=True, check=True)
 
 
+def without_unrolling(translated: str) -> str:
+    """Leave loops to be loops: instrumented kernels would be too large. The text that finds them stays."""
+    code, source, table = translated.partition("const char kSource[]")
+    return re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$", "", code, flags=re.MULTILINE) + source + table
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; see the module's text."""
     parser = argparse.ArgumentParser(
@@ -122,8 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
     macros = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
     try:
         text = translate(options.source, "ptx" if options.ptx else "cpu", options.metal_version, macros)
-        if options.sanitize:  # loops stay loops: instrumented kernels would be too large
-            text = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$", "", text, flags=re.MULTILINE)
+        if options.sanitize:
+            text = without_unrolling(text)
         if options.output.suffix == ".cpp":
             options.output.write_text(text, encoding="utf-8")
             return 0
