@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import small_models
 from reference import ReferenceModel
+from small_models import SmallModel
 from support import comparison
 
 from metal_prefill.architecture import ARCHITECTURES
@@ -30,26 +31,25 @@ def tolerance(name: str) -> float:
     return 1e-3 if name.startswith("gemma3") else 1e-5
 
 
+def assert_recorded(path: Path, model: SmallModel, recorded: Path, name: str, within: float) -> None:
+    """Hold the reference to what another program made of the last token's logits."""
+    small_models.write(path, model)
+    logits = ReferenceModel(path).forward(comparison.tokens_for(model)).logits[-1]
+    with np.load(recorded) as logits_of:
+        expected = logits_of[name].astype(np.float64)
+    assert np.abs(logits - expected).max() <= within * np.abs(expected).max()
+    assert logits.argmax() == expected.argmax()
+
+
 @pytest.mark.parametrize("name", COMPARED)
 def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
-    model = COMPARED[name]
-    path = small_models.write(tmp_path / "model.gguf", model)
-    logits = ReferenceModel(path).forward(comparison.tokens_for(model)).logits[-1]
-    with np.load(comparison.LOGITS) as recorded:
-        expected = recorded[name].astype(np.float64)
-    assert np.abs(logits - expected).max() <= tolerance(name) * np.abs(expected).max()
-    assert logits.argmax() == expected.argmax()
+    assert_recorded(tmp_path / "model.gguf", COMPARED[name], comparison.LOGITS, name, tolerance(name))
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    model = IN_FLOAT32[name]
-    path = small_models.write(tmp_path / "model.gguf", model)
-    logits = ReferenceModel(path).forward(comparison.tokens_for(model)).logits[-1]
-    with np.load(comparison.TRANSFORMERS_LOGITS) as recorded:
-        expected = recorded[name].astype(np.float64)
-    assert np.abs(logits - expected).max() <= TRANSFORMERS_TOLERANCE * np.abs(expected).max()
-    assert logits.argmax() == expected.argmax()
+    recorded = comparison.TRANSFORMERS_LOGITS
+    assert_recorded(tmp_path / "model.gguf", IN_FLOAT32[name], recorded, name, TRANSFORMERS_TOLERANCE)
 
 
 def test_every_architecture_was_recorded_by_both() -> None:

@@ -6,12 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-find_clang() {
-  for name in clang++-19 clang++-20 clang++-18; do
-    if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
-  done
-  return 1
-}
+. tools/find_clang.sh
 
 have_all() {
   find_clang >/dev/null && command -v qemu-aarch64 >/dev/null &&

@@ -4,12 +4,7 @@
 # where METAL_PREFILL_REQUIRE_EMULATOR is set.
 set -euo pipefail
 
-find_clang() {
-  for name in clang++-19 clang++-20 clang++-18; do
-    if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
-  done
-  return 1
-}
+. "$(dirname "$0")/find_clang.sh"
 
 # Names functions and lines in the reports of sanitizers.
 find_symbolizer() { command -v llvm-symbolizer-19 || command -v llvm-symbolizer; }

@@ -1,5 +1,6 @@
 // Which of the built kernel sets this machine runs, and which one is taken.
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 
 #include "../engine.h"
@@ -145,6 +146,12 @@ std::vector<const Kernels*> available_kernels() {
     if (runs(*kernels)) available.push_back(kernels);
   }
   return available;
+}
+
+const Kernels& kernels_named(const std::string& set) {
+  for (const Kernels* kernels : available_kernels())
+    if (set == kernels->name) return *kernels;
+  throw std::invalid_argument("no kernel set '" + set + "'");
 }
 
 const Kernels& select_kernels() {

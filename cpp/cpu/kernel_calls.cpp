@@ -15,12 +15,6 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-const Kernels& kernels_of(const std::string& set) {
-  for (const Kernels* kernels : available_kernels())
-    if (set == kernels->name) return *kernels;
-  throw std::invalid_argument("no kernel set '" + set + "'");
-}
-
 // Rows of x quantized into tiles; the first row is token `first`.
 struct Tiles {
   Buffer memory;
@@ -52,7 +46,7 @@ std::vector<std::string> kernel_sets() {
 }
 
 QuantizedRows quantize(const std::string& set, const Matrix& x, int first) {
-  const Tiles tiles(kernels_of(set), x, first);
+  const Tiles tiles(kernels_named(set), x, first);
   const std::size_t tokens = x.shape(0), blocks = std::size_t(tiles.rows.blocks);
   const auto collect = [&](std::size_t cols, auto&& value) {
     std::vector<double> out;
@@ -80,7 +74,7 @@ QuantizedRows quantize(const std::string& set, const Matrix& x, int first) {
 
 void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weight, int rows, const Matrix& x,
                    int first, OutMatrix out) {
-  const Kernels& kernels = kernels_of(set);
+  const Kernels& kernels = kernels_named(set);
   const int cols = int(x.shape(1)), tokens = int(x.shape(0));
   const Tensor tensor{
       "weight",       TensorType(type), rows, cols, reinterpret_cast<const std::byte*>(weight.data()),
@@ -104,41 +98,42 @@ void multiply_float(const std::string& set, const Matrix& weight, int cols, cons
   const std::size_t padded = round_up(std::size_t(cols), kFloatPad);
   require(weight.shape(0) == kGroupRows && weight.shape(1) == padded && x.shape(1) == padded, "wrong shape");
   require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
-  kernels_of(set).multiply_float({const_cast<float*>(weight.data()), padded}, cols,
-                                 {const_cast<float*>(x.data()), padded}, 0, int(x.shape(0)), out.data(),
-                                 out.shape(1));
+  kernels_named(set).multiply_float({const_cast<float*>(weight.data()), padded}, cols,
+                                    {const_cast<float*>(x.data()), padded}, 0, int(x.shape(0)), out.data(),
+                                    out.shape(1));
 }
 
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out) {
   require(weight.shape(0) == x.shape(0) && out.shape(0) >= x.shape(0), "wrong shape");
-  kernels_of(set).rms_norm(x.data(), weight.data(), eps, int(x.shape(0)), out.data());
+  kernels_named(set).rms_norm(x.data(), weight.data(), eps, int(x.shape(0)), out.data());
 }
 
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox) {
   const int pairs = int(cos_sin.shape(0) / 2);
   require(head.shape(0) >= std::size_t(2 * pairs), "wrong shape");
-  kernels_of(set).rope(head.data(), cos_sin.data(), pairs, neox ? RopeStyle::kNeox : RopeStyle::kInterleaved);
+  kernels_named(set).rope(head.data(), cos_sin.data(), pairs,
+                          neox ? RopeStyle::kNeox : RopeStyle::kInterleaved);
 }
 
 void gated(const std::string& set, const Vector& gate, const Vector& up, bool gelu, OutVector out) {
   require(gate.shape(0) == up.shape(0) && out.shape(0) >= gate.shape(0), "wrong shape");
-  kernels_of(set).gated(gate.data(), up.data(), gelu ? Activation::kGelu : Activation::kSilu,
-                        int(gate.shape(0)), out.data());
+  kernels_named(set).gated(gate.data(), up.data(), gelu ? Activation::kGelu : Activation::kSilu,
+                           int(gate.shape(0)), out.data());
 }
 
 double sum_exp(const std::string& set, const Vector& x, float shift) {
-  return kernels_of(set).sum_exp(x.data(), shift, int(x.shape(0)));
+  return kernels_named(set).sum_exp(x.data(), shift, int(x.shape(0)));
 }
 
 void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out) {
   require(out.shape(0) >= in.shape(0), "out is too small");
-  const Kernels& kernels = kernels_of(set);
+  const Kernels& kernels = kernels_named(set);
   (bfloat16 ? kernels.bfloat16_to_float : kernels.half_to_float)(in.data(), out.data(), int(in.shape(0)));
 }
 
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
                int window, float scale, int first, int count, OutMatrix out, bool exact) {
-  const Kernels& kernels = kernels_of(set);
+  const Kernels& kernels = kernels_named(set);
   const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
   const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
   require(tokens <= positions && int(values.shape(0)) == positions && int(q.shape(1)) == heads * key_dim &&

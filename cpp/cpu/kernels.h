@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "../model.h"
@@ -114,5 +115,8 @@ const Kernels& select_kernels();
 
 // Sets that were built and that this machine runs, fastest first.
 std::vector<const Kernels*> available_kernels();
+
+// The one of that name; throws std::invalid_argument where this machine has none.
+const Kernels& kernels_named(const std::string& set);
 
 }  // namespace metal_prefill::cpu

@@ -19,12 +19,6 @@ constexpr std::size_t kColdBytes = std::size_t(128)
                                    << 20;  // more than any cache on the way to the cores holds
 constexpr std::size_t kMaxWorkload = std::size_t(1) << 30;
 
-const Kernels& kernels_of(const std::string& set) {
-  for (const Kernels* kernels : available_kernels())
-    if (set == kernels->name) return *kernels;
-  throw std::invalid_argument("no kernel set '" + set + "'");
-}
-
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
@@ -75,12 +69,12 @@ double Workload::run(int repetitions) {
 
 std::vector<std::string> peaks(const std::string& set) {
   std::vector<std::string> names = {"int8", "float32", "memory"};
-  if (kernels_of(set).run_bfloat16) names.insert(names.begin() + 2, "bfloat16");
+  if (kernels_named(set).run_bfloat16) names.insert(names.begin() + 2, "bfloat16");
   return names;
 }
 
 std::unique_ptr<Workload> peak_workload(const std::string& set, const std::string& what, int threads) {
-  const Kernels& kernels = kernels_of(set);
+  const Kernels& kernels = kernels_named(set);
   require(threads >= 1, "threads must be positive");
   if (what == "memory") {
     auto memory = std::make_shared<Buffer>(kColdBytes, "memory to read");
@@ -131,7 +125,7 @@ double int8_peak(int threads) {
 
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
                                            int tokens, int threads) {
-  const Kernels& kernels = kernels_of(set);
+  const Kernels& kernels = kernels_named(set);
   require(rows >= 1 && tokens >= 1 && threads >= 1, "rows, tokens and threads must be positive");
   require(cols >= kBlockCols && cols % kBlockCols == 0, "cols must be a multiple of 32");
   auto work = std::make_shared<ProductState>(ProductState{.kernels = kernels, .tokens = tokens});
@@ -182,7 +176,7 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
 
 std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens, int heads, int kv_heads,
                                              int head_dim, int threads) {
-  const Kernels& kernels = kernels_of(set);
+  const Kernels& kernels = kernels_named(set);
   require(tokens >= 1 && kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0 && threads >= 1,
           "tokens, heads, kv_heads and threads must be positive, and heads a multiple of kv_heads");
   require(head_dim >= 1 && head_dim <= 512, "head_dim must lie in 1 to 512");

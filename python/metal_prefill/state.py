@@ -22,9 +22,7 @@ import hashlib
 import json
 import mmap
 import os
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -38,6 +36,7 @@ from metal_prefill import _core
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import StateError
 from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.replacing import replacing
 
 FORMAT = "metal_prefill.session"
 VERSION = "1"
@@ -145,7 +144,7 @@ def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
         "notes": state.notes,
     }
     metadata[CHECKSUM] = _checksum({name: _bytes(a) for name, a in arrays.items()}, metadata)
-    with _replacing(Path(os.path.realpath(path))) as temporary:
+    with replacing(Path(os.path.realpath(path))) as temporary:
         try:
             save_file(arrays, temporary, metadata)
         except SafetensorError as error:  # wraps what the system said
@@ -227,25 +226,3 @@ def _checksum(arrays: Mapping[str, Bytes], metadata: Mapping[str, str]) -> str:
         value = _core.xxh64(np.frombuffer(name.encode(), np.uint8), value)
         value = _core.xxh64(arrays[name], value)
     return f"{value:016x}"
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a file beside `path` that takes its place in one step, or vanishes when the block fails."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    with open(temporary, "xb"):
-        pass
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # the new name, too, must survive a power cut
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -44,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Run the prompt and write the file."""
     from metal_prefill import __version__
+    from metal_prefill.replacing import replacing
     from metal_prefill.trace import (
         GPU_CLOCK,
         HOST_CLOCK,
@@ -54,32 +54,25 @@ def execute(arguments: argparse.Namespace) -> None:
     )
 
     output: Path = arguments.output
-    part = output.with_name(output.name + ".part")
-    with open(
-        part, "w", encoding="utf-8"
-    ) as file:  # a place that cannot be written to is found before the work
-        try:
-            with common.open_model(arguments) as model:
-                vocab = model.config.vocab_size
-                tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
-                with (
-                    model.session() as session,
-                    common.progress_bar("tracing", "tokens") as progress,
-                ):
-                    steps = trace_session(session, tokens, arguments.n_gen, model.device, progress)
-                metadata = {
-                    "version": __version__,
-                    "device": model.device,
-                    "model": str(model.path),
-                    "n_prompt": arguments.prompt,
-                    "n_gen": arguments.n_gen,
-                    "clock": HOST_CLOCK if counts_work(model.device) else GPU_CLOCK,
-                    "dispatches": SERIALIZED,
-                }
+    with replacing(output) as part:  # a place that cannot be written to is found before the work
+        with common.open_model(arguments) as model:
+            vocab = model.config.vocab_size
+            tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
+            with (
+                model.session() as session,
+                common.progress_bar("tracing", "tokens") as progress,
+            ):
+                steps = trace_session(session, tokens, arguments.n_gen, model.device, progress)
+            metadata = {
+                "version": __version__,
+                "device": model.device,
+                "model": str(model.path),
+                "n_prompt": arguments.prompt,
+                "n_gen": arguments.n_gen,
+                "clock": HOST_CLOCK if counts_work(model.device) else GPU_CLOCK,
+                "dispatches": SERIALIZED,
+            }
+        with open(part, "w", encoding="utf-8") as file:
             json.dump(chrome_trace(steps, metadata), file)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-    os.replace(part, output)
     n = sum(len(step.dispatches) for step in steps)
     print(f"{output}: {n} dispatches of {metadata['device']}", file=sys.stderr)

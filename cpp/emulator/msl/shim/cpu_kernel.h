@@ -31,19 +31,8 @@ MSL_INLINE T argument(const abi::Invocation& i) {
     return position<T>(abi::Vec3{0, 0, 0});
   } else {
     const abi::Vec3 size = i.threads_per_threadgroup, full = i.dispatch_threads_per_threadgroup;
-    const uint index = i.thread_index_in_threadgroup, threads = size.x * size.y * size.z;
-    const uint dispatched = full.x * full.y * full.z;
-    uint value = 32;  // threads_per_simdgroup, thread_execution_width
-    if (role == Role::thread_index_in_threadgroup) value = index;
-    if (role == Role::thread_index_in_simdgroup) value = index % 32;
-    if (role == Role::simdgroup_index_in_threadgroup) value = index / 32;
-    if (role == Role::simdgroups_per_threadgroup) value = (threads + 31) / 32;
-    if (role == Role::dispatch_simdgroups_per_threadgroup) value = (dispatched + 31) / 32;
-    if (role == Role::quadgroup_index_in_threadgroup) value = index / 4;
-    if (role == Role::quadgroups_per_threadgroup) value = (threads + 3) / 4;
-    if (role == Role::dispatch_quadgroups_per_threadgroup) value = (dispatched + 3) / 4;
-    if (role == Role::thread_index_in_quadgroup) value = index % 4;
-    return static_cast<T>(value);
+    return index_value<T, role>(i.thread_index_in_threadgroup, size.x * size.y * size.z,
+                                full.x * full.y * full.z);
   }
 }
 

@@ -90,6 +90,22 @@ MSL_INLINE T position(V v) {
   }
 }
 
+// An index, from that of the thread and the threads of its group, as it is and as dispatched.
+template <class T, Role role>
+MSL_INLINE T index_value(uint index, uint threads, uint dispatched) {
+  uint value = 32;  // threads_per_simdgroup, thread_execution_width
+  if (role == Role::thread_index_in_threadgroup) value = index;
+  if (role == Role::thread_index_in_simdgroup) value = index % 32;
+  if (role == Role::simdgroup_index_in_threadgroup) value = index / 32;
+  if (role == Role::simdgroups_per_threadgroup) value = (threads + 31) / 32;
+  if (role == Role::dispatch_simdgroups_per_threadgroup) value = (dispatched + 31) / 32;
+  if (role == Role::quadgroup_index_in_threadgroup) value = index / 4;
+  if (role == Role::quadgroups_per_threadgroup) value = (threads + 3) / 4;
+  if (role == Role::dispatch_quadgroups_per_threadgroup) value = (dispatched + 3) / 4;
+  if (role == Role::thread_index_in_quadgroup) value = index % 4;
+  return static_cast<T>(value);
+}
+
 // What a pointer or reference parameter points to.
 template <class T>
 struct Pointee {

@@ -99,19 +99,7 @@ MSL_INLINE T argument(Given given, Place place) {
   } else if constexpr (role == Role::grid_origin) {
     return position<T>(abi::Vec3{0, 0, 0});
   } else {
-    const uint index = thread_index(), threads = size.x * size.y * size.z;
-    const uint dispatched = full.x * full.y * full.z;
-    uint value = 32;  // threads_per_simdgroup, thread_execution_width
-    if (role == Role::thread_index_in_threadgroup) value = index;
-    if (role == Role::thread_index_in_simdgroup) value = index % 32;
-    if (role == Role::simdgroup_index_in_threadgroup) value = index / 32;
-    if (role == Role::simdgroups_per_threadgroup) value = (threads + 31) / 32;
-    if (role == Role::dispatch_simdgroups_per_threadgroup) value = (dispatched + 31) / 32;
-    if (role == Role::quadgroup_index_in_threadgroup) value = index / 4;
-    if (role == Role::quadgroups_per_threadgroup) value = (threads + 3) / 4;
-    if (role == Role::dispatch_quadgroups_per_threadgroup) value = (dispatched + 3) / 4;
-    if (role == Role::thread_index_in_quadgroup) value = index % 4;
-    return static_cast<T>(value);
+    return index_value<T, role>(thread_index(), size.x * size.y * size.z, full.x * full.y * full.z);
   }
 }
 
