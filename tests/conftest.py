@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,16 @@ METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "
     "libclang-rt-19-dev) and run `make test`"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Let Ctrl-C work, here and in what tests start, where the suite itself began with it ignored.
+
+    So begins what a shell script starts in the background.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -242,11 +242,11 @@ class Terminal:
         end = time.monotonic() + timeout
         while (found := re.search(pattern, self._seen)) is None:
             ready, _, _ = select.select([self._master], [], [], max(end - time.monotonic(), 0))
-            assert ready, f"waited for {pattern!r}, saw {self._seen!r}"
+            assert ready, f"waited for {pattern!r}, saw {self._seen[-500:]!r}"
             try:
                 self._seen += os.read(self._master, 4096).decode(errors="replace").replace("\r\n", "\n")
             except OSError:  # what Linux says when the other side is closed
-                pytest.fail(f"the command ended; waited for {pattern!r}, saw {self._seen!r}")
+                pytest.fail(f"the command ended; waited for {pattern!r}, saw {self._seen[-500:]!r}")
         read, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return read
 
