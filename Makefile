@@ -33,7 +33,7 @@ build/.plain: $(VENV)/.build-tools $(SOURCES)
 
 # The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is to be had.
 build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
-	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
+	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test,plot]" $$options
 	@rm -f build/.plain build/.cuda && touch $@
 
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
