@@ -19,13 +19,15 @@ METAL_MISSING = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interruptible() -> None:
-    """Let Ctrl-C work, here and in what tests start, where the suite itself began with it ignored.
+def as_users_have_it() -> None:
+    """Give tests and the programs that they start what a terminal gives: Ctrl-C, and buffered output.
 
-    So begins what a shell script starts in the background.
+    What a shell script starts in the background begins with Ctrl-C ignored. Without buffers, faults in
+    flushing them do not show.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture

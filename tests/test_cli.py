@@ -229,10 +229,18 @@ def test_a_picture_of_no_format_is_refused_before_any_work(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_said_in_words() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_said_in_words(unbuffered: str) -> None:
+    env = {**NO_DEVICE, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "metal_prefill.cli", "run", "-p", PROMPT, "-n", "1"]
-        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        process = subprocess.run(
+            [*COMMAND, "run", "-p", PROMPT, "-n", "1"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=env,
+        )
     assert process.returncode == 1
     assert process.stderr == "error: No space left on device\n"
 

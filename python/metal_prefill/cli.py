@@ -72,9 +72,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if isinstance(error, BrokenPipeError):
-        # Whoever read our output has left. Python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # whoever read our output has left
         return EXIT_BROKEN_PIPE
     from metal_prefill.errors import MetalPrefillError
 
@@ -93,6 +91,14 @@ def report(error: BaseException) -> int:
     hint = "METAL_PREFILL_TRACEBACK=1 shows where"
     print(f"error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)
     return EXIT_FAILED
+
+
+def drop_unwritable_output() -> None:
+    """Lose what stdout does not take: Python would complain of it once more when it flushes at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option, message already printed
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except (Exception, KeyboardInterrupt) as error:
-        return report(error)
+        code = report(error)
+        drop_unwritable_output()
+        return code
     return 0
 
 

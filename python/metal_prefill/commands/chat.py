@@ -153,4 +153,5 @@ def _path(name: str) -> Path:
 
 
 def _say(text: str) -> None:
+    sys.stdout.flush()  # the answer so far comes first
     print(text, file=sys.stderr, flush=True)
