@@ -58,12 +58,15 @@ void bfloat16_to_float_row(const std::uint16_t* in, float* out, int n) {
   for (; i < n; ++i) out[i] = bfloat16_to_float(in[i]);
 }
 
-inline void put_scale(float scale, std::int32_t sum, std::int32_t first_half, int token,
+// Sums are unsigned since they may wrap: where a block has NaN or infinity some sets round to the smallest
+// integer. Its scale is NaN or infinite then, and nothing else counts.
+inline void put_scale(float scale, std::uint32_t first_half, std::uint32_t second_half, int token,
                       ActivationTile& out) {
+  const std::uint32_t sum = first_half + second_half;
   out.scale[token] = scale;
-  out.scaled_sum[token] = scale * float(sum);
-  out.start[token] = -8 * sum;
-  out.start_half[token] = -8 * first_half;
+  out.scaled_sum[token] = scale * float(std::int32_t(sum));
+  out.start[token] = std::int32_t(0u - 8u * sum);
+  out.start_half[token] = std::int32_t(0u - 8u * first_half);
 }
 
 // One block of one token. The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in
@@ -78,13 +81,13 @@ inline void quantize_block(const float* x, int token, ActivationTile& out) {
   }
   const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
   const F inverse = Simd::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
-  std::int32_t half_sum[2] = {0, 0};
+  std::uint32_t half_sum[2] = {0, 0};
   for (int i = 0; i < kVectors; ++i) {
     const I rounded = Simd::round(Simd::mul(v[i], inverse));
     Simd::store_int8(out.q[token] + i * Simd::kLanes, rounded);
-    half_sum[i * 2 / kVectors] += Simd::reduce_add(rounded);
+    half_sum[i * 2 / kVectors] += std::uint32_t(Simd::reduce_add(rounded));
   }
-  put_scale(magnitude / 127.0f, half_sum[0] + half_sum[1], half_sum[0], token, out);
+  put_scale(magnitude / 127.0f, half_sum[0], half_sum[1], token, out);
 }
 
 // Sets with vectors of sixteen may reduce four of them at once.
@@ -117,8 +120,8 @@ inline void quantize_four(const float* x, std::size_t step, int token, int token
   std::int32_t half_sum[2][4];
   for (int half = 0; half < 2; ++half) S::reduce_add4(rounded[half], half_sum[half]);
   for (int i = 0; i < 4; ++i) {
-    const std::int32_t sum = half_sum[0][i] + half_sum[1][i];
-    put_scale(scale[i], sum, half_sum[0][i], token + i * token_step, out[i * tile_step]);
+    put_scale(scale[i], std::uint32_t(half_sum[0][i]), std::uint32_t(half_sum[1][i]), token + i * token_step,
+              out[i * tile_step]);
   }
 }
 
