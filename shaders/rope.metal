@@ -5,9 +5,17 @@
 
 using namespace metal;
 
-// Dimensions of the two halves of pair `i`.
+// Dimensions of pair `i`: of a rotated one, or two neighbours behind the rotated ones.
 static inline ushort2 pair_of(ushort i, ushort rope_dim, uint style) {
-  return style == ROPE_INTERLEAVED ? ushort2(2 * i, 2 * i + 1) : ushort2(i, i + rope_dim / 2);
+  return i >= rope_dim / 2 || style == ROPE_INTERLEAVED ? ushort2(2 * i, 2 * i + 1)
+                                                        : ushort2(i, i + rope_dim / 2);
+}
+
+// The values of two dimensions of the head at `first`, with their biases.
+static inline float2 pair_at(device const float* row, device const float* bias, uint first, ushort2 dims,
+                             bool has_bias) {
+  const float2 value = float2(row[first + dims.x], row[first + dims.y]);
+  return has_bias ? value + float2(bias[first + dims.x], bias[first + dims.y]) : value;
 }
 
 // One simdgroup for each head of q, k and v of a token. Grid: (n_heads + 2 * n_kv_heads, tokens) simdgroups,
@@ -42,26 +50,24 @@ kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of
   const uint first = head * args.key_dim;  // the heads of k follow those of q
   device const float* norm = is_query ? q_norm : k_norm;
   const bool has_norm = is_query ? args.has_q_norm : args.has_k_norm;
+  // A lane takes two dimensions at a time and reads no others: other lanes write theirs in place.
   float scale = 1.0f;
   if (has_norm) {
     float sum = 0.0f;
-    for (ushort i = lane; i < args.key_dim; i += 32) {
-      const float value = row[first + i] + (args.has_bias ? bias[first + i] : 0.0f);
-      sum += value * value;
+    for (ushort i = lane; i < args.key_dim / 2; i += 32) {
+      const float2 value = pair_at(row, bias, first, pair_of(i, args.rope_dim, args.style), args.has_bias);
+      sum += dot(value, value);
     }
     scale = precise::rsqrt(simd_sum(sum) / float(args.key_dim) + args.eps);
   }
 
   const uint cached = position * k_dim + first - q_dim;  // of a key
   table += position * (args.rope_dim / 2);
-  // A lane takes two dimensions at a time: a rotated pair, or two neighbours behind the rotated ones.
   for (ushort i = lane; i < args.key_dim / 2; i += 32) {
-    const bool rotated = i < args.rope_dim / 2;
-    const ushort2 dims = rotated ? pair_of(i, args.rope_dim, args.style) : ushort2(2 * i, 2 * i + 1);
-    float2 value = float2(row[first + dims.x], row[first + dims.y]);
-    if (args.has_bias) value += float2(bias[first + dims.x], bias[first + dims.y]);
+    const ushort2 dims = pair_of(i, args.rope_dim, args.style);
+    float2 value = pair_at(row, bias, first, dims, args.has_bias);
     if (has_norm) value *= scale * float2(norm[dims.x], norm[dims.y]);
-    if (rotated) {
+    if (i < args.rope_dim / 2) {
       const float2 turn = table[i];
       value = float2(value.x * turn.x - value.y * turn.y, value.x * turn.y + value.y * turn.x);
     }
