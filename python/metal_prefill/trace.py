@@ -23,7 +23,7 @@ SERIALIZED = (
 _emulator: Any = getattr(_core, "emulator", None)  # of builds that have it
 
 GPU_CLOCK = "GPUStartTime and GPUEndTime of each command buffer"
-HOST_CLOCK = "the host's, on the CPU emulator: durations say nothing about a GPU; the work is counted"
+HOST_CLOCK = "the host's, on the CPU emulator: durations say nothing about a GPU"
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,14 @@ class Step:
     counted: Sequence[dict[str, Any]] = ()
 
 
-def counts_work(device_name: str) -> bool:
-    """Whether dispatches run on the emulator's CPU executor, which counts what kernels read and write."""
+def runs_on_host(device_name: str) -> bool:
+    """Whether dispatches run on the emulator's CPU executor."""
     return _core.has_emulator and "(CPU)" in device_name
+
+
+def counts_work(device_name: str) -> bool:
+    """Whether what kernels read and write is counted: by that executor, in builds without a sanitizer."""
+    return runs_on_host(device_name) and not _emulator.sanitizer
 
 
 @contextmanager

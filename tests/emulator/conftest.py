@@ -47,10 +47,15 @@ def emulator(metal_testing: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def checked_mode(emulator: Any) -> None:
-    """Make the emulator record what each dispatch touches."""
-    if emulator.sanitizer:
+def has_checked_mode(metal_testing: Any) -> None:
+    """Require a build that has a checked mode."""
+    if metal_testing.emulator.sanitizer:
         pytest.skip("builds with a sanitizer have no checked mode")
+
+
+@pytest.fixture
+def checked_mode(has_checked_mode: None, emulator: Any) -> None:
+    """Make the emulator record what each dispatch touches."""
     emulator.set_options(emulator.Options(checked=True))
 
 

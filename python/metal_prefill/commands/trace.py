@@ -49,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> None:
         HOST_CLOCK,
         SERIALIZED,
         chrome_trace,
-        counts_work,
+        runs_on_host,
         trace_session,
     )
 
@@ -69,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> None:
                 "model": str(model.path),
                 "n_prompt": arguments.prompt,
                 "n_gen": arguments.n_gen,
-                "clock": HOST_CLOCK if counts_work(model.device) else GPU_CLOCK,
+                "clock": HOST_CLOCK if runs_on_host(model.device) else GPU_CLOCK,
                 "dispatches": SERIALIZED,
             }
         with open(part, "w", encoding="utf-8") as file:
