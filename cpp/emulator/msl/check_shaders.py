@@ -28,11 +28,12 @@ from scanner.program import lints, translate
 from scanner.tokens import SourceError
 
 SHIM = Path(__file__).resolve().parent / "shim"
+PROLOGUE = '#define MSL_CHECK 1\n#include "msl.h"\n'
 # x86-64 rather than a GPU: it has half and bfloat.
 FLAGS = ["-x", "clcpp", "-target", "x86_64-unknown-linux-gnu", "-cl-std=clc++2021", "-Xclang",
          "-cl-ext=-all,+cl_khr_fp16,+__cl_clang_function_pointers,+__opencl_c_int64,"
          "+__opencl_c_generic_address_space", "-cl-no-stdinc", "-fsyntax-only", "-ferror-limit=0",
-         "-fsigned-char"]  # fmt: skip
+         "-fsigned-char", "-I", str(SHIM)]  # fmt: skip
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Wno-sign-compare",
             "-Wno-implicit-int-conversion", "-Wno-implicit-int-float-conversion", "-Wno-unknown-attributes",
             "-Wno-unused", "-Wno-unused-parameter", "-Wno-undefined-internal", "-Wno-undefined-inline",
@@ -57,25 +58,44 @@ def diagnostics(lines: list[str]) -> list[str]:
     return found
 
 
-def check(source: Path, metal_version: int, flags: list[str]) -> list[str]:
-    """Return messages, each with file and line; empty for a source without fault."""
+def precompile(folder: Path, metal_version: int) -> list[str]:
+    """Compile the shim, once for all sources, and return the command that checks a source behind it.
+
+    The syntax tree of such a source has no more of the shim than it uses.
+    """
+    header, compiled = folder / "prologue.h", folder / "prologue.pch"
+    header.write_text(PROLOGUE, encoding="utf-8")
+    flags = [find_clang(), *FLAGS, f"-D__METAL_VERSION__={metal_version}"]
+    with open(compiled, "wb") as output:  # beside -fsyntax-only, -o has no effect
+        subprocess.run([*flags, "-Xclang", "-emit-pch", str(header)], stdout=output, check=True)
+    return [*flags, "-Xclang", "-include-pch", "-Xclang", str(compiled)]
+
+
+def check(source: Path, metal_version: int, flags: list[str], compiler: list[str], folder: Path) -> list[str]:
+    """Return messages, each with file and line; empty for a source without fault.
+
+    Parameters
+    ----------
+    source, metal_version, flags
+        What to check, and how it is preprocessed.
+    compiler
+        Command that `precompile` returned.
+    folder
+        Where files may be written.
+    """
     try:
         messages = [str(error) for error in lints(source, metal_version, flags)]
         text = translate(source, "check", metal_version, flags)
     except SourceError as error:
         return [str(error)]
-    clang = find_clang()
-    with tempfile.TemporaryDirectory() as folder:
-        cpp = Path(folder) / (source.stem + ".check.cpp")
-        cpp.write_text(text, encoding="utf-8")
-        command = [clang, *FLAGS, f"-D__METAL_VERSION__={metal_version}", "-I", str(SHIM)]
-        result = subprocess.run([*command, *WARNINGS, str(cpp)], capture_output=True, text=True, check=False)
-        messages += diagnostics(result.stderr.splitlines())
-        if any(": error: " in message or "fatal error" in message for message in messages):
-            return messages
-        dump = [*command, "-w", "-Xclang", "-ast-dump=json", str(cpp)]
-        tree = json.loads(subprocess.run(dump, capture_output=True, text=True, check=True).stdout)
-    sys.setrecursionlimit(20000)
+    cpp = folder / (source.stem + ".check.cpp")
+    cpp.write_text(text, encoding="utf-8")
+    result = subprocess.run([*compiler, *WARNINGS, str(cpp)], capture_output=True, text=True, check=False)
+    messages += diagnostics(result.stderr.splitlines())
+    if any(": error: " in message or "fatal error" in message for message in messages):
+        return messages
+    dump = [*compiler, "-w", "-Xclang", "-ast-dump=json", str(cpp)]
+    tree = json.loads(subprocess.run(dump, capture_output=True, text=True, check=True).stdout)
     messages += [f"{file}:{line}: error: {message}" for file, line, message in Checker(str(SHIM)).check(tree)]
     return messages
 
@@ -92,12 +112,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     flags = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
     failed = 0
-    for source in options.sources:
-        messages = check(source, options.metal_version, flags)
-        failed += bool(messages)
-        for message in messages:
-            print(message, file=sys.stderr)
-        print(f"{source}: {'refused' if messages else 'ok'}")
+    sys.setrecursionlimit(20000)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        compiler = precompile(folder, options.metal_version)
+        for source in options.sources:
+            messages = check(source, options.metal_version, flags, compiler, folder)
+            failed += bool(messages)
+            for message in messages:
+                print(message, file=sys.stderr)
+            print(f"{source}: {'refused' if messages else 'ok'}")
     return 1 if failed else 0
 
 

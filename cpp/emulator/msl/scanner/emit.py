@@ -28,14 +28,16 @@ def parameter(argument: Argument) -> str:
 
 
 def unit(tokens: TokenList, backend: str, program: Program) -> str:
-    """Return the prologue and the rewritten source, inside an anonymous namespace."""
-    prologue = [f"#define MSL_{backend.upper()} 1"]
-    if backend != "check":
-        prologue += ['#include "abi.h"', '#include "bfloat.h"']
+    """Return the prologue and the rewritten source, inside an anonymous namespace.
+
+    For the static check the source alone: C++ for OpenCL has no unnamed namespace with constant objects to
+    initialize, so the prologue can be compiled ahead.
+    """
+    if backend == "check":
+        return tokens.render()
+    prologue = [f"#define MSL_{backend.upper()} 1", '#include "abi.h"', '#include "bfloat.h"']
     if backend == "ptx":
         prologue += [_ptx_constant(constant) for constant in program.constants]
-    if backend == "check":  # C++ for OpenCL has no unnamed namespace with constant objects to initialize
-        return "\n".join([*prologue, '#include "msl.h"', tokens.render()])
     return "\n".join([*prologue, "namespace {", '#include "msl.h"', tokens.render(), "}  // namespace"])
 
 
