@@ -63,6 +63,11 @@ class CopiedAllocation final : public Allocation {
   const std::shared_ptr<Allocation> inner_, copy_;
 };
 
+// Where fills and copies go that may not be over when their calls return. Other streams do not wait for it.
+void wait_for_default_stream() {
+  METAL_EMULATOR_CALL(cuStreamSynchronize, nullptr);
+}
+
 std::uintptr_t page_floor(const void* memory) {
   static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   return reinterpret_cast<std::uintptr_t>(memory) / page * page;
@@ -132,7 +137,10 @@ std::shared_ptr<Allocation> allocate_private(const Device& device, std::size_t b
   Address address = 0;
   if (Driver::get().cuMemAlloc_v2(&address, bytes) != 0) return nullptr;
   auto allocation = std::make_shared<PrivateAllocation>(device, address, bytes);
-  if (filled) METAL_EMULATOR_CALL(cuMemsetD8_v2, address, 0xff, bytes);
+  if (filled) {
+    METAL_EMULATOR_CALL(cuMemsetD8_v2, address, 0xff, bytes);
+    wait_for_default_stream();
+  }
   return allocation;
 }
 
@@ -146,6 +154,7 @@ std::shared_ptr<Allocation> wrap(const Device& device, void* memory, std::size_t
   auto copy = allocate_private(device, bytes, false);
   if (!copy) return nullptr;
   METAL_EMULATOR_CALL(cuMemcpyHtoD_v2, copy->device_address, memory, bytes);
+  wait_for_default_stream();
   return std::make_shared<CopiedAllocation>(std::move(inner), std::move(copy));
 }
 

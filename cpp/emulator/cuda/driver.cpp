@@ -19,6 +19,14 @@ Driver load() {
 #define METAL_EMULATOR_DRIVER_FIND(name, ...) find(driver.name, #name);
   METAL_EMULATOR_DRIVER_FUNCTIONS(METAL_EMULATOR_DRIVER_FIND)
 #undef METAL_EMULATOR_DRIVER_FIND
+  driver.has_graphs = true;
+  const auto look_for = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    driver.has_graphs = driver.has_graphs && function;
+  };
+#define METAL_EMULATOR_DRIVER_FIND(name, ...) look_for(driver.name, #name);
+  METAL_EMULATOR_DRIVER_GRAPH_FUNCTIONS(METAL_EMULATOR_DRIVER_FIND)
+#undef METAL_EMULATOR_DRIVER_FIND
   return driver;
 }
 

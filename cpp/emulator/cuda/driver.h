@@ -15,6 +15,9 @@ using Stream = struct StreamHandle*;
 using Event = struct EventHandle*;
 using ModuleHandle = struct ModuleHandleTag*;
 using Function = struct FunctionHandle*;
+using GraphHandle = struct GraphHandleTag*;
+using GraphNode = struct GraphNodeHandle*;
+using GraphExec = struct GraphExecHandle*;
 
 inline constexpr int kMaxThreadsPerBlock = 0;  // CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 inline constexpr int kCapabilityMajor = 75;    // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
@@ -46,6 +49,27 @@ struct LaunchConfig {  // CUlaunchConfig
   unsigned attribute_count;
 };
 static_assert(sizeof(LaunchConfig) == 56);
+
+struct KernelNode {  // CUDA_KERNEL_NODE_PARAMS_v2
+  Function function;
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void** parameters;
+  void** extra;
+  void* kernel;
+  Context context;
+};
+static_assert(sizeof(KernelNode) == 72);
+
+inline constexpr unsigned char kWhenLaunched = 1;  // CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+inline constexpr unsigned char kProgrammatic = 1;  // CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+
+struct GraphEdge {  // CUgraphEdgeData
+  unsigned char from_port, to_port, type;
+  unsigned char reserved[5];
+};
+static_assert(sizeof(GraphEdge) == 8);
 
 // Each function by its name, and its parameters.
 #define METAL_EMULATOR_DRIVER_FUNCTIONS(X)                                                             \
@@ -83,10 +107,25 @@ static_assert(sizeof(LaunchConfig) == 56);
   X(cuFuncGetAttribute, int* value, int attribute, Function function)                                  \
   X(cuLaunchKernelEx, const LaunchConfig* config, Function function, void** parameters, void** extra)
 
+// Of version 545 and newer; null before.
+#define METAL_EMULATOR_DRIVER_GRAPH_FUNCTIONS(X)                                                           \
+  X(cuGraphCreate, GraphHandle* graph, unsigned flags)                                                     \
+  X(cuGraphDestroy, GraphHandle graph)                                                                     \
+  X(cuGraphAddKernelNode_v2, GraphNode* node, GraphHandle graph, const GraphNode* dependencies,            \
+    std::size_t count, const KernelNode* parameters)                                                       \
+  X(cuGraphAddDependencies_v2, GraphHandle graph, const GraphNode* from, const GraphNode* to,              \
+    const GraphEdge* edges, std::size_t count)                                                             \
+  X(cuGraphInstantiateWithFlags, GraphExec* executable, GraphHandle graph, unsigned long long flags)       \
+  X(cuGraphExecKernelNodeSetParams_v2, GraphExec executable, GraphNode node, const KernelNode* parameters) \
+  X(cuGraphExecDestroy, GraphExec executable)                                                              \
+  X(cuGraphLaunch, GraphExec executable, Stream stream)
+
 struct Driver {
 #define METAL_EMULATOR_DRIVER_MEMBER(name, ...) Result (*name)(__VA_ARGS__);
   METAL_EMULATOR_DRIVER_FUNCTIONS(METAL_EMULATOR_DRIVER_MEMBER)
+  METAL_EMULATOR_DRIVER_GRAPH_FUNCTIONS(METAL_EMULATOR_DRIVER_MEMBER)
 #undef METAL_EMULATOR_DRIVER_MEMBER
+  bool has_graphs = false;
 
   // Throws std::runtime_error where there is no driver, or too old a one.
   static const Driver& get();

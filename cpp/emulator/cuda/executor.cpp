@@ -2,6 +2,7 @@
 // another thread waits for their end.
 #include "../executor.h"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -12,6 +13,7 @@
 #include <thread>
 
 #include "device.h"
+#include "graphs.h"
 #include "program.h"
 
 namespace metal_emulator {
@@ -20,7 +22,8 @@ namespace {
 
 constexpr std::uint32_t kMaxGridYZ = 65535, kMaxGroupZ = 64;  // of CUDA
 constexpr std::size_t kMaxParameterBytes = 4096;
-constexpr std::size_t kSideStreams = 4;  // for dispatches that may overlap
+constexpr std::size_t kSideStreams = 4;     // for dispatches that may overlap
+constexpr std::size_t kLaunchedAhead = 48;  // one by one, before a graph
 
 bool is_set(const char* variable, bool otherwise) {
   const char* text = std::getenv(variable);
@@ -110,7 +113,8 @@ class CudaExecutor final : public Executor {
   CudaExecutor()
       : libraries_(make_cpu_executor()),
         filled_(is_set("METAL_EMULATOR_FILL", true)),
-        timed_(is_set("METAL_EMULATOR_TIMED", false)) {
+        timed_(is_set("METAL_EMULATOR_TIMED", false)),
+        as_graphs_(is_set("METAL_EMULATOR_GRAPHS", true)) {
     device_.enter();
     METAL_EMULATOR_CALL(cuStreamCreate, &stream_, kNonBlocking);
     for (Stream& stream : side_streams_) METAL_EMULATOR_CALL(cuStreamCreate, &stream, kNonBlocking);
@@ -164,6 +168,7 @@ class CudaExecutor final : public Executor {
       std::lock_guard lock(launch_mutex_);
       launch(running);
     }
+    keep_memory_alone(running);
     std::lock_guard lock(mutex_);
     if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
     running_.push_back(std::move(running));
@@ -174,6 +179,7 @@ class CudaExecutor final : public Executor {
   // A submission on the GPU.
   struct Running {
     std::vector<Command> commands;
+    std::vector<std::shared_ptr<Allocation>> memory;  // that they use, once they are launched
     std::function<void(Completion)> done;
     Completion completion;
     Event start = nullptr, end = nullptr;
@@ -192,6 +198,21 @@ class CudaExecutor final : public Executor {
     return program;
   }
 
+  // What is freed now need not be when somebody waits for the end.
+  static void keep_memory_alone(Running& running) {
+    const auto keep = [&](BoundBuffer& buffer) {
+      if (buffer.allocation) running.memory.push_back(std::move(buffer.allocation));
+    };
+    for (Command& command : running.commands) {
+      for (BoundBuffer& buffer : command.dispatch.buffers) keep(buffer);
+      for (BoundBuffer* buffer : {&command.copy.from, &command.copy.to, &command.fill.to}) keep(*buffer);
+    }
+    running.commands.clear();
+    std::ranges::sort(running.memory);
+    const auto repeated = std::ranges::unique(running.memory);
+    running.memory.erase(repeated.begin(), repeated.end());
+  }
+
   // Launches all commands, between two events.
   void launch(Running& running) {
     running.start = timing_.take();
@@ -199,14 +220,14 @@ class CudaExecutor final : public Executor {
     running.completion.start_seconds = now();
     try {
       METAL_EMULATOR_CALL(cuEventRecord, running.start, stream_);
-      const std::vector<Command>& commands = running.commands;
-      for (std::size_t begin = 0; begin < commands.size();) {
-        std::size_t end = begin + 1;
-        if (!timed_) {
-          while (end < commands.size() && !commands[end].after_barrier) end++;
-        }
-        launch_overlapping(running, begin, end);
-        begin = end;
+      if (timed_ || !has_only_dispatches(running.commands)) {
+        launch_in_order(running);
+      } else {
+        // The GPU begins with the first ones while the graph of the others is brought up to date.
+        const std::size_t ahead = end_of_stage(running.commands, kLaunchedAhead);
+        launch_stages(prepare_all(running, 0, ahead));
+        std::vector<Launch> others = prepare_all(running, ahead, running.commands.size());
+        if (!as_graphs_ || !graphs_.run(others, stream_)) launch_stages(others);
       }
       if (timed_) mark(running);
     } catch (const std::exception& error) {
@@ -216,19 +237,74 @@ class CudaExecutor final : public Executor {
     Driver::get().cuEventRecord(running.end, stream_);
   }
 
-  // Commands without a barrier between them: one after another on as many streams as there are.
-  void launch_overlapping(Running& running, std::size_t begin, std::size_t end) {
-    if (end - begin == 1) return launch_command(running, running.commands[begin], stream_);
+  static bool has_only_dispatches(const std::vector<Command>& commands) {
+    return std::all_of(commands.begin(), commands.end(),
+                       [](const Command& command) { return command.kind == Command::Kind::kDispatch; });
+  }
+
+  void launch_in_order(Running& running) {
+    std::vector<Launch> launches;
+    for (const Command& command : running.commands) {
+      switch (command.kind) {
+        case Command::Kind::kCopy:
+          METAL_EMULATOR_CALL(cuMemcpyAsync, address_of(command.copy.to), address_of(command.copy.from),
+                              command.copy.bytes, stream_);
+          break;
+        case Command::Kind::kFill:
+          METAL_EMULATOR_CALL(cuMemsetD8Async, address_of(command.fill.to), command.fill.value,
+                              command.fill.bytes, stream_);
+          break;
+        case Command::Kind::kDispatch:
+          launches.clear();
+          prepare(running, command.dispatch, 0, launches);
+          if (timed_) mark(running);
+          for (const Launch& launch : launches) start(launch, stream_);
+          break;
+      }
+    }
+  }
+
+  // The first command behind the barrier that follows `count` commands.
+  static std::size_t end_of_stage(const std::vector<Command>& commands, std::size_t count) {
+    std::size_t end = std::min(count, commands.size());
+    while (end < commands.size() && !commands[end].after_barrier) end++;
+    return end;
+  }
+
+  // Of commands that are all dispatches; those without a barrier between them are of one stage.
+  std::vector<Launch> prepare_all(Running& running, std::size_t begin, std::size_t end) {
+    std::vector<Launch> launches;
+    launches.reserve(end - begin);
+    std::size_t stage = 0;
+    for (std::size_t i = begin; i < end; i++) {
+      stage += running.commands[i].after_barrier;
+      prepare(running, running.commands[i].dispatch, stage, launches);
+    }
+    return launches;
+  }
+
+  // Those of a stage on as many streams as there are.
+  void launch_stages(const std::vector<Launch>& launches) {
+    for (std::size_t begin = 0; begin < launches.size();) {
+      std::size_t end = begin + 1;
+      while (end < launches.size() && launches[end].stage == launches[begin].stage) end++;
+      launch_overlapping({&launches[begin], end - begin});
+      begin = end;
+    }
+  }
+
+  void launch_overlapping(std::span<const Launch> launches) {
+    if (launches.size() == 1) return start(launches[0], stream_);
     const Event fork = ordering_.take();
     METAL_EMULATOR_CALL(cuEventRecord, fork, stream_);
-    const std::size_t streams = std::min(kSideStreams, end - begin - 1);
+    const std::size_t streams = std::min(kSideStreams, launches.size() - 1);
     for (std::size_t i = 0; i < streams; i++) {
       METAL_EMULATOR_CALL(cuStreamWaitEvent, side_streams_[i], fork, 0);
     }
     ordering_.put_back(fork);
-    for (std::size_t i = begin; i < end; i++) {
-      const std::size_t place = (i - begin) % (streams + 1);
-      launch_command(running, running.commands[i], place == 0 ? stream_ : side_streams_[place - 1]);
+    for (std::size_t i = 0; i < launches.size(); i++) {
+      const std::size_t place = i % (streams + 1);
+      start(launches[i], place == 0 ? stream_ : side_streams_[place - 1]);
     }
     for (std::size_t i = 0; i < streams; i++) {
       const Event join = ordering_.take();
@@ -243,50 +319,34 @@ class CudaExecutor final : public Executor {
     METAL_EMULATOR_CALL(cuEventRecord, running.marks.back(), stream_);
   }
 
-  void launch_command(Running& running, const Command& command, Stream stream) {
-    switch (command.kind) {
-      case Command::Kind::kCopy:
-        METAL_EMULATOR_CALL(cuMemcpyAsync, address_of(command.copy.to), address_of(command.copy.from),
-                            command.copy.bytes, stream);
-        break;
-      case Command::Kind::kFill:
-        METAL_EMULATOR_CALL(cuMemsetD8Async, address_of(command.fill.to), command.fill.value,
-                            command.fill.bytes, stream);
-        break;
-      case Command::Kind::kDispatch:
-        if (timed_) mark(running);
-        dispatch(running, command.dispatch, stream);
-        DispatchStatistics statistics;
-        const Dim3 threads = command.dispatch.threads;
-        statistics.threads =
-            threads.x ? volume(threads) : volume(command.dispatch.grid) * volume(command.dispatch.group);
-        running.completion.statistics.push_back(std::move(statistics));
-        break;
-    }
-  }
-
   static Address address_of(const BoundBuffer& buffer) {
     return buffer.allocation ? buffer.allocation->device_address + buffer.offset : 0;
   }
 
+  [[noreturn]] static void fail(const DispatchCommand& command, const std::string& why) {
+    throw std::runtime_error("dispatch " + std::to_string(command.number) + ", kernel '" +
+                             command.pipeline->kernel->name + "': " + why);
+  }
+
   // Puts the bytes of setBytes where a kernel finds them behind an address.
-  Address upload(Running& running, const std::vector<std::byte>& bytes, Stream stream) {
+  Address upload(Running& running, const std::vector<std::byte>& bytes) {
     Address address = 0;
-    METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), stream);
+    METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), stream_);
     running.bytes.push_back(address);
-    METAL_EMULATOR_CALL(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), stream);
+    METAL_EMULATOR_CALL(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), stream_);
     return address;
   }
 
-  void dispatch(Running& running, const DispatchCommand& command, Stream stream) {
+  // Adds the launches of a dispatch.
+  void prepare(Running& running, const DispatchCommand& command, std::size_t stage,
+               std::vector<Launch>& launches) {
+    DispatchStatistics& statistics = running.completion.statistics.emplace_back();
+    statistics.threads =
+        command.threads.x ? volume(command.threads) : volume(command.grid) * volume(command.group);
     const auto& pipeline = static_cast<const CudaPipeline&>(*command.pipeline);
     const ParameterLayout& layout = pipeline.program->layout();
     const std::span<const KernelArgument> arguments = pipeline.kernel->arguments;
-    const auto fail = [&](const std::string& why) {
-      throw std::runtime_error("dispatch " + std::to_string(command.number) + ", kernel '" +
-                               pipeline.kernel->name + "': " + why);
-    };
-    if (layout.bytes > kMaxParameterBytes) fail("its arguments exceed 4096 bytes");
+    if (layout.bytes > kMaxParameterBytes) fail(command, "its arguments exceed 4096 bytes");
 
     // Parameters. A value that is bound as a buffer needs the variant with addresses.
     Variant variant;
@@ -294,7 +354,7 @@ class CudaExecutor final : public Executor {
       const BoundBuffer* bound = bound_to(command, arguments[i]);
       if (layout.places[i].value && bound && bound->allocation) variant.values = false;
     }
-    alignas(16) std::array<std::byte, kMaxParameterBytes> parameters;
+    std::vector<std::byte> parameters(layout.bytes);
     std::uint32_t threadgroup_bytes = 0;
     for (std::size_t i = 0; i < arguments.size(); i++) {
       std::uint64_t slot = 0;
@@ -311,7 +371,7 @@ class CudaExecutor final : public Executor {
           std::memcpy(parameters.data() + layout.places[i].value, bound->bytes.data(),
                       std::min(bound->bytes.size(), arguments[i].element_bytes));
         } else {
-          slot = upload(running, bound->bytes, stream);
+          slot = upload(running, bound->bytes);
         }
       }
       std::memcpy(parameters.data() + layout.places[i].slot, &slot, sizeof slot);
@@ -324,26 +384,37 @@ class CudaExecutor final : public Executor {
                            ? to_vec3(command.threads)
                            : Vec3{command.grid.x * command.group.x, command.grid.y * command.group.y,
                                   command.grid.z * command.group.z};
-    LaunchAttribute overlap{};
-    overlap.id = kSerialization;
-    overlap.value = 1;
-    const bool overlaps = device_.capability() >= 90 && !timed_;
-    for (const Region& region : regions_of(command)) {
+    const std::vector<Region> regions = regions_of(command);
+    for (const Region& region : regions) {
       if (region.groups.y > kMaxGridYZ || region.groups.z > kMaxGridYZ || region.threads.z > kMaxGroupZ) {
-        fail("a CUDA grid has at most 65535 threadgroups in y and z, and a threadgroup 64 threads in z");
+        fail(command,
+             "a CUDA grid has at most 65535 threadgroups in y and z, and a threadgroup 64 threads in z");
       }
       geometry.first_group = to_vec3(region.first);
       std::memcpy(parameters.data(), &geometry, sizeof geometry);
       variant.partial = volume(region.threads) % kSimdWidth != 0;
       const bool usual = variant == Variant{};
-      const Function function = usual ? pipeline.function : pipeline.program->function(variant);
-      const LaunchConfig config = {region.groups.x,  region.groups.y,   region.groups.z,   region.threads.x,
-                                   region.threads.y, region.threads.z,  threadgroup_bytes, stream,
-                                   &overlap,         overlaps ? 1u : 0u};
-      void* pointers[] = {parameters.data()};
-      const Result result = Driver::get().cuLaunchKernelEx(&config, function, pointers, nullptr);
-      if (result != 0) fail("the launch failed: " + describe(result));
+      launches.push_back({.function = usual ? pipeline.function : pipeline.program->function(variant),
+                          .groups = region.groups,
+                          .threads = region.threads,
+                          .threadgroup_bytes = threadgroup_bytes,
+                          .command = &command,
+                          .stage = stage,
+                          .parameters = &region == &regions.back() ? std::move(parameters) : parameters});
     }
+  }
+
+  void start(const Launch& launch, Stream stream) {
+    LaunchAttribute overlap{};
+    overlap.id = kSerialization;
+    overlap.value = 1;
+    const LaunchConfig config = {
+        launch.groups.x,  launch.groups.y,          launch.groups.z, launch.threads.x, launch.threads.y,
+        launch.threads.z, launch.threadgroup_bytes, stream,          &overlap,         overlaps_ ? 1u : 0u};
+    // The driver copies the parameters.
+    void* parameters[] = {const_cast<std::byte*>(launch.parameters.data())};
+    const Result result = Driver::get().cuLaunchKernelEx(&config, launch.function, parameters, nullptr);
+    if (result != 0) fail(*launch.command, "the launch failed: " + describe(result));
   }
 
   static const BoundBuffer* bound_to(const DispatchCommand& command, const KernelArgument& argument) {
@@ -391,7 +462,9 @@ class CudaExecutor final : public Executor {
 
   const Device device_;
   const std::unique_ptr<Executor> libraries_;
-  const bool filled_, timed_;
+  const bool filled_, timed_, as_graphs_;
+  const bool overlaps_ = device_.capability() >= 90 && !timed_;  // kernels wait by themselves: see Program
+  Graphs graphs_{overlaps_};
   Stream stream_ = nullptr;
   std::array<Stream, kSideStreams> side_streams_{};
   Events timing_{kWithTime}, ordering_{kWithoutTime};

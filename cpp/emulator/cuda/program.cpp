@@ -71,9 +71,10 @@ Function Program::compile(Variant variant) const {
   std::string assembly = module.assembly;
   replace_all(assembly, "%nsmid", variant.partial ? "1" : "0");
   if (device_.capability() >= 90) {
-    // The next kernel is brought to the multiprocessors while this one runs; it waits for its memory here.
+    // The next kernel is brought to the multiprocessors while this one runs, and waits for its memory there.
+    // Not before this one's own memory is ready: else those behind the next come as well, and take places.
     replace_all(assembly, ".target sm_80", ".target sm_90");
-    replace_all(assembly, "// await", "griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;");
+    replace_all(assembly, "// await", "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
   }
   std::array<char, 8192> log{};
   std::array<int, 2> options = {kJitErrorLog, kJitErrorLogBytes};
@@ -99,6 +100,7 @@ void Program::write_constants(ModuleHandle module, const std::string& assembly) 
     std::size_t bytes = 0;
     METAL_EMULATOR_CALL(cuModuleGetGlobal_v2, &address, &bytes, module, name.c_str());
     METAL_EMULATOR_CALL(cuMemcpyHtoD_v2, address, &bits, bytes);
+    METAL_EMULATOR_CALL(cuStreamSynchronize, nullptr);  // for which other streams do not wait
   };
   for (const ConstantValue& constant : constants_) {
     const std::string index = std::to_string(constant.index);

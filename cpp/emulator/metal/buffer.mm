@@ -7,7 +7,6 @@ using metal_emulator::ValidationError;
 
 @implementation EmulatorBuffer {
   id<MTLDevice> _device;
-  std::shared_ptr<BufferState> _state;
   MTLResourceOptions _options;
   void (^_deallocator)(void* pointer, NSUInteger length);
 }

@@ -1,4 +1,5 @@
-// The Objective-C classes behind Metal's protocols, as they see each other.
+// The Objective-C classes behind Metal's protocols, as they see each other. Encoding is on the way of every
+// token, so encoders look at what others have instead of sending them messages.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -53,7 +54,10 @@ T* checked_cast(id object, const char* call) {
 @interface EmulatorDevice : NSObject <MTLDevice>
 @end
 
-@interface EmulatorBuffer : NSObject <MTLBuffer>
+@interface EmulatorBuffer : NSObject <MTLBuffer> {
+ @package
+  std::shared_ptr<metal_emulator::BufferState> _state;
+}
 - (instancetype)initWithDevice:(id<MTLDevice>)device
                          state:(std::shared_ptr<metal_emulator::BufferState>)state
                        options:(MTLResourceOptions)options
@@ -80,7 +84,11 @@ T* checked_cast(id object, const char* call) {
 - (metal_emulator::Specialization)valuesForLibrary:(const metal_emulator::ShaderLibrary&)library;
 @end
 
-@interface EmulatorComputePipeline : NSObject <MTLComputePipelineState>
+@interface EmulatorComputePipeline : NSObject <MTLComputePipelineState> {
+ @package
+  std::shared_ptr<const metal_emulator::Pipeline> _pipeline;
+  NSUInteger _maxThreads;
+}
 - (instancetype)initWithDevice:(id<MTLDevice>)device
                       pipeline:(std::shared_ptr<const metal_emulator::Pipeline>)pipeline
                     maxThreads:(NSUInteger)maxThreads
@@ -107,13 +115,19 @@ T* checked_cast(id object, const char* call) {
 - (void)encode:(metal_emulator::Command)command
       bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
 - (void)encodeBarrier:(metal_emulator::EncodedBarrier)barrier;
+// Whether somebody will ask what commands were bound to.
+- (BOOL)describesBindings;
 - (int)nextDispatch;
 - (std::size_t)commandCount;
 - (void)retainUntilCompleted:(id)object;
 - (void)encoderEnded:(BOOL)properly label:(NSString*)label;
 @end
 
-@interface EmulatorEncoder : NSObject <MTLCommandEncoder>
+@interface EmulatorEncoder : NSObject <MTLCommandEncoder> {
+ @protected
+  EmulatorCommandBuffer* _commandBuffer;
+  BOOL _ended;
+}
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer;
 - (EmulatorCommandBuffer*)commandBuffer;
 // Throws ValidationError after endEncoding.

@@ -26,6 +26,8 @@ NSErrorDomain const MTLCommandBufferErrorDomain = @"MTLCommandBufferErrorDomain"
 
 namespace {
 
+constexpr std::size_t kUsualCommands = 256;  // of a command buffer
+
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -39,6 +41,7 @@ struct Running {
 @implementation EmulatorCommandBuffer {
   EmulatorCommandQueue* _queue;
   BOOL _retained;
+  BOOL _describes;  // for messages and records
   Encoded _encoded;
   int _dispatches;
   BOOL _encoderOpen;
@@ -62,6 +65,8 @@ struct Running {
   if ((self = [super init])) {
     _queue = queue;
     _retained = retained;
+    State& state = State::get();
+    _describes = state.validates() || state.keeps_history() || state.options().checked;
     _untracked = std::make_shared<UntrackedUse>((__bridge const void*)queue);
   }
   return self;
@@ -144,8 +149,7 @@ struct Running {
   State& state = State::get();
   state.begin_work();
   // What is found out when they have run needs the commands.
-  const bool keep = state.validates() || state.keeps_history();
-  std::vector<Command> commands = keep ? _encoded.commands : std::exchange(_encoded, {}).commands;
+  std::vector<Command> commands = _describes ? _encoded.commands : std::exchange(_encoded, {}).commands;
   const auto fault = state.next_command_buffer_fault();
   if (fault) truncate(commands, fault->dispatches);
   {
@@ -258,11 +262,16 @@ struct Running {
     std::move(accesses.begin(), accesses.end(), std::back_inserter(_untrackedNow));
   }
   if (command.kind == Command::Kind::kDispatch) _dispatches++;
+  if (_encoded.commands.empty()) _encoded.commands.reserve(kUsualCommands);
   _encoded.commands.push_back(std::move(command));
-  _encoded.bindings.push_back(std::move(bindings));
+  if (_describes) _encoded.bindings.push_back(std::move(bindings));
 }
 - (void)encodeBarrier:(EncodedBarrier)barrier {
+  if (!_describes) return;  // commands say for themselves that they stand behind one
   _encoded.barriers.push_back(std::move(barrier));
+}
+- (BOOL)describesBindings {
+  return _describes;
 }
 - (int)nextDispatch {
   return _dispatches;

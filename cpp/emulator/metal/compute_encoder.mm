@@ -7,6 +7,7 @@ using metal_emulator::Access;
 using metal_emulator::Allocation;
 using metal_emulator::Binding;
 using metal_emulator::Bindings;
+using metal_emulator::BoundBuffer;
 using metal_emulator::BufferState;
 using metal_emulator::checked_cast;
 using metal_emulator::Command;
@@ -54,6 +55,16 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
                         std::to_string(buffer.info.length) + " bytes");
 }
 
+// In checked mode, bytes get memory with a guarded end like any buffer.
+BoundBuffer bound_buffer(const Binding& binding, bool checked) {
+  if (binding.buffer) return {binding.buffer->allocation, binding.offset, {}};
+  if (!checked) return {nullptr, 0, binding.bytes};
+  auto memory = State::get().executor().allocate(binding.bytes.size(), true);
+  if (!memory || !memory->host()) return {nullptr, 0, binding.bytes};
+  std::memcpy(memory->host(), binding.bytes.data(), binding.bytes.size());
+  return {std::move(memory), 0, {}};
+}
+
 }  // namespace
 
 @implementation EmulatorComputeEncoder {
@@ -81,12 +92,12 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
 }
 
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)pipeline {
-  [self requireOpen:"setComputePipelineState"];
+  if (_ended) [self requireOpen:"setComputePipelineState"];
   _pipeline = checked_cast<EmulatorComputePipeline>(pipeline, "setComputePipelineState");
 }
 
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
-  [self requireOpen:"setBytes"];
+  if (_ended) [self requireOpen:"setBytes"];
   check_index("setBytes", index, kMaxBuffers);
   if (!bytes || length == 0) throw ValidationError("setBytes: no bytes at index " + std::to_string(index));
   if (length > kMaxSetBytes) {
@@ -94,26 +105,33 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
                           " exceed the limit of " + std::to_string(kMaxSetBytes));
   }
   const auto* first = static_cast<const std::byte*>(bytes);
-  _bindings[index] = {nullptr, 0, true, {first, first + length}};
+  Binding& binding = _bindings[index];
+  binding.buffer = nullptr;
+  binding.offset = 0;
+  binding.is_bytes = true;
+  binding.bytes.assign(first, first + length);  // into memory that it has from dispatches before
   _objects[index] = nil;
 }
 
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  [self requireOpen:"setBuffer"];
+  if (_ended) [self requireOpen:"setBuffer"];
   check_index("setBuffer", index, kMaxBuffers);
   if (!buffer) {
     _bindings[index] = {};
     _objects[index] = nil;
     return;
   }
-  const auto& state = checked_cast<EmulatorBuffer>(buffer, "setBuffer").state;
+  const auto& state = checked_cast<EmulatorBuffer>(buffer, "setBuffer")->_state;
   check_offset("setBuffer", *state, offset, index);
-  _bindings[index] = {state, offset, false, {}};
+  Binding& binding = _bindings[index];
+  if (binding.buffer != state) binding.buffer = state;
+  binding.offset = offset;
+  binding.is_bytes = false;
   _objects[index] = _retains ? buffer : nil;
 }
 
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  [self requireOpen:"setBufferOffset"];
+  if (_ended) [self requireOpen:"setBufferOffset"];
   check_index("setBufferOffset", index, kMaxBuffers);
   if (!_bindings[index].buffer) {
     throw ValidationError("setBufferOffset: no buffer is bound at index " + std::to_string(index));
@@ -131,7 +149,7 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
 }
 
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
-  [self requireOpen:"setThreadgroupMemoryLength"];
+  if (_ended) [self requireOpen:"setThreadgroupMemoryLength"];
   check_index("setThreadgroupMemoryLength", index, kMaxThreadgroupArguments);
   if (length % metal_emulator::kThreadgroupLengthUnit != 0) {
     throw ValidationError("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " +
@@ -152,41 +170,46 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
 
 - (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
   const Pipeline& pipeline = [self requirePipeline:"dispatchThreads"];
-  check_geometry(pipeline, self.commandBuffer.nextDispatch, to_size(threads), to_size(group));
+  check_geometry(pipeline, _commandBuffer.nextDispatch, to_size(threads), to_size(group));
   [self dispatchGrid:divide_up(threads, group) group:group threads:threads];
 }
 
 - (const Pipeline&)requirePipeline:(const char*)call {
-  [self requireOpen:call];
+  if (_ended) [self requireOpen:call];
   if (!_pipeline) throw ValidationError(std::string(call) + ": no compute pipeline state is set");
-  return *_pipeline.pipeline;
+  return *_pipeline->_pipeline;
 }
 
 - (void)dispatchGrid:(MTLSize)grid group:(MTLSize)group threads:(MTLSize)threads {
-  const Pipeline& pipeline = *_pipeline.pipeline;
-  const int number = self.commandBuffer.nextDispatch;
+  __unsafe_unretained EmulatorCommandBuffer* const commandBuffer = _commandBuffer;
+  __unsafe_unretained EmulatorComputePipeline* const state = _pipeline;
+  const Pipeline& pipeline = *state->_pipeline;
+  const int number = commandBuffer.nextDispatch;
   check_geometry(pipeline, number, to_size(grid), to_size(group));
-  if (group.width * group.height * group.depth > _pipeline.maxTotalThreadsPerThreadgroup) {
+  if (group.width * group.height * group.depth > state->_maxThreads) {
     throw ValidationError(describe(pipeline, number) + ": the threadgroup exceeds the pipeline's " +
-                          "maxTotalThreadsPerThreadgroup of " +
-                          std::to_string(_pipeline.maxTotalThreadsPerThreadgroup));
+                          "maxTotalThreadsPerThreadgroup of " + std::to_string(state->_maxThreads));
   }
   check_buffers(pipeline, number, _bindings);
   check_threadgroup_memory(pipeline, number, _threadgroupLengths);
 
-  const auto options = State::get().options();
-  if (_dispatchType == MTLDispatchTypeConcurrent && !options.checked && State::get().validates())
+  State& machine = State::get();
+  const bool checked = machine.options().checked;
+  if (_dispatchType == MTLDispatchTypeConcurrent && !checked && machine.validates())
     [self trackHazards:number];
 
   Command command;
   command.after_barrier = _barrier || _dispatchType == MTLDispatchTypeSerial;
   DispatchCommand& dispatch = command.dispatch;
-  dispatch.pipeline = _pipeline.pipeline;
+  dispatch.pipeline = state->_pipeline;
   dispatch.grid = to_dim3(grid);
   dispatch.group = to_dim3(group);
   dispatch.threads = to_dim3(threads);
   dispatch.number = number;
+  dispatch.buffers.reserve(pipeline.kernel->arguments.size());
   std::vector<EncodedBinding> encoded;
+  const bool described = commandBuffer.describesBindings;
+  if (described) encoded.reserve(pipeline.kernel->arguments.size());
   for (const KernelArgument& argument : pipeline.kernel->arguments) {
     if (!exists(pipeline, argument)) continue;
     const auto index = static_cast<std::size_t>(argument.index);
@@ -196,31 +219,22 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
       continue;
     }
     if (dispatch.buffers.size() <= index) dispatch.buffers.resize(index + 1);
-    dispatch.buffers[index] = [self makeBoundBuffer:_bindings[index] checked:options.checked];
-    encoded.push_back(
-        {argument.index, argument.name, _bindings[index].buffer, _bindings[index].offset, argument.writable});
-    if (_objects[index]) [self.commandBuffer retainUntilCompleted:_objects[index]];
+    const Binding& binding = _bindings[index];
+    dispatch.buffers[index] = bound_buffer(binding, checked);
+    if (described)
+      encoded.push_back({argument.index, argument.name, binding.buffer, binding.offset, argument.writable});
+    if (_objects[index]) [commandBuffer retainUntilCompleted:_objects[index]];
   }
-  [self.commandBuffer retainUntilCompleted:_pipeline];
+  if (_retains) [commandBuffer retainUntilCompleted:_pipeline];
   if (_dispatchType == MTLDispatchTypeSerial) {
-    [self.commandBuffer encodeBarrier:{self.commandBuffer.commandCount, true, {}}];
+    [commandBuffer encodeBarrier:{commandBuffer.commandCount, true, {}}];
   }
-  [self.commandBuffer encode:std::move(command) bindings:std::move(encoded)];
+  [commandBuffer encode:std::move(command) bindings:std::move(encoded)];
   _barrier = NO;
 }
 
-// In checked mode, bytes get memory with a guarded end like any buffer.
-- (metal_emulator::BoundBuffer)makeBoundBuffer:(const Binding&)binding checked:(bool)checked {
-  if (binding.buffer) return {binding.buffer->allocation, binding.offset, {}};
-  if (!checked) return {nullptr, 0, binding.bytes};
-  auto memory = State::get().executor().allocate(binding.bytes.size(), true);
-  if (!memory || !memory->host()) return {nullptr, 0, binding.bytes};
-  std::memcpy(memory->host(), binding.bytes.data(), binding.bytes.size());
-  return {std::move(memory), 0, {}};
-}
-
 - (void)trackHazards:(int)number {
-  const Pipeline& pipeline = *_pipeline.pipeline;
+  const Pipeline& pipeline = *_pipeline->_pipeline;
   std::vector<Access> accesses;
   for (const KernelArgument& argument : pipeline.kernel->arguments) {
     if (argument.space == KernelArgument::Space::kThreadgroup || !exists(pipeline, argument)) continue;
@@ -239,20 +253,20 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
 
 - (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
   static_cast<void>(usage);
-  [self requireOpen:"useResource"];
-  [self.commandBuffer retainUntilCompleted:checked_cast<EmulatorBuffer>(resource, "useResource")];
+  if (_ended) [self requireOpen:"useResource"];
+  [_commandBuffer retainUntilCompleted:checked_cast<EmulatorBuffer>(resource, "useResource")];
 }
 
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
-  [self requireOpen:"memoryBarrierWithScope"];
+  if (_ended) [self requireOpen:"memoryBarrierWithScope"];
   if (!(scope & MTLBarrierScopeBuffers)) return;
   _barrier = YES;
   _hazards->barrier();
-  [self.commandBuffer encodeBarrier:{self.commandBuffer.commandCount, true, {}}];
+  [_commandBuffer encodeBarrier:{_commandBuffer.commandCount, true, {}}];
 }
 
 - (void)memoryBarrierWithResources:(const id<MTLResource>[])resources count:(NSUInteger)count {
-  [self requireOpen:"memoryBarrierWithResources"];
+  if (_ended) [self requireOpen:"memoryBarrierWithResources"];
   std::vector<const Allocation*> memory;
   for (NSUInteger i = 0; i < count; i++) {
     memory.push_back(
@@ -260,6 +274,6 @@ void check_offset(const char* call, const BufferState& buffer, NSUInteger offset
   }
   _barrier = YES;
   _hazards->barrier(memory);
-  [self.commandBuffer encodeBarrier:{self.commandBuffer.commandCount, false, std::move(memory)}];
+  [_commandBuffer encodeBarrier:{_commandBuffer.commandCount, false, std::move(memory)}];
 }
 @end

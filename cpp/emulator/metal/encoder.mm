@@ -7,8 +7,6 @@ using metal_emulator::Command;
 using metal_emulator::ValidationError;
 
 @implementation EmulatorEncoder {
-  EmulatorCommandBuffer* _commandBuffer;
-  BOOL _ended;
   int _debugGroups;
 }
 @synthesize label = _label;

@@ -261,8 +261,6 @@ Value make_value(const void* bytes, MTLDataType type) {
 
 @implementation EmulatorComputePipeline {
   id<MTLDevice> _device;
-  std::shared_ptr<const Pipeline> _pipeline;
-  NSUInteger _maxThreads;
   NSString* _label;
 }
 @synthesize device = _device;

@@ -1,0 +1,62 @@
+// Command buffers of a form that comes again as graphs of the driver, which start in one call and with less
+// time between their kernels than launches one by one.
+#pragma once
+
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "../executor.h"
+#include "driver.h"
+
+namespace metal_emulator::cuda {
+
+// A kernel's launch, ready for the driver.
+struct Launch {
+  Function function = nullptr;
+  Dim3 groups, threads;
+  std::uint32_t threadgroup_bytes = 0;
+  const DispatchCommand* command = nullptr;  // that it comes from, until it is launched
+  std::size_t stage = 0;  // launches of a stage may overlap; each stage waits for the one before
+  std::vector<std::byte> parameters;
+};
+
+class Graph {
+ public:
+  // With `overlaps`, kernels wait for the memory of those before by themselves.
+  Graph(std::vector<Launch> launches, bool overlaps);
+  ~Graph();
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  // Runs as many launches, of the same functions in the same stages; what else has changed is brought up to
+  // date.
+  void run(std::vector<Launch> launches, Stream stream);
+
+ private:
+  void build(bool overlaps);
+
+  std::vector<Launch> launches_;  // as the graph has them
+  std::vector<GraphNode> nodes_;
+  GraphHandle graph_ = nullptr;
+  GraphExec executable_ = nullptr;
+};
+
+// The graphs of the forms used last. A form's first launches go one by one: most prompts come once.
+class Graphs {
+ public:
+  explicit Graphs(bool overlaps) : overlaps_(overlaps) {}
+
+  // Runs the launches as a graph, or leaves them alone and returns false.
+  bool run(std::vector<Launch>& launches, Stream stream);
+
+ private:
+  struct Form {
+    std::vector<std::pair<Function, std::size_t>> kernels;
+    std::unique_ptr<Graph> graph;  // null until it comes again
+  };
+  const bool overlaps_;
+  std::list<Form> forms_;  // the one used last first
+};
+
+}  // namespace metal_emulator::cuda
