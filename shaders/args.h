@@ -136,6 +136,13 @@ struct AttentionArgs {
 };
 static_assert(sizeof(AttentionArgs) == 44, "AttentionArgs");
 
+// Both, of a single token.
+struct RopeAttentionArgs {
+  RopeArgs rope;
+  AttentionArgs attention;
+};
+static_assert(sizeof(RopeAttentionArgs) == 92, "RopeAttentionArgs");
+
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input is [gate | up]
 struct SwigluArgs {
   u32_t ffn_dim;

@@ -4,6 +4,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "rope.h"
 
 using namespace metal;
 
@@ -28,63 +29,26 @@ struct PartialSoftmax {
   }
 };
 
-// Grid: (splits, n_kv_heads * blocks of query heads, tokens); up to DECODE_SIMDGROUPS simdgroups.
-// With one split `out` is [token][n_heads][value_dim]; else, for attention_combine,
-// [token][n_heads][splits][value_dim + 2] with the maximum and the sum behind the values.
-template <typename T, ushort kChunks>
-kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q_stride]
-                             device const T* k [[buffer(1)]],      // [position][n_kv_heads][key_dim]
-                             device const T* v [[buffer(2)]],      // [position][n_kv_heads][value_dim]
-                             device float* out [[buffer(3)]], constant AttentionArgs& args [[buffer(4)]],
-                             uint3 group [[threadgroup_position_in_grid]],
-                             ushort thread_index [[thread_index_in_threadgroup]],
-                             ushort3 threads [[threads_per_threadgroup]],
-                             ushort lane [[thread_index_in_simdgroup]],
-                             ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                             ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr ushort kHeads = DECODE_HEADS(kChunks);
-  const uint heads_per_kv = args.n_heads / args.n_kv_heads, blocks = (heads_per_kv + kHeads - 1) / kHeads;
-  const uint kv_head = group.y / blocks, first_of_kv = group.y % blocks * kHeads;
-  const uint head = kv_head * heads_per_kv + first_of_kv, token = group.z;
-  const ushort heads = min(uint(kHeads), heads_per_kv - first_of_kv);
-  const ushort dim = lane % kLanes * 4;  // first dimension of this lane
-
-  // The keys of this threadgroup: its split of those that the token sees.
-  const uint last = args.position + token + 1;
-  const uint window_start = args.window > 0 && last > args.window ? last - args.window : 0;
-  const uint begin = max(window_start, group.x * args.split_keys),
-             end = min(last, (group.x + 1) * args.split_keys);
-
+// The query heads of a threadgroup, up to DECODE_HEADS, with what they have seen so far. Kept in registers.
+template <ushort kChunks>
+struct Queries {
+  static constant constexpr ushort kHeads = DECODE_HEADS(kChunks);
   float4 query[kHeads][kChunks];
   PartialSoftmax<kChunks> state[kHeads];
+  ushort heads;
+
+  void clear() {
 #pragma unroll
-  for (ushort h = 0; h < kHeads; ++h) {
-    state[h].best = kLowest;
-    state[h].sum = 0.0f;
+    for (ushort h = 0; h < kHeads; ++h) {
+      state[h].best = kLowest;
+      state[h].sum = 0.0f;
 #pragma unroll
-    for (ushort c = 0; c < kChunks; ++c) {
-      const bool inside = h < heads && dim + c * 32 < args.key_dim;
-      device const float* values = q + token * args.q_stride + (head + h) * args.key_dim + dim + c * 32;
-      query[h][c] = inside ? args.scale * *(device const float4*)values : float4(0.0f);
-      state[h].o[c] = 0.0f;
+      for (ushort c = 0; c < kChunks; ++c) state[h].o[c] = 0.0f;
     }
   }
 
-  // Four keys a simdgroup at a time; lanes without a key repeat the last one and leave it out.
-  const uint step = simdgroups * (32 / kLanes);
-  for (uint first = begin + simdgroup * (32 / kLanes); first < end; first += step) {
-    const uint key = first + lane / kLanes;
-    const bool valid = key < end;
-    device const T* k_row = k + (ulong(min(key, end - 1)) * args.n_kv_heads + kv_head) * args.key_dim + dim;
-    device const T* v_row = v + (ulong(min(key, end - 1)) * args.n_kv_heads + kv_head) * args.value_dim + dim;
-    float4 keys[kChunks], values[kChunks];
-#pragma unroll
-    for (ushort c = 0; c < kChunks; ++c) {
-      keys[c] =
-          dim + c * 32 < args.key_dim ? float4(*(device const vec<T, 4>*)(k_row + c * 32)) : float4(0.0f);
-      values[c] =
-          dim + c * 32 < args.value_dim ? float4(*(device const vec<T, 4>*)(v_row + c * 32)) : float4(0.0f);
-    }
+  // One key for each group of lanes; those without a valid one take part in the sums alone.
+  void take(thread const float4* keys, thread const float4* values, bool valid) {
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
       if (h >= heads) break;
@@ -101,52 +65,252 @@ kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q
     }
   }
 
-  // Join the four keys' worth of a simdgroup, then the simdgroups.
-  threadgroup float shared[DECODE_SIMDGROUPS][kHeads][kChunks * 32 + 2];
+  // Joins the four keys' worth of a simdgroup: [kHeads][kChunks * 32 + 2], the maximum and the sum behind the
+  // values.
+  void join(threadgroup float* mine, ushort lane) {
 #pragma unroll
-  for (ushort h = 0; h < kHeads; ++h) {
-    if (h >= heads) break;
-    float best = state[h].best;
-    for (ushort offset = kLanes; offset < 32; offset *= 2) best = max(best, simd_shuffle_xor(best, offset));
-    state[h].rescale(best);
-    for (ushort offset = kLanes; offset < 32; offset *= 2) {
-      state[h].sum += simd_shuffle_xor(state[h].sum, offset);
+    for (ushort h = 0; h < kHeads; ++h) {
+      if (h >= heads) break;
+      float best = state[h].best;
+      for (ushort offset = kLanes; offset < 32; offset *= 2) best = max(best, simd_shuffle_xor(best, offset));
+      state[h].rescale(best);
+      for (ushort offset = kLanes; offset < 32; offset *= 2) {
+        state[h].sum += simd_shuffle_xor(state[h].sum, offset);
 #pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) state[h].o[c] += simd_shuffle_xor(state[h].o[c], offset);
-    }
-    threadgroup float* mine = shared[simdgroup][h];
-    if (lane < kLanes) {
+        for (ushort c = 0; c < kChunks; ++c) state[h].o[c] += simd_shuffle_xor(state[h].o[c], offset);
+      }
+      if (lane < kLanes) {
 #pragma unroll
-      for (ushort c = 0; c < kChunks; ++c)
-        for (ushort i = 0; i < 4; ++i) mine[dim + c * 32 + i] = state[h].o[c][i];
-    }
-    if (lane == 0) {
-      mine[kChunks * 32] = best;
-      mine[kChunks * 32 + 1] = state[h].sum;
+        for (ushort c = 0; c < kChunks; ++c)
+          for (ushort i = 0; i < 4; ++i) mine[lane * 4 + c * 32 + i] = state[h].o[c][i];
+      }
+      if (lane == 0) {
+        mine[kChunks * 32] = best;
+        mine[kChunks * 32 + 1] = state[h].sum;
+      }
+      mine += kChunks * 32 + 2;
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = thread_index; i < heads * args.value_dim; i += threads.x) {
-    const ushort h = i / args.value_dim, d = i % args.value_dim;
-    float best = kLowest, sum = 0.0f, o = 0.0f;
-    for (ushort s = 0; s < simdgroups; ++s) best = max(best, shared[s][h][kChunks * 32]);
-    for (ushort s = 0; s < simdgroups; ++s) {
-      const float weight = fast::exp(shared[s][h][kChunks * 32] - best);
-      sum += weight * shared[s][h][kChunks * 32 + 1];
-      o += weight * shared[s][h][d];
+};
+
+// Which heads and keys a threadgroup has.
+struct Share {
+  uint kv_head, head, token;  // head: the first query head
+  ushort heads;
+  uint begin, end;  // keys
+};
+
+// Grid: (splits, n_kv_heads * blocks of query heads, tokens).
+static inline Share share_of(uint3 group, constant AttentionArgs& args, ushort most_heads) {
+  const uint heads_per_kv = args.n_heads / args.n_kv_heads;
+  const uint blocks = (heads_per_kv + most_heads - 1) / most_heads;
+  const uint first_of_kv = group.y % blocks * most_heads;
+  Share share;
+  share.kv_head = group.y / blocks;
+  share.head = share.kv_head * heads_per_kv + first_of_kv;
+  share.token = group.z;
+  share.heads = min(uint(most_heads), heads_per_kv - first_of_kv);
+  // Its split of the keys that the token sees.
+  const uint last = args.position + share.token + 1;
+  const uint window_start = args.window > 0 && last > args.window ? last - args.window : 0;
+  share.begin = max(window_start, group.x * args.split_keys);
+  share.end = min(last, (group.x + 1) * args.split_keys);
+  return share;
+}
+
+// Keys of the cache and their values, one for each group of lanes, as they lie there.
+template <typename T, ushort kChunks>
+struct CachedKeys {
+  vec<T, 4> keys[kChunks], values[kChunks];
+
+  // From `first` on; lanes whose key would lie behind `last` get that one.
+  void load(device const T* k, device const T* v, constant AttentionArgs& args, uint kv_head, uint first,
+            uint last, ushort lane) {
+    const ushort dim = lane % kLanes * 4;
+    const ulong row = ulong(min(first + lane / kLanes, last)) * args.n_kv_heads + kv_head;
+#pragma unroll
+    for (ushort c = 0; c < kChunks; ++c) {
+      const uint d = dim + c * 32;
+      keys[c] = d < args.key_dim ? *(device const vec<T, 4>*)(k + row * args.key_dim + d) : vec<T, 4>(0);
+      values[c] =
+          d < args.value_dim ? *(device const vec<T, 4>*)(v + row * args.value_dim + d) : vec<T, 4>(0);
     }
-    const uint row = token * args.n_heads + head + h;
+  }
+};
+
+// Keys [first, end) of the cache, four at a time and `step` apart, of which `cached` has the first four.
+template <typename T, ushort kChunks>
+static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKeys<T, kChunks>& cached,
+                               device const T* k, device const T* v, constant AttentionArgs& args,
+                               uint kv_head, uint first, uint end, uint step, ushort lane) {
+  while (first < end) {
+    float4 keys[kChunks], values[kChunks];
+#pragma unroll
+    for (ushort c = 0; c < kChunks; ++c) {
+      keys[c] = float4(cached.keys[c]);
+      values[c] = float4(cached.values[c]);
+    }
+    queries.take(keys, values, first + lane / kLanes < end);
+    first += step;
+    if (first < end) cached.load(k, v, args, kv_head, first, end - 1, lane);
+  }
+}
+
+// Joins the simdgroups, whose parts are in `shared`. With one split `out` is [token][n_heads][value_dim];
+// else, for attention_combine, [token][n_heads][splits][value_dim + 2] with the maximum and the sum behind
+// the values.
+template <ushort kChunks>
+static inline void store(threadgroup const float* shared, device float* out, constant AttentionArgs& args,
+                         Share share, uint split, ushort thread_index, ushort threads, ushort simdgroups) {
+  constexpr ushort kHead = kChunks * 32 + 2, kSimdgroup = DECODE_HEADS(kChunks) * kHead;
+  for (uint i = thread_index; i < share.heads * args.value_dim; i += threads) {
+    const ushort h = i / args.value_dim, d = i % args.value_dim;
+    threadgroup const float* part = shared + h * kHead;
+    float best = kLowest, sum = 0.0f, o = 0.0f;
+    for (ushort s = 0; s < simdgroups; ++s) best = max(best, part[s * kSimdgroup + kChunks * 32]);
+    for (ushort s = 0; s < simdgroups; ++s) {
+      const float weight = fast::exp(part[s * kSimdgroup + kChunks * 32] - best);
+      sum += weight * part[s * kSimdgroup + kChunks * 32 + 1];
+      o += weight * part[s * kSimdgroup + d];
+    }
+    const uint row = share.token * args.n_heads + share.head + h;
     if (args.splits == 1) {
       out[row * args.value_dim + d] = o / sum;
       continue;
     }
-    device float* partial = out + (row * args.splits + group.x) * (args.value_dim + 2);
+    device float* partial = out + (row * args.splits + split) * (args.value_dim + 2);
     partial[d] = o;
     if (d == 0) {
       partial[args.value_dim] = best;
       partial[args.value_dim + 1] = sum;
     }
   }
+}
+
+// Up to DECODE_SIMDGROUPS simdgroups.
+template <typename T, ushort kChunks>
+kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q_stride]
+                             device const T* k [[buffer(1)]],      // [position][n_kv_heads][key_dim]
+                             device const T* v [[buffer(2)]],      // [position][n_kv_heads][value_dim]
+                             device float* out [[buffer(3)]], constant AttentionArgs& args [[buffer(4)]],
+                             uint3 group [[threadgroup_position_in_grid]],
+                             ushort thread_index [[thread_index_in_threadgroup]],
+                             ushort3 threads [[threads_per_threadgroup]],
+                             ushort lane [[thread_index_in_simdgroup]],
+                             ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                             ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2);
+  threadgroup float shared[DECODE_SIMDGROUPS * kPart];
+  const Share share = share_of(group, args, kHeads);
+  const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
+  CachedKeys<T, kChunks> cached;
+  if (first < share.end) cached.load(k, v, args, share.kv_head, first, share.end - 1, lane);
+  const ushort dim = lane % kLanes * 4;  // first dimension of this lane
+  Queries<kChunks> queries;
+  queries.heads = share.heads;
+  queries.clear();
+#pragma unroll
+  for (ushort h = 0; h < kHeads; ++h) {
+#pragma unroll
+    for (ushort c = 0; c < kChunks; ++c) {
+      const bool inside = h < share.heads && dim + c * 32 < args.key_dim;
+      device const float* values =
+          q + share.token * args.q_stride + (share.head + h) * args.key_dim + dim + c * 32;
+      queries.query[h][c] = inside ? args.scale * *(device const float4*)values : float4(0.0f);
+    }
+  }
+  take_cached(queries, cached, k, v, args, share.kv_head, first, share.end, step, lane);
+  queries.join(shared + simdgroup * kPart, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  store<kChunks>(shared, out, args, share, group.x, thread_index, threads.x, simdgroups);
+}
+
+// rope_append and attention_decode of a single token in one: each threadgroup rotates the heads that it needs
+// in threadgroup memory, and the one that has the token's own key appends it to the cache, from where nobody
+// reads it yet.
+template <typename T, ushort kChunks>
+kernel void rope_attention_decode(
+    device const float* bias [[buffer(0)]],    // one row of qkv
+    device const float* q_norm [[buffer(1)]],  // [key_dim]
+    device const float* k_norm [[buffer(2)]],  // [key_dim]
+    device const float2* table [[buffer(3)]],  // [position][rope_dim / 2]
+    device const float* qkv [[buffer(4)]],     // [q | k | v]
+    device T* k_cache [[buffer(5)]],           // [position][n_kv_heads][key_dim]
+    device T* v_cache [[buffer(6)]],           // [position][n_kv_heads][value_dim]
+    device float* out [[buffer(7)]], constant RopeAttentionArgs& args [[buffer(8)]],
+    uint3 group [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]],
+    ushort3 threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2), kDims = kChunks * 32;
+  threadgroup float shared[DECODE_SIMDGROUPS * kPart];
+  threadgroup float rotated[(kHeads + 2) * kDims];  // the queries, and the token's own key and value
+  constant RopeArgs& rope = args.rope;
+  constant AttentionArgs& attention = args.attention;
+  const Share share = share_of(group, attention, kHeads);
+  threadgroup float* const own_key = rotated + kHeads * kDims;
+  threadgroup float* const own_value = own_key + kDims;
+
+  // Keys of earlier calls, asked for before the queries are ready for them.
+  const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
+  const uint end = min(share.end, attention.position);
+  CachedKeys<T, kChunks> cached;
+  if (first < end) cached.load(k_cache, v_cache, attention, share.kv_head, first, end - 1, lane);
+
+  // A simdgroup takes a head at a time.
+  const uint k_first = attention.n_heads * attention.key_dim;
+  const uint v_first = k_first + attention.n_kv_heads * attention.key_dim;
+  table += attention.position * (rope.rope_dim / 2);
+  for (ushort h = simdgroup; h < share.heads + 2; h += simdgroups) {
+    if (h < share.heads)
+      rotate_head<float>(qkv, (share.head + h) * attention.key_dim, bias, q_norm, rope.has_q_norm, table,
+                         rope, lane, rotated + h * kDims);
+    else if (h == share.heads)
+      rotate_head<T>(qkv, k_first + share.kv_head * attention.key_dim, bias, k_norm, rope.has_k_norm, table,
+                     rope, lane, own_key);
+    else
+      round_head<T>(qkv, v_first + share.kv_head * attention.value_dim, bias, rope, lane, own_value);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const ushort dim = lane % kLanes * 4;
+  Queries<kChunks> queries;
+  queries.heads = share.heads;
+  queries.clear();
+#pragma unroll
+  for (ushort h = 0; h < kHeads; ++h) {
+#pragma unroll
+    for (ushort c = 0; c < kChunks; ++c) {
+      const bool inside = h < share.heads && dim + c * 32 < attention.key_dim;
+      threadgroup const float* values = rotated + h * kDims + dim + c * 32;
+      queries.query[h][c] = inside ? attention.scale * *(threadgroup const float4*)values : float4(0.0f);
+    }
+  }
+  take_cached(queries, cached, k_cache, v_cache, attention, share.kv_head, first, end, step, lane);
+
+  if (share.begin <= attention.position && attention.position < share.end) {
+    if (simdgroup == simdgroups - 1) {  // has the fewest cached keys
+      float4 keys[kChunks], values[kChunks];
+#pragma unroll
+      for (ushort c = 0; c < kChunks; ++c) {
+        keys[c] = dim + c * 32 < attention.key_dim ? *(threadgroup const float4*)(own_key + dim + c * 32)
+                                                   : float4(0.0f);
+        values[c] = dim + c * 32 < attention.value_dim
+                        ? *(threadgroup const float4*)(own_value + dim + c * 32)
+                        : float4(0.0f);
+      }
+      queries.take(keys, values, lane < kLanes);
+    }
+    if (share.head == share.kv_head * (attention.n_heads / attention.n_kv_heads)) {
+      const uint row = attention.position * attention.n_kv_heads + share.kv_head;
+      for (ushort i = thread_index; i < attention.key_dim; i += threads.x)
+        k_cache[row * attention.key_dim + i] = T(own_key[i]);
+      for (ushort i = thread_index; i < attention.value_dim; i += threads.x)
+        v_cache[row * attention.value_dim + i] = T(own_value[i]);
+    }
+  }
+  queries.join(shared + simdgroup * kPart, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  store<kChunks>(shared, out, attention, share, group.x, thread_index, threads.x, simdgroups);
 }
 
 // Joins the splits. Grid: (n_heads, tokens) threadgroups.
@@ -171,15 +335,18 @@ kernel void attention_combine(device const float* partial
   }
 }
 
-typedef decltype(attention_decode<half, 1>) attention_decode_f16;
-typedef decltype(attention_decode<float, 1>) attention_decode_f32;
-#define INSTANTIATE(name, T, chunks, dims) \
-  template [[host_name(#name "_" #dims)]] kernel name attention_decode<T, chunks>;
-#define EACH_SIZE(name, T)     \
-  INSTANTIATE(name, T, 1, 32)  \
-  INSTANTIATE(name, T, 2, 64)  \
-  INSTANTIATE(name, T, 3, 96)  \
-  INSTANTIATE(name, T, 4, 128) \
-  INSTANTIATE(name, T, 8, 256)
-EACH_SIZE(attention_decode_f16, half)
-EACH_SIZE(attention_decode_f32, float)
+#define INSTANTIATE(T, type, chunks, dims)                                                               \
+  template                                                                                               \
+      [[host_name("attention_decode_" #type                                                              \
+                  "_" #dims)]] kernel decltype(attention_decode<T, chunks>) attention_decode<T, chunks>; \
+  template [[host_name(                                                                                  \
+      "rope_attention_decode_" #type                                                                     \
+      "_" #dims)]] kernel decltype(rope_attention_decode<T, chunks>) rope_attention_decode<T, chunks>;
+#define EACH_SIZE(T, type)     \
+  INSTANTIATE(T, type, 1, 32)  \
+  INSTANTIATE(T, type, 2, 64)  \
+  INSTANTIATE(T, type, 3, 96)  \
+  INSTANTIATE(T, type, 4, 128) \
+  INSTANTIATE(T, type, 8, 256)
+EACH_SIZE(half, f16)
+EACH_SIZE(float, f32)

@@ -24,12 +24,16 @@ struct PlainItems {
   static uint first(uint i) { return i * 8; }
 };
 
-// Low and high nibbles of the four bytes at an even address.
-static inline void nibbles(device const u8_t* bytes, thread ushort4& low, thread ushort4& high) {
-  device const ushort* pairs = (device const ushort*)bytes;
-  const ushort p = pairs[0], q = pairs[1];
+// Low and high nibbles of four bytes, which come as two pairs.
+static inline void nibbles(ushort p, ushort q, thread ushort4& low, thread ushort4& high) {
   low = ushort4(p & 0xF, (p >> 8) & 0xF, q & 0xF, (q >> 8) & 0xF);
   high = ushort4((p >> 4) & 0xF, p >> 12, (q >> 4) & 0xF, q >> 12);
+}
+
+// The same of the four bytes at an even address.
+static inline void nibbles(device const u8_t* bytes, thread ushort4& low, thread ushort4& high) {
+  device const ushort* pairs = (device const ushort*)bytes;
+  nibbles(pairs[0], pairs[1], low, high);
 }
 
 // Bits 4 and up of four neighbouring quants, kept in `mask` from bit `shift` of one byte each.
@@ -51,13 +55,25 @@ static inline ushort4 fifth_bits(uint bits) {
 }
 
 struct Q4_0 : PairedItems {
-  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+  // An item as it lies in memory, for kernels that ask for it before they need it.
+  struct Packed {
+    ushort p, q;
+    fp16_t d;
+  };
+  static Packed fetch(device const uchar* row, uint i) {
     device const block_q4_0* block = (device const block_q4_0*)row + (i >> 2);
-    const float d = float(block->d);
+    device const ushort* pairs = (device const ushort*)(block->qs + (i & 3) * 4);
+    return {pairs[0], pairs[1], block->d};
+  }
+  static void unpack(Packed item, thread float4& a, thread float4& b) {
+    const float d = float(item.d);
     ushort4 low, high;
-    nibbles(block->qs + (i & 3) * 4, low, high);
+    nibbles(item.p, item.q, low, high);
     a = d * (float4(low) - 8.0f);
     b = d * (float4(high) - 8.0f);
+  }
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    unpack(fetch(row, i), a, b);
   }
 };
 
@@ -100,9 +116,9 @@ struct Q8_0 : PlainItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const block_q8_0* block = (device const block_q8_0*)row + (i >> 2);
     const float d = float(block->d);
-    device const char* q = block->qs + (i & 3) * 8;
-    a = d * float4(q[0], q[1], q[2], q[3]);
-    b = d * float4(q[4], q[5], q[6], q[7]);
+    device const ushort* q = (device const ushort*)(block->qs + (i & 3) * 8);
+    a = d * float4(float2(as_type<char2>(q[0])), float2(as_type<char2>(q[1])));
+    b = d * float4(float2(as_type<char2>(q[2])), float2(as_type<char2>(q[3])));
   }
 };
 

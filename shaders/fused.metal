@@ -16,17 +16,29 @@ static inline void rmsnorm_matvec(device const uchar* w, device const float* nor
   const ushort lanes = args.lanes_per_row;
   const uint row = first_row + lane / lanes;
   device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
+  const uint items = args.in_dim / 8;
   float4 sum = 0.0f, squares = 0.0f;
-#pragma unroll(4)
-  for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
-    float4 a, b;
-    W::load(weights, i, a, b);
-    device const float4* values = (device const float4*)(x + W::first(i));
-    device const float4* scales = (device const float4*)(norm + W::first(i));
-    const float4 first = values[0], second = values[W::kSecond / 4];
-    sum = fma(a, first * scales[0], sum);
-    sum = fma(b, second * scales[W::kSecond / 4], sum);
-    squares = fma(second, second, fma(first, first, squares));
+  for (uint first = lane % lanes; first < items; first += lanes * kAhead) {
+    float4 a[kAhead], b[kAhead], x_a[kAhead], x_b[kAhead], scale_a[kAhead], scale_b[kAhead];
+#pragma unroll
+    for (ushort r = 0; r < kAhead; ++r) {
+      const uint i = min(first + r * lanes, items - 1);
+      W::load(weights, i, a[r], b[r]);
+      device const float4* values = (device const float4*)(x + W::first(i));
+      device const float4* scales = (device const float4*)(norm + W::first(i));
+      x_a[r] = values[0];
+      x_b[r] = values[W::kSecond / 4];
+      scale_a[r] = scales[0];
+      scale_b[r] = scales[W::kSecond / 4];
+    }
+#pragma unroll
+    for (ushort r = 0; r < kAhead; ++r) {
+      const bool inside = first + r * lanes < items;
+      const float4 with = fma(b[r], x_b[r] * scale_b[r], fma(a[r], x_a[r] * scale_a[r], sum));
+      const float4 with_squares = fma(x_b[r], x_b[r], fma(x_a[r], x_a[r], squares));
+      sum = inside ? with : sum;
+      squares = inside ? with_squares : squares;
+    }
   }
   float2 total = float2(sum.x + sum.y + sum.z + sum.w, squares.x + squares.y + squares.z + squares.w);
   for (ushort offset = lanes / 2; offset > 0; offset /= 2) total += simd_shuffle_xor(total, offset);

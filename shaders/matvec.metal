@@ -29,14 +29,24 @@ kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
   device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
   const bool writes = lane % lanes == 0 && row < args.out_dim;
   const float before = writes && args.accumulate ? y[row] : 0.0f;  // under way while the sum is made
+  const uint items = args.in_dim / 8;
   float4 sum = 0.0f;
-#pragma unroll(4)
-  for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
-    float4 a, b;
-    W::load(weights, i, a, b);
-    device const float4* values = (device const float4*)(x + W::first(i));
-    sum = fma(a, values[0], sum);
-    sum = fma(b, values[W::kSecond / 4], sum);
+  // No load depends on a branch: rounds beyond the end read the last item again and leave it out.
+  for (uint first = lane % lanes; first < items; first += lanes * kAhead) {
+    float4 a[kAhead], b[kAhead], x_a[kAhead], x_b[kAhead];
+#pragma unroll
+    for (ushort r = 0; r < kAhead; ++r) {
+      const uint i = min(first + r * lanes, items - 1);
+      W::load(weights, i, a[r], b[r]);
+      device const float4* values = (device const float4*)(x + W::first(i));
+      x_a[r] = values[0];
+      x_b[r] = values[W::kSecond / 4];
+    }
+#pragma unroll
+    for (ushort r = 0; r < kAhead; ++r) {
+      const float4 with = fma(b[r], x_b[r], fma(a[r], x_a[r], sum));
+      sum = first + r * lanes < items ? with : sum;
+    }
   }
   const float total = row_sum(sum.x + sum.y + sum.z + sum.w, lanes);
   if (writes) y[row] = args.accumulate ? before + total : total;
@@ -57,16 +67,27 @@ kernel void matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
   const ulong row_offset = ulong(min(row, args.out_dim - 1)) * args.weights.row_bytes;
   device const uchar* gate_weights = w + args.weights.offset[0] + row_offset;
   device const uchar* up_weights = w + args.weights.offset[1] + row_offset;
+  const uint items = args.in_dim / 8;
   float4 gate = 0.0f, up = 0.0f;
-#pragma unroll(4)
-  for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {
-    device const float4* values = (device const float4*)(x + W::first(i));
-    const float4 first = values[0], second = values[W::kSecond / 4];
-    float4 a, b;
-    W::load(gate_weights, i, a, b);
-    gate = fma(b, second, fma(a, first, gate));
-    W::load(up_weights, i, a, b);
-    up = fma(b, second, fma(a, first, up));
+  for (uint first = lane % lanes; first < items; first += lanes * kAhead) {
+    float4 gate_a[kAhead], gate_b[kAhead], up_a[kAhead], up_b[kAhead], x_a[kAhead], x_b[kAhead];
+#pragma unroll
+    for (ushort r = 0; r < kAhead; ++r) {
+      const uint i = min(first + r * lanes, items - 1);
+      W::load(gate_weights, i, gate_a[r], gate_b[r]);
+      W::load(up_weights, i, up_a[r], up_b[r]);
+      device const float4* values = (device const float4*)(x + W::first(i));
+      x_a[r] = values[0];
+      x_b[r] = values[W::kSecond / 4];
+    }
+#pragma unroll
+    for (ushort r = 0; r < kAhead; ++r) {
+      const bool inside = first + r * lanes < items;
+      const float4 with_gate = fma(gate_b[r], x_b[r], fma(gate_a[r], x_a[r], gate));
+      const float4 with_up = fma(up_b[r], x_b[r], fma(up_a[r], x_a[r], up));
+      gate = inside ? with_gate : gate;
+      up = inside ? with_up : up;
+    }
   }
   const float gate_total = row_sum(gate.x + gate.y + gate.z + gate.w, lanes);
   const float up_total = row_sum(up.x + up.y + up.z + up.w, lanes);

@@ -6,15 +6,23 @@
 
 using namespace metal;
 
-// 1 / sqrt(mean(x^2) + eps) of one row, by all threads of the group.
-static inline float inverse_rms(device const float4* x, uint dim, float eps, threadgroup float* partial,
-                                ushort thread_index, ushort threads, ushort lane, ushort simdgroup,
-                                ushort simdgroups) {
-  float sum = 0.0f;
+// A row by all threads of the group: 1 / sqrt(mean(x^2) + eps). Threads keep their first four values, which
+// are all of them where there are enough threads; what they are multiplied by is read ahead of the sum.
+struct NormedRow {
+  float4 x, weight;
+  float scale;
+};
+static inline NormedRow normed_row(device const float4* x, device const float4* weight, uint dim, float eps,
+                                   threadgroup float* partial, ushort thread_index, ushort threads,
+                                   ushort lane, ushort simdgroup, ushort simdgroups) {
+  const uint columns = dim / 4, own = min(uint(thread_index), columns - 1);
+  NormedRow row = {x[own], weight[own], 0.0f};
+  float sum = thread_index < columns ? dot(row.x, row.x) : 0.0f;
 #pragma unroll(2)
-  for (uint i = thread_index; i < dim / 4; i += threads) sum += dot(x[i], x[i]);
+  for (uint i = thread_index + threads; i < columns; i += threads) sum += dot(x[i], x[i]);
   sum = threadgroup_reduce<Sum>(sum, partial, lane, simdgroup, simdgroups);
-  return precise::rsqrt(sum / float(dim) + eps);
+  row.scale = precise::rsqrt(sum / float(dim) + eps);
+  return row;
 }
 
 // One threadgroup for each token. T is half where a matmul reads the result, float where a matvec does.
@@ -31,10 +39,12 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
   const uint columns = args.dim / 4;
   x += token * columns;
   y += token * columns;
-  const float scale =
-      inverse_rms(x, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  const NormedRow row =
+      normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  if (thread_index < columns) y[thread_index] = vec<T, 4>(row.x * row.scale * row.weight);
 #pragma unroll(2)
-  for (uint i = thread_index; i < columns; i += threads) y[i] = vec<T, 4>(x[i] * scale * weight[i]);
+  for (uint i = thread_index + threads; i < columns; i += threads)
+    y[i] = vec<T, 4>(x[i] * row.scale * weight[i]);
 }
 
 template [[host_name("rmsnorm_f32")]] kernel decltype(rmsnorm<float>) rmsnorm<float>;
@@ -53,8 +63,9 @@ kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
   const uint columns = args.dim / 4;
   x += token * columns;
   y += token * columns;
-  const float scale =
-      inverse_rms(x, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  const NormedRow row =
+      normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  if (thread_index < columns) y[thread_index] += row.x * row.scale * row.weight;
 #pragma unroll(2)
-  for (uint i = thread_index; i < columns; i += threads) y[i] += x[i] * scale * weight[i];
+  for (uint i = thread_index + threads; i < columns; i += threads) y[i] += x[i] * row.scale * weight[i];
 }

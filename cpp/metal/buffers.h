@@ -15,8 +15,9 @@
 
 namespace metal_prefill::metal {
 
+// A place in a buffer that somebody else keeps: views are copied for every dispatch, and not counted.
 struct View {
-  id<MTLBuffer> buffer;
+  __unsafe_unretained id<MTLBuffer> buffer = nil;
   std::size_t offset = 0;
 };
 
@@ -53,7 +54,8 @@ class WeightBuffers {
   const Device& device_;
   Mapping mapping_;
   std::vector<FileView> files_;
-  std::map<const std::byte*, View> copies_;
+  std::vector<id<MTLBuffer>> copied_;
+  std::map<const std::byte*, View> copies_;  // by what they are copies of
   std::size_t mapped_bytes_ = 0, copied_bytes_ = 0;
 };
 

@@ -71,6 +71,7 @@ View WeightBuffers::copy(const char* label, std::span<const std::byte> bytes) {
   id<MTLBuffer> buffer = device_.allocate(label, bytes.size(), Access::kHost, ignored);
   std::memcpy(buffer.contents, bytes.data(), bytes.size());
   copied_bytes_ += bytes.size();
+  copied_.push_back(buffer);
   return {buffer, 0};
 }
 

@@ -195,8 +195,8 @@ std::set<KernelKey> ForwardPass::kernels() const {
       add_typed(fuses_norm(projections) ? Kernel::kRmsnormMatvec : Kernel::kMatvec, w);
   };
   add_typed(Kernel::kEmbed, embedding_);
-  for (const Kernel k :
-       {Kernel::kRopeAppend, Kernel::kAttentionDecode, Kernel::kArgmaxStage1, Kernel::kArgmaxStage2})
+  for (const Kernel k : {Kernel::kRopeAppend, Kernel::kRopeAttentionDecode, Kernel::kAttentionDecode,
+                         Kernel::kArgmaxStage1, Kernel::kArgmaxStage2})
     add(k);
   if (ops::decode_splits(tuning_, 1, config_.context_length - 1).count > 1) add(Kernel::kAttentionCombine);
   add_normed({output_});

@@ -31,6 +31,7 @@ enum class Kernel {
   kRmsnormF16,
   kRmsnormAdd,
   kRopeAppend,
+  kRopeAttentionDecode,
   kAttentionDecode,
   kAttentionCombine,
   kAttentionPrefill,
@@ -61,7 +62,7 @@ class Kernels {
   // Builds the pipelines concurrently. Throws DeviceError naming the first kernel that failed.
   Kernels(const Device& device, const std::set<KernelKey>& wanted, const CacheShape& cache);
 
-  id<MTLComputePipelineState> pipeline(Kernel kernel, TensorType type = TensorType::kF32) const;
+  const id<MTLComputePipelineState>& pipeline(Kernel kernel, TensorType type = TensorType::kF32) const;
   std::string name_of(id<MTLComputePipelineState> pipeline) const;
   const CacheShape& cache() const { return cache_; }
   std::size_t count() const { return count_; }

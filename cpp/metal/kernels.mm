@@ -32,6 +32,7 @@ constexpr std::array<const char*, std::size_t(Kernel::kCount)> kNames = {
     "rmsnorm_f16",
     "rmsnorm_add",
     "rope_append_$cache",
+    "rope_attention_decode_$cache_$decode",
     "attention_decode_$cache_$decode",
     "attention_combine",
     "attention_prefill_$cache_$prefill",
@@ -175,8 +176,8 @@ Kernels::Kernels(const Device& device, const std::set<KernelKey>& wanted, const 
   });
 }
 
-id<MTLComputePipelineState> Kernels::pipeline(Kernel kernel, TensorType type) const {
-  id<MTLComputePipelineState> state = pipelines_[std::size_t(kernel)][std::size_t(type)];
+const id<MTLComputePipelineState>& Kernels::pipeline(Kernel kernel, TensorType type) const {
+  const id<MTLComputePipelineState>& state = pipelines_[std::size_t(kernel)][std::size_t(type)];
   if (!state)
     throw std::logic_error("the pipeline of '" + kernel_name({kernel, type}, cache_) +
                            "' was not built at load");

@@ -43,8 +43,8 @@ class Encoder {
     std::size_t threadgroup_bytes = 0;
   };
   template <typename Args>
-  void dispatch(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers, const Args& args,
-                const Grid& grid) {
+  void dispatch(const id<MTLComputePipelineState>& pipeline, std::initializer_list<View> buffers,
+                const Args& args, const Grid& grid) {
     dispatch(pipeline, buffers, &args, sizeof(Args), grid);
   }
 
@@ -56,8 +56,8 @@ class Encoder {
   const Tuning& tuning() const { return tuning_; }
 
  private:
-  void dispatch(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers, const void* args,
-                std::size_t args_bytes, const Grid& grid);
+  void dispatch(const id<MTLComputePipelineState>& pipeline, std::initializer_list<View> buffers,
+                const void* args, std::size_t args_bytes, const Grid& grid);
   void note(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers, const void* args,
             std::size_t args_bytes, const Grid& grid, bool after_barrier);
 
@@ -121,6 +121,10 @@ std::size_t decode_partial_bytes(const AttentionArgs& args);
 // `args` says how the keys are split. With one split `partial` is not used.
 void attention_decode(Encoder& e, const View& q, const View& k, const View& v, const View& partial,
                       const View& out, const AttentionArgs& args);
+// rope_append and attention_decode of one token.
+void rope_attention_decode(Encoder& e, const View& bias, const View& q_norm, const View& k_norm,
+                           const View& table, const View& qkv, const View& k_cache, const View& v_cache,
+                           const View& partial, const View& out, const RopeAttentionArgs& args);
 void attention_prefill(Encoder& e, const View& q, const View& k, const View& v, const View& out,
                        const AttentionArgs& args);
 

@@ -47,18 +47,20 @@ Encoder::Overlap::~Overlap() {
   encoder_.needs_barrier_ = true;
 }
 
-void Encoder::dispatch(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers,
+void Encoder::dispatch(const id<MTLComputePipelineState>& pipeline, std::initializer_list<View> buffers,
                        const void* args, std::size_t args_bytes, const Grid& grid) {
   const bool barrier = std::exchange(needs_barrier_, !overlap_);
   if (trace_) return note(pipeline, buffers, args, args_bytes, grid, barrier);
-  if (barrier) [encoder_ memoryBarrierWithScope:MTLBarrierScopeBuffers];
-  [encoder_ setComputePipelineState:pipeline];
+  // Not retained for every message; this is on the way of every token.
+  __unsafe_unretained const id<MTLComputeCommandEncoder> encoder = encoder_;
+  if (barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+  [encoder setComputePipelineState:pipeline];
   NSUInteger index = 0;
-  for (const View& view : buffers) [encoder_ setBuffer:view.buffer offset:view.offset atIndex:index++];
-  [encoder_ setBytes:args length:args_bytes atIndex:index];
-  if (grid.threadgroup_bytes > 0) [encoder_ setThreadgroupMemoryLength:grid.threadgroup_bytes atIndex:0];
-  [encoder_ dispatchThreadgroups:MTLSizeMake(grid.x, grid.y, grid.z)
-           threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
+  for (const View& view : buffers) [encoder setBuffer:view.buffer offset:view.offset atIndex:index++];
+  [encoder setBytes:args length:args_bytes atIndex:index];
+  if (grid.threadgroup_bytes > 0) [encoder setThreadgroupMemoryLength:grid.threadgroup_bytes atIndex:0];
+  [encoder dispatchThreadgroups:MTLSizeMake(grid.x, grid.y, grid.z)
+          threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
   ++counters_.dispatches;
 }
 
@@ -225,12 +227,26 @@ void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y
              {w.weights, x, y}, args, matmul_grid(wide, rows, std::size_t(tokens)));
 }
 
+namespace {
+
+// Heads of a token that a threadgroup takes: thousands of groups of one simdgroup would take longer to start
+// than to run.
+std::size_t rope_simdgroups(std::size_t heads) {
+  constexpr std::size_t kMost = 8;
+  for (std::size_t n = kMost; n > 1; --n)
+    if (heads % n == 0) return n;
+  return 1;
+}
+
+}  // namespace
+
 void rope_append(Encoder& e, const View& bias, const View& q_norm, const View& k_norm, const View& table,
                  const View& qkv, const View& k_cache, const View& v_cache, const RopeArgs& args,
                  int tokens) {
   const std::size_t heads = 2 * args.n_kv_heads + (args.skip_queries ? 0 : args.n_heads);
+  const std::size_t simdgroups = rope_simdgroups(heads);
   e.dispatch(e.kernels().pipeline(Kernel::kRopeAppend), {bias, q_norm, k_norm, table, qkv, k_cache, v_cache},
-             args, {.x = heads, .y = std::size_t(tokens), .threads = kSimd});
+             args, {.x = heads / simdgroups, .y = std::size_t(tokens), .threads = simdgroups * kSimd});
 }
 
 DecodeSplits decode_splits(const Tuning& tuning, int tokens, int position) {
@@ -243,21 +259,40 @@ std::size_t decode_partial_bytes(const AttentionArgs& args) {
   return std::size_t(args.tokens) * args.n_heads * args.splits * (args.value_dim + 2) * sizeof(float);
 }
 
-void attention_decode(Encoder& e, const View& q, const View& k, const View& v, const View& partial,
-                      const View& out, const AttentionArgs& args) {
+namespace {
+
+Encoder::Grid decode_grid(const Encoder& e, const AttentionArgs& args) {
   const int chunks = e.kernels().cache().decode_size() / 32;
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
   // Four keys for each simdgroup at a time: no more simdgroups than have keys.
   const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(args.split_keys, 4), 1, DECODE_SIMDGROUPS);
+  return {
+      .x = args.splits, .y = args.n_kv_heads * head_blocks, .z = args.tokens, .threads = simdgroups * kSimd};
+}
+
+void attention_combine(Encoder& e, const View& partial, const View& out, const AttentionArgs& args) {
+  e.dispatch(e.kernels().pipeline(Kernel::kAttentionCombine), {partial, out}, args,
+             {.x = args.n_heads, .y = args.tokens, .threads = ceil_div(args.value_dim, kSimd) * kSimd});
+}
+
+}  // namespace
+
+void attention_decode(Encoder& e, const View& q, const View& k, const View& v, const View& partial,
+                      const View& out, const AttentionArgs& args) {
   const bool combine = args.splits > 1;
   e.dispatch(e.kernels().pipeline(Kernel::kAttentionDecode), {q, k, v, combine ? partial : out}, args,
-             {.x = args.splits,
-              .y = args.n_kv_heads * head_blocks,
-              .z = args.tokens,
-              .threads = simdgroups * kSimd});
-  if (combine)
-    e.dispatch(e.kernels().pipeline(Kernel::kAttentionCombine), {partial, out}, args,
-               {.x = args.n_heads, .y = args.tokens, .threads = ceil_div(args.value_dim, kSimd) * kSimd});
+             decode_grid(e, args));
+  if (combine) attention_combine(e, partial, out, args);
+}
+
+void rope_attention_decode(Encoder& e, const View& bias, const View& q_norm, const View& k_norm,
+                           const View& table, const View& qkv, const View& k_cache, const View& v_cache,
+                           const View& partial, const View& out, const RopeAttentionArgs& args) {
+  const bool combine = args.attention.splits > 1;
+  e.dispatch(e.kernels().pipeline(Kernel::kRopeAttentionDecode),
+             {bias, q_norm, k_norm, table, qkv, k_cache, v_cache, combine ? partial : out}, args,
+             decode_grid(e, args.attention));
+  if (combine) attention_combine(e, partial, out, args.attention);
 }
 
 void attention_prefill(Encoder& e, const View& q, const View& k, const View& v, const View& out,

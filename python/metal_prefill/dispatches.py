@@ -47,6 +47,7 @@ STRUCTS: dict[str, npt.DTypeLike] = {
     "matmul": _MATMUL,
     "rmsnorm": _struct("dim", _EPS),
     "rope_append": _ROPE,
+    "rope_attention": _struct(("rope", _ROPE), ("attention", _ATTENTION)),
     "attention": _ATTENTION,
     "swiglu": _struct("ffn_dim", "tokens", "activation"),
     "argmax": _struct("n"),
@@ -74,7 +75,7 @@ class Dispatch:
         Whether it waits for those before it.
     args
         The kernel's arguments, by the names in ``shaders/args.h``; those of stacked weights as ``rows`` and
-        ``row_bytes``.
+        ``row_bytes``, those of structs in a struct as if they stood there themselves.
     buffers
         Labels of what is bound, by binding; empty in a plan that no engine made.
     start, end
@@ -128,12 +129,17 @@ def decode_args(kernel: str, data: bytes) -> dict[str, Any]:
     dtype = np.dtype(STRUCTS[stem_of(kernel)])
     if len(data) != dtype.itemsize:
         raise ValueError(f"arguments of {kernel} have {dtype.itemsize} bytes, got {len(data)}")
-    record = np.frombuffer(data, dtype)[0]
+    return _named(np.frombuffer(data, dtype)[0])
+
+
+def _named(record: Any) -> dict[str, Any]:
     args: dict[str, Any] = {}
-    for name in dtype.names or ():
+    for name in record.dtype.names:
         if name == "weights":
             args["rows"] = [int(rows) for rows in record[name]["rows"]]
             args["row_bytes"] = int(record[name]["row_bytes"])
+        elif record.dtype[name].names:
+            args |= _named(record[name])
         else:
             args[name] = record[name].item()
     return args

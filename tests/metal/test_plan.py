@@ -139,6 +139,7 @@ def test_arguments_are_laid_out_as_the_shaders_have_them() -> None:
         "matmul": "MatmulArgs",
         "rmsnorm": "RmsnormArgs",
         "rope_append": "RopeArgs",
+        "rope_attention": "RopeAttentionArgs",
         "attention": "AttentionArgs",
         "swiglu": "SwigluArgs",
         "argmax": "ArgmaxArgs",

@@ -22,7 +22,7 @@ SIMD = 32
 MULTI_TOKEN_TILE = MULTI_TOKEN_ROWS = 8
 NARROW, WIDE = 32, 64  # tokens and rows of a matmul's tile
 MATMUL_THREADS = 128
-DECODE_SIMDGROUPS = 8
+DECODE_SIMDGROUPS = ROPE_SIMDGROUPS = 8
 PREFILL_KEYS = 32
 
 
@@ -264,30 +264,36 @@ class Planner:
         qkv_dim = w.wq.rows + w.wk.rows + w.wv.rows
         self._normed_projections(_merge((w.wq, w.wk, w.wv)), tokens, path, qkv_dim)
         rotated = c.rope_dim if not c.layer_uses_rope or c.layer_uses_rope[i] else 0
-        self._dispatch(
-            f"rope_append_{self.kv_type}",
-            (2 * c.n_kv_heads + (c.n_heads if wanted else 0), tokens),
-            SIMD,
-            n_heads=c.n_heads,
-            n_kv_heads=c.n_kv_heads,
-            key_dim=c.key_dim,
-            value_dim=c.value_dim,
-            rope_dim=rotated,
-            style=int(c.rope_style == "neox"),
-            position=position,
-            has_bias=int(w.has_bias),
-            has_q_norm=int(w.has_q_norm),
-            has_k_norm=int(w.has_k_norm),
-            eps=c.norm_eps,
-            skip_queries=int(not wanted),
-        )
-        if not wanted:
-            return
-        self._attention(position + tokens - wanted, wanted, wanted_path, qkv_dim)
+        rope: dict[str, Any] = {
+            "n_heads": c.n_heads,
+            "n_kv_heads": c.n_kv_heads,
+            "key_dim": c.key_dim,
+            "value_dim": c.value_dim,
+            "rope_dim": rotated,
+            "style": int(c.rope_style == "neox"),
+            "position": position,
+            "has_bias": int(w.has_bias),
+            "has_q_norm": int(w.has_q_norm),
+            "has_k_norm": int(w.has_k_norm),
+            "eps": c.norm_eps,
+            "skip_queries": int(not wanted),
+        }
+        if tokens == wanted == 1:
+            self._attention(position, 1, "one", qkv_dim, rope)
+        else:
+            heads = 2 * c.n_kv_heads + (c.n_heads if wanted else 0)
+            simdgroups = next(n for n in range(ROPE_SIMDGROUPS, 0, -1) if heads % n == 0)
+            grid = (heads // simdgroups, tokens)
+            self._dispatch(f"rope_append_{self.kv_type}", grid, simdgroups * SIMD, **rope)
+            if not wanted:
+                return
+            self._attention(position + tokens - wanted, wanted, wanted_path, qkv_dim)
         self._add_block(w.wo, wanted, wanted_path, w.post_attn_norm)
         self._feed_forward(w, wanted, wanted_path)
 
-    def _attention(self, position: int, tokens: int, path: str, q_stride: int) -> None:
+    def _attention(
+        self, position: int, tokens: int, path: str, q_stride: int, rope: dict[str, Any] | None = None
+    ) -> None:
         c, t = self.shape.config, self.tuning
         keys = position + tokens
         splits = min(max(keys // t.split_keys, 1), t.max_splits)
@@ -325,10 +331,10 @@ class Planner:
         simdgroups = min(max(_ceil_div(split_keys, 4), 1), DECODE_SIMDGROUPS)
         blocks = _ceil_div(shared, heads)
         self._dispatch(
-            f"attention_decode_{self.kv_type}_{size}",
+            f"{'rope_' if rope else ''}attention_decode_{self.kv_type}_{size}",
             (splits, c.n_kv_heads * blocks, tokens),
             simdgroups * SIMD,
-            **args,
+            **(rope or {}) | args,
         )
         if splits > 1:
             threads = _ceil_div(c.value_dim, SIMD) * SIMD

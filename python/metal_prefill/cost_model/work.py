@@ -8,8 +8,9 @@ are those that the emulator counts (`tests/metal/test_trace.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
+from typing import Any
 
 from metal_prefill.cost_model.planner import (
     MATMUL_THREADS,
@@ -93,7 +94,7 @@ _ITEMS: dict[str, tuple[float, Ops]] = {
     "q4_1": (8, Ops(alu=12, slow=14, memory=4)),
     "q5_0": (10, Ops(alu=36, slow=25, memory=5)),
     "q5_1": (12, Ops(alu=29, slow=25, memory=6)),
-    "q8_0": (10, Ops(alu=9, slow=8, memory=9)),  # single bytes: blocks begin at even addresses
+    "q8_0": (10, Ops(alu=9, slow=12, memory=5)),  # pairs of bytes: blocks begin at even addresses
     "q4_k": (14.5, Ops(alu=34, slow=26, memory=8)),
     "q5_k": (22.5, Ops(alu=50, slow=42, memory=12)),
     "q6_k": (19, Ops(alu=50, slow=38, memory=10)),
@@ -123,6 +124,8 @@ def _matvec(d: Dispatch) -> Work:
     rounds = ceil(items / lanes)
     round_ops = (dequantize + Ops(alu=8)) * matrices + Ops(memory=2) + _LOOP
     x_bytes = a["in_dim"] * _FLOAT
+    ahead = 1 if d.stem == "silu_matvec" else 3  # rounds asked for at once; those beyond the end as well
+    rounds = ceil(rounds / ahead) * ahead
     if d.stem == "silu_matvec":
         round_ops += Ops(alu=24, exp=8, rcp=8, memory=6)
         x_bytes *= 2
@@ -140,7 +143,7 @@ def _matvec(d: Dispatch) -> Work:
         groups=d.groups,
         simdgroups=simdgroups,
         ops=ops,
-        trips=ceil(rounds / 4) + 1,  # the loop is unrolled four times
+        trips=ceil(rounds / ahead) + 1,
         dram_bytes=weights,
         cached_bytes=x_bytes + out,
         fetched_bytes=weights + d.groups * x_bytes + out,
@@ -168,10 +171,10 @@ def _multi_token(d: Dispatch) -> Work:
         groups=d.groups,
         simdgroups=d.threads // SIMD,
         ops=ops,
-        trips=whole + rest + 1,
-        # The loads of each token stand in a branch, and wait for those of the token before: one row in eight
-        # for the cache of all cores (nine times as far), the others for their own.
-        local_trips=(whole + rest) * tokens * 2,
+        # The weights of four rounds are asked for at once, those of the rest with the first of them. Values
+        # of four tokens, 32 registers, are on their way together: with 72 to a lane, as compiled, there is
+        # no room for more, and those of the next four wait for them.
+        trips=ceil(whole / 4) + 1 + (whole + rest) * (ceil(tokens / 4) - 1),
         dram_bytes=weights,
         cached_bytes=x + out,
         fetched_bytes=weights * tiles + d.grid[0] * x + out,
@@ -243,7 +246,8 @@ def _rmsnorm(d: Dispatch) -> Work:
         groups=tokens,
         simdgroups=simdgroups,
         ops=ops + Ops(alu=2, rcp=1, rsqrt=1),
-        trips=ceil(rounds / 2) + 2,  # unrolled twice; what is read again is in the first-level cache
+        # The first round with what it is multiplied by; then two at a time, to sum and again to multiply.
+        trips=1 + 2 * ceil((rounds - 1) / 2),
         dram_bytes=row,
         cached_bytes=tokens * (row + out),
         fetched_bytes=tokens * (2 * row + out),
@@ -251,20 +255,27 @@ def _rmsnorm(d: Dispatch) -> Work:
     )
 
 
-def _rope(d: Dispatch) -> Work:
-    a = d.args
-    heads, tokens = d.grid[0], d.grid[1]
+def _rotation(a: dict[str, Any]) -> Ops:
+    """Return the instructions of a head's simdgroup."""
     rounds = ceil(a["key_dim"] / 2 / SIMD)
     ops = Ops(alu=24, slow=10) + (Ops(alu=14, slow=4, memory=5) + _LOOP) * rounds
     if a["has_q_norm"] or a["has_k_norm"]:
         ops += Ops(alu=8, shuffle=5, rsqrt=1, memory=4) + _LOOP * 2
+    return ops
+
+
+def _rope(d: Dispatch) -> Work:
+    a = d.args
+    simdgroups = d.threads // SIMD
+    heads, tokens = d.grid[0] * simdgroups, d.grid[1]
+    ops = _rotation(a)
     kv = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
     queries = 0 if a["skip_queries"] else a["n_heads"] * a["key_dim"]
     row = (2 * queries + kv) * _FLOAT + kv * _cache_bytes(d.kernel)
     table = tokens * a["rope_dim"] * _FLOAT
     return Work(
         groups=d.groups,
-        simdgroups=1,
+        simdgroups=simdgroups,
         ops=ops,
         trips=2,
         dram_bytes=0,
@@ -317,6 +328,27 @@ def _attention_decode(d: Dispatch) -> Work:
         fetched_bytes=kv * tokens * blocks + q * splits + out,
         core_bytes=kv * tokens * blocks + q * splits * simdgroups + out,
         threadgroup_bytes=8 * heads * (size + 2) * _FLOAT,
+    )
+
+
+def _rope_attention_decode(d: Dispatch) -> Work:
+    """Return the work of attention_decode and of the rotation before it, behind a barrier of its own."""
+    a = d.args
+    attention = _attention_decode(d)
+    simdgroups = d.threads // SIMD
+    blocks = d.grid[1] / a["n_kv_heads"]
+    heads = ceil(a["n_heads"] / a["n_kv_heads"] / blocks) + 2  # queries, and the token's own key and value
+    kv = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
+    own = kv * (_FLOAT - _cache_bytes(d.kernel))  # read from q, k and v, where attention reads the cache
+    table = a["rope_dim"] * _FLOAT
+    return replace(
+        attention,
+        ops=attention.ops + _rotation(a) * ceil(heads / simdgroups) + Ops(memory=heads),
+        trips=attention.trips + 1,  # the queries come once, then the keys
+        local_trips=attention.local_trips + 2,
+        cached_bytes=attention.cached_bytes + own + kv * _cache_bytes(d.kernel) + table,
+        fetched_bytes=attention.fetched_bytes + d.groups * (kv * _FLOAT / a["n_kv_heads"] + table),
+        core_bytes=attention.core_bytes + d.groups * (kv * _FLOAT / a["n_kv_heads"] + table * heads),
     )
 
 
@@ -446,6 +478,7 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "matmul": _matmul,
     "rmsnorm": _rmsnorm,
     "rope_append": _rope,
+    "rope_attention": _rope_attention_decode,
     "swiglu": _swiglu,
     "argmax": _argmax,
     "log_prob": _log_prob,
