@@ -24,7 +24,9 @@ MISSING = (
 )
 # The oldest processor for each set, so that a kernel of one set cannot lean on the instructions of another.
 PROCESSORS = {"neon_i8mm": "max", "neon_dotprod": "cortex-a76", "neon": "cortex-a72"}
-SETS = [] if platform.machine() in ("arm64", "aarch64") else list(PROCESSORS)
+# Not on Arm, nor under a sanitizer, which sees nothing of another process.
+SANITIZED = _core.has_emulator and bool(_core.emulator.sanitizer)
+SETS = [] if platform.machine() in ("arm64", "aarch64") or SANITIZED else list(PROCESSORS)
 TYPES = {"i": struct.Struct("<q"), "f": struct.Struct("<d")}
 
 

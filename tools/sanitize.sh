@@ -48,7 +48,7 @@ common="external_symbolizer_path=$symbolizer"
 export PYTHONPATH=$build/package
 # Leaks are found by following pointers through memory of malloc: Python's objects must be there too.
 export PYTHONMALLOC=malloc
-export ASAN_OPTIONS=$common:detect_leaks=1:detect_stack_use_after_return=0:handle_segv=1
+export ASAN_OPTIONS=$common:detect_leaks=1:allocator_may_return_null=1:detect_stack_use_after_return=0:handle_segv=1
 export LSAN_OPTIONS=suppressions=$PWD/tools/sanitize/leaks.txt:print_suppressions=0
 export UBSAN_OPTIONS=$common:halt_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=$common:halt_on_error=1:second_deadlock_stack=1:history_size=4:die_after_fork=0
@@ -60,15 +60,12 @@ test=(env LD_PRELOAD="$preload $("$clang" -print-file-name=libstdc++.so.6)"
       "$python" -m pytest -p no:cacheprovider -p no:faulthandler --capture=sys)
 [ $# -eq 0 ] || exec "${test[@]}" "$@"
 
-# The instruction sets of an emulated processor run in a process that is not instrumented.
-deselect=()
-case "$(uname -m)" in arm64 | aarch64) ;; *) deselect=(-k "not neon") ;; esac
 outputs=$build/tests
 rm -rf "$outputs" && mkdir "$outputs"
 
 test_file() {
   local output=$outputs/${1//\//.}.txt
-  if "${test[@]}" "$1" "${deselect[@]}" >"$output" 2>&1; then
+  if "${test[@]}" "$1" >"$output" 2>&1; then
     echo "$1: $(tail -n 1 "$output" | tr -d =)"
   else
     cat "$output"

@@ -50,12 +50,13 @@ kernel void reverse(device const uint* x [[buffer(0)]],          //
 
 kernel void static_scratch(device uint* y [[buffer(0)]],                //
                            threadgroup uint* more [[threadgroup(0)]],  //
-                           uint i [[thread_position_in_threadgroup]]) {
+                           uint i [[thread_position_in_threadgroup]],  //
+                           uint out [[thread_position_in_grid]]) {
   threadgroup uint tile[1024];
   tile[i] = i;
   more[i] = 1;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  y[i] = tile[i] + more[i];
+  y[out] = tile[i] + more[i];
 }
 
 // Touches elements [first, first + count).
