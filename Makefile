@@ -46,8 +46,9 @@ demo: build/.plain
 	$(BIN)/metal-prefill run -p "ROMEO:" -n 120 --temperature 0.8 --seed 3
 	$(BIN)/metal-prefill bench --demo -p 32,128,512 -n 64 -r 3
 
+# File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end.
 test: build/.emulator build/.arm
-	$(BIN)/python -m pytest --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) --dist loadfile --no-loadscope-reorder
 
 # Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
 sanitize: sanitize-address sanitize-thread

@@ -7,6 +7,7 @@ shader compiler and the executor themselves.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -105,6 +106,41 @@ class Run:
     seconds: float = 0.0
 
 
+def _compile_executor(clang: str, folder: Path, sanitize: str, environment: dict[str, str]) -> list[Path]:
+    """Return the executor's objects in a folder; makes those that are missing.
+
+    Files are compiled together: each takes longer to include the standard library than for its own code.
+    """
+    sources = [
+        *sorted((EMULATOR / "cpu").glob("*.cpp")),
+        EMULATOR / "metal/memory.cpp",
+        EMULATOR / "testing/kernel_runner.cpp",
+    ]
+    # The switching code tells ThreadSanitizer itself what is ordered.
+    switching = ("context", "report", "threadgroup") if sanitize == "thread" else ()
+    units = {
+        "executor": [source for source in sources if source.stem not in switching],
+        "switching": [source for source in sources if source.stem in switching],
+    }
+    # AddressSanitizer makes optimizing slow, and the code slow all the same.
+    flags = ["-std=c++20", "-O0" if "address" in sanitize else "-O2", f"-I{EMULATOR}",
+             f"-I{EMULATOR / 'cpu'}", "-g1", "-fPIC", "-fvisibility=hidden",
+             f"-DMETAL_EMULATOR_ASAN={int('address' in sanitize)}",
+             f"-DMETAL_EMULATOR_TSAN={int('thread' in sanitize)}"]  # fmt: skip
+    objects = []
+    for name, unit in units.items():
+        if not unit:
+            continue
+        output = folder / f"{name}.executor.o"
+        objects.append(output)
+        if not output.exists():
+            instrument = [f"-fsanitize={sanitize}"] if sanitize and name == "executor" else []
+            text = "".join(f'#include "{source}"\n' for source in unit)
+            command = [clang, *flags, *instrument, "-x", "c++", "-c", "-", "-o", str(output)]
+            subprocess.run(command, input=text, text=True, check=True, env=environment)
+    return objects
+
+
 def build(
     sources: list[Path],
     folder: Path,
@@ -120,7 +156,7 @@ def build(
     sources
         Metal sources.
     folder
-        Where objects and library go. Objects of the executor are made once per folder.
+        Where objects and library go. The executor is compiled once per folder, whoever else builds there.
     sanitize
         Sanitizers such as 'address,undefined' or 'thread'. Such builds have the plain variant only.
     variants
@@ -133,30 +169,10 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     # A sanitizer's runtime that this process may have preloaded is not for compilers.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    own = ["-std=c++20", "-O2", f"-I{EMULATOR}", "-g1", "-fPIC", "-fvisibility=hidden",
-             f"-DMETAL_EMULATOR_ASAN={int('address' in sanitize)}",
-             f"-DMETAL_EMULATOR_TSAN={int('thread' in sanitize)}"]  # fmt: skip
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        objects = _compile_executor(clang, folder, sanitize, environment)
     link = [f"-fsanitize={sanitize}", "-shared-libsan"] if sanitize else []
-    objects = []
-    executor = [
-        *sorted((EMULATOR / "cpu").glob("*.cpp")),
-        EMULATOR / "metal/memory.cpp",
-        EMULATOR / "testing/kernel_runner.cpp",
-    ]
-    for source in executor:
-        output = folder / f"{source.stem}.executor.o"
-        objects.append(output)
-        if not output.exists() or output.stat().st_mtime < max(
-            p.stat().st_mtime for p in (EMULATOR / "cpu").iterdir()
-        ):
-            instrument = (
-                link[:1]
-                if source.parent.name != "cpu" or sanitize != "thread" or source.stem == "executor"
-                else []
-            )
-            subprocess.run(
-                [clang, *own, *instrument, "-c", source, "-o", output], check=True, env=environment
-            )
     for source in sources:
         for variant in ("plain",) if sanitize else variants:
             output = folder / f"{source.stem}.{variant}.o"

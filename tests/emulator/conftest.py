@@ -103,9 +103,12 @@ def clang() -> str:
 
 @pytest.fixture(scope="session")
 def shader_folder(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which shaders are built, and the executor once for all of them."""
+    """Return a folder in which shaders are built, and the executor once for all of them and all processes."""
     assert clang
-    return tmp_path_factory.mktemp("shaders")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return folder / "shaders"
 
 
 @pytest.fixture(scope="session")

@@ -26,10 +26,10 @@ def large_library() -> tuple[str, int]:
     return f"{head}using namespace metal;\n{''.join(spaces)}", copies
 
 
-def test_ten_thousand_lines_compile_and_run(shader_folder: Path) -> None:
+def test_ten_thousand_lines_compile_and_run(shader_folder: Path, tmp_path: Path) -> None:
     text, copies = large_library()
     assert text.count("\n") >= LINES
-    source = shader_folder / "large.metal"
+    source = tmp_path / "large.metal"
     source.write_text(text)
     # Not optimized, for the sake of time: it is the translation that a large source puts to the test.
     library = ShaderLibrary(build([source], shader_folder, variants=("plain",), flags=("-O0", "-g0")))
