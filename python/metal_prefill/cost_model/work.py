@@ -159,10 +159,12 @@ def _multi_token(d: Dispatch) -> Work:
     item_bytes, dequantize = _item(d.kernel)
     tokens = min(a["batch_size"], MULTI_TOKEN_TILE)
     items = a["in_dim"] // 8
-    whole, rest = items // SIMD, ceil(items % SIMD * 4 / SIMD)
-    ops = (dequantize + Ops(alu=8, memory=2) * tokens + _LOOP) * whole
-    ops += (Ops(alu=8, slow=6, memory=2) + Ops(alu=2, memory=2) * tokens + _LOOP) * rest
-    ops += Ops(alu=7, shuffle=5, memory=1) * tokens
+    half = items - items // 8 * 4  # of the columns: two simdgroups share two rows
+    whole, rest = half // SIMD, ceil(half % SIMD * 4 / SIMD)
+    ops = (dequantize * 2 + Ops(alu=16, memory=2) * tokens + _LOOP) * whole
+    ops += (Ops(alu=16, slow=12, memory=4) + Ops(alu=4, memory=2) * tokens + _LOOP) * rest
+    sums = 2 << ceil(log2(tokens))
+    ops += Ops(alu=3, shuffle=1) * (sums - 1 + log2(SIMD / sums)) + Ops(alu=12, memory=5)
     weights = a["out_dim"] * a["row_bytes"]
     x = a["batch_size"] * a["in_dim"] * _FLOAT
     out = a["batch_size"] * a["out_dim"] * _FLOAT * (2 if d.kernel.endswith("accumulate") else 1)
@@ -171,14 +173,15 @@ def _multi_token(d: Dispatch) -> Work:
         groups=d.groups,
         simdgroups=d.threads // SIMD,
         ops=ops,
-        # The weights of four rounds are asked for at once, those of the rest with the first of them. Values
-        # of four tokens, 32 registers, are on their way together: with 72 to a lane, as compiled, there is
-        # no room for more, and those of the next four wait for them.
-        trips=ceil(whole / 4) + 1 + (whole + rest) * (ceil(tokens / 4) - 1),
+        # The weights of two rounds are asked for at once, those of the rest with the first of them. Values
+        # of four tokens, 32 registers, are on their way together: a lane needs as many for sums and weights,
+        # and those of the next four wait for them.
+        trips=ceil(whole / 2) + 1 + (whole + rest) * (ceil(tokens / 4) - 1),
+        local_trips=2,
         dram_bytes=weights,
         cached_bytes=x + out,
         fetched_bytes=weights * tiles + d.grid[0] * x + out,
-        core_bytes=a["out_dim"] * (tiles * items * item_bytes + x) + out,
+        core_bytes=a["out_dim"] * (tiles * items * item_bytes + x / 2) + out,
     )
 
 
