@@ -190,8 +190,7 @@ template <class Block>
 void amx_group(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
-  const auto* block =
-      reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
+  const auto* block = reinterpret_cast<const Block*>(weight.group(group));
   SignedPanel panels[2][kSlabBlocks];
   for (int slab = 0; slab < n_blocks; slab += kSlabBlocks) {
     const int n = n_blocks - slab < kSlabBlocks ? n_blocks - slab : kSlabBlocks;

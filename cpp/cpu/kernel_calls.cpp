@@ -81,14 +81,15 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
       weight.shape(0)};
   require(tensor.bytes == row_bytes(tensor.type, std::size_t(cols)) * std::size_t(rows),
           "weight has another size");
-  const Buffer blocks(packed_size(tensor), "weights");
-  const PackedMatrix packed{packing_of(tensor.type), rows, cols, blocks.data()};
+  PackedMatrix packed = packed_matrix(tensor);
+  const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
+  packed.blocks = blocks.data();
   require(packed.packing != Packing::kNone, "the type is not quantized");
   require(int(out.shape(0)) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows,
           "out is too small");
   const Tiles tiles(kernels, x, first);
   for (int group = 0; group < packed.groups(); ++group) {
-    pack_group(tensor, group, blocks.data());
+    pack_group(tensor, group, packed.group(group));
     kernels.multiply_int8(packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
                           out.shape(1));
   }

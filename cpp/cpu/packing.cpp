@@ -141,7 +141,7 @@ void put(const RowBlock& in, int r, Block& out) {
 template <typename Block, RowBlock (*kUnpack)(const std::byte*, int)>
 void pack(const Tensor& tensor, int group, std::byte* blocks) {
   const int n_blocks = tensor.cols / kBlockCols;
-  Block* out = reinterpret_cast<Block*>(blocks) + std::size_t(group) * std::size_t(n_blocks);
+  Block* out = reinterpret_cast<Block*>(blocks);
   for (int r = 0; r < kGroupRows && group * kGroupRows + r < tensor.rows; ++r) {
     const std::byte* row = tensor.row(group * kGroupRows + r);
     for (int b = 0; b < n_blocks; ++b) put(kUnpack(row, b), r, out[b]);
@@ -151,7 +151,7 @@ void pack(const Tensor& tensor, int group, std::byte* blocks) {
 // Q4_0 has its nibbles in the right order already: only moves.
 void pack_q4_0(const Tensor& tensor, int group, std::byte* blocks) {
   const int n_blocks = tensor.cols / kBlockCols;
-  auto* out = reinterpret_cast<NibbleBlock*>(blocks) + std::size_t(group) * std::size_t(n_blocks);
+  auto* out = reinterpret_cast<NibbleBlock*>(blocks);
   for (int r = 0; r < kGroupRows && group * kGroupRows + r < tensor.rows; ++r) {
     const std::byte* row = tensor.row(group * kGroupRows + r);
     for (int b = 0; b < n_blocks; ++b) {
@@ -206,29 +206,34 @@ std::size_t block_bytes(Packing packing) {
   return 0;
 }
 
-std::size_t packed_size(const Tensor& tensor) {
-  const std::size_t groups = std::size_t(tensor.rows + kGroupRows - 1) / kGroupRows;
-  return groups * std::size_t(tensor.cols / kBlockCols) * block_bytes(packing_of(tensor.type));
+std::size_t PackedMatrix::group_bytes() const {
+  return std::size_t(blocks_per_row()) * block_bytes(packing);
 }
 
-void pack_group(const Tensor& tensor, int group, std::byte* blocks) {
+PackedMatrix packed_matrix(const Tensor& tensor) {
+  PackedMatrix matrix{packing_of(tensor.type), tensor.rows, tensor.cols};
+  matrix.group_stride = matrix.group_bytes();
+  return matrix;
+}
+
+void pack_group(const Tensor& tensor, int group, std::byte* out) {
   switch (tensor.type) {
     case TensorType::kQ4_0:
-      return pack_q4_0(tensor, group, blocks);
+      return pack_q4_0(tensor, group, out);
     case TensorType::kQ4_1:
-      return pack<NibbleMinBlock, unpack_q4_1>(tensor, group, blocks);
+      return pack<NibbleMinBlock, unpack_q4_1>(tensor, group, out);
     case TensorType::kQ4_K:
-      return pack<NibbleMinBlock, unpack_q4_K>(tensor, group, blocks);
+      return pack<NibbleMinBlock, unpack_q4_K>(tensor, group, out);
     case TensorType::kQ5_0:
-      return pack<ByteBlock, unpack_q5_0>(tensor, group, blocks);
+      return pack<ByteBlock, unpack_q5_0>(tensor, group, out);
     case TensorType::kQ8_0:
-      return pack<ByteBlock, unpack_q8_0>(tensor, group, blocks);
+      return pack<ByteBlock, unpack_q8_0>(tensor, group, out);
     case TensorType::kQ5_1:
-      return pack<ByteMinBlock, unpack_q5_1>(tensor, group, blocks);
+      return pack<ByteMinBlock, unpack_q5_1>(tensor, group, out);
     case TensorType::kQ5_K:
-      return pack<ByteMinBlock, unpack_q5_K>(tensor, group, blocks);
+      return pack<ByteMinBlock, unpack_q5_K>(tensor, group, out);
     case TensorType::kQ6_K:
-      return pack<ByteHalvesBlock, unpack_q6_K>(tensor, group, blocks);
+      return pack<ByteHalvesBlock, unpack_q6_K>(tensor, group, out);
     case TensorType::kF32:
     case TensorType::kF16:
     case TensorType::kBF16:

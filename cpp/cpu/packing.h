@@ -61,17 +61,20 @@ struct PackedMatrix {
   Packing packing = Packing::kNone;  // kNone: stays in the file, multiplied as float32
   int rows = 0;
   int cols = 0;
-  const std::byte* blocks = nullptr;  // [groups][cols / 32], the last group filled up with rows of zeros
+  std::byte* blocks = nullptr;   // [groups][cols / 32], the last group filled up with rows of zeros
+  std::size_t group_stride = 0;  // bytes from one group to the next; another matrix may lie between
 
   int groups() const { return (rows + kGroupRows - 1) / kGroupRows; }
   int blocks_per_row() const { return cols / kBlockCols; }
+  std::size_t group_bytes() const;
+  std::byte* group(int index) const { return blocks + std::size_t(index) * group_stride; }
 };
 
 Packing packing_of(TensorType type);
 std::size_t block_bytes(Packing packing);
-// Bytes of the whole packed matrix, 0 for kNone.
-std::size_t packed_size(const Tensor& tensor);
-// Packs rows [32 * group, 32 * group + 32) of the tensor to its place in `blocks`.
-void pack_group(const Tensor& tensor, int group, std::byte* blocks);
+// The matrix of a tensor, still without a place; its groups follow each other.
+PackedMatrix packed_matrix(const Tensor& tensor);
+// Packs rows [32 * group, 32 * group + 32) of the tensor.
+void pack_group(const Tensor& tensor, int group, std::byte* out);
 
 }  // namespace metal_prefill::cpu

@@ -17,12 +17,17 @@ inline F load_scales(const std::uint16_t* p) {
   return Simd::load_half(p);
 }
 
+// Every `every`-th block of a group, from `begin` on; none where `every` is 0.
+struct Fetch {
+  int begin = 0, every = 0;
+};
+
 // kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of a tile.
 // The integer sum of a block is exact in any order; the float sum over the blocks runs in the order of the
-// columns. With `fetch_next`, the group behind this one is asked for, as the caller will want it next.
+// columns. `fetch` is the part of the group behind this one that is asked for meanwhile.
 template <class Block, int kRows, int kTokens>
 inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
-                      std::size_t stride, bool fetch_next) {
+                      std::size_t stride, Fetch fetch) {
   constexpr bool kHalves = requires(Block b) { b.half_scale; };
   constexpr bool kHasMin = requires(Block b) { b.min; };
   constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
@@ -37,8 +42,10 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::set(0);
 
+  int next_fetch = fetch.every > 0 ? fetch.begin : n_blocks;
   for (int b = 0; b < n_blocks; ++b, ++block, ++x) {
-    if (fetch_next) {
+    if (b == next_fetch) {
+      next_fetch += fetch.every;
       const auto* next = reinterpret_cast<const std::byte*>(block + n_blocks);
 #pragma GCC unroll 20
       for (std::size_t line = 0; line < sizeof(Block); line += 64) __builtin_prefetch(next + line);
@@ -89,15 +96,29 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         for (int r = 0; r < kRows; ++r) codes[r] = Simd::high_nibbles(packed[r]);
         multiply(kParts, codes, 16 + 4 * step);
       }
-    } else if constexpr (kTokens == 1) {  // nothing but memory counts: line after line
+    } else if constexpr (kTokens == 1) {
+      // Nothing but memory counts: line after line, by few load instructions with a stride each. Those the
+      // processor follows; seventeen that step from block to block it loses.
+      const auto add_step = [&](int chain, int r, int step) __attribute__((always_inline)) {
+        sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
+                                                            Simd::broadcast4(x->q[token] + 4 * step));
+      };
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-        for (int step = 0; step < 8; ++step) {
-          I& part = sum[kHalves ? step / 4 : step % kChains][r][0];
-          part = Simd::template dot<Block::kZero>(part, row_codes(step, r),
-                                                  Simd::broadcast4(x->q[token] + 4 * step));
+      for (int r = 0; r < kRows; ++r) {
+        if constexpr (kChains == 2 && !kHalves) {
+#pragma GCC unroll 1
+          for (int step = 0; step < 8; step += 2) {
+            add_step(0, r, step);
+            add_step(1, r, step + 1);
+          }
+        } else {
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 1
+            for (int step = 4 * half; step < 4 * half + 4; ++step) add_step(half, r, step);
+          }
         }
+      }
     } else {
 #pragma GCC unroll 8
       for (int step = 0; step < 8; ++step) {
@@ -143,37 +164,46 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 
 template <class Block, int kTokens>
 void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
-                 std::size_t stride, bool fetch_next) {
+                 std::size_t stride, Fetch fetch) {
   for (int v = 0; v < kGroupRows / Simd::kLanes; v += Simd::kInt8Rows)
     int8_tile<Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, token, out, stride,
-                                               fetch_next && v == 0);
+                                               v == 0 ? fetch : Fetch{});
 }
 
 // int8_tokens with as many tokens as `count` says, 1 to kTokens.
 template <class Block, int kTokens>
 void int8_count(int count, const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
-                std::size_t stride, bool fetch_next) {
-  if (count == kTokens)
-    return int8_tokens<Block, kTokens>(block, n_blocks, x, token, out, stride, fetch_next);
+                std::size_t stride, Fetch fetch) {
+  if (count == kTokens) return int8_tokens<Block, kTokens>(block, n_blocks, x, token, out, stride, fetch);
   if constexpr (kTokens > 1)
-    int8_count<Block, kTokens - 1>(count, block, n_blocks, x, token, out, stride, fetch_next);
+    int8_count<Block, kTokens - 1>(count, block, n_blocks, x, token, out, stride, fetch);
 }
 
 template <class Block>
 void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                  std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
-  const auto* block =
-      reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
-  const bool fetches = count > Simd::kInt8Tokens;  // with fewer, the processor's own prefetching is better
+  const auto* block = reinterpret_cast<const Block*>(weight.group(group));
+  // The group behind this one will be wanted next. It is asked for in the last few passes over this one,
+  // spread over them: in one pass of few tokens, memory could not keep up. A single pass leaves it to the
+  // processor, which does it better.
+  constexpr int kFetchPasses = 4;
+  const auto passes_of = [](int n) { return (n + Simd::kInt8Tokens - 1) / Simd::kInt8Tokens; };
+  int passes = 0;  // still to come
+  for (int at = first; at < first + count; at += kTileTokens - at % kTileTokens) {
+    const int room = kTileTokens - at % kTileTokens, left = first + count - at;
+    passes += passes_of(left < room ? left : room);
+  }
+  const int fetch_passes = passes == 1 ? 0 : passes < kFetchPasses ? passes : kFetchPasses;
   while (count > 0) {
     const int token = first % kTileTokens;
     const int n = count < kTileTokens - token ? count : kTileTokens - token;
-    for (int done = 0, left = (n + Simd::kInt8Tokens - 1) / Simd::kInt8Tokens; left > 0; --left) {
+    for (int done = 0, left = passes_of(n); left > 0; --left, --passes) {
       const int share =
           (n - done + left - 1) / left;  // as even as can be: few tokens make poor use of a weight
+      const Fetch fetch = passes <= fetch_passes ? Fetch{fetch_passes - passes, fetch_passes} : Fetch{};
       int8_count<Block, Simd::kInt8Tokens>(share, block, n_blocks, x.tile(first), token + done, out, stride,
-                                           fetches && left == 1 && n == count);
+                                           fetch);
       done += share;
       out += std::size_t(share) * stride;
     }

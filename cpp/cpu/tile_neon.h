@@ -198,8 +198,7 @@ template <template <class> class Product, class Block>
 void multiply_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                      float* out, std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
-  const auto* block =
-      reinterpret_cast<const Block*>(weight.blocks) + std::size_t(group) * std::size_t(n_blocks);
+  const auto* block = reinterpret_cast<const Block*>(weight.group(group));
   while (count > 0) {
     const int token = first % kTileTokens;
     const int n = count < kTileTokens - token ? count : kTileTokens - token;

@@ -9,8 +9,8 @@ Weights::Weights(const Model& model, Compute compute, Team& team) {
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Forms& input) {
     linear.tensor = tensor;
-    linear.packed = {compute == Compute::kInt8 ? packing_of(tensor.type) : Packing::kNone, tensor.rows,
-                     tensor.cols};
+    linear.packed = packed_matrix(tensor);
+    if (compute != Compute::kInt8) linear.packed.packing = Packing::kNone;
     input.add(linear);
     if (!linear.int8()) max_float_cols = std::max(max_float_cols, tensor.cols);
     linears.push_back(&linear);
@@ -28,15 +28,32 @@ Weights::Weights(const Model& model, Compute compute, Team& team) {
   }
   add(output, model.output, dim_input);
 
-  std::erase_if(linears, [](const Linear* linear) { return !linear->int8(); });
+  // In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
+  // gate and up are multiplied in turns, and so they lie in turns.
   std::size_t bytes = 0;
-  for (const Linear* linear : linears) bytes += packed_size(linear->tensor);
+  const auto place = [&](std::byte* base, std::initializer_list<Linear*> in_turns) {
+    std::size_t stride = 0;
+    for (const Linear* linear : in_turns) stride += linear->packed.group_bytes();
+    std::size_t offset = bytes;
+    for (Linear* linear : in_turns) {
+      linear->packed.blocks = base ? base + offset : nullptr;
+      linear->packed.group_stride = stride;
+      offset += linear->packed.group_bytes();
+    }
+    bytes += stride * std::size_t((*in_turns.begin())->packed.groups());
+  };
+  const auto lay_out = [&](std::byte* base) {
+    bytes = 0;
+    for (CpuLayer& layer : layers) {
+      for (Linear* linear : {&layer.wq, &layer.wk, &layer.wv, &layer.wo}) place(base, {linear});
+      place(base, {&layer.w_gate, &layer.w_up});
+      place(base, {&layer.w_down});
+    }
+    place(base, {&output});
+  };
+  lay_out(nullptr);
   arena_ = Buffer(bytes, "packed weights");
-  std::size_t offset = 0;
-  for (Linear* linear : linears) {
-    linear->packed.blocks = arena_.data() + offset;
-    offset += packed_size(linear->tensor);
-  }
+  lay_out(arena_.data());
 
   // Items of several groups: large enough that claiming them costs nothing, small enough to share one matrix.
   constexpr int kGroupsPerItem = 16;
@@ -44,6 +61,7 @@ Weights::Weights(const Model& model, Compute compute, Team& team) {
     const Linear* linear;
     int first;
   };
+  std::erase_if(linears, [](const Linear* linear) { return !linear->int8(); });
   std::vector<Item> items;
   for (const Linear* linear : linears)
     for (int group = 0; group < linear->packed.groups(); group += kGroupsPerItem)
@@ -51,9 +69,9 @@ Weights::Weights(const Model& model, Compute compute, Team& team) {
   team.run([&](Worker& worker) {
     worker.for_each(int(items.size()), [&](int i) {
       const auto& [linear, first] = items[std::size_t(i)];
-      auto* blocks = const_cast<std::byte*>(linear->packed.blocks);
       const int end = std::min(first + kGroupsPerItem, linear->packed.groups());
-      for (int group = first; group < end; ++group) pack_group(linear->tensor, group, blocks);
+      for (int group = first; group < end; ++group)
+        pack_group(linear->tensor, group, linear->packed.group(group));
       const std::byte* begin = linear->tensor.row(first * kGroupRows);
       const std::byte* rest = linear->tensor.data + linear->tensor.bytes;
       if (end * kGroupRows < linear->tensor.rows) rest = linear->tensor.row(end * kGroupRows);

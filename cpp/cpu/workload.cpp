@@ -139,16 +139,17 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
   for (std::size_t i = 0; i < bytes; ++i) w.file.data()[i] = std::byte(0x20 | (random() >> 8 & 0x1f));
   const Tensor tensor{"weight", TensorType(type), rows, cols, w.file.data(), bytes};
 
-  const std::size_t packed = packed_size(tensor);
+  PackedMatrix matrix = packed_matrix(tensor);
+  const std::size_t packed = matrix.group_bytes() * std::size_t(matrix.groups());
   const std::size_t n_copies = packed > 0 ? 1 + kColdBytes / packed : 1;
   w.packed = Buffer(packed * n_copies, "packed weights");
   for (std::size_t i = 0; i < n_copies; ++i) {
     std::byte* blocks = w.packed.data() + i * packed;
-    const PackedMatrix matrix{packing_of(tensor.type), rows, cols, blocks};
+    matrix.blocks = blocks;
     if (i > 0) {
       std::memcpy(blocks, w.packed.data(), packed);
     } else if (packed > 0) {
-      for (int group = 0; group < matrix.groups(); ++group) pack_group(tensor, group, blocks);
+      for (int group = 0; group < matrix.groups(); ++group) pack_group(tensor, group, matrix.group(group));
     }
     w.copies.push_back({tensor, matrix});
   }
