@@ -1,9 +1,13 @@
 """How much speed another process on one of the cores costs.
 
-Samples of a prompt alternate: alone, then beside a process that keeps one core busy. The system gives that
-process half of its core, so an engine that degrades in proportion keeps (cores - 1/2) / cores of its speed:
-three quarters on two cores. One whose threads wait for the one that is off its core keeps less than half, or
-far less where they spin.
+Samples alternate: alone, then beside a process that keeps one core busy. The system gives that process half
+of its core, so what degrades in proportion keeps (cores - 1/2) / cores of its speed: three quarters on two
+cores. An engine whose threads wait for the one that is off its core keeps less than half, or far less where
+they spin.
+
+What this machine really leaves is measured beside it, with work that cannot be divided better: loops of
+products in registers, in small pieces that depend on nothing, taken by as many threads. Where two of its
+processors share a core, or the scheduler is unfair, those lose more than their share too.
 
     python tools/bench_contention.py [MODEL] [--prompt N] [--threads N] [--rounds N]
 """
@@ -15,12 +19,16 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
 
-from metal_prefill import Model, default_model_path
+from metal_prefill import Model, _core, default_model_path
+
+PIECE_ROUNDS = 16  # of some microseconds each: far below a time slice, far above the cost of a call
 
 
 def keep_busy(core: int, wanted: Event) -> None:
@@ -32,14 +40,54 @@ def keep_busy(core: int, wanted: Event) -> None:
             pass
 
 
-def measure(model: Model, ids: np.ndarray[tuple[int], np.dtype[np.int64]], seconds: float) -> float:
-    """Tokens a second over prompts that take `seconds` together."""
-    start, prompts = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < seconds:
-        model.reset()
-        model.forward_prompt(ids)
-        prompts += 1
-    return prompts * len(ids) / elapsed
+class Prompts:
+    """The engine at work on prompts of one length."""
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        self._model = model
+        self._ids = np.arange(tokens) % 100
+
+    def measure(self, seconds: float) -> float:
+        """Tokens a second over prompts that take `seconds` together."""
+        start, prompts = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - start) < seconds:
+            self._model.reset()
+            self._model.forward_prompt(self._ids)
+            prompts += 1
+        return prompts * len(self._ids) / elapsed
+
+
+class Pieces:
+    """Products in registers on threads that share nothing and never wait for each other."""
+
+    def __init__(self, threads: int) -> None:
+        isa = _core.cpu.kernel_sets()[0]
+        self._loops = [_core.cpu.peak_workload(isa, "int8", 1) for _ in range(threads)]
+        self._pool = ThreadPoolExecutor(threads)
+
+    def measure(self, seconds: float) -> float:
+        """Multiply-adds a second of all threads together."""
+        start = time.perf_counter()
+
+        def work(loop: _core.cpu.Workload) -> float:
+            done = 0.0
+            while time.perf_counter() - start < seconds:
+                loop.run(PIECE_ROUNDS)
+                done += PIECE_ROUNDS * loop.multiply_adds
+            return done
+
+        done = sum(self._pool.map(work, self._loops))
+        return done / (time.perf_counter() - start)
+
+
+def kept(alone: list[float], beside: list[float]) -> list[float]:
+    """Return the share of its speed that each pair of samples kept, sorted."""
+    return sorted(b / a for a, b in zip(alone, beside, strict=True))
+
+
+def describe(shares: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(shares):.2f} ({shares[0]:.2f}-{shares[-1]:.2f})"
 
 
 def main() -> None:
@@ -58,23 +106,30 @@ def main() -> None:
     wanted = multiprocessing.Event()
     rival = multiprocessing.Process(target=keep_busy, args=(cores[-1], wanted), daemon=True)
     rival.start()
-    alone, beside = [], []
     with Model(args.model, device="cpu", threads=args.threads) as model:
-        ids = np.arange(args.prompt) % 100
-        measure(model, ids, args.seconds)
+        subjects: dict[str, Callable[[float], float]] = {
+            "engine": Prompts(model, args.prompt).measure,
+            "pieces": Pieces(args.threads).measure,
+        }
+        alone: dict[str, list[float]] = {name: [] for name in subjects}
+        beside: dict[str, list[float]] = {name: [] for name in subjects}
+        for measure in subjects.values():
+            measure(args.seconds)
         for _ in range(args.rounds):
-            alone.append(measure(model, ids, args.seconds))
+            for name, measure in subjects.items():
+                alone[name].append(measure(args.seconds))
             wanted.set()
             time.sleep(0.1)
-            beside.append(measure(model, ids, args.seconds))
+            for name, measure in subjects.items():
+                beside[name].append(measure(args.seconds))
             wanted.clear()
             time.sleep(0.1)
     rival.terminate()
-    kept = sorted(b / a for a, b in zip(alone, beside, strict=True))
     fair = (len(cores) - 0.5) / len(cores)
-    median, low, high = statistics.median(kept), kept[0], kept[-1]
-    print(f"alone {statistics.median(alone):.0f} tok/s, beside another {statistics.median(beside):.0f} tok/s")
-    print(f"kept {median:.2f} ({low:.2f}-{high:.2f}); in proportion would be {fair:.2f}")
+    engine, pieces = (kept(alone[name], beside[name]) for name in subjects)
+    before, after = statistics.median(alone["engine"]), statistics.median(beside["engine"])
+    print(f"alone {before:.0f} tok/s, beside another {after:.0f} tok/s")
+    print(f"kept {describe(engine)}; independent pieces kept {describe(pieces)}; in proportion: {fair:.2f}")
     print(f"({args.threads} threads on {len(cores)} cores)")
 
 
