@@ -56,9 +56,9 @@ struct KernelNode {  // CUDA_KERNEL_NODE_PARAMS_v2
   unsigned block_x, block_y, block_z;
   unsigned shared_bytes;
   void** parameters;
-  void** extra;
-  void* kernel;
-  Context context;
+  void** extra = nullptr;
+  void* kernel = nullptr;
+  Context context = nullptr;
 };
 static_assert(sizeof(KernelNode) == 72);
 
@@ -66,8 +66,8 @@ inline constexpr unsigned char kWhenLaunched = 1;  // CU_GRAPH_KERNEL_NODE_PORT_
 inline constexpr unsigned char kProgrammatic = 1;  // CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 struct GraphEdge {  // CUgraphEdgeData
-  unsigned char from_port, to_port, type;
-  unsigned char reserved[5];
+  unsigned char from_port = 0, to_port = 0, type = 0;
+  unsigned char reserved[5] = {};
 };
 static_assert(sizeof(GraphEdge) == 8);
 
