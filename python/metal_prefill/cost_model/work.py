@@ -261,7 +261,7 @@ def _rmsnorm(d: Dispatch) -> Work:
 def _rotation(a: dict[str, Any]) -> Ops:
     """Return the instructions of a head's simdgroup."""
     rounds = ceil(a["key_dim"] / 2 / SIMD)
-    ops = Ops(alu=24, slow=10) + (Ops(alu=14, slow=4, memory=5) + _LOOP) * rounds
+    ops: Ops = Ops(alu=24, slow=10) + (Ops(alu=14, slow=4, memory=5) + _LOOP) * rounds
     if a["has_q_norm"] or a["has_k_norm"]:
         ops += Ops(alu=8, shuffle=5, rsqrt=1, memory=4) + _LOOP * 2
     return ops
