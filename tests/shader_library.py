@@ -148,6 +148,7 @@ def build(
     include: tuple[Path, ...] = (),
     variants: tuple[str, ...] = ("plain", "checked"),
     flags: tuple[str, ...] = (),
+    executor: Path | None = None,
 ) -> Path:
     """Compile sources and the executor into one shared library.
 
@@ -156,22 +157,26 @@ def build(
     sources
         Metal sources.
     folder
-        Where objects and library go. The executor is compiled once per folder, whoever else builds there.
+        Where objects and library go.
     sanitize
         Sanitizers such as 'address,undefined' or 'thread'. Such builds have the plain variant only.
     variants
         Of the shaders: 'plain', and 'checked' for checked mode.
     flags
         More flags of the shaders' compiler.
+    executor
+        Where the executor's objects go, if elsewhere. Processes may share such a folder: the first compiles.
     """
     clang = find_clang()
     assert clang is not None
-    folder.mkdir(parents=True, exist_ok=True)
+    executor = executor or folder
+    for path in (folder, executor):
+        path.mkdir(parents=True, exist_ok=True)
     # A sanitizer's runtime that this process may have preloaded is not for compilers.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    with open(folder / "lock", "w") as lock:
+    with open(executor / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        objects = _compile_executor(clang, folder, sanitize, environment)
+        objects = _compile_executor(clang, executor, sanitize, environment)
     link = [f"-fsanitize={sanitize}", "-shared-libsan"] if sanitize else []
     for source in sources:
         for variant in ("plain",) if sanitize else variants:

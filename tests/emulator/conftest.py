@@ -102,17 +102,22 @@ def clang() -> str:
 
 
 @pytest.fixture(scope="session")
-def shader_folder(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which shaders are built, and the executor once for all of them and all processes."""
+def build_shaders(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ShaderLibrary]:
+    """Return `shader_library.build` and load, with one executor for all of pytest's processes."""
     assert clang
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return folder / "shaders"
+    folder = tmp_path_factory.mktemp("shaders")
+    executor = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
+
+    def build_and_load(source: Path, sanitizers: str = "", **options: Any) -> ShaderLibrary:
+        return ShaderLibrary(build([source], folder, sanitizers, executor=executor / "executor", **options))
+
+    return build_and_load
 
 
 @pytest.fixture(scope="session")
-def load_shaders(shader_folder: Path, metal_testing: Any) -> Callable[[str], ShaderLibrary]:
+def load_shaders(
+    build_shaders: Callable[..., ShaderLibrary], metal_testing: Any
+) -> Callable[[str], ShaderLibrary]:
     """Return a function that builds shaders/<name>.metal with the executor and loads it, once.
 
     With the sanitizers that the package is built with, if any.
@@ -124,7 +129,7 @@ def load_shaders(shader_folder: Path, metal_testing: Any) -> Callable[[str], Sha
 
     def load(name: str) -> ShaderLibrary:
         if name not in loaded:
-            loaded[name] = ShaderLibrary(build([SHADERS / f"{name}.metal"], shader_folder, sanitizers))
+            loaded[name] = build_shaders(SHADERS / f"{name}.metal", sanitizers)
         return loaded[name]
 
     return load

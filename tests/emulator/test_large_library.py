@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from shader_library import ShaderLibrary, build
+from shader_library import ShaderLibrary
 
 pytestmark = pytest.mark.emulator
 SOURCE = Path(__file__).parent / "shaders" / "algorithms.metal"
@@ -26,13 +27,15 @@ def large_library() -> tuple[str, int]:
     return f"{head}using namespace metal;\n{''.join(spaces)}", copies
 
 
-def test_ten_thousand_lines_compile_and_run(shader_folder: Path, tmp_path: Path) -> None:
+def test_ten_thousand_lines_compile_and_run(
+    build_shaders: Callable[..., ShaderLibrary], tmp_path: Path
+) -> None:
     text, copies = large_library()
     assert text.count("\n") >= LINES
     source = tmp_path / "large.metal"
     source.write_text(text)
     # Not optimized, for the sake of time: it is the translation that a large source puts to the test.
-    library = ShaderLibrary(build([source], shader_folder, variants=("plain",), flags=("-O0", "-g0")))
+    library = build_shaders(source, variants=("plain",), flags=("-O0", "-g0"))
     x = np.arange(1024, dtype=np.int32)
     for n in (0, copies - 1):
         out = np.zeros_like(x)
