@@ -4,10 +4,10 @@
 #   tools/sanitize.sh address [pytest arguments]    AddressSanitizer, LeakSanitizer, UndefinedBehaviorSanitizer
 #   tools/sanitize.sh thread [pytest arguments]     ThreadSanitizer
 #
-# Without arguments, the tests of all kernels, both engines and the emulator. Each file runs in a Python of its own, as
-# many at once as there are cores: leaks are looked for when a process ends and are then those of one file. What a file
-# printed is in build/sanitize-*/tests, and is shown where something was found. The first finding ends the file with its
-# report; the other files are run all the same.
+# Without arguments, the tests of all kernels, both engines and the emulator. Each file runs in a Python of its own: leaks
+# are looked for when a process ends and are then those of one file. What a file printed is in build/sanitize-*/tests, and
+# is shown where something was found. The first finding ends the file with its report; the other files are run all the
+# same.
 #
 # Python itself is not instrumented: it preloads the sanitizer's runtime, and the package is used from a folder of its
 # own, so that the installed one stays as it is.
@@ -57,7 +57,7 @@ export OPENBLAS_NUM_THREADS=1
 export METAL_PREFILL_REQUIRE_EMULATOR=1
 # Interceptors of C++ exceptions look for libstdc++ when they are set up.
 test=(env LD_PRELOAD="$preload $("$clang" -print-file-name=libstdc++.so.6)"
-      "$python" -m pytest -p no:cacheprovider -p no:faulthandler --capture=sys)
+      "$python" -m pytest --timeout=900 -p no:cacheprovider -p no:faulthandler --capture=sys)
 [ $# -eq 0 ] || exec "${test[@]}" "$@"
 
 outputs=$build/tests
@@ -74,12 +74,13 @@ test_file() {
   fi
 }
 
-free=$(nproc) failed=0
+# Engines and emulator use more than one core by themselves; on two, two files at once take as long as one after the other.
+jobs=$((($(nproc) + 1) / 2)) running=0 failed=0
 for file in "${files[@]}"; do
-  if ((free == 0)); then wait -n || failed=1; else free=$((free - 1)); fi
+  if ((running == jobs)); then wait -n || failed=1; else running=$((running + 1)); fi
   test_file "$file" &
 done
-while ((free++ < $(nproc))); do wait -n || failed=1; done
+while ((running-- > 0)); do wait -n || failed=1; done
 echo "$sanitizers: $(cat "$outputs"/*.txt | grep -o "^=.* [0-9]* passed" | grep -o "[0-9]* passed" |
   awk '{ passed += $1 } END { print passed + 0 }') tests passed in $SECONDS s"
 exit $failed

@@ -261,7 +261,7 @@ def test_ten_thousand_mixed_calls_leave_objects_and_bytes_as_they_were(tmp_path:
 
     made = calls()
     objects, memory = gpu.live_objects(), gpu.allocated_bytes()
-    while made < 10_000:
+    while made < (1_000 if gpu.sanitizer else 10_000):  # sanitizers find what is left by a single call
         made += calls()
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory
