@@ -243,7 +243,9 @@ kernel void rope_attention_decode(
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2), kDims = kChunks * 32;
   threadgroup float shared[DECODE_SIMDGROUPS * kPart];
-  threadgroup float rotated[(kHeads + 2) * kDims];  // the queries, and the token's own key and value
+  threadgroup float4 aligned[(kHeads + 2) * kDims / 4];  // read in fours
+  threadgroup float* const rotated =
+      (threadgroup float*)aligned;  // the queries, the token's own key and value
   constant RopeArgs& rope = args.rope;
   constant AttentionArgs& attention = args.attention;
   const Share share = share_of(group, attention, kHeads);
