@@ -21,8 +21,10 @@ constexpr int kPairsOfSpan = kKeySpan / 2;
 constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
 struct alignas(64) AttentionStrip {
-  std::uint16_t keys[kMaxHeadDim / 2][kKeySpan][2];    // pairs of dimensions
-  std::uint16_t values[kPairsOfSpan][kMaxHeadDim][2];  // pairs of positions
+  std::uint16_t keys[kMaxHeadDim / 2][kKeySpan][2];  // pairs of dimensions
+  // Pairs of positions, [pairs][value_stride][2]: rows that were as far apart as the longest head needs would
+  // fall on few sets of the L1 cache.
+  std::uint16_t values[kPairsOfSpan * kMaxHeadDim * 2];
   std::uint16_t q[kStripValues];           // [rows][key_dim], scaled: scores are base-2 logarithms
   float acc[kStripValues];                 // [rows][value_stride], sum of p * v
   float sum[kStripRows][16];               // of p, still to be added up
@@ -66,7 +68,7 @@ void convert_span(const AttentionHead& head, int span, int n, AttentionStrip& st
   for (int i = 0; i < n; i += 2, values += 2 * stride)
     for (std::size_t column = 0; column < stride; column += Simd::kLanes)
       interleave(values + column, i + 1 < n ? values + stride + column : nullptr,
-                 strip.values[i / 2][column]);
+                 strip.values + (std::size_t(i / 2) * stride + column) * 2);
 }
 
 // scores[r][key] = q[r] . k[key] for kVectors * 16 positions.
@@ -166,7 +168,8 @@ void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan]
   for (int i = 0; i < pairs; ++i) {
     __m512bh value[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) value[v] = load_pairs(strip.values[i][column + v * Simd::kLanes]);
+    for (int v = 0; v < kVectors; ++v)
+      value[v] = load_pairs(strip.values + (i * stride + column + v * Simd::kLanes) * 2);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const __m512bh weight = broadcast_pair(p[r] + 2 * i);
