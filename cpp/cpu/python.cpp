@@ -27,7 +27,7 @@ namespace {
 template <typename T>
 struct Python {
   using Type = T;
-  static const T& view(const T& value) { return value; }
+  static T view(T value) { return value; }
 };
 template <typename T, int kDimensions>
 struct Python<calls::Array<T, kDimensions>> {

@@ -39,11 +39,13 @@ inline void run_chains(int rounds, Start start, Load load, Step step) {
   for (int round = 0; round < rounds; ++round) {
     asm volatile("" : : : "memory");
     auto x = load(memory[kPeakChains]);
+    // NOLINTBEGIN(modernize-loop-convert): by reference acc would have an address
 #pragma GCC unroll 32
     for (int i = 0; i < kPeakChains; ++i) {
       forget(x);
       acc[i] = step(acc[i], x);
     }
+    // NOLINTEND(modernize-loop-convert)
   }
   decltype(start(
       memory[0])) results[kPeakChains];  // acc itself must have no address, or it would lie in memory
