@@ -188,6 +188,7 @@ def build(folder: Path) -> Path:
     command += ["-C", f"cmake.define.SKBUILD_SOABI={soabi}"]
     command += ["-C", f"cmake.define.METAL_PREFILL_STUB={native_stub()}"]
     subprocess.run(command, check=True, env=environment, cwd=folder)
+    (ROOT / "-").unlink(missing_ok=True)  # CMake preprocesses with "-o -", which zig takes for a file's name
     (built,) = wheels.glob("*.whl")
     tag = ["--platform-tag", PLATFORM_TAG, "--remove"]
     subprocess.run(
