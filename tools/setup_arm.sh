@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-. tools/find_clang.sh
+. tools/setup_common.sh
 
 have_all() {
   find_clang >/dev/null && command -v qemu-aarch64 >/dev/null &&
@@ -14,11 +14,7 @@ have_all() {
 }
 
 install_all() {
-  command -v apt-get >/dev/null || return 1
-  if [ "$(id -u)" -ne 0 ]; then
-    echo "Tests of the Arm kernels need: sudo apt-get install clang-19 lld-19 qemu-user libstdc++-12-dev-arm64-cross" >&2
-    return 1
-  fi
+  can_install "Tests of the Arm kernels need" "clang-19 lld-19 qemu-user libstdc++-12-dev-arm64-cross" || return 1
   echo "Installing Debian's cross libraries for arm64 and qemu-user for tests of the Arm kernels" >&2
   {
     apt-get update -qq

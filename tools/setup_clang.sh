@@ -4,17 +4,13 @@
 # where METAL_PREFILL_REQUIRE_EMULATOR is set.
 set -euo pipefail
 
-. "$(dirname "$0")/find_clang.sh"
+. "$(dirname "$0")/setup_common.sh"
 
 # Names functions and lines in the reports of sanitizers.
 find_symbolizer() { command -v llvm-symbolizer-19 || command -v llvm-symbolizer; }
 
 install_clang() {
-  command -v apt-get >/dev/null || return 1
-  if [ "$(id -u)" -ne 0 ]; then
-    echo "The Metal emulator needs clang: sudo apt-get install clang-19 lld-19 llvm-19 libclang-rt-19-dev" >&2
-    return 1
-  fi
+  can_install "The Metal emulator needs clang" "clang-19 lld-19 llvm-19 libclang-rt-19-dev" || return 1
   echo "Installing clang 19 for the Metal emulator (Debian packages clang-19, lld-19, llvm-19, libclang-rt-19-dev)" >&2
   { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
       clang-19 lld-19 llvm-19 libclang-rt-19-dev; } >/dev/null

@@ -30,6 +30,7 @@ inline constexpr std::uint32_t kSimdWidth = 32;
 
 struct Dim3 {
   std::uint32_t x = 1, y = 1, z = 1;
+  bool operator==(const Dim3&) const = default;
 };
 
 enum class ConstantType : std::uint8_t {

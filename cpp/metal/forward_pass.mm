@@ -77,20 +77,21 @@ void ForwardPass::encode_layer(Encoder& e, int layer, const Activations& a, cons
   // A binding that the model has no tensor for is never read; any buffer will do.
   const auto bound = [&](const View& view) { return view.buffer ? view : rope_table; };
   const View bias = bound(w.bias), q_norm = bound(w.q_norm), k_norm = bound(w.k_norm);
-  const AttentionArgs attention =
-      attention_args(layer, chunk.position + int(wanted.first), std::max(wanted.count, 1));
+  const bool rope_with_attention = all.count == 1 && wanted.count == 1;
+  if (!rope_with_attention)
+    ops::rope_append(e, bias, q_norm, k_norm, rope_table, a.qkv, k_cache, v_cache, rope, all.count);
+  if (wanted.count == 0) return;
+
+  const int position = chunk.position + int(wanted.first);
+  const AttentionArgs attention = attention_args(layer, position, wanted.count);
   const View q = row(a.qkv, wanted.first, qkv_dim_), x = row(a.x, wanted.first, config_.dim);
-  if (all.count == 1 && wanted.count == 1) {
+  if (rope_with_attention)
     ops::rope_attention_decode(e, bias, q_norm, k_norm, rope_table, a.qkv, k_cache, v_cache, a.partial, a.att,
                                {rope, attention});
-  } else {
-    ops::rope_append(e, bias, q_norm, k_norm, rope_table, a.qkv, k_cache, v_cache, rope, all.count);
-    if (wanted.count == 0) return;
-    if (wanted.path == Path::kManyTokens)
-      ops::attention_prefill(e, q, k_cache, v_cache, a.att, attention);
-    else
-      ops::attention_decode(e, q, k_cache, v_cache, a.partial, a.att, attention);
-  }
+  else if (wanted.path == Path::kManyTokens)
+    ops::attention_prefill(e, q, k_cache, v_cache, a.att, attention);
+  else
+    ops::attention_decode(e, q, k_cache, v_cache, a.partial, a.att, attention);
   add_block(e, w.wo, a.att, w.post_attn_norm, a.block, x, wanted);
   feed_forward(e, w, a, x, wanted);
 }

@@ -185,7 +185,7 @@ void ThreadgroupRunner::place_threads() {
   invocation.threadgroups_per_grid = {grid.x, grid.y, grid.z};
   invocation.threads_per_threadgroup = {size_.x, size_.y, size_.z};
   invocation.dispatch_threads_per_threadgroup = {full.x, full.y, full.z};
-  if (size_.x == placed_.x && size_.y == placed_.y && size_.z == placed_.z) return;
+  if (size_ == placed_) return;
   placed_ = size_;
   positions_.clear();
   for (u32 z = 0; z < size_.z; z++) {

@@ -21,13 +21,9 @@ KernelNode node_of(const Launch& launch, void** parameters) {
           .parameters = parameters};
 }
 
-bool same(const Dim3& a, const Dim3& b) {
-  return a.x == b.x && a.y == b.y && a.z == b.z;
-}
-
 bool same(const Launch& a, const Launch& b) {
-  return same(a.groups, b.groups) && same(a.threads, b.threads) &&
-         a.threadgroup_bytes == b.threadgroup_bytes && a.parameters == b.parameters;
+  return a.groups == b.groups && a.threads == b.threads && a.threadgroup_bytes == b.threadgroup_bytes &&
+         a.parameters == b.parameters;
 }
 
 }  // namespace

@@ -48,6 +48,10 @@ T* checked_cast(id object, const char* call) {
     throw ValidationError(std::string(call) + ": nil or a foreign object");
   return static_cast<T*>(object);
 }
+// Throws ValidationError after endEncoding.
+inline void require_open(bool ended, const char* call) {
+  if (ended) throw ValidationError(std::string(call) + ": the encoder has ended encoding");
+}
 
 }  // namespace metal_emulator
 
@@ -130,8 +134,6 @@ T* checked_cast(id object, const char* call) {
 }
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer;
 - (EmulatorCommandBuffer*)commandBuffer;
-// Throws ValidationError after endEncoding.
-- (void)requireOpen:(const char*)call;
 @end
 
 @interface EmulatorComputeEncoder : EmulatorEncoder <MTLComputeCommandEncoder>

@@ -20,6 +20,7 @@ using metal_emulator::kMaxBuffers;
 using metal_emulator::kMaxSetBytes;
 using metal_emulator::kMaxThreadgroupArguments;
 using metal_emulator::Pipeline;
+using metal_emulator::require_open;
 using metal_emulator::Size;
 using metal_emulator::State;
 using metal_emulator::ThreadgroupLengths;
@@ -92,12 +93,12 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 }
 
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)pipeline {
-  if (_ended) [self requireOpen:"setComputePipelineState"];
+  require_open(_ended, "setComputePipelineState");
   _pipeline = checked_cast<EmulatorComputePipeline>(pipeline, "setComputePipelineState");
 }
 
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
-  if (_ended) [self requireOpen:"setBytes"];
+  require_open(_ended, "setBytes");
   check_index("setBytes", index, kMaxBuffers);
   if (!bytes || length == 0) throw ValidationError("setBytes: no bytes at index " + std::to_string(index));
   if (length > kMaxSetBytes) {
@@ -114,7 +115,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 }
 
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  if (_ended) [self requireOpen:"setBuffer"];
+  require_open(_ended, "setBuffer");
   check_index("setBuffer", index, kMaxBuffers);
   if (!buffer) {
     _bindings[index] = {};
@@ -131,7 +132,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 }
 
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  if (_ended) [self requireOpen:"setBufferOffset"];
+  require_open(_ended, "setBufferOffset");
   check_index("setBufferOffset", index, kMaxBuffers);
   if (!_bindings[index].buffer) {
     throw ValidationError("setBufferOffset: no buffer is bound at index " + std::to_string(index));
@@ -149,7 +150,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 }
 
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
-  if (_ended) [self requireOpen:"setThreadgroupMemoryLength"];
+  require_open(_ended, "setThreadgroupMemoryLength");
   check_index("setThreadgroupMemoryLength", index, kMaxThreadgroupArguments);
   if (length % metal_emulator::kThreadgroupLengthUnit != 0) {
     throw ValidationError("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " +
@@ -175,7 +176,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 }
 
 - (const Pipeline&)requirePipeline:(const char*)call {
-  if (_ended) [self requireOpen:call];
+  require_open(_ended, call);
   if (!_pipeline) throw ValidationError(std::string(call) + ": no compute pipeline state is set");
   return *_pipeline->_pipeline;
 }
@@ -253,12 +254,12 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 
 - (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
   static_cast<void>(usage);
-  if (_ended) [self requireOpen:"useResource"];
+  require_open(_ended, "useResource");
   [_commandBuffer retainUntilCompleted:checked_cast<EmulatorBuffer>(resource, "useResource")];
 }
 
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
-  if (_ended) [self requireOpen:"memoryBarrierWithScope"];
+  require_open(_ended, "memoryBarrierWithScope");
   if (!(scope & MTLBarrierScopeBuffers)) return;
   _barrier = YES;
   _hazards->barrier();
@@ -266,7 +267,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
 }
 
 - (void)memoryBarrierWithResources:(const id<MTLResource>[])resources count:(NSUInteger)count {
-  if (_ended) [self requireOpen:"memoryBarrierWithResources"];
+  require_open(_ended, "memoryBarrierWithResources");
   std::vector<const Allocation*> memory;
   for (NSUInteger i = 0; i < count; i++) {
     memory.push_back(

@@ -4,6 +4,7 @@
 using metal_emulator::BufferState;
 using metal_emulator::checked_cast;
 using metal_emulator::Command;
+using metal_emulator::require_open;
 using metal_emulator::ValidationError;
 
 @implementation EmulatorEncoder {
@@ -24,26 +25,23 @@ using metal_emulator::ValidationError;
 - (id<MTLDevice>)device {
   return _commandBuffer.device;
 }
-- (void)requireOpen:(const char*)call {
-  if (_ended) throw ValidationError(std::string(call) + ": the encoder has ended encoding");
-}
 - (void)endEncoding {
-  [self requireOpen:"endEncoding"];
+  require_open(_ended, "endEncoding");
   if (_debugGroups > 0) throw ValidationError("endEncoding: a debug group is still open");
   _ended = YES;
   [_commandBuffer encoderEnded:YES label:nil];
 }
 - (void)insertDebugSignpost:(NSString*)string {
   static_cast<void>(string);
-  [self requireOpen:"insertDebugSignpost"];
+  require_open(_ended, "insertDebugSignpost");
 }
 - (void)pushDebugGroup:(NSString*)string {
   static_cast<void>(string);
-  [self requireOpen:"pushDebugGroup"];
+  require_open(_ended, "pushDebugGroup");
   _debugGroups++;
 }
 - (void)popDebugGroup {
-  [self requireOpen:"popDebugGroup"];
+  require_open(_ended, "popDebugGroup");
   if (_debugGroups == 0) throw ValidationError("popDebugGroup: no debug group is open");
   _debugGroups--;
 }
@@ -74,7 +72,7 @@ const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger
      destinationOffset:(NSUInteger)destinationOffset
                   size:(NSUInteger)size {
   constexpr const char* kCall = "copyFromBuffer";
-  [self requireOpen:kCall];
+  require_open(_ended, kCall);
   const auto& from = check_range(source, sourceOffset, size, kCall, "source");
   const auto& to = check_range(destination, destinationOffset, size, kCall, "destination");
   if (from == to && sourceOffset < destinationOffset + size && destinationOffset < sourceOffset + size) {
@@ -93,7 +91,7 @@ const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger
 }
 
 - (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value {
-  [self requireOpen:"fillBuffer"];
+  require_open(_ended, "fillBuffer");
   const auto& to = check_range(buffer, range.location, range.length, "fillBuffer", "range:");
   Command command;
   command.kind = Command::Kind::kFill;

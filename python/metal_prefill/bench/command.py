@@ -12,7 +12,7 @@ from metal_prefill.commands import common
 
 
 def _lengths(text: str) -> list[int]:
-    return [common.positive(word) for word in text.split(",")] if text else []
+    return common.positives(text) if text else []
 
 
 def _names(text: str) -> list[str]:

@@ -232,10 +232,6 @@ def render(rows: Sequence[KernelRow]) -> Table:
     return table
 
 
-def _integers(text: str) -> list[int]:
-    return [common.positive(word) for word in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m metal_prefill.bench.kernels", description=__doc__)
@@ -246,12 +242,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="types of the matrices (default: %(default)s)",
     )
     parser.add_argument(
-        "--tokens", type=_integers, default=TOKENS, help="chunk sizes of products (default: %(default)s)"
+        "--tokens",
+        type=common.positives,
+        default=TOKENS,
+        help="chunk sizes of products (default: %(default)s)",
     )
     parser.add_argument(
         "-t",
         "--threads",
-        type=_integers,
+        type=common.positives,
         default=None,
         help="sizes of the team (default: one, and all cores)",
     )

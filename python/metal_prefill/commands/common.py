@@ -34,6 +34,11 @@ def not_negative(text: str) -> int:
     return value
 
 
+def positives(text: str) -> list[int]:
+    """Parse positive integers with commas between them, for argparse."""
+    return [positive(word) for word in text.split(",")]
+
+
 def _integer(text: str) -> int:
     try:
         return int(text)
