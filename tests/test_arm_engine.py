@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from arm_machine import PROCESSORS, SETS, ArmMachine
-from reference import ReferenceModel
+from support.arm_machine import PROCESSORS, SETS, ArmMachine
+from support.reference import ReferenceModel
 
 from metal_prefill import Model
 from metal_prefill.architecture import collect_tensors, read_config

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import small_models
+from support import small_models
 
 import metal_prefill
 from metal_prefill import _core, bench, cli

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from arm_machine import SETS as ARM_SETS
-from arm_machine import Kernels
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
+from support.arm_machine import SETS as ARM_SETS
+from support.arm_machine import Kernels
 
 from metal_prefill import _core
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from reference import ReferenceModel
-from small_models import MODELS, write
+from support.reference import ReferenceModel
+from support.small_models import MODELS, write
 
 from metal_prefill import Model, _core
 

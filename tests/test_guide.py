@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hub_server import Repo, serve
+from support.hub_server import Repo, serve
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

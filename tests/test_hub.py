@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import Hub, Repo, serve
+from support.hub_server import Hub, Repo, serve
 
 from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model, hub
 

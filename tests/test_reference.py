@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import small_models
-from reference import ReferenceModel
-from small_models import SmallModel
-from support import comparison
+from support import comparison, small_models
+from support.reference import ReferenceModel
+from support.small_models import SmallModel
 
 from metal_prefill.architecture import ARCHITECTURES
 

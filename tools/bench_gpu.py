@@ -144,7 +144,7 @@ def dispatch_times(path: Path, repeats: int) -> list[Record]:
 def measure_ceilings() -> Record:
     """Return bytes and operations a second that the GPU reaches at most, and what a dispatch costs."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from metal_kernels import KernelLibrary
+    from support.metal_kernels import KernelLibrary
 
     library = KernelLibrary(ROOT / "tests/emulator/kernels/ceilings.metal")
     size = 1 << 30

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from reference import ReferenceModel
 from support.comparison import VERSE
+from support.reference import ReferenceModel
 
 from metal_prefill import Model, default_model_path, synth
 from metal_prefill.commands.perplexity import perplexity, windows

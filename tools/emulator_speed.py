@@ -25,8 +25,8 @@ from metal_prefill import Model, synth
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from metal.harness import CONSTANTS, Weights, ceil_div, make_args  # noqa: E402
 from shader_library import ShaderLibrary, build  # noqa: E402
+from support.kernel_harness import CONSTANTS, Weights, ceil_div, make_args  # noqa: E402
 
 IN_DIM, OUT_DIM = 576, 1536
 REPEATS = 5

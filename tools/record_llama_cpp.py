@@ -26,8 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import small_models  # noqa: E402
-from support import comparison  # noqa: E402
+from support import comparison, small_models  # noqa: E402
 
 BYTE_LEVEL_TOKENS = 640
 SENTENCEPIECE_TOKENS = 700

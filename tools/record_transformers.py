@@ -25,9 +25,8 @@ from gguf import GGUFReader
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import small_models  # noqa: E402
-from small_models import SmallModel  # noqa: E402
-from support import comparison  # noqa: E402
+from support import comparison, small_models  # noqa: E402
+from support.small_models import SmallModel  # noqa: E402
 
 MODEL_TYPES = {"gemma3": "gemma3_text"}  # where transformers has another name
 

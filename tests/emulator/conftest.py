@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metal_kernels import KernelLibrary, testing_module
 from shader_library import ShaderLibrary, build, find_clang
+from support.metal_kernels import KernelLibrary, testing_module
 
 MISSING = (
     "the package was built without the Metal emulator: install clang 19 (Debian: apt-get install clang-19 "

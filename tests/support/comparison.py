@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
-from small_models import MODELS, SmallModel
+
+from support.small_models import MODELS, SmallModel
 
 DATA = Path(__file__).parents[1] / "data"
 TOKENS = DATA / "llama_cpp_tokens.json"

@@ -2,7 +2,7 @@
 
 The functions have the names and the arithmetic of `cpp/metal/ops.mm`, `forward_pass.mm` and
 `forward_plan.mm`. A test holds their result equal to what the engine itself encodes
-(`tests/metal/test_plan.py`).
+(`tests/metal_engine/test_plan.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Instructions are counted from the source of the shaders, by kind. They are those of the inner loops, with a
 fixed allowance for the loop itself; nobody has seen what Apple's compiler makes of them. Bytes, each once,
-are those that the emulator counts (`tests/metal/test_trace.py`).
+are those that the emulator counts (`tests/metal_engine/test_trace.py`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal.harness import (
+from support.kernel_harness import (
     CONSTANTS,
     TYPES,
     Array,

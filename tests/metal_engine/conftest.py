@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from metal.harness import SHADERS, Array, Run
-from metal_kernels import KernelLibrary, testing_module
+from support.kernel_harness import SHADERS, Array, Run
+from support.metal_kernels import KernelLibrary, testing_module
 
 MISSING = "the package was built without the means to dispatch single kernels: run `make test`"
 SHUFFLED = 7  # seed of the order of threads

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_models
-from metal import harness
+from support import kernel_harness as harness
+from support import small_models
 
 from metal_prefill import Model, _core, synth
 from metal_prefill.cost_model import plan, shape_of
@@ -145,7 +145,7 @@ def test_arguments_are_laid_out_as_the_shaders_have_them() -> None:
         "argmax": "ArgmaxArgs",
         "log_prob": "LogProbArgs",
     }
-    assert {stem: harness._STRUCTS[name] for stem, name in structs.items()} == STRUCTS
+    assert {stem: harness.STRUCTS[name] for stem, name in structs.items()} == STRUCTS
     with pytest.raises(ValueError, match="arguments of rmsnorm_f16 have 8 bytes, got 3"):
         decode_args("rmsnorm_f16", b"abc")
     with pytest.raises(ValueError, match="unknown kernel 'conv2d'"):

@@ -17,7 +17,7 @@ import pytest
 
 from metal_prefill import _core
 
-SERVER = Path(__file__).parents[1] / "build/arm/arm_server"
+SERVER = Path(__file__).parents[2] / "build/arm/arm_server"
 MISSING = (
     "the Arm kernels cannot be run: they need clang 19, Debian's cross libraries and qemu (apt-get install "
     "clang-19 lld-19 qemu-user libstdc++-12-dev-arm64-cross); `make test` then builds them"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal.harness import CONSTANTS, Array, Doubles, Output, Run, ceil_div, close, make_args, near
+from support.kernel_harness import CONSTANTS, Array, Doubles, Output, Run, ceil_div, close, make_args, near
 
 POISON = 8  # rows of the cache behind the last token, which hold NaN
 

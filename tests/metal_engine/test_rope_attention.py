@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal.harness import _STRUCTS, CONSTANTS, Array, Output, Run, ceil_div, close, make_args
-from metal.test_token_steps import ROPE_CASES, rms, rotate
+from support.head_cases import ROPE_CASES, rms, rotate
+from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, close, make_args
 
 BEHIND = 3  # rows of the cache behind the token
 
@@ -90,7 +90,7 @@ class Case:
             split_keys=ceil_div(self.position + 1, splits),
             scale=1 / np.sqrt(self.key_dim),
         )
-        args = np.zeros(1, _STRUCTS["RopeAttentionArgs"])
+        args = np.zeros(1, STRUCTS["RopeAttentionArgs"])
         args["rope"], args["attention"] = make_args("RopeArgs", **self.rope), attention
         k_cache, v_cache = (Output(x.shape, self.cache, initial=x) for x in (self.k, self.v))
         out = Output([self.n_heads, self.value_dim])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from metal.harness import CANDIDATE, CONSTANTS, Array, Floats, Output, Run, make_args
+from support.kernel_harness import CANDIDATE, CONSTANTS, Array, Floats, Output, Run, make_args
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
 NONE = CONSTANTS["ARGMAX_NONE"]

@@ -48,13 +48,13 @@ def _args_header() -> tuple[dict[str, np.dtype[Any]], dict[str, int]]:
     return types, constants
 
 
-_STRUCTS, CONSTANTS = _args_header()
-CANDIDATE = _STRUCTS["Candidate"]
+STRUCTS, CONSTANTS = _args_header()
+CANDIDATE = STRUCTS["Candidate"]
 
 
 def make_args(struct: str, **fields: Any) -> Array:
     """Make an argument struct of shaders/args.h. Every field must be given."""
-    dtype = _STRUCTS[struct]
+    dtype = STRUCTS[struct]
     assert dtype.names is not None
     assert set(fields) == set(dtype.names), f"{struct} has the fields {dtype.names}"
     args = np.zeros(1, dtype)
