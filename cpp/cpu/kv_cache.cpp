@@ -84,16 +84,34 @@ void copy_elements(int rows, int columns, const Matrix& from, const Matrix& to) 
     for (int c = 0; c < columns; ++c) std::memcpy(to.at(r, c).data, from.at(r, c).data, kElement);
 }
 
+using Row = std::uint16_t __attribute__((vector_size(16)));
+
+// Elements of a and b in turns, of their first halves and of their second ones. GCC has the builtin of clang
+// since version 12.
+Row zip_low(Row a, Row b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return __builtin_shuffle(a, b, Row{0, 8, 1, 9, 2, 10, 3, 11});
+#endif
+}
+Row zip_high(Row a, Row b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return __builtin_shuffle(a, b, Row{4, 12, 5, 13, 6, 14, 7, 15});
+#endif
+}
+
 // 8x8 elements of two bytes, from contiguous rows to contiguous columns: three perfect shuffles transpose
 // them.
 void copy_tile(const Matrix& from, const Matrix& to) {
-  using Row = std::uint16_t __attribute__((vector_size(16)));
   std::array<Row, 8> rows, zipped;
   for (std::size_t r = 0; r < 8; ++r) std::memcpy(&rows[r], from.data + r * from.row, sizeof(Row));
   for (int shuffle = 0; shuffle < 3; ++shuffle) {
     for (std::size_t r = 0; r < 4; ++r) {
-      zipped[2 * r] = __builtin_shufflevector(rows[r], rows[r + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-      zipped[2 * r + 1] = __builtin_shufflevector(rows[r], rows[r + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+      zipped[2 * r] = zip_low(rows[r], rows[r + 4]);
+      zipped[2 * r + 1] = zip_high(rows[r], rows[r + 4]);
     }
     rows = zipped;
   }
