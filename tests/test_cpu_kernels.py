@@ -349,6 +349,21 @@ def test_attention_does_not_see_what_follows(isa: str) -> None:
     assert not np.array_equal(out[60:64], changed[60:64])
 
 
+@pytest.mark.parametrize("isa", NATIVE_SETS)
+def test_products_are_exact_on_a_thread_that_measured_the_limits(isa: str) -> None:
+    """Measurements and products of each type leave the tiles of AMX to those that follow."""
+    x = normal(32, 256)
+    q, scale, *_ = cpu.quantize(isa, x, 0)
+    for limit in _core.cpu.peaks(isa):
+        assert _core.cpu.peak_workload(isa, limit, 1).run(2) > 0
+        for kind in (Type.Q4_0, Type.Q6_K):
+            raw, values = random_weight(kind, 32, 256)
+            out = guarded(32, 32)
+            cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
+            exact = exact_product(values, q, scale)
+            assert np.abs(inside(out, 32, 32) - exact).max() <= 1e-5 * np.abs(exact).max()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_team_computes_each_item_once_and_phases_in_order(threads: int) -> None:
     phases = [1, 7, 0, 64, 3, 1, 1, 1000, 2, 0]

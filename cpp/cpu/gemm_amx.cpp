@@ -13,6 +13,7 @@
 // once for all tokens of a call.
 #include <type_traits>
 
+#include "amx_tiles.h"
 #include "simd_avx512.h"
 #include "table.h"
 #include "tile_attention_bf16.h"
@@ -27,23 +28,9 @@ constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit
 // before.
 constexpr int kSlabBlocks = 32;
 
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1;
-  std::uint8_t start_row = 0;
-  std::uint8_t reserved[14] = {};
-  std::uint16_t row_bytes[16] = {};
-  std::uint8_t rows[16] = {};
-};
-
-// Tiles 0 to 3: C. 4 and 5: A. 6 and 7: B. With `depth` columns in a step.
-TileConfig tile_config(int depth) {
-  TileConfig config;
-  for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = std::uint16_t(i == 4 || i == 5 ? depth : 64);
-    config.rows[i] = std::uint8_t(i < 6 ? 16 : depth / 4);
-  }
-  return config;
-}
+// Each half of a block with scales of its own is multiplied separately.
+template <class Block>
+constexpr int kStepsOfBlock = requires(Block b) { b.half_scale; } ? 2 : 1;
 
 // Weights of 16 rows and 32 columns as signed bytes, four columns of a row together.
 struct alignas(64) SignedPanel {
@@ -83,48 +70,43 @@ inline F convert(const std::int32_t* sums) {
   return Simd::sub(_mm512_castsi512_ps(_mm512_add_epi32(_mm512_load_si512(sums), magic)), Simd::set(kMagic));
 }
 
-// The instructions name their tiles, so each slot is written out. Neighbouring steps use different A and B.
-inline void start_step(int slot, const std::int8_t* tokens, const std::int8_t* weights) {
+// Neighbouring steps use different A and B.
+template <int kSlot, int kDepth>
+inline __attribute__((always_inline)) void multiply_step(const std::int8_t* tokens,
+                                                         const std::int8_t* weights) {
+  constexpr int kA = 4 + kSlot % 2, kB = 6 + kSlot % 2;
+  zero_tile<kSlot>();
+  load_tile<kA, kTileTokens, kDepth, kBlockCols>(tokens);
+  load_tile<kB, kDepth / 4, kTileRowBytes>(weights);
+  multiply_tiles<kSlot, kA, kB>();
+}
+
+// The instructions name their tiles, so each slot is written out.
+template <int kDepth>
+inline __attribute__((always_inline)) void start_step(int slot, const std::int8_t* tokens,
+                                                      const std::int8_t* weights) {
   switch (slot) {
     case 0:
-      _tile_zero(0);
-      _tile_loadd(4, tokens, kBlockCols);
-      _tile_loadd(6, weights, 64);
-      _tile_dpbssd(0, 4, 6);
-      break;
+      return multiply_step<0, kDepth>(tokens, weights);
     case 1:
-      _tile_zero(1);
-      _tile_loadd(5, tokens, kBlockCols);
-      _tile_loadd(7, weights, 64);
-      _tile_dpbssd(1, 5, 7);
-      break;
+      return multiply_step<1, kDepth>(tokens, weights);
     case 2:
-      _tile_zero(2);
-      _tile_loadd(4, tokens, kBlockCols);
-      _tile_loadd(6, weights, 64);
-      _tile_dpbssd(2, 4, 6);
-      break;
+      return multiply_step<2, kDepth>(tokens, weights);
     default:
-      _tile_zero(3);
-      _tile_loadd(5, tokens, kBlockCols);
-      _tile_loadd(7, weights, 64);
-      _tile_dpbssd(3, 5, 7);
+      return multiply_step<3, kDepth>(tokens, weights);
   }
 }
 
-inline void store_step(int slot, Sums& sums) {
+inline __attribute__((always_inline)) void store_step(int slot, Sums& sums) {
   switch (slot) {
     case 0:
-      _tile_stored(0, sums, 64);
-      break;
+      return store_tile<0>(sums);
     case 1:
-      _tile_stored(1, sums, 64);
-      break;
+      return store_tile<1>(sums);
     case 2:
-      _tile_stored(2, sums, 64);
-      break;
+      return store_tile<2>(sums);
     default:
-      _tile_stored(3, sums, 64);
+      return store_tile<3>(sums);
   }
 }
 
@@ -148,9 +130,8 @@ inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const
 template <class Block>
 void panel_tile(const SignedPanel* panel, int n_blocks, const ActivationTile* x, bool first_slab, int count,
                 float* out, std::size_t stride) {
-  constexpr bool kHalves = requires(Block b) { b.half_scale; };
   constexpr bool kHasMin = requires(Block b) { b.min; };
-  constexpr int kSteps = kHalves ? 2 : 1;  // of a block
+  constexpr int kSteps = kStepsOfBlock<Block>, kDepth = kBlockCols / kSteps;
   // A step is multiplied, stored two steps later and added one step after that: the latency of each is
   // hidden.
   constexpr int kStoreLag = 2, kAddLag = 3;
@@ -168,8 +149,8 @@ void panel_tile(const SignedPanel* panel, int n_blocks, const ActivationTile* x,
       const auto exists = [&](int i)
                               __attribute__((always_inline)) { return !check || (i >= 0 && i < n_steps); };
       if (exists(step)) {
-        start_step(slot, x[step / kSteps].q[0] + step % kSteps * (kBlockCols / 2),
-                   panel[step / kSteps].codes[step % kSteps * 4][0]);
+        start_step<kDepth>(slot, x[step / kSteps].q[0] + step % kSteps * kDepth,
+                           panel[step / kSteps].codes[step % kSteps * 4][0]);
       }
       if (exists(to_store)) store_step((slot + 2) % 4, sums[(slot + 2) % 4]);
       if (exists(to_add))
@@ -196,7 +177,6 @@ void amx_group(const PackedMatrix& weight, int group, const Int8Rows& x, int fir
     const int n = n_blocks - slab < kSlabBlocks ? n_blocks - slab : kSlabBlocks;
     for (int b = 0; b < n; ++b)
       for (int panel = 0; panel < 2; ++panel) unpack(block[slab + b], panel, panels[panel][b]);
-    asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory
     for (int t = 0; t < count; t += kTileTokens) {
       const int tokens = count - t < kTileTokens ? count - t : kTileTokens;
       for (int panel = 0; panel < 2; ++panel) {
@@ -210,10 +190,8 @@ void amx_group(const PackedMatrix& weight, int group, const Int8Rows& x, int fir
 template <class Block>
 void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                 std::size_t stride) {
-  const TileConfig config = tile_config(requires(Block b) { b.half_scale; } ? kBlockCols / 2 : kBlockCols);
-  _tile_loadconfig(&config);
+  keep_tile_config<kBlockCols / kStepsOfBlock<Block>>();
   amx_group<Block>(weight, group, x, first, count, out, stride);
-  _tile_release();
 }
 
 void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
@@ -243,24 +221,23 @@ void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x,
 // Full tiles: 16 tokens x 64 columns by 64 columns x 16 rows.
 double run_dots_amx(int rounds) {
   constexpr int kDepth = 64;
-  alignas(64) static const std::int8_t operands[kTileTokens * kDepth] = {};
-  const TileConfig config = tile_config(kDepth);
-  _tile_loadconfig(&config);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_loadd(4, operands, kDepth);
-  _tile_loadd(5, operands, kDepth);
-  _tile_loadd(6, operands, kDepth);
-  _tile_loadd(7, operands, kDepth);
+  alignas(64) static constexpr std::int8_t kOperands[kTileTokens * kDepth] = {};
+  keep_tile_config<kDepth>();
+  zero_tile<0>();
+  zero_tile<1>();
+  zero_tile<2>();
+  zero_tile<3>();
+  load_tile<4, kTileTokens, kDepth>(kOperands);
+  load_tile<5, kTileTokens, kDepth>(kOperands);
+  load_tile<6, kDepth / 4, kTileRowBytes>(kOperands);
+  load_tile<7, kDepth / 4, kTileRowBytes>(kOperands);
   for (int round = 0; round < rounds; ++round) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 5, 6);
-    _tile_dpbssd(2, 4, 7);
-    _tile_dpbssd(3, 5, 7);
+    multiply_tiles<0, 4, 6>();
+    multiply_tiles<1, 5, 6>();
+    multiply_tiles<2, 4, 7>();
+    multiply_tiles<3, 5, 7>();
   }
-  _tile_release();
+  drop_tile_config();
   return double(rounds) * 4 * kTileTokens * kPanelRows * kDepth;
 }
 
@@ -268,6 +245,7 @@ constexpr Kernels amx_table() {
   Kernels table = kTable;
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
+  table.end_products = drop_tile_config;
   table.attention = attention_bf16;
   table.run_bfloat16 = run_bfloat16;
   table.run_dots = run_dots_amx;

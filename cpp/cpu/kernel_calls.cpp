@@ -93,6 +93,7 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
     kernels.multiply_int8(packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
                           out.shape(1));
   }
+  if (kernels.end_products) kernels.end_products();
 }
 
 void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out) {

@@ -75,7 +75,10 @@ struct Kernels {
   // out[t][r] = sum over k of weight[32 * group + r][k] * x[first + t][k], for r < 32 and t < count.
   void (*multiply_int8)(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                         float* out, std::size_t stride);
-  // The same with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
+  // Drops what multiply_int8 keeps loaded in this thread from one call to the next; null where that is
+  // nothing. Each thread calls it after its last product of a phase.
+  void (*end_products)() = nullptr;
+  // multiply_int8 with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
   void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
                          float* out, std::size_t stride);
   // The same for few tokens, with 16-bit weights where they lie: rows of cols, a multiple of kFloatPad.

@@ -1,6 +1,7 @@
 // Products of a step: matrices are cut into groups of 32 rows, chunks into blocks of tokens.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "ops.h"
 
@@ -78,6 +79,13 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   }
 }
 
+// A phase of products.
+template <typename F>
+void for_each_product(const Context& c, int items, F&& body) {
+  c.worker.for_each(items, std::forward<F>(body));
+  if (c.kernels.end_products) c.kernels.end_products();
+}
+
 void update(Best& best, const float* values, int n, int index) {
   bool candidate = false;
   for (int i = 0; i < n; ++i) candidate |= !(values[i] < best.value);
@@ -98,7 +106,7 @@ void multiply(const Context& c, std::initializer_list<Product> products, const A
   };
   int items = 0;
   for (const Product& p : products) items += items_of(p);
-  c.worker.for_each(items, [&](int item) {
+  for_each_product(c, items, [&](int item) {
     const Product* p = products.begin();
     for (; item >= items_of(*p); ++p) item -= items_of(*p);
     const int n_blocks = blocks_of(p->first, tokens);
@@ -127,7 +135,7 @@ void multiply(const Context& c, std::initializer_list<Product> products, const A
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
                     const Activations& x, int first, int tokens, const Activations& h) {
   const int n_blocks = blocks_of(first, tokens);
-  c.worker.for_each(gate.packed.groups() * n_blocks, [&](int item) {
+  for_each_product(c, gate.packed.groups() * n_blocks, [&](int item) {
     const int group = item / n_blocks;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, gate.packed.rows - row);
     const TokenRange range = block_range(first, tokens, item % n_blocks);
@@ -151,7 +159,7 @@ void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Acti
 
 void multiply_head(const Context& c, const Linear& head, const Activations& x, int tokens, float* logits) {
   const int vocab_size = head.packed.rows;
-  c.worker.for_each(head.packed.groups(), [&](int group) {
+  for_each_product(c, head.packed.groups(), [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, vocab_size - row);
     alignas(64) Tile tile;
     multiply_group(c, head, group, x, {0, tokens}, tile[0], kGroupRows);
