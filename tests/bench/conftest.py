@@ -1,0 +1,27 @@
+"""What the tests of benchmarks share. No test depends on how fast anything is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.bench_fakes import SteadyCalibrator
+
+from metal_prefill import bench
+from metal_prefill.bench import engines, machine, runner
+from metal_prefill.bench.results import BenchResults
+
+
+@pytest.fixture(name="_quiet_machine")
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give all engines a machine that is never disturbed."""
+    monkeypatch.setattr(machine, "Calibrator", lambda threads: SteadyCalibrator())
+    monkeypatch.setattr(machine, "stolen_ns", lambda: 0)
+    monkeypatch.setattr(runner, "REST_S", 0.0)
+    monkeypatch.setattr(engines, "check_installed", lambda name: None)
+
+
+@pytest.fixture(scope="session")
+def measured(demo_path: Path) -> BenchResults:
+    """Measure the bundled model, in a real process."""
+    return bench.run(demo_path, prompts=[4, 16], n_gen=3, repetitions=2, threads=1, device="cpu")

@@ -1,0 +1,48 @@
+"""Engines in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from metal_prefill import bench
+from metal_prefill.bench import engines
+from metal_prefill.bench.cases import Case
+from metal_prefill.bench.client import WorkerProcess
+from metal_prefill.bench.engines import Options
+
+
+def options_for(path: Path) -> Options:
+    return Options(path=str(path), max_context=64, max_prompt=32, threads=1, device="cpu")
+
+
+def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"nothing")
+    with pytest.raises(bench.BenchError, match=r"metal_prefill: GGUFError: .*bad\.gguf.*loading the model"):
+        WorkerProcess(engines.OURS, options_for(path), 1024)
+
+
+def test_a_worker_that_dies_is_named(demo_path: Path) -> None:
+    worker = WorkerProcess(engines.OURS, options_for(demo_path), 1024)
+    try:
+        assert worker.sample(Case(8, 0, 0))[0] > 0
+        worker._process.kill()
+        worker._process.wait()
+        with pytest.raises(bench.BenchError, match=r"metal_prefill: its process died \(SIGKILL\) while pp8"):
+            worker.sample(Case(8, 0, 0))
+    finally:
+        worker.close()
+
+
+def test_the_workers_of_peers_are_processes_of_their_own(demo_path: Path) -> None:
+    first = WorkerProcess(engines.OURS, options_for(demo_path), 1024)
+    second = WorkerProcess(engines.OURS, options_for(demo_path), 1024)
+    try:
+        assert first._process.pid != second._process.pid
+        assert first.peak_rss() > first.rss_before_load > 0
+    finally:
+        first.close()
+        second.close()
+    assert first._process.returncode == second._process.returncode == 0

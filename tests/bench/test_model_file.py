@@ -1,0 +1,21 @@
+"""The model that is measured where none is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from metal_prefill.bench import model_file
+
+
+def test_the_smollm_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    path = model_file.smollm_shape()
+    assert path.parent == tmp_path / "cache"
+    facts = model_file.read_facts(path)
+    assert facts.model_type == "llama 135M Q4_0"
+    assert facts.vocab_size == 49152
+    written = path.stat().st_mtime_ns
+    assert model_file.smollm_shape() == path
+    assert path.stat().st_mtime_ns == written

@@ -1,0 +1,133 @@
+"""Rows: their fields, what they say, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.bench_fakes import SteadyCalibrator, compare, fakes
+
+import metal_prefill
+from metal_prefill.bench import engines, machine
+from metal_prefill.bench.results import EMULATOR_NOTE, BenchResults
+
+# The names that llama-bench gives to what we report too.
+LLAMA_BENCH_FIELDS = {
+    "cpu_info": str,
+    "model_filename": str,
+    "model_type": str,
+    "model_size": int,
+    "model_n_params": int,
+    "n_threads": int,
+    "n_prompt": int,
+    "n_gen": int,
+    "n_depth": int,
+    "test_time": str,
+    "avg_ns": float,
+    "stddev_ns": float,
+    "avg_ts": float,
+    "stddev_ts": float,
+    "samples_ns": list,
+    "samples_ts": list,
+}
+
+
+OUR_FIELDS = {
+    "engine": str,
+    "test": str,
+    "build": str,
+    "device": str,
+    "median_ns": float,
+    "median_ts": float,
+    "load_ns": int,
+    "peak_rss": int,
+    "n_dropped": int,
+    "n_degraded": int,
+    "note": str,
+}
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_a_loss_shows_as_a_loss(demo_path: Path) -> None:
+    results = compare(fakes(ours=30, llama=10, openvino=60), demo_path)
+    loss, win = results.row("llama.cpp", "pp8").ratio, results.row("openvino", "pp8").ratio
+    assert loss is not None
+    assert loss.median == pytest.approx(1 / 3)
+    assert loss.high < 1
+    assert win is not None
+    assert win.median == pytest.approx(2.0)
+    assert results.row(engines.OURS, "pp8").ratio is None
+    assert "0.33x (0.33-0.33)" in results._repr_html_()
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_speeds_are_tokens_over_seconds(demo_path: Path) -> None:
+    row = compare(fakes(ours=1_000_000), demo_path).row(engines.OURS, "tg4")
+    assert row.samples_ns == [4_000_000] * 3
+    assert row.median_ts == pytest.approx(1000.0)
+    assert row.avg_ts == pytest.approx(1000.0)
+    assert row.stddev_ts == 0.0
+    assert (row.n_prompt, row.n_gen, row.n_depth) == (0, 4, 32)
+
+
+def test_an_emulator_is_never_presented_as_metal(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "Calibrator", lambda threads: SteadyCalibrator())
+    workers = fakes(ours=10)
+    workers[engines.OURS].device = "Metal emulator (CPU, 2 threads)"
+    results = compare(workers, demo_path)
+    assert all(EMULATOR_NOTE in row.note for row in results.rows)
+    assert EMULATOR_NOTE in results._repr_html_()
+
+
+def test_rows_have_the_fields_of_llama_bench(measured: BenchResults) -> None:
+    rows = json.loads(measured.to_json())
+    assert [row["test"] for row in rows] == ["pp4", "pp16", "tg3"]
+    for row in rows:
+        for name, kind in (LLAMA_BENCH_FIELDS | OUR_FIELDS).items():
+            assert isinstance(row[name], (int, float) if kind is float else kind), name
+        assert len(row["samples_ns"]) == len(row["samples_ts"]) == 2
+        tokens = row["n_prompt"] + row["n_gen"]
+        assert row["samples_ts"] == pytest.approx([tokens * 1e9 / ns for ns in row["samples_ns"]])
+        assert row["avg_ns"] == pytest.approx(sum(row["samples_ns"]) / 2)
+        assert row["n_prompt"] == 0 or row["n_gen"] == 0  # prefill and decode are apart
+
+
+def test_rows_say_what_was_measured(measured: BenchResults, demo_path: Path) -> None:
+    row = measured.row(engines.OURS, "pp16")
+    assert row.build == f"metal_prefill {metal_prefill.__version__}"
+    assert row.device.startswith("CPU")
+    assert row.n_threads == 1
+    assert row.model_type == "llama 4.7M Q4_0"
+    assert row.model_n_params == 4_721_760
+    assert 2_800_000 < row.model_size < demo_path.stat().st_size
+    assert row.load_ns > 0
+    assert row.peak_rss > row.model_size
+
+
+def test_results_survive_json(measured: BenchResults) -> None:
+    again = BenchResults.from_dicts(json.loads(measured.to_json()))
+    assert again == measured
+
+
+def test_html_escapes_what_it_shows(measured: BenchResults) -> None:
+    rows = [replace(row, device="<b>CPU</b> & co") for row in measured.rows]
+    html = BenchResults(rows)._repr_html_()
+    assert "&lt;b&gt;CPU&lt;/b&gt; &amp; co" in html
+    assert "<b>" not in html
+    assert html.count("<table>") == html.count("</table>") == 1
+
+
+def test_no_results_are_shown_as_such() -> None:
+    assert "no results" in BenchResults()._repr_html_()
+
+
+def test_an_unknown_row_is_named(measured: BenchResults) -> None:
+    with pytest.raises(KeyError, match="pp99"):
+        measured.row(engines.OURS, "pp99")
+
+
+def test_the_limit_is_said_beside_the_table(measured: BenchResults) -> None:
+    rows = [replace(row, limit_ts=12345.0 if row.n_prompt else None) for row in measured.rows]
+    assert "allows: pp4 12,345, pp16 12,345 tok/s" in BenchResults(rows)._repr_html_()

@@ -1,0 +1,73 @@
+"""Engines and a machine that benchmarks can be tested with: how fast they are is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from metal_prefill import bench
+from metal_prefill.bench import engines, machine
+from metal_prefill.bench.cases import Case
+from metal_prefill.bench.engines import Identity
+from metal_prefill.bench.results import BenchResults
+
+
+@dataclass
+class FakeWorker:
+    """An engine whose every token takes `ns_per_token`, and that remembers what it was asked."""
+
+    name: str
+    ns_per_token: int
+    device: str = "CPU (fake)"
+    switches: Iterator[int] | None = None
+    log: list[str] = field(default_factory=list)
+    load_ns: int = 5_000_000
+    closed: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(f"{self.name} 1.0", self.device, 2, "none")
+
+    def sample(self, case: Case) -> tuple[int, int]:
+        self.log.append(self.name)
+        switches = next(self.switches) if self.switches is not None else 0
+        return case.timed_tokens * self.ns_per_token, switches
+
+    def peak_rss(self) -> int:
+        return 100 << 20
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class SteadyCalibrator(machine.Calibrator):
+    """A machine whose calibration takes the given times, then its best one for ever."""
+
+    def __init__(self, *times_ns: int, best_ns: int = 1000) -> None:
+        self.times = list(times_ns)
+        self.best_ns = best_ns
+        self.reference_ns = best_ns
+
+    def measure(self) -> int:
+        elapsed = self.times.pop(0) if self.times else self.best_ns
+        self.reference_ns = min(self.reference_ns, elapsed)
+        return elapsed
+
+    def close(self) -> None:
+        pass
+
+
+def compare(workers: dict[str, FakeWorker], demo_path: Path, **arguments: object) -> BenchResults:
+    options = {"prompts": [8], "n_gen": 4, "repetitions": 3} | arguments
+    return bench.run(
+        demo_path,
+        compare=[name for name in workers if name != engines.OURS],
+        make_worker=lambda name, options, vocab: workers[name],
+        **options,  # type: ignore[arg-type]  # a test's arguments, passed on
+    )
+
+
+def fakes(**ns_per_token: int) -> dict[str, FakeWorker]:
+    names = {"ours": engines.OURS, "llama": "llama.cpp", "openvino": "openvino"}
+    return {names[key]: FakeWorker(names[key], ns) for key, ns in ns_per_token.items()}
