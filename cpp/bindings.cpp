@@ -20,7 +20,6 @@
 #include <tuple>
 #include <utility>
 
-#include "checksum.h"
 #include "cpu/python.h"
 #include "engine.h"
 
@@ -370,12 +369,6 @@ NB_MODULE(_core, m) {
 #else
   m.attr("has_emulator") = false;
 #endif
-  m.def(
-      "xxh64",
-      [](ByteArray data, std::uint64_t seed) {
-        return without_gil([&] { return xxh64(std::as_bytes(std::span(data.data(), data.shape(0))), seed); });
-      },
-      "data"_a, "seed"_a = 0, "The 64-bit xxHash of an array of bytes.");
   m.def(
       "dequantize",
       [](std::uint32_t type, ByteArray rows, std::size_t values) {

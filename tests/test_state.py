@@ -20,12 +20,13 @@ from metal_prefill import (
     MetalPrefillError,
     Model,
     StateError,
-    _core,
     state,
 )
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.synth import synthesize
 
+DATA = Path(__file__).parent / "data"
+ROMEO = [0, 814, 26, 199, 450, 366, 70, 84]  # "ROMEO:\nBut soft"
 PROMPT = [int(t) for t in np.random.default_rng(7).integers(1, 500, 70)]
 
 
@@ -416,18 +417,11 @@ def test_state_error_is_the_packages_and_a_value_error() -> None:
     assert issubclass(StateError, ValueError)
 
 
-@pytest.mark.parametrize(
-    ("length", "seed", "expected"),
-    # From the xxhash package, of bytes (37 i + 11) mod 251.
-    [
-        (0, 0, 0xEF46DB3751D8E999),
-        (1, 0, 0xF592C0C7639C4CB6),
-        (31, 7, 0x419B74C45D35A456),
-        (32, 0, 0x3207E1454ACA04AF),
-        (33, 7, 0xBBD380F3FBAB9998),
-        (300, 0x123456789ABCDEF, 0x906AFCCDECDE7E68),
-    ],
-)
-def test_checksum_is_xxh64(length: int, seed: int, expected: int) -> None:
-    data = ((np.arange(length) * 37 + 11) % 251).astype(np.uint8)
-    assert _core.xxh64(data, seed) == expected
+def test_a_stored_file_of_version_1_loads(demo: Model) -> None:
+    """The file holds the tokens of ROMEO and a note; its layout and checksum are those of every release."""
+    loaded = demo.load_session(DATA / "version_1.session")
+    assert loaded.tokens == ROMEO
+    assert loaded.notes == "the balcony \u2014 kept"
+    with demo.session() as session:
+        following = session.forward_prompt(ROMEO)
+        assert loaded.forward_token_greedy(following) == session.forward_token_greedy(following)

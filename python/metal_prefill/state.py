@@ -29,10 +29,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from metal_prefill import _core
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import StateError
 from metal_prefill.gguf_file import GGUFFile
@@ -221,8 +221,8 @@ def _bytes(array: npt.NDArray[Any]) -> Bytes:
 
 def _checksum(arrays: Mapping[str, Bytes], metadata: Mapping[str, str]) -> str:
     stated = {key: value for key, value in metadata.items() if key != CHECKSUM}
-    value = _core.xxh64(np.frombuffer(json.dumps(stated, sort_keys=True).encode(), np.uint8))
+    value = xxhash.xxh64_intdigest(json.dumps(stated, sort_keys=True).encode())
     for name in sorted(arrays):
-        value = _core.xxh64(np.frombuffer(name.encode(), np.uint8), value)
-        value = _core.xxh64(arrays[name], value)
+        value = xxhash.xxh64_intdigest(name.encode(), value)
+        value = xxhash.xxh64_intdigest(arrays[name].data, value)
     return f"{value:016x}"
