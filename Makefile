@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-SOURCES := $(shell git ls-files cpp shaders cmake CMakeLists.txt pyproject.toml python)
-NATIVE := $(shell git ls-files 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.mm' 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
+SOURCES := $(shell git ls-files cpp emulator shaders cmake CMakeLists.txt pyproject.toml python)
+NATIVE := $(shell git ls-files {cpp,emulator}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean

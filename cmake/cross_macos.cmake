@@ -15,5 +15,5 @@ set(CMAKE_INSTALL_NAME_TOOL "${tools}/unused" CACHE FILEPATH "")
 set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
 
 set(stubs "${CMAKE_CURRENT_LIST_DIR}/../tools/macos_stubs")
-set(CMAKE_OBJCXX_FLAGS_INIT "-I${CMAKE_CURRENT_LIST_DIR}/../cpp/emulator/include")
+set(CMAKE_OBJCXX_FLAGS_INIT "-I${CMAKE_CURRENT_LIST_DIR}/../emulator/include")
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "-F${stubs}/Frameworks -L${stubs}/lib -lobjc")

@@ -72,7 +72,7 @@ def prepared(folder: Path) -> tuple[Path, Path]:
         synth.synthesize(model, preset="smollm-135m")
     sources = [ROOT / "shaders" / f"{name}.metal" for name in ("matmul", "multi_token_matvec_q4_0")]
     library = folder / f"lib{sources[0].stem}.so"
-    inputs = [p for f in ("shaders", "cpp/emulator") for p in (ROOT / f).rglob("*") if p.suffix != ".pyc"]
+    inputs = [p for f in ("shaders", "emulator") for p in (ROOT / f).rglob("*") if p.suffix != ".pyc"]
     if not library.exists() or library.stat().st_mtime < max(
         p.stat().st_mtime for p in inputs if p.is_file()
     ):

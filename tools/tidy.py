@@ -24,7 +24,7 @@ def sources(build: Path, wanted: list[str]) -> list[str]:
     """Return the project's own sources in a build's compilation database, relative to its root."""
     entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
     files = {os.path.relpath(entry["file"], ROOT) for entry in entries}
-    prefixes = tuple(wanted) or ("cpp/", "tests/")
+    prefixes = tuple(wanted) or ("cpp/", "emulator/", "tests/")
     return sorted(file for file in files if file.startswith(prefixes))
 
 

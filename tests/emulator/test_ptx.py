@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MSL = ROOT / "cpp/emulator/msl"
+MSL = ROOT / "emulator/msl"
 sys.path.insert(0, str(MSL))
 sys.path.insert(0, str(ROOT / "cmake"))
 
@@ -183,7 +183,7 @@ def test_kernels_need_nothing_but_the_driver(name: str, tmp_path: Path) -> None:
 
 def test_the_executor_compiles(tmp_path: Path) -> None:
     """Builds leave it out unless they are asked for it, so that its code could fall behind the contract."""
-    folder = ROOT / "cpp/emulator/cuda"
+    folder = ROOT / "emulator/cuda"
     unit = tmp_path / "executor.cpp"
     unit.write_text("".join(f'#include "{path}"\n' for path in sorted(folder.glob("*.cpp"))))
     command = [require_clang(), "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{folder}",

@@ -16,7 +16,7 @@ from shader_library import build
 pytestmark = pytest.mark.emulator
 SOURCE = Path(__file__).parent / "shaders" / "planted.metal"
 TESTS = Path(__file__).resolve().parents[1]
-COMPILE_SHADER = TESTS.parent / "cpp" / "emulator" / "msl" / "compile_shader.py"
+COMPILE_SHADER = TESTS.parent / "emulator" / "msl" / "compile_shader.py"
 RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}
 OPTIONS = "halt_on_error=1:exitcode=66:detect_leaks=0:print_stacktrace=1:external_symbolizer_path="
 # Dispatches one kernel of a library and prints its first results.

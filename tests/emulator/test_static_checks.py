@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECK = ROOT / "cpp" / "emulator" / "msl" / "check_shaders.py"
+CHECK = ROOT / "emulator" / "msl" / "check_shaders.py"
 HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("clang")]
