@@ -50,6 +50,17 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert f"metal-prefill {name}" in capsys.readouterr().out
 
 
+def test_a_former_name_does_the_same_and_says_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--preset", "tiny", "-p", "32", "--json"]
+    assert cli.main(["predict", *options]) == 0
+    new = capsys.readouterr()
+    assert cli.main(["model", *options]) == 0
+    former = capsys.readouterr()
+    assert former.out == new.out
+    assert new.err == ""
+    assert "'metal-prefill model' is now called 'predict'" in former.err
+
+
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "usage:" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from support import peer_work
 
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill.architecture import ModelConfig
-from metal_prefill.commands import model as command
+from metal_prefill.commands import predict as command
 from metal_prefill.cost_model import (
     Ops,
     Shape,
@@ -219,7 +219,7 @@ def test_plans_refuse_what_makes_no_sense(smollm: Shape) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["model", *arguments]) == 0
+    assert cli.main(["predict", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -256,7 +256,7 @@ def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path
     ],
 )
 def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert cli.main(["model", *arguments]) == 2
+    assert cli.main(["predict", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 

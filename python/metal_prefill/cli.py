@@ -21,7 +21,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class UsageError(ValueError):
-    """The command line asks for something that makes no sense."""
+    """The arguments of the command line contradict each other."""
 
 
 class Command(NamedTuple):
@@ -33,16 +33,21 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("metal_prefill.commands.run", "continue a prompt"),
-    "chat": Command("metal_prefill.commands.chat", "talk with a model"),
+    "chat": Command("metal_prefill.commands.chat", "chat with a model"),
     "bench": Command(
-        "metal_prefill.bench.command", "measure prompt processing and decoding, alone or against peers"
+        "metal_prefill.bench.command",
+        "measure prompt processing and decoding, alone or against other engines",
     ),
-    "info": Command("metal_prefill.commands.info", "show what is in a model file, and the devices"),
-    "trace": Command("metal_prefill.commands.trace", "time single dispatches of the GPU"),
-    "model": Command("metal_prefill.commands.model", "predict speed on a GPU that is not at hand"),
-    "perplexity": Command("metal_prefill.commands.perplexity", "score a text"),
-    "synth": Command("metal_prefill.commands.synth", "write a model of any shape with random weights"),
+    "info": Command(
+        "metal_prefill.commands.info", "show the contents of a model file, and the available devices"
+    ),
+    "trace": Command("metal_prefill.commands.trace", "time each dispatch on the GPU"),
+    "predict": Command("metal_prefill.commands.predict", "predict the speed on a GPU that you do not have"),
+    "perplexity": Command("metal_prefill.commands.perplexity", "compute the perplexity of a text"),
+    "synth": Command("metal_prefill.commands.synth", "write a model file of any shape with random weights"),
 }
+
+FORMER_NAMES = {"model": "predict"}  # accepted for one more release
 
 
 def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.ArgumentParser:
@@ -57,7 +62,9 @@ def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.Arg
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        subparser = commands.add_parser(
+            name, help=command.help, description=command.help[0].upper() + command.help[1:] + "."
+        )
         if name == wanted:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
@@ -111,6 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((word for word in arguments if not word.startswith("-")), None)
+    if wanted in FORMER_NAMES:
+        name = FORMER_NAMES[wanted]
+        print(
+            f"note: 'metal-prefill {wanted}' is now called '{name}'; the next release drops the old name",
+            file=sys.stderr,
+        )
+        arguments[arguments.index(wanted)] = wanted = name
     try:
         parser = make_parser(wanted)
         options = parser.parse_args(arguments)

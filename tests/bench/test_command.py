@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import cli
+from metal_prefill.synth import synthesize
 
 
 def test_the_command_prints_json_alone() -> None:
@@ -29,6 +30,22 @@ def test_the_command_prints_json_alone() -> None:
     ]
     out = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, check=True).stdout
     assert [row["test"] for row in json.loads(out)] == ["pp4", "tg2"]
+
+
+@pytest.mark.parametrize("option", [["-m"], ["--model"], []], ids=["-m", "--model", "positional"])
+def test_the_command_measures_the_named_model(option: list[str], tmp_path: Path) -> None:
+    model = synthesize(tmp_path / "named.gguf", preset="tiny")
+    rows = tmp_path / "rows.json"
+    assert cli.main(["bench", *option, str(model), "-p", "4", "-n", "0", "-r", "1", "--json", str(rows)]) == 0
+    assert json.loads(rows.read_text())[0]["model_filename"] == str(model)
+
+
+@pytest.mark.parametrize(
+    "models", [["a.gguf", "-m", "b.gguf"], ["--demo", "-m", "a.gguf"], ["--demo", "a.gguf"]]
+)
+def test_two_models_are_refused(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *models]) == 2
+    assert "name the model once" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_and_writes_json(

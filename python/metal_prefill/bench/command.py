@@ -22,21 +22,21 @@ def _names(text: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="GGUF file (default: SmolLM-135M's shape with random weights, written once and cached)",
+        "-m",
+        "--model",
+        metavar="FILE",
+        help=f"{common.MODEL_HELP} (default: SmolLM-135M's shape with random weights, written once and "
+        "cached)",
     )
-    parser.add_argument(
-        "--demo", action="store_true", help="measure the small model that ships with the package"
-    )
+    parser.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
+    parser.add_argument("--demo", action="store_true", help="measure the bundled model")
     parser.add_argument(
         "-p",
         "--prompts",
         type=_lengths,
         default=[32, 128, 512],
         metavar="N,N,...",
-        help="prompt lengths in tokens (default: 32,128,512)",
+        help="lengths of the prompts in tokens (default: 32,128,512)",
     )
     parser.add_argument(
         "-n",
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds that may be lost to a degraded machine, waiting or repeating (default: 60)",
+        help="seconds that waiting for a disturbed machine and repeating samples may take (default: 60)",
     )
     common.add_engine_arguments(parser)
     output = parser.add_argument_group("output")
@@ -77,13 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=[],
         metavar=peers,
-        help="measure peers on the same file, interleaved",
+        help="also measure other engines on the same file, in turns",
     )
     output.add_argument(
-        "--json", metavar="FILE", help="write the rows as JSON; - is stdout, instead of the table"
+        "--json", metavar="FILE", help="write the rows as JSON; - prints them instead of the table"
     )
     output.add_argument(
-        "--plot", metavar="PNG", help="draw speed over prompt length (needs the extra [plot])"
+        "--plot", metavar="PNG", help="draw a chart of speed over prompt length (needs the extra [plot])"
     )
 
 
@@ -92,14 +92,19 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill import bench, default_model_path
     from metal_prefill.bench import plot
 
-    if arguments.demo and arguments.model:
-        raise UsageError("--demo stands for the model in the box; a model file cannot be named beside it")
+    named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
+    if len([name for name in named if name]) > 1:
+        raise UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
     # What cannot be written is said before minutes of measuring, not after.
     if arguments.plot:
         plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":
         plot.check_folder(arguments.json)
-    model = default_model_path() if arguments.demo else common.model_path(arguments.model)
+    model = (
+        default_model_path()
+        if arguments.demo
+        else common.model_path(arguments.model or arguments.positional_model)
+    )
     with common.status_line() as show:
         results = bench.run(
             model,

@@ -26,18 +26,20 @@ Ctrl-C stops an answer."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_arguments(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the first message")
-    parser.add_argument("--load", metavar="FILE", help="go on with a saved conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message, before the first message")
+    parser.add_argument("--load", metavar="FILE", help="continue a saved conversation")
     parser.add_argument(
         "-n",
         "--max-tokens",
         type=common.not_negative,
         default=256,
         metavar="N",
-        help="tokens in an answer at most (default: 256)",
+        help="largest number of tokens in an answer (default: 256)",
     )
     parser.add_argument(
-        "--stats", action="store_true", help="after each answer, say what was reused and computed"
+        "--stats",
+        action="store_true",
+        help="after each answer, print how many tokens were reused and computed",
     )
     common.add_sampling_arguments(parser)
     common.add_engine_arguments(parser)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from metal_prefill import Model
 
 WIDTH_OF_FILES = 160  # columns of a table that goes to a file or a pipe
+MODEL_HELP = (
+    "GGUF file, or owner/repo:file on the Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
+)
 PROGRESS_FROM = 1024  # tokens; shorter prompts are done before a bar would help
 
 
@@ -52,15 +55,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "-t", "--threads", type=positive, metavar="N", help="CPU threads (default: one per core)"
     )
-    engine.add_argument("--device", choices=("auto", "cpu", "metal"), default="auto", help="default: auto")
+    engine.add_argument(
+        "--device", choices=("auto", "cpu", "metal"), default="auto", help="engine to use (default: auto)"
+    )
     engine.add_argument(
         "--compute",
         choices=("int8", "f32"),
         default="int8",
-        help="activations against quantized weights: 8 bits per block of 32, or float32 (default: int8)",
+        help="number format of activations in products with quantized weights: 8 bits per block of 32, or "
+        "float32 (default: int8)",
     )
     engine.add_argument(
-        "--kv-dtype", choices=("f16", "f32"), default="f16", help="elements of the KV cache (default: f16)"
+        "--kv-dtype",
+        choices=("f16", "f32"),
+        default="f16",
+        help="number format of the KV cache (default: f16)",
     )
 
 
@@ -68,26 +77,42 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
     """Add the options that choose tokens; `sampling_options` gives their values."""
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="divides the logits; 0 is greedy (default: 0)",
     )
     sampling.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all"
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep the K most probable tokens; 0 keeps all (default: 0)",
     )
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep a probability mass of P"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="keep the most probable tokens whose probabilities add up to P (default: 1)",
     )
     sampling.add_argument(
         "--min-p",
         type=float,
         default=0.0,
         metavar="P",
-        help="keep tokens of at least P times the highest probability",
+        help="keep tokens of at least P times the highest probability (default: 0)",
     )
     sampling.add_argument(
-        "--repeat-penalty", type=float, default=1.0, metavar="X", help="1, the default, is none"
+        "--repeat-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="penalty on recent tokens; 1 is none (default: 1)",
     )
     sampling.add_argument(
-        "--seed", type=int, metavar="N", help="of the random numbers (default: a fresh one)"
+        "--seed", type=int, metavar="N", help="seed of the random numbers (default: a new one each time)"
     )
     return sampling
 
@@ -104,14 +129,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--model",
         metavar="FILE",
-        help="GGUF file, or owner/repo:file on the Hugging Face Hub, where file may be a pattern such as "
-        "'*Q4_0.gguf' (default: the small model that ships with the package)",
+        help=f"{MODEL_HELP} (default: the bundled model)",
     )
     parser.add_argument(
         "--max-context",
         type=positive,
         metavar="N",
-        help="limit of the context in tokens (default: the model's)",
+        help="largest number of tokens in the context (default: the model's)",
     )
 
 

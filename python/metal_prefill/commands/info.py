@@ -22,9 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--model",
         metavar="FILE",
-        help="GGUF file, or owner/repo:file on the Hugging Face Hub (default: the model in the package)",
+        help=f"{common.MODEL_HELP} (default: the bundled model)",
     )
-    parser.add_argument("--plot", metavar="PNG", help="draw where the bytes are (needs the extra [plot])")
+    parser.add_argument(
+        "--plot", metavar="PNG", help="draw a chart of the sizes of the tensors (needs the extra [plot])"
+    )
 
 
 def bytes_by_type(gguf: GGUFFile) -> list[tuple[str, int, int, int]]:

@@ -93,15 +93,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "half of each window is scored given the first."
     )
     common.add_model_arguments(parser)
-    parser.add_argument("-f", "--file", required=True, metavar="FILE", help="text to score; - is stdin")
+    parser.add_argument("-f", "--file", required=True, metavar="FILE", help="file with the text; - is stdin")
     parser.add_argument(
         "-c",
         "--window",
         type=common.positive,
         metavar="N",
-        help=f"tokens of a window (default: {DEFAULT_WINDOW}, or the model's context if that is smaller)",
+        help=f"tokens in a window (default: {DEFAULT_WINDOW}, or the model's context if that is smaller)",
     )
-    parser.add_argument("--windows", type=common.positive, metavar="N", help="score the first N windows only")
+    parser.add_argument("--windows", type=common.positive, metavar="N", help="use only the first N windows")
     common.add_engine_arguments(parser)
 
 

@@ -1,4 +1,4 @@
-"""``metal-prefill trace``: a timeline of single dispatches."""
+"""``metal-prefill trace``: a timeline of each dispatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.not_negative,
         default=0,
         metavar="N",
-        help="tokens behind it (default: 0)",
+        help="tokens to decode after it (default: 0)",
     )
     parser.add_argument(
         "-o",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("trace.json"),
         metavar="FILE",
-        help="for chrome://tracing or ui.perfetto.dev (default: trace.json)",
+        help="file to write, for chrome://tracing or ui.perfetto.dev (default: trace.json)",
     )
     common.add_engine_arguments(parser)
 

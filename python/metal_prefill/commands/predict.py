@@ -1,4 +1,4 @@
-"""``metal-prefill model``: predict speed on a GPU that is not at hand."""
+"""``metal-prefill predict``: predict the speed on a GPU that you do not have."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from metal_prefill.cost_model.chips import CHIPS
     from metal_prefill.synth import PRESETS
 
-    parser.add_argument("--chip", choices=tuple(CHIPS), default="m4", help="default: m4")
+    parser.add_argument("--chip", choices=tuple(CHIPS), default="m4", help="GPU to predict for (default: m4)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "-m", "--model", metavar="FILE", help="GGUF file, or owner/repo:file on the Hugging Face Hub"
-    )
+    which.add_argument("-m", "--model", metavar="FILE", help=common.MODEL_HELP)
     which.add_argument(
         "--preset",
         choices=tuple(PRESETS),
         default="smollm-135m",
-        help="shape in Q4_0, with embedding in Q8_0 (default: smollm-135m)",
+        help="shape of a model with weights in Q4_0 and embedding in Q8_0 (default: smollm-135m)",
     )
     parser.add_argument(
         "-p", "--prompt", type=common.not_negative, metavar="N", help="tokens of the prompt (default: 512)"
@@ -41,21 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.not_negative,
         default=0,
         metavar="N",
-        help="tokens behind it, predicted apart (default: 0)",
+        help="tokens to decode after it, predicted separately (default: 0)",
     )
     parser.add_argument(
-        "--kv-dtype", choices=("f16", "f32"), default="f16", help="elements of the KV cache (default: f16)"
+        "--kv-dtype",
+        choices=("f16", "f32"),
+        default="f16",
+        help="number format of the KV cache (default: f16)",
     )
     parser.add_argument(
-        "--chunk-tokens", type=common.positive, default=512, metavar="N", help="as of Model (default: 512)"
+        "--chunk-tokens",
+        type=common.positive,
+        default=512,
+        metavar="N",
+        help="tokens of a prompt that are processed together (default: 512)",
     )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="predict the dispatches of a file of `metal-prefill trace`, beside their times",
+        help="predict the dispatches in a file that `metal-prefill trace` wrote, and show both times",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
