@@ -1,4 +1,5 @@
-# Every target sets up what it needs in .venv; nothing has to be installed by hand but Python and a C++ compiler.
+# Every target sets up what it needs in .venv; nothing has to be installed by hand but Python and a C++ compiler. `setup`
+# alone installs packages of the system.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,11 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake CMakeLists.txt pyproj
 NATIVE := $(shell git ls-files {cpp,emulator}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
+.PHONY: demo setup test test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
+
+# Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
+setup:
+	@tools/setup_packages.sh
 
 $(VENV)/.ready:
 	@$(PYTHON) -m venv $(VENV) || \
@@ -31,14 +36,14 @@ build/.plain: $(VENV)/.build-tools $(SOURCES)
 	$(PIP) install --no-build-isolation . -C build-dir=build/plain
 	@rm -f build/.emulator build/.cuda && touch $@
 
-# The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is to be had.
-build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
+# The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is available.
+build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
 	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test,plot]" $$options
 	@rm -f build/.plain build/.cuda && touch $@
 
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
 ARM_SOURCES := $(shell git ls-files cpp/cpu 'cpp/*.cpp' 'cpp/*.h' shaders/quants.h tests/arm cmake/cross_arm.cmake)
-build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/setup_arm.sh
+build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/setup_arm.sh | setup
 	tools/setup_arm.sh
 	@mkdir -p build && touch $@
 
@@ -87,7 +92,7 @@ bench-report: $(VENV)/.peers
 	done
 
 # Speeds and times of kernels of the Metal engine on an NVIDIA GPU, where the emulator runs it.
-build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh
+build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
 	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $${options/emulator/cuda} \
 	  -C cmake.define.METAL_PREFILL_EMULATOR_CUDA=ON
 	@rm -f build/.plain build/.emulator && touch $@

@@ -1,4 +1,4 @@
-# What the setup scripts share; to be sourced.
+# What the setup scripts share: what the system has; to be sourced.
 
 # The clang that shaders and Arm kernels are built with.
 find_clang() {
@@ -8,10 +8,12 @@ find_clang() {
   return 1
 }
 
-# Whether this script may install packages. Where only root may, says what is missing for what, and how to get it.
-can_install() {
-  command -v apt-get >/dev/null || return 1
-  [ "$(id -u)" -eq 0 ] && return
-  echo "$1: sudo apt-get install $2" >&2
-  return 1
-}
+# Names functions and lines in the reports of sanitizers.
+find_symbolizer() { command -v llvm-symbolizer-19 || command -v llvm-symbolizer; }
+
+# Whether tests run the kernels of 64-bit Arm on an emulated processor: on an Arm machine the other tests run them.
+tests_emulate_arm() { case "$(uname -m)" in arm64 | aarch64) return 1 ;; esac; }
+
+have_qemu() { command -v qemu-aarch64 >/dev/null; }
+
+have_arm_libraries() { compgen -G "/usr/lib/gcc-cross/aarch64-linux-gnu/*/libstdc++.a" >/dev/null; }
