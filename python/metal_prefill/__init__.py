@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from metal_prefill.model import Model, default_model_path
     from metal_prefill.session import Session
 
-__version__ = "0.1.0"
+    __version__: str  # of the installed distribution, as pyproject.toml states it
 
 __all__ = [
     "ChatTemplateError",
@@ -59,12 +59,18 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    value: Any
+    if name == "__version__":
+        from importlib import metadata
+
+        value = metadata.version(__name__)
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted({*globals(), *__all__, "__version__"})

@@ -1,0 +1,57 @@
+"""The version is stated once, and a release is refused whose tag, version and changelog differ."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import metal_prefill
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_release  # noqa: E402
+
+PYPROJECT = """\
+[build-system]
+version = "9.9.9"
+
+[project]
+name = "metal_prefill"
+version = "1.2.3"
+"""
+CHANGELOG = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2027-01-31\n\n* All.\n\n## 1.2.2 - 2026-12-01\n"
+
+
+def test_the_package_has_the_version_of_pyproject() -> None:
+    stated = check_release.stated_version((ROOT / "pyproject.toml").read_text())
+    assert metal_prefill.__version__ == metadata.version("metal_prefill") == stated
+
+
+def test_the_version_stands_in_no_other_source() -> None:
+    version = check_release.stated_version((ROOT / "pyproject.toml").read_text())
+    folders = [*(ROOT / "python").rglob("*.py"), *(ROOT / "cpp").rglob("*.*")]
+    sources = [ROOT / "CMakeLists.txt", ROOT / "Makefile", *folders]
+    assert len(sources) > 50
+    assert [path for path in sources if f'"{version}"' in path.read_text(encoding="utf-8")] == []
+
+
+def test_a_release_whose_parts_agree_passes() -> None:
+    assert check_release.problems("v1.2.3", PYPROJECT, CHANGELOG) == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "problem"),
+    [
+        ("v1.2.4", CHANGELOG, "the tag is v1.2.4, but pyproject.toml states version 1.2.3"),
+        ("1.2.3", CHANGELOG, "the tag is 1.2.3, but"),
+        ("v1.2.3", "## Unreleased\n\n* All of 1.2.3.\n", "CHANGELOG.md has no heading '## 1.2.3 - "),
+        ("v1.2.3", CHANGELOG.replace("1.2.3 - 2027-01-31", "1.2.3"), "CHANGELOG.md has no heading"),
+    ],
+)
+def test_a_release_whose_parts_differ_is_refused(tag: str, changelog: str, problem: str) -> None:
+    (found,) = check_release.problems(tag, PYPROJECT, changelog)
+    assert problem in found
