@@ -24,7 +24,7 @@
 #include "engine.h"
 
 #ifdef METAL_PREFILL_EMULATOR
-#include "emulator/python.h"
+#include "../emulator/python.h"
 #endif
 
 namespace nb = nanobind;
