@@ -96,6 +96,12 @@ class ProgressGuard {
   std::unique_ptr<nb::python_error> error_;
 };
 
+// Lets a call that waits for its turn on a session be interrupted.
+void check_signals() {
+  nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
 template <typename F>
 auto without_gil(F&& compute) {
   nb::gil_scoped_release release;
@@ -154,6 +160,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     std::rethrow_exception(pointer);
   } catch (const ContextOverflowError& e) {
     raise_as("ContextOverflowError", e.what());
+  } catch (const SessionBusyError& e) {
+    raise_as("SessionBusyError", e.what());
   } catch (const DeviceError& e) {
     raise_as("DeviceError", e.what());
   } catch (const UnsupportedModelError& e) {
@@ -332,19 +340,19 @@ void bind_session(nb::module_& m) {
             return std::pair(result.token, std::move(dispatches));
           },
           "tokens"_a, "progress"_a = nb::none())
-      .def_prop_ro("position", &Session::position, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("position", &Session::position)
       .def_prop_ro("max_context", &Session::max_context)
-      .def("tokens", &Session::tokens, nb::call_guard<nb::gil_scoped_release>())
+      .def("tokens", &Session::tokens)
       .def("rewind", &Session::rewind, "position"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("fork", &Session::fork, nb::call_guard<nb::gil_scoped_release>())
       .def("export_state", &export_state,
            nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
       .def("import_state", &import_state, "tokens"_a, "rows"_a)
-      .def("memory_bytes", &Session::memory_bytes, nb::call_guard<nb::gil_scoped_release>())
+      .def("memory_bytes", &Session::memory_bytes)
       .def("intermediate", &Session::intermediate, "name"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Return a buffer of the last call by its name in the forward pass; Metal with "
            "METAL_PREFILL_DEBUG=1 only.")
-      .def("stats", &Session::stats, nb::call_guard<nb::gil_scoped_release>());
+      .def("stats", &Session::stats);
 }
 
 }  // namespace
@@ -354,6 +362,7 @@ NB_MODULE(_core, m) {
   using namespace metal_prefill;
   m.doc() = "Native engines of metal_prefill.";
   nb::register_exception_translator(translate);
+  Turn::while_waiting = check_signals;
   bind_config(m);
   bind_engine(m);
   bind_dispatch(m);

@@ -17,6 +17,26 @@ void check_token(TokenId token, int vocab_size, std::size_t index) {
 Session::Session(std::shared_ptr<Engine> engine, int max_context)
     : engine_(std::move(engine)), max_context_(max_context) {}
 
+// A call that computes with the session or changes it. What it counted shows when it ends, however it does.
+class Session::Call {
+ public:
+  Call(Session& session, const char* name) : session_(session), hold_(session.turn_, name) {}
+  ~Call() {
+    session_.change([] {});
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+ private:
+  Session& session_;
+  const Turn::Hold hold_;
+};
+
+void Session::publish() noexcept {
+  cache_bytes_ = cache_bytes();
+  publish_counters();
+}
+
 void Session::check_room(std::size_t position, std::size_t tokens) const {
   if (tokens > std::size_t(max_context_) - position)
     throw ContextOverflowError("position " + std::to_string(position) + " + " + std::to_string(tokens) +
@@ -42,17 +62,19 @@ std::size_t Session::check_prompt(std::span<const TokenId> tokens, Prefix prefix
       tokens.begin());
 }
 
-PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix prefix,
+PromptResult Session::run(const char* name, std::span<const TokenId> tokens, Chunk wanted, Prefix prefix,
                           const Progress& progress) {
-  const std::scoped_lock lock(mutex_);
+  const Call call(*this, name);
   begin_call();
   const std::size_t reused = check_prompt(tokens, prefix);
   const std::size_t start = prefix == Prefix::kAppend ? tokens_.size() : 0;  // position of tokens[0]
   reserve(int(start + tokens.size()));
-  tokens_.reserve(start + tokens.size());  // what follows a computed chunk must not fail
-  if (prefix == Prefix::kReuse) reused_ = reused;
   const std::size_t before = start + reused;
-  tokens_.resize(before);
+  change([&] {
+    tokens_.reserve(start + tokens.size());  // what follows a computed chunk must not fail
+    if (prefix == Prefix::kReuse) reused_ = reused;
+    tokens_.resize(before);
+  });
 
   PromptResult result;
   result.done = int(reused);
@@ -76,10 +98,10 @@ PromptResult Session::run(std::span<const TokenId> tokens, Chunk wanted, Prefix 
     try {
       token = forward_chunk(chunk);
     } catch (...) {
-      tokens_.resize(before);  // a failed call leaves what the session held before it
+      change([&] { tokens_.resize(before); });  // a failed call leaves what the session held before it
       throw;
     }
-    tokens_.insert(tokens_.end(), chunk.tokens.begin(), chunk.tokens.end());
+    change([&] { tokens_.insert(tokens_.end(), chunk.tokens.begin(), chunk.tokens.end()); });
     result.done += n;
     if (last) result.token = token;
     if (progress && !progress(result.done, total)) break;
@@ -91,7 +113,7 @@ PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix pre
                                      const Progress& progress) {
   Chunk wanted;
   wanted.output = Output::kGreedy;
-  return run(tokens, wanted, prefix, progress);
+  return run("forward_prompt", tokens, wanted, prefix, progress);
 }
 
 PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix,
@@ -99,7 +121,7 @@ PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, flo
   Chunk wanted;
   wanted.output = Output::kLogits;
   wanted.logits = logits;
-  return run(tokens, wanted, prefix, progress);
+  return run("forward_prompt_logits", tokens, wanted, prefix, progress);
 }
 
 PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
@@ -109,22 +131,27 @@ PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, c
   wanted.output = Output::kLogProbs;
   wanted.targets = tokens.subspan(1);
   wanted.log_probs = log_probs;
-  return run(tokens.first(tokens.size() - 1), wanted, Prefix::kAppend, progress);
+  return run("score", tokens.first(tokens.size() - 1), wanted, Prefix::kAppend, progress);
 }
 
 TokenId Session::forward_token_greedy(TokenId token) {
-  return forward_prompt({&token, 1}).token;
+  Chunk wanted;
+  wanted.output = Output::kGreedy;
+  return run("forward_token_greedy", {&token, 1}, wanted, Prefix::kAppend, {}).token;
 }
 
 void Session::forward_token(TokenId token, float* logits) {
-  forward_prompt_logits({&token, 1}, logits);
+  Chunk wanted;
+  wanted.output = Output::kLogits;
+  wanted.logits = logits;
+  run("forward_token", {&token, 1}, wanted, Prefix::kAppend, {});
 }
 
 std::vector<Dispatch> Session::plan(int tokens) {
   require_dispatches();
   if (tokens < 1)
     throw std::invalid_argument("a plan needs at least one token, got " + std::to_string(tokens));
-  const std::scoped_lock lock(mutex_);
+  const Call call(*this, "plan");
   begin_call();
   check_room(tokens_.size(), std::size_t(tokens));
   reserve(int(tokens_.size()) + tokens);
@@ -148,7 +175,7 @@ PromptResult Session::trace(std::span<const TokenId> tokens, std::vector<Dispatc
   Chunk wanted;
   wanted.output = Output::kGreedy;
   wanted.trace = &trace;
-  return run(tokens, wanted, Prefix::kAppend, progress);
+  return run("trace", tokens, wanted, Prefix::kAppend, progress);
 }
 
 void Session::plan_chunk(const Chunk&, std::vector<Dispatch>&) {
@@ -156,26 +183,26 @@ void Session::plan_chunk(const Chunk&, std::vector<Dispatch>&) {
 }
 
 int Session::position() const {
-  const std::scoped_lock lock(mutex_);
+  const std::scoped_lock lock(state_);
   return int(tokens_.size());
 }
 
 std::vector<TokenId> Session::tokens() const {
-  const std::scoped_lock lock(mutex_);
+  const std::scoped_lock lock(state_);
   return tokens_;
 }
 
 void Session::rewind(int position) {
-  const std::scoped_lock lock(mutex_);
+  const Call call(*this, "rewind");
   if (position < 0 || std::size_t(position) > tokens_.size())
     throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
                                 ": the session stands at " + std::to_string(tokens_.size()));
-  tokens_.resize(std::size_t(position));
+  change([&] { tokens_.resize(std::size_t(position)); });
 }
 
 std::unique_ptr<Session> Session::fork() {
   auto copy = engine_->session(max_context_);
-  const std::scoped_lock lock(mutex_);
+  const Turn::Share share(turn_, "fork");
   std::vector<std::byte> rows;
   copy->import_state(tokens_, [&](int layer, bool values, std::size_t bytes) {
     rows.resize(bytes);
@@ -192,7 +219,7 @@ std::size_t Session::kv_row_bytes(bool values) const {
 }
 
 std::vector<TokenId> Session::export_state(const KvSink& sink) {
-  const std::scoped_lock lock(mutex_);
+  const Turn::Share share(turn_, "save");
   for (int layer = 0; layer < engine_->config().n_layers; ++layer)
     for (const bool values : {false, true})
       read_kv(layer, values, int(tokens_.size()), sink(layer, values, tokens_.size() * kv_row_bytes(values)));
@@ -200,30 +227,30 @@ std::vector<TokenId> Session::export_state(const KvSink& sink) {
 }
 
 void Session::import_state(std::span<const TokenId> tokens, const KvSource& source) {
-  const std::scoped_lock lock(mutex_);
+  const Call call(*this, "import_state");
   if (tokens.size() > std::size_t(max_context_))
     throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
                                " tokens exceeds the context of " + std::to_string(max_context_));
   for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
   std::vector<TokenId> replacement(tokens.begin(), tokens.end());
   reserve(int(tokens.size()));
-  tokens_.clear();  // until every row is in, the cache holds nothing of use
+  change([&] { tokens_.clear(); });  // until every row is in, the cache holds nothing of use
   const int n = int(replacement.size());
   for (int layer = 0; layer < engine_->config().n_layers; ++layer)
     for (const bool values : {false, true})
       write_kv(layer, values, n, source(layer, values, replacement.size() * kv_row_bytes(values)));
-  tokens_ = std::move(replacement);
+  change([&] { tokens_ = std::move(replacement); });
 }
 
 std::size_t Session::memory_bytes() const {
-  const std::scoped_lock lock(mutex_);
-  return cache_bytes();
+  const std::scoped_lock lock(state_);
+  return cache_bytes_;
 }
 
 Stats Session::stats() const {
-  const std::scoped_lock lock(mutex_);
   Stats stats = engine_->stats();
-  stats["kv_cache_bytes"] = double(cache_bytes());
+  const std::scoped_lock lock(state_);
+  stats["kv_cache_bytes"] = double(cache_bytes_);
   stats["position"] = double(tokens_.size());
   stats["tokens_reused"] = double(reused_);
   collect_stats(stats);
@@ -231,7 +258,7 @@ Stats Session::stats() const {
 }
 
 std::vector<float> Session::intermediate(const std::string& name) const {
-  const std::scoped_lock lock(mutex_);
+  const Turn::Share share(turn_, "intermediate");
   return read_intermediate(name);
 }
 
@@ -244,7 +271,9 @@ std::unique_ptr<Session> Engine::session(int max_context) {
   if (max_context < 0 || max_context > limit)
     throw std::invalid_argument("max_context " + std::to_string(max_context) + " is outside 1 to " +
                                 std::to_string(limit) + ", the model's context length");
-  return make_session(max_context == 0 ? limit : max_context);
+  std::unique_ptr<Session> session = make_session(max_context == 0 ? limit : max_context);
+  session->change([] {});  // its cache may have bytes already
+  return session;
 }
 
 #ifndef METAL_PREFILL_METAL

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "model.h"
+#include "turn.h"
 
 namespace metal_prefill {
 
@@ -105,9 +106,12 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // Each of these is safe to call from several threads: calls on one session run one after another.
-  // `prefix` says where the tokens go: behind those in the cache, or, with kReuse, in their place: the
-  // longest common prefix is kept and only the rest computed.
+  // Each of these is safe to call from several threads. Calls that compute, change the session or copy its
+  // cache run one after another; position(), tokens(), memory_bytes() and stats() never wait for them and
+  // tell what the last finished chunk left. A progress callback runs without a lock: there these reads,
+  // fork() and export_state() see the finished chunks, and a call that would change its session throws
+  // SessionBusyError. `prefix` says where the tokens go: behind those in the cache, or, with kReuse, in their
+  // place: the longest common prefix is kept and only the rest computed.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
                               const Progress& progress = {});
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
@@ -158,26 +162,42 @@ class Session {
   virtual void read_kv(int layer, bool values, int positions, std::byte* out) = 0;
   virtual void write_kv(int layer, bool values, int positions, const std::byte* in) = 0;
   virtual std::size_t cache_bytes() const = 0;
+  // Copies the counters behind stats() to where collect_stats() reads them. Neither runs during the other.
+  virtual void publish_counters() noexcept {}
   virtual void collect_stats(Stats& stats) const = 0;
   virtual std::vector<float> read_intermediate(const std::string& name) const;
   virtual bool makes_dispatches() const { return false; }
   // Appends the dispatches of the chunk, whose tokens have no meaning. There is room for it in the cache.
   virtual void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan);
-  virtual void begin_call() {}  // resets the counters behind stats()
+  virtual void begin_call() {}  // resets the counters
 
   const std::shared_ptr<Engine> engine_;
 
  private:
+  friend class Engine;
+  class Call;
+
   // How many leading tokens of the prompt are in the cache already; checks the rest against the limits.
   std::size_t check_prompt(std::span<const TokenId> tokens, Prefix prefix) const;
-  PromptResult run(std::span<const TokenId> tokens, Chunk wanted, Prefix prefix, const Progress& progress);
+  PromptResult run(const char* call, std::span<const TokenId> tokens, Chunk wanted, Prefix prefix,
+                   const Progress& progress);
   void check_room(std::size_t position, std::size_t tokens) const;
   void require_dispatches() const;
+  // Changes what reads see. Only the call whose turn it is may.
+  template <typename F>
+  void change(F&& f) {
+    const std::scoped_lock lock(state_);
+    f();
+    publish();
+  }
+  void publish() noexcept;  // under state_
 
   const int max_context_;
-  mutable std::mutex mutex_;
+  mutable Turn turn_;            // guards the cache
+  mutable std::mutex state_;     // guards what follows, for moments; the call whose turn it is reads without
   std::vector<TokenId> tokens_;  // in the cache
   std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
+  std::size_t cache_bytes_ = 0;
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {

@@ -5,6 +5,7 @@
 #include "../engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -86,7 +87,8 @@ class CpuEngine final : public Engine {
   Weights weights_;
   std::vector<Rope> ropes_;
   std::vector<int> layer_rope_;  // index into ropes_
-  mutable std::mutex mutex_;     // guards what follows and the team
+  std::atomic<std::size_t> workspace_bytes_{0};
+  std::mutex mutex_;  // guards what follows and the team
   std::vector<Scratch> scratch_;
   Workspace work_;
   Buffer logits_;  // behind work_.logits
@@ -263,6 +265,7 @@ void CpuEngine::reserve(int tokens, int logit_rows) {
   const std::size_t logit_bytes = std::size_t(logit_rows) * vocab_size * sizeof(float);
   if (logit_bytes > logits_.bytes()) logits_ = Buffer(logit_bytes, "logits");
   work_.logits = logits_.as<float>();
+  workspace_bytes_.store(work_.memory.bytes() + logits_.bytes(), std::memory_order_relaxed);
 }
 
 CpuEngine::CpuEngine(Model model, const EngineOptions& options)
@@ -296,10 +299,9 @@ std::string CpuEngine::device_name() const {
 }
 
 Stats CpuEngine::stats() const {
-  const std::scoped_lock lock(mutex_);
   return {{"threads", double(team_.size())},
           {"weight_bytes", double(weights_.packed_bytes())},
-          {"workspace_bytes", double(work_.memory.bytes() + logits_.bytes())}};
+          {"workspace_bytes", double(workspace_bytes_.load(std::memory_order_relaxed))}};
 }
 
 class CpuSession final : public Session {
@@ -313,8 +315,8 @@ class CpuSession final : public Session {
   TokenId forward_chunk(const Chunk& chunk) override {
     const auto start = std::chrono::steady_clock::now();
     const TokenId token = cpu_.forward(cache_, chunk);
-    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    ++chunks_;
+    counters_.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    ++counters_.chunks;
     return token;
   }
   void reserve(int positions) override { cache_.reserve(positions); }
@@ -325,19 +327,19 @@ class CpuSession final : public Session {
     cache_.write(layer, values, positions, in);
   }
   std::size_t cache_bytes() const override { return cache_.bytes(); }
+  void publish_counters() noexcept override { published_ = counters_; }
   void collect_stats(Stats& stats) const override {
-    stats["chunks"] = chunks_;
-    stats["compute_seconds"] = seconds_;
+    stats["chunks"] = published_.chunks;
+    stats["compute_seconds"] = published_.seconds;
   }
-  void begin_call() override {
-    chunks_ = 0;
-    seconds_ = 0;
-  }
+  void begin_call() override { counters_ = {}; }
 
  private:
   CpuEngine& cpu_;  // kept alive by the base class
   KvCache cache_;
-  double chunks_ = 0, seconds_ = 0;  // of the last call
+  struct {
+    double chunks = 0, seconds = 0;
+  } counters_, published_;  // of the last call
 };
 
 std::unique_ptr<Session> CpuEngine::make_session(int max_context) {

@@ -82,6 +82,7 @@ class MetalSession final : public Session {
   void read_kv(int layer, bool values, int positions, std::byte* out) override;
   void write_kv(int layer, bool values, int positions, const std::byte* in) override;
   std::size_t cache_bytes() const override { return cache_->bytes(); }
+  void publish_counters() noexcept override { published_ = counters_; }
   void collect_stats(Stats& stats) const override;
   void begin_call() override { counters_ = {}; }
   std::vector<float> read_intermediate(const std::string& name) const override;
@@ -98,7 +99,7 @@ class MetalSession final : public Session {
 
   MetalEngine& metal_;            // kept alive by the base class
   std::optional<KvCache> cache_;  // until the destructor
-  CallCounters counters_;
+  CallCounters counters_, published_;
   std::map<std::string, std::vector<float>> intermediates_;
 };
 
@@ -230,10 +231,10 @@ MetalSession::Heads MetalSession::heads_of(bool values) const {
 }
 
 void MetalSession::collect_stats(Stats& stats) const {
-  stats["dispatches"] = double(counters_.dispatches);
-  stats["command_buffers"] = double(counters_.command_buffers);
-  stats["allocations"] = double(counters_.allocations);
-  stats["gpu_seconds"] = counters_.gpu_seconds;
+  stats["dispatches"] = double(published_.dispatches);
+  stats["command_buffers"] = double(published_.command_buffers);
+  stats["allocations"] = double(published_.allocations);
+  stats["gpu_seconds"] = published_.gpu_seconds;
 }
 
 std::unique_ptr<Session> MetalEngine::make_session(int max_context) {

@@ -1,6 +1,7 @@
 // What a session keeps between chunks, and the rotations that depend on the position alone.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -45,7 +46,7 @@ class RopeTables {
   void reserve(int positions, CallCounters& counters);
   // The table of each layer, valid for the reserved positions however it grows later.
   std::vector<id<MTLBuffer>> by_layer() const;
-  std::size_t bytes() const;
+  std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  private:
   struct Table {
@@ -58,6 +59,7 @@ class RopeTables {
   std::vector<Table> tables_;
   std::vector<std::size_t> table_of_;  // by layer
   std::size_t capacity_ = 0;
+  std::atomic<std::size_t> bytes_{0};  // stats() reads it while another thread uploads
 };
 
 }  // namespace metal_prefill::metal

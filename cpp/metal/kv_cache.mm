@@ -88,8 +88,13 @@ void RopeTables::reserve(int positions, CallCounters& counters) {
     device_.upload(buffer, 0, values.data(), bytes, counters);
     grown.push_back(buffer);
   }
-  for (std::size_t i = 0; i < tables_.size(); ++i) tables_[i].buffer = grown[i];
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < tables_.size(); ++i) {
+    tables_[i].buffer = grown[i];
+    bytes += grown[i].length;
+  }
   capacity_ = capacity;
+  bytes_.store(bytes, std::memory_order_relaxed);
 }
 
 std::vector<id<MTLBuffer>> RopeTables::by_layer() const {
@@ -97,13 +102,6 @@ std::vector<id<MTLBuffer>> RopeTables::by_layer() const {
   std::vector<id<MTLBuffer>> buffers;
   for (const std::size_t table : table_of_) buffers.push_back(tables_[table].buffer);
   return buffers;
-}
-
-std::size_t RopeTables::bytes() const {
-  const std::scoped_lock lock(mutex_);
-  std::size_t sum = 0;
-  for (const Table& table : tables_) sum += table.buffer.length;
-  return sum;
 }
 
 }  // namespace metal_prefill::metal

@@ -21,6 +21,7 @@ from metal_prefill.errors import (
     HubError,
     MetalPrefillError,
     MissingExtraError,
+    SessionBusyError,
     StateError,
     UnsupportedModelError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "MissingExtraError",
     "Model",
     "Session",
+    "SessionBusyError",
     "StateError",
     "UnsupportedModelError",
     "default_model_path",

@@ -37,6 +37,10 @@ class MissingExtraError(MetalPrefillError, ImportError):
     """A part of the package lacks its optional dependencies; the message says what to install."""
 
 
+class SessionBusyError(MetalPrefillError, RuntimeError):
+    """The call would change a session while another call uses it: it comes from that call's callback."""
+
+
 class DeviceError(MetalPrefillError, RuntimeError):
     """The device is missing, refused an allocation or failed a command."""
 

@@ -84,8 +84,9 @@ class Session:
     """A KV cache with a position; many sessions share one model's weights.
 
     Made by :meth:`metal_prefill.Model.session`. All methods may be called from several threads: calls on
-    one session run one after another, calls on different sessions may overlap. The GIL is released during
-    compute.
+    one session that compute, change it or copy its cache run one after another, calls on different sessions
+    may overlap. :attr:`position`, :attr:`tokens`, :meth:`stats` and ``repr`` never wait: while a prompt is
+    computed they tell what its finished chunks left. The GIL is released during compute.
 
     Attributes
     ----------
@@ -134,7 +135,8 @@ class Session:
         progress
             Called after each chunk with the number of tokens done and the number in all. An exception that
             it raises stops the prompt there; the finished chunks stay in the cache and :attr:`position` says
-            where it stands.
+            where it stands. It may read, :meth:`fork` and :meth:`save` this session, which then has the
+            finished chunks, but not change it.
 
         Returns
         -------
@@ -151,6 +153,8 @@ class Session:
             More tokens than the context has room for.
         DeviceError
             The device failed, or no logit is a number.
+        SessionBusyError
+            Called from the progress callback of another call on this session.
 
         Notes
         -----
@@ -213,6 +217,8 @@ class Session:
         ------
         ValueError
             If `position` is negative or beyond the current one.
+        SessionBusyError
+            Called from the progress callback of another call on this session.
         """
         self._open().rewind(operator.index(position))
 

@@ -1,0 +1,189 @@
+"""Sessions that several threads, or their own progress callbacks, use at the same time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from metal_prefill import Model, Session, SessionBusyError
+
+PROMPT = list(range(100, 140))
+CHUNK = 16
+T = TypeVar("T")
+
+# Seconds after which a call is taken to hang. It is long: the machine may be busy.
+HANGS = 60
+
+
+def within_time(call: Callable[[], T]) -> T:
+    """Return what `call` does; fail where it hangs, instead of hanging too."""
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HANGS)
+    assert outcome, f"no answer within {HANGS} s"
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+@pytest.fixture
+def model(device: str, demo_path: Path) -> Iterator[Model]:
+    """Open the bundled model, with small chunks."""
+    with Model(demo_path, device=device, chunk_tokens=CHUNK) as model:
+        yield model
+
+
+def test_a_progress_callback_reads_its_own_session(model: Model) -> None:
+    session = model.session()
+    seen: list[Any] = []
+
+    def look(done: int, total: int) -> None:
+        stats = session.stats()
+        seen.append(
+            (session.position, session.tokens, stats["position"], stats["kv_cache_bytes"] > 0, repr(session))
+        )
+
+    within_time(lambda: session.forward_prompt(PROMPT, progress=look))
+    assert seen == [
+        (n, PROMPT[:n], n, True, f"<metal_prefill.Session position={n} of {session.max_context}>")
+        for n in (16, 32, 40)
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.forward_prompt([1]),
+        lambda s: s.forward_prompt([1], reuse=True),
+        lambda s: s.forward_prompt_logits([1]),
+        lambda s: s.forward_token(1),
+        lambda s: s.forward_token_greedy(1),
+        lambda s: s.score([1, 2]),
+        lambda s: s.rewind(3),
+        lambda s: s.reset(),
+        lambda s: list(s.generate([1], 2)),
+    ],
+)
+def test_a_progress_callback_that_would_change_its_session_is_refused(
+    model: Model, change: Callable[[Session], object]
+) -> None:
+    expected = model.forward_prompt(PROMPT)
+    session = model.session()
+    refused: list[str] = []
+
+    def meddle(done: int, total: int) -> None:
+        with pytest.raises(
+            SessionBusyError, match="inside the progress callback of its forward_prompt"
+        ) as error:
+            change(session)
+        refused.append(str(error.value))
+
+    assert within_time(lambda: session.forward_prompt(PROMPT, progress=meddle)) == expected
+    assert len(refused) == 3
+    assert session.tokens == PROMPT
+    change(session)  # and afterwards it is allowed
+
+
+def test_a_progress_callback_forks_and_saves_the_finished_chunks(model: Model, tmp_path: Path) -> None:
+    following = [model.forward_prompt(PROMPT[:CHUNK]), model.forward_prompt(PROMPT[CHUNK:])]
+    session = model.session()
+    forks: list[Session] = []
+
+    def keep(done: int, total: int) -> None:
+        if done == CHUNK:
+            forks.append(session.fork())
+            session.save(tmp_path / "half.session")
+
+    assert within_time(lambda: session.forward_prompt(PROMPT, progress=keep)) == following[1]
+    for half in (forks[0], model.load_session(tmp_path / "half.session")):
+        assert half.tokens == PROMPT[:CHUNK]
+        assert half.forward_prompt(PROMPT[CHUNK:]) == following[1]
+
+
+def test_a_progress_callback_may_wait_for_another_session_of_another_thread(model: Model) -> None:
+    expected = model.forward_prompt(PROMPT)
+    session, other = model.session(), model.session()
+    results: list[int] = []
+
+    def wait(done: int, total: int) -> None:
+        results.append(within_time(lambda: other.forward_prompt(PROMPT, reuse=True)))
+
+    assert within_time(lambda: session.forward_prompt(PROMPT, progress=wait)) == expected
+    assert results == [expected] * 3
+
+
+def test_reads_do_not_wait_while_a_chunk_is_computed(device: str, demo_path: Path) -> None:
+    """A whole prompt in one chunk takes far longer than a read, and until it is done there are no tokens."""
+    n = 900 if device == "cpu" else 100  # the emulator of a GPU is slow
+    with Model(demo_path, device=device, chunk_tokens=1024) as model:
+        session = model.session()
+        session.forward_prompt(PROMPT)
+        prompt = [1] * n
+        reads = []
+        for _ in range(3):
+            session.reset()
+            thread = threading.Thread(target=session.forward_prompt, args=(prompt,))
+            thread.start()
+            while thread.is_alive():
+                reads.append((session.position, len(session.tokens), session.stats()["position"]))
+            thread.join()
+        assert {value for read in reads for value in read} <= {0, n}
+        assert sum(read == (0, 0, 0) for read in reads) > 20  # a read that waits comes once in a prompt
+
+
+def test_a_changing_call_of_another_thread_waits_for_its_turn(model: Model) -> None:
+    session = model.session()
+    threads: list[threading.Thread] = []
+    positions: list[int] = []
+
+    def start(done: int, total: int) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=session.rewind, args=(7,), daemon=True))
+            threads[0].start()
+            threads[0].join(0.3)
+        positions.append(session.position)
+
+    session.forward_prompt(PROMPT, progress=start)
+    threads[0].join(HANGS)
+    assert positions == [16, 32, 40]
+    assert session.position == 7
+
+
+@pytest.mark.parametrize("wait", [lambda s: s.rewind(0), lambda s: s.forward_prompt([1]), lambda s: s.fork()])
+def test_ctrl_c_ends_the_wait_for_a_turn(model: Model, wait: Callable[[Session], object]) -> None:
+    session = model.session()
+    inside, done = threading.Event(), threading.Event()
+
+    def hold(finished: int, total: int) -> None:
+        inside.set()
+        done.wait(HANGS)
+
+    thread = threading.Thread(target=lambda: session.forward_prompt(PROMPT, progress=hold))
+    thread.start()
+    inside.wait(HANGS)
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait(session)
+        assert session.position == CHUNK, "the wait ended with the prompt, not before"
+    finally:
+        interrupt.join()
+        done.set()
+        thread.join()
+    assert session.position == len(PROMPT)
