@@ -164,6 +164,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     raise_as("SessionBusyError", e.what());
   } catch (const DeviceError& e) {
     raise_as("DeviceError", e.what());
+  } catch (const NumericalError& e) {
+    raise_as("NumericalError", e.what());
   } catch (const UnsupportedModelError& e) {
     raise_as("UnsupportedModelError", e.what());
   }

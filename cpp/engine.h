@@ -34,6 +34,10 @@ struct ContextOverflowError : std::runtime_error {
 struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+// The results are not numbers.
+struct NumericalError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 // The model asks for something that this engine does not do.
 struct UnsupportedModelError : std::runtime_error {
   using std::runtime_error::runtime_error;

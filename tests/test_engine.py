@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGUFReader
 from support.reference import ReferenceModel
 from support.small_models import MODELS, write
 
-from metal_prefill import Model, _core
+from metal_prefill import Model, NumericalError, _core
 
 Logits = npt.NDArray[np.float32]
 
@@ -262,3 +263,16 @@ def test_all_devices_write_the_same_text(metal: None, demo_path: Path) -> None:
             token = int(np.argmax(a))
             assert token == int(np.argmax(b)), f"step {step}"
             a, b = cpu.forward_token(token), gpu.forward_token(token)
+
+
+def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(device: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["gqa 1"])
+    norm = next(t for t in GGUFReader(path).tensors if t.name == "output_norm.weight")
+    broken = bytearray(path.read_bytes())
+    start, size = norm.data_offset, norm.n_bytes
+    broken[start : start + size] = np.full(size // 4, np.nan, "<f4").tobytes()
+    path.write_bytes(bytes(broken))
+    with Model(path, device=device) as model:
+        with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
+            model.forward_prompt([1, 2, 3])
+        assert model.position == 0

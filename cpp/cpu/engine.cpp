@@ -22,8 +22,7 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-constexpr int kMaxHeadDim = 512;  // of the attention kernels
-constexpr int kHeadBatch = 32;    // tokens whose logits exist at a time when a chunk is scored
+constexpr int kHeadBatch = 32;  // tokens whose logits exist at a time when a chunk is scored
 // Tokens of a chunk that go through the layers together: what a step leaves for the next still lies in the
 // cache then, and reading the weights again for the others costs less.
 constexpr int kPassTokens = 256;
@@ -211,7 +210,9 @@ TokenId CpuEngine::forward(KvCache& cache, const Chunk& chunk) {
   });
   if (chunk.output != Output::kGreedy) return -1;
   const Best best = best_of(scratch_);
-  if (best.index < 0) throw DeviceError("all " + std::to_string(config().vocab_size) + " logits are NaN");
+  if (best.index < 0)
+    throw NumericalError("every logit of the token at position " + std::to_string(chunk.position + n - 1) +
+                         " is NaN");
   return best.index;
 }
 

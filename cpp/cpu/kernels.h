@@ -49,7 +49,8 @@ constexpr int kFloatPad = 16;
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys: [dim][16]
 constexpr int kKeySpan =
     64;  // positions that one step of the online softmax covers; spans are aligned to positions
-constexpr int kQueryTile = 32;  // tokens per attention item at most: K and V are read once for all of them
+constexpr int kMaxHeadDim = 512;  // of keys and of values: what an attention kernel has room for
+constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
 
 // Attention of the query heads that share one key-value head. Rows of q and out are tokens.
 struct AttentionHead {

@@ -11,8 +11,6 @@
 namespace metal_prefill::cpu {
 namespace {
 
-constexpr int kMaxHeadDim = 512;
-
 inline F load_element(const float* p) {
   return Simd::load(p);
 }

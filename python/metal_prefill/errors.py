@@ -45,5 +45,9 @@ class DeviceError(MetalPrefillError, RuntimeError):
     """The device is missing, refused an allocation or failed a command."""
 
 
+class NumericalError(MetalPrefillError, ArithmeticError):
+    """The model's results are not numbers: every logit is NaN. Weights that are damaged do that."""
+
+
 class ClosedError(MetalPrefillError, RuntimeError):
     """The model, session or file was used after ``close()``."""

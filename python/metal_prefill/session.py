@@ -152,7 +152,9 @@ class Session:
         ContextOverflowError
             More tokens than the context has room for.
         DeviceError
-            The device failed, or no logit is a number.
+            The device failed.
+        NumericalError
+            No logit is a number.
         SessionBusyError
             Called from the progress callback of another call on this session.
 
