@@ -22,6 +22,7 @@
 
 #include "cpu/python.h"
 #include "engine.h"
+#include "tensors.h"
 
 #ifdef METAL_PREFILL_EMULATOR
 #include "../emulator/python.h"
@@ -130,7 +131,7 @@ class ModelBuilder {
 
   void add(const std::string& role, int layer, const std::string& name, std::uint32_t type, int rows,
            int cols, std::size_t offset, std::size_t bytes) {
-    Tensor* slot = find_slot(model_, role, layer);
+    Tensor* slot = find_tensor(model_, role, layer);
     if (!slot) throw std::invalid_argument("no slot for tensor '" + name + "' (" + role + ")");
     if (offset > model_.mapping.bytes || bytes > model_.mapping.bytes - offset)
       throw std::invalid_argument("tensor '" + name + "' does not lie within the file");
@@ -148,6 +149,27 @@ class ModelBuilder {
  private:
   Model model_;
 };
+
+// A row of the table of tensors, with its shape in a model of some configuration.
+struct TensorSpec {
+  const TensorRow* row;
+  std::string name;  // with {layer} where every layer has one
+  nb::tuple shape;
+  bool per_layer;
+};
+
+std::vector<TensorSpec> tensor_specs(const Config& config) {
+  std::vector<TensorSpec> specs;
+  const auto add = [&](const TensorRow& row, const char* prefix, bool per_layer) {
+    const int rows = groups_of(row.rows, config).length(), cols = groups_of(row.cols, config).length();
+    specs.push_back({&row, prefix + std::string(row.name),
+                     row.kind == TensorKind::kMatrix ? nb::make_tuple(rows, cols) : nb::make_tuple(cols),
+                     per_layer});
+  };
+  for (const ModelTensor& tensor : kModelTensors) add(tensor.row, "", false);
+  for (const LayerTensor& tensor : kLayerTensors) add(tensor.row, "blk.{layer}.", true);
+  return specs;
+}
 
 // The class of metal_prefill.errors that stands for a C++ exception.
 void raise_as(const char* name, const char* message) {
@@ -212,6 +234,18 @@ void bind_config(nb::module_& m) {
       .def_rw("layer_window", &Config::layer_window)
       .def_rw("layer_rope_base", &Config::layer_rope_base)
       .def_rw("layer_rope_factor", &Config::layer_rope_factor);
+
+  nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
+      .def_prop_ro("role", [](const TensorSpec& self) { return std::string(self.row->role); })
+      .def_prop_ro(
+          "presence", [](const TensorSpec& self) { return std::string(self.row->presence); },
+          "required, optional, tied, or the trait of an architecture that says which.")
+      .def_ro("name", &TensorSpec::name, "In the file, with {layer} where every layer has one.")
+      .def_prop_ro(
+          "shape", [](const TensorSpec& self) { return self.shape; },
+          nb::sig("def shape(self) -> tuple[int, ...]"))
+      .def_ro("per_layer", &TensorSpec::per_layer);
+  m.def("tensors", &tensor_specs, "config"_a, "The rows of the table of tensors.");
 
   nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")
       .def(nb::init<>())

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <numbers>
 #include <stdexcept>
+
+#include "tensors.h"
 
 namespace metal_prefill {
 
@@ -15,34 +16,26 @@ std::string shape_text(int rows, int cols) {
                    : "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
 }
 
-class Checker {
- public:
-  explicit Checker(const Model& model) : model_(model) {}
-
-  void matrix(const Tensor& t, const char* role, int rows, int cols) const {
-    if (!t) throw std::invalid_argument(std::string("tensor for ") + role + " is missing");
-    if (t.rows != rows || t.cols != cols)
-      throw std::invalid_argument("tensor '" + t.name + "' has shape " + shape_text(t.rows, t.cols) +
-                                  ", expected " + shape_text(rows, cols));
-    const std::size_t expected = row_bytes(t.type, std::size_t(cols)) * std::size_t(rows);
-    const std::byte* end = model_.mapping.data + model_.mapping.bytes;
-    if (t.bytes != expected || t.data < model_.mapping.data || t.data > end ||
-        std::size_t(end - t.data) < t.bytes)
-      throw std::invalid_argument("tensor '" + t.name + "' of " + std::to_string(expected) +
-                                  " bytes does not lie within the file");
+void check_tensor(const Model& model, const TensorRow& row, const Tensor& t) {
+  if (!t) {
+    if (row.needed()) throw std::invalid_argument("tensor for " + std::string(row.what) + " is missing");
+    return;
   }
-
-  void vector(const Tensor& t, const char* role, int n, bool required) const {
-    if (!t && !required) return;
-    matrix(t, role, 1, n);
-    if (t.type != TensorType::kF32)
-      throw std::invalid_argument("tensor '" + t.name + "' is " + std::string(type_info(t.type).name) +
-                                  ", expected F32");
-  }
-
- private:
-  const Model& model_;
-};
+  const int rows = groups_of(row.rows, model.config).length();
+  const int cols = groups_of(row.cols, model.config).length();
+  if (t.rows != rows || t.cols != cols)
+    throw std::invalid_argument("tensor '" + t.name + "' has shape " + shape_text(t.rows, t.cols) +
+                                ", expected " + shape_text(rows, cols));
+  const std::size_t expected = row_bytes(t.type, std::size_t(cols)) * std::size_t(rows);
+  const std::byte* end = model.mapping.data + model.mapping.bytes;
+  if (t.bytes != expected || t.data < model.mapping.data || t.data > end ||
+      std::size_t(end - t.data) < t.bytes)
+    throw std::invalid_argument("tensor '" + t.name + "' of " + std::to_string(expected) +
+                                " bytes does not lie within the file");
+  if (row.kind != TensorKind::kMatrix && t.type != TensorType::kF32)
+    throw std::invalid_argument("tensor '" + t.name + "' is " + std::string(type_info(t.type).name) +
+                                ", expected F32");
+}
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(std::string("invalid configuration: ") + what);
@@ -64,38 +57,6 @@ float yarn_dimension(const Config& c, float base, float rotations) {
 
 }  // namespace
 
-Tensor* find_slot(Model& model, const std::string& role, int layer) {
-  if (layer < 0) {
-    if (role == "token_embedding") return &model.token_embedding;
-    if (role == "output_norm") return &model.output_norm;
-    if (role == "output") return &model.output;
-    if (role == "rope_freqs") return &model.rope_freqs;
-    return nullptr;
-  }
-  if (std::size_t(layer) >= model.layers.size()) return nullptr;
-  LayerWeights& w = model.layers[std::size_t(layer)];
-  static const std::map<std::string, Tensor LayerWeights::*> kSlots = {
-      {"attn_norm", &LayerWeights::attn_norm},
-      {"wq", &LayerWeights::wq},
-      {"wk", &LayerWeights::wk},
-      {"wv", &LayerWeights::wv},
-      {"bq", &LayerWeights::bq},
-      {"bk", &LayerWeights::bk},
-      {"bv", &LayerWeights::bv},
-      {"q_norm", &LayerWeights::q_norm},
-      {"k_norm", &LayerWeights::k_norm},
-      {"wo", &LayerWeights::wo},
-      {"post_attn_norm", &LayerWeights::post_attn_norm},
-      {"ffn_norm", &LayerWeights::ffn_norm},
-      {"w_gate", &LayerWeights::w_gate},
-      {"w_up", &LayerWeights::w_up},
-      {"w_down", &LayerWeights::w_down},
-      {"post_ffn_norm", &LayerWeights::post_ffn_norm},
-  };
-  const auto slot = kSlots.find(role);
-  return slot == kSlots.end() ? nullptr : &(w.*slot->second);
-}
-
 void validate(const Model& model) {
   const Config& c = model.config;
   require(c.n_layers > 0 && c.dim > 0 && c.ffn_dim > 0 && c.vocab_size > 0 && c.context_length > 0,
@@ -114,30 +75,7 @@ void validate(const Model& model) {
           "per-layer lists must name every layer");
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
 
-  const Checker check(model);
-  check.matrix(model.token_embedding, "the token embedding", c.vocab_size, c.dim);
-  check.vector(model.output_norm, "the output norm", c.dim, true);
-  check.matrix(model.output, "the output projection", c.vocab_size, c.dim);
-  check.vector(model.rope_freqs, "the rope frequency factors", c.rope_dim / 2, false);
-  const int q = c.n_heads * c.key_dim, k = c.n_kv_heads * c.key_dim, v = c.n_kv_heads * c.value_dim;
-  for (const LayerWeights& w : model.layers) {
-    check.vector(w.attn_norm, "the attention norm", c.dim, true);
-    check.matrix(w.wq, "the query projection", q, c.dim);
-    check.matrix(w.wk, "the key projection", k, c.dim);
-    check.matrix(w.wv, "the value projection", v, c.dim);
-    check.vector(w.bq, "the query bias", q, false);
-    check.vector(w.bk, "the key bias", k, false);
-    check.vector(w.bv, "the value bias", v, false);
-    check.vector(w.q_norm, "the query norm", c.key_dim, false);
-    check.vector(w.k_norm, "the key norm", c.key_dim, false);
-    check.matrix(w.wo, "the attention output projection", c.dim, c.n_heads * c.value_dim);
-    check.vector(w.post_attn_norm, "the norm after attention", c.dim, false);
-    check.vector(w.ffn_norm, "the feed-forward norm", c.dim, true);
-    check.matrix(w.w_gate, "the gate projection", c.ffn_dim, c.dim);
-    check.matrix(w.w_up, "the up projection", c.ffn_dim, c.dim);
-    check.matrix(w.w_down, "the down projection", c.dim, c.ffn_dim);
-    check.vector(w.post_ffn_norm, "the norm after the feed-forward", c.dim, false);
-  }
+  for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) { check_tensor(model, row, t); });
 }
 
 std::vector<float> rope_frequencies(const Model& model, int layer, float* magnitude) {

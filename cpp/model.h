@@ -69,17 +69,10 @@ struct Tensor {
   const std::byte* row(int r) const { return data + std::size_t(r) * (bytes / std::size_t(rows)); }
 };
 
+// Their shapes, and which of them are optional, are in tensors.inc.
 struct LayerWeights {
-  Tensor attn_norm;   // [dim] f32
-  Tensor wq, wk, wv;  // [n_heads * key_dim][dim], [n_kv_heads * key_dim][dim], [n_kv_heads * value_dim][dim]
-  Tensor bq, bk, bv;  // optional biases, f32
-  Tensor q_norm, k_norm;  // optional RMSNorm of each head before rope, [key_dim] f32
-  Tensor wo;              // [dim][n_heads * value_dim]
-  Tensor post_attn_norm;  // optional, [dim] f32: norm of the attention output before the residual
-  Tensor ffn_norm;        // [dim] f32
-  Tensor w_gate, w_up;    // [ffn_dim][dim]
-  Tensor w_down;          // [dim][ffn_dim]
-  Tensor post_ffn_norm;   // optional, [dim] f32
+#define LAYER_TENSOR(member, ...) Tensor member;
+#include "tensors.inc"
 };
 
 // The mapped file. The engines keep it alive for as long as they hold views into it.
@@ -92,16 +85,10 @@ struct Mapping {
 struct Model {
   Config config;
   Mapping mapping;
-  Tensor token_embedding;  // [vocab_size][dim]
   std::vector<LayerWeights> layers;
-  Tensor output_norm;  // [dim] f32
-  Tensor output;       // [vocab_size][dim]; the embedding itself where they are tied
-  Tensor rope_freqs;   // optional, [rope_dim / 2] f32: divides each frequency (Llama 3)
+#define MODEL_TENSOR(member, ...) Tensor member;
+#include "tensors.inc"
 };
-
-// The place of a tensor by its role, the name of the member; layer -1 for those that belong to none. Null
-// where there is no such place.
-Tensor* find_slot(Model& model, const std::string& role, int layer);
 
 // Checks every shape and extent against the configuration and the mapping.
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.

@@ -6,6 +6,8 @@
 #include <span>
 #include <utility>
 
+#include "../rounding.h"
+
 namespace metal_prefill::cpu {
 
 // Zeroed bytes, aligned to 64 (a cache line, the widest vector). Large buffers lie on huge pages where the
@@ -35,10 +37,6 @@ class Buffer {
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
-
-inline std::size_t round_up(std::size_t n, std::size_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
 
 // Tells the system that the pages of a file mapping are no longer needed in memory. They stay readable.
 void release_pages(const std::byte* data, std::size_t bytes);

@@ -21,7 +21,7 @@ int first_block(int first) {
   return first / kTokenBlock;
 }
 int blocks_of(int first, int end) {
-  return first < end ? (end + kTokenBlock - 1) / kTokenBlock - first_block(first) : 0;
+  return first < end ? ceil_div(end, kTokenBlock) - first_block(first) : 0;
 }
 
 // Tokens of block `index` of a range that begins at `first`.

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "../model.h"
+#include "../rounding.h"
 
 namespace metal_prefill::cpu {
 
@@ -64,7 +65,7 @@ struct PackedMatrix {
   std::byte* blocks = nullptr;   // [groups][cols / 32], the last group filled up with rows of zeros
   std::size_t group_stride = 0;  // bytes from one group to the next; another matrix may lie between
 
-  int groups() const { return (rows + kGroupRows - 1) / kGroupRows; }
+  int groups() const { return ceil_div(rows, kGroupRows); }
   int blocks_per_row() const { return cols / kBlockCols; }
   std::size_t group_bytes() const;
   std::byte* group(int index) const { return blocks + std::size_t(index) * group_stride; }

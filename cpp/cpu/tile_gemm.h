@@ -188,7 +188,7 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
   // spread over them: in one pass of few tokens, memory could not keep up. A single pass leaves it to the
   // processor, which does it better.
   constexpr int kFetchPasses = 4;
-  const auto passes_of = [](int n) { return (n + Simd::kInt8Tokens - 1) / Simd::kInt8Tokens; };
+  const auto passes_of = [](int n) { return ceil_div(n, Simd::kInt8Tokens); };
   int passes = 0;  // still to come
   for (int at = first; at < first + count; at += kTileTokens - at % kTileTokens) {
     const int room = kTileTokens - at % kTileTokens, left = first + count - at;
@@ -199,8 +199,7 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
     const int token = first % kTileTokens;
     const int n = count < kTileTokens - token ? count : kTileTokens - token;
     for (int done = 0, left = passes_of(n); left > 0; --left, --passes) {
-      const int share =
-          (n - done + left - 1) / left;  // as even as can be: few tokens make poor use of a weight
+      const int share = ceil_div(n - done, left);  // as even as can be: few tokens make poor use of a weight
       const Fetch fetch = passes <= fetch_passes ? Fetch{fetch_passes - passes, fetch_passes} : Fetch{};
       int8_count<Block, Simd::kInt8Tokens>(share, block, n_blocks, x.tile(first), token + done, out, stride,
                                            fetch);
@@ -290,7 +289,7 @@ void float_rows(const Element* weight, std::size_t weight_stride, int cols, cons
 
 void multiply_float(const FloatRows& weight, int cols, const FloatRows& x, int first, int count, float* out,
                     std::size_t stride) {
-  const int padded = (cols + kFloatPad - 1) / kFloatPad * kFloatPad;
+  const int padded = round_up(cols, kFloatPad);
   int t = 0;
   for (; t + Simd::kFloatTokens <= count; t += Simd::kFloatTokens) {
     float_rows<Simd::kFloatRows, Simd::kFloatTokens>(weight.data, weight.stride, padded, x, first + t,

@@ -1,32 +1,47 @@
 #include "weights.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace metal_prefill::cpu {
+
+namespace {
+
+struct LayerLinear {
+  Tensor LayerWeights::* tensor;
+  Linear CpuLayer::* linear;
+  Extent cols;
+};
+constexpr LayerLinear kLayerLinears[] = {
+#define LAYER_MATRIX(member, name, rows, cols, presence, what) \
+  {&LayerWeights::member, &CpuLayer::member, Extent::cols},
+#include "../tensors.inc"
+};
+
+}  // namespace
+
+Forms& Weights::input_of(Extent cols) {
+  if (cols == Extent::kDim) return dim_input;
+  if (cols == Extent::kAttention) return attention_input;
+  if (cols == Extent::kFfn) return ffn_input;
+  throw std::logic_error("a matrix multiplies what no step puts out");
+}
 
 Weights::Weights(const Model& model, Compute compute, Team& team) {
   layers.resize(model.layers.size());
   std::vector<Linear*> linears;
-  const auto add = [&](Linear& linear, const Tensor& tensor, Forms& input) {
+  const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
     linear.tensor = tensor;
     linear.packed = packed_matrix(tensor);
     if (compute != Compute::kInt8) linear.packed.packing = Packing::kNone;
-    input.add(linear);
+    input_of(cols).add(linear);
     if (!linear.int8()) max_float_cols = std::max(max_float_cols, tensor.cols);
     linears.push_back(&linear);
   };
-  for (std::size_t l = 0; l < layers.size(); ++l) {
-    const LayerWeights& from = model.layers[l];
-    CpuLayer& to = layers[l];
-    add(to.wq, from.wq, dim_input);
-    add(to.wk, from.wk, dim_input);
-    add(to.wv, from.wv, dim_input);
-    add(to.wo, from.wo, attention_input);
-    add(to.w_gate, from.w_gate, dim_input);
-    add(to.w_up, from.w_up, dim_input);
-    add(to.w_down, from.w_down, ffn_input);
-  }
-  add(output, model.output, dim_input);
+  for (std::size_t l = 0; l < layers.size(); ++l)
+    for (const auto& [tensor, linear, cols] : kLayerLinears)
+      add(layers[l].*linear, model.layers[l].*tensor, cols);
+  add(output, model.output, Extent::kDim);
 
   // In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
   // gate and up are multiplied in turns, and so they lie in turns.
@@ -45,9 +60,13 @@ Weights::Weights(const Model& model, Compute compute, Team& team) {
   const auto lay_out = [&](std::byte* base) {
     bytes = 0;
     for (CpuLayer& layer : layers) {
-      for (Linear* linear : {&layer.wq, &layer.wk, &layer.wv, &layer.wo}) place(base, {linear});
-      place(base, {&layer.w_gate, &layer.w_up});
-      place(base, {&layer.w_down});
+      for (const LayerLinear& of : kLayerLinears) {
+        if (of.linear == &CpuLayer::w_up) continue;  // lies with the gate
+        if (of.linear == &CpuLayer::w_gate)
+          place(base, {&layer.w_gate, &layer.w_up});
+        else
+          place(base, {&(layer.*of.linear)});
+      }
     }
     place(base, {&output});
   };

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../engine.h"
+#include "../tensors.h"
 #include "buffer.h"
 #include "packing.h"
 #include "threads.h"
@@ -19,7 +20,8 @@ struct Linear {
 };
 
 struct CpuLayer {
-  Linear wq, wk, wv, wo, w_gate, w_up, w_down;
+#define LAYER_MATRIX(member, ...) Linear member;
+#include "../tensors.inc"
 };
 
 // Which forms of an activation the matrices that read it need.
@@ -38,12 +40,14 @@ class Weights {
 
   std::vector<CpuLayer> layers;
   Linear output;
-  Forms dim_input, attention_input,
-      ffn_input;           // of products that read [dim], [n_heads * value_dim], [ffn_dim]
+  // Of products that read [dim], [n_heads * value_dim], [ffn_dim].
+  Forms dim_input, attention_input, ffn_input;
   int max_float_cols = 0;  // the longest row that is multiplied in float32
   std::size_t packed_bytes() const { return arena_.bytes(); }
 
  private:
+  Forms& input_of(Extent cols);
+
   Buffer arena_;
 };
 

@@ -6,6 +6,9 @@
 #include <array>
 #include <cstring>
 
+#include "../rounding.h"
+#include "../tensors.h"
+
 namespace metal_prefill::metal {
 
 namespace {
@@ -13,12 +16,13 @@ namespace {
 // The kernels read weights in units of up to four floats.
 constexpr std::size_t kAlignment = 16;
 
-std::vector<const Tensor*> all_tensors(const Model& model) {
-  std::vector<const Tensor*> tensors = {&model.token_embedding, &model.output_norm, &model.output};
-  for (const LayerWeights& w : model.layers)
-    for (const Tensor* t : {&w.attn_norm, &w.wq, &w.wk, &w.wv, &w.q_norm, &w.k_norm, &w.wo, &w.post_attn_norm,
-                            &w.ffn_norm, &w.w_gate, &w.w_up, &w.w_down, &w.post_ffn_norm})
-      if (*t) tensors.push_back(t);
+std::vector<const Tensor*> bound_tensors(const Model& model) {
+  std::vector<const Tensor*> tensors;
+  for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) {
+    // Other vectors come to the GPU in another form: biases in one piece, frequency factors in the rope
+    // tables.
+    if (t && row.kind != TensorKind::kVector) tensors.push_back(&t);
+  });
   std::sort(tensors.begin(), tensors.end(),
             [](const Tensor* a, const Tensor* b) { return a->data < b->data; });
   return tensors;
@@ -28,7 +32,7 @@ std::vector<const Tensor*> all_tensors(const Model& model) {
 
 WeightBuffers::WeightBuffers(const Device& device, const Model& model)
     : device_(device), mapping_(model.mapping) {
-  const std::vector<const Tensor*> tensors = all_tensors(model);
+  const std::vector<const Tensor*> tensors = bound_tensors(model);
   map_file(model, tensors);
   for (const Tensor* t : tensors)
     if (offset_in_file(*t) % kAlignment != 0 && !copies_.contains(t->data))
@@ -40,7 +44,7 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
   if (reinterpret_cast<std::uintptr_t>(model.mapping.data) % page != 0)
     throw std::invalid_argument("the model's mapping does not begin at a page");
   // A mapping is made of whole pages: the rest of its last one may be read.
-  const std::size_t file_end = (model.mapping.bytes + page - 1) / page * page;
+  const std::size_t file_end = round_up(model.mapping.bytes, page);
   const std::size_t most = device_.mtl().maxBufferLength / page * page;
   for (const Tensor* t : tensors) {
     const std::size_t begin = offset_in_file(*t), end = begin + t->bytes;

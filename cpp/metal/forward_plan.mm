@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../rounding.h"
+#include "../tensors.h"
 #include "forward_pass.h"
 
 namespace metal_prefill::metal {
@@ -11,16 +13,16 @@ namespace {
 
 bool all_projections_are_q4_0(const Model& model) {
   return std::all_of(model.layers.begin(), model.layers.end(), [](const LayerWeights& w) {
-    const auto tensors = {&w.wq, &w.wk, &w.wv, &w.wo, &w.w_gate, &w.w_up, &w.w_down};
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [](const Tensor* t) { return t->type == TensorType::kQ4_0; });
+    return std::all_of(std::begin(kLayerTensors), std::end(kLayerTensors), [&](const LayerTensor& tensor) {
+      return tensor.row.kind != TensorKind::kMatrix || (w.*tensor.member).type == TensorType::kQ4_0;
+    });
   });
 }
 
 // Buffers for more than a few tokens hold a multiple of 32, so that prompts of nearly the same length share
 // them.
 std::size_t buffered_tokens(int tokens) {
-  return std::size_t(tokens <= 8 ? tokens : (tokens + 31) / 32 * 32);
+  return std::size_t(tokens <= 8 ? tokens : round_up(tokens, 32));
 }
 
 }  // namespace

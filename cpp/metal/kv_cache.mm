@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "../rounding.h"
+
 namespace metal_prefill::metal {
 
 namespace {
@@ -11,10 +13,6 @@ namespace {
 // attention_prefill reads keys in blocks of 8, the last one reaching beyond the last position.
 constexpr std::size_t kBlock = 8;
 constexpr std::size_t kFirstCapacity = 64;
-
-std::size_t round_up(std::size_t n, std::size_t unit) {
-  return (n + unit - 1) / unit * unit;
-}
 
 }  // namespace
 

@@ -3,16 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "../rounding.h"
+
 namespace metal_prefill::metal {
 
 namespace {
 
 constexpr std::size_t kSimd = 32;
 constexpr std::size_t kNarrowTile = 32, kWideTile = 64;  // tokens and rows of a matmul's tile
-
-std::size_t ceil_div(std::size_t a, std::size_t b) {
-  return (a + b - 1) / b;
-}
 
 }  // namespace
 
@@ -118,7 +116,7 @@ MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t ro
 
 // Four values a thread: a row is then read in one go.
 std::size_t norm_threads(int dim) {
-  return std::min<std::size_t>(1024, ceil_div(std::size_t(dim) / 4, kSimd) * kSimd);
+  return std::min<std::size_t>(1024, round_up(std::size_t(dim) / 4, kSimd));
 }
 
 }  // namespace
@@ -272,7 +270,7 @@ Encoder::Grid decode_grid(const Encoder& e, const AttentionArgs& args) {
 
 void attention_combine(Encoder& e, const View& partial, const View& out, const AttentionArgs& args) {
   e.dispatch(e.kernels().pipeline(Kernel::kAttentionCombine), {partial, out}, args,
-             {.x = args.n_heads, .y = args.tokens, .threads = ceil_div(args.value_dim, kSimd) * kSimd});
+             {.x = args.n_heads, .y = args.tokens, .threads = round_up(args.value_dim, kSimd)});
 }
 
 }  // namespace

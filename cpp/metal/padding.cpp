@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "../engine.h"
+#include "../rounding.h"
+#include "../tensors.h"
 
 namespace metal_prefill::metal {
 
@@ -17,20 +19,9 @@ namespace {
 constexpr int kItem = 8;
 constexpr std::size_t kTensorAlignment = 32;
 
-int padded(int n) {
-  return (n + kItem - 1) / kItem * kItem;
-}
-
-// `count` groups of `size` rows or columns, which become groups of `wide`: the heads of a projection, say.
-struct Groups {
+// The rows or the columns of a tensor: `count` groups of `size`, which become groups of `wide`.
+struct Widening {
   int count, size, wide;
-  Groups(int n_groups, int group_size) : count(n_groups), size(group_size), wide(padded(group_size)) {}
-  explicit Groups(int n) : Groups(1, n) {}
-  static Groups unpadded(int n) {
-    Groups groups(n);
-    groups.wide = n;
-    return groups;
-  }
   bool unchanged() const { return size == wide; }
 };
 
@@ -38,14 +29,13 @@ struct Groups {
 class Arena {
  public:
   // Rows and columns of `t` spread over wider groups, zeros between them.
-  void add(Tensor& t, const Groups& rows, const Groups& cols) {
-    if (!t) return;
+  void add(Tensor& t, const Widening& rows, const Widening& cols) {
     const TypeInfo& info = type_info(t.type);
     const bool dequantized = info.block_values > 1 && !cols.unchanged();
     const TensorType type = dequantized ? TensorType::kF32 : t.type;
     const int n_rows = rows.count * rows.wide, n_cols = cols.count * cols.wide;
     const std::size_t stride = row_bytes(type, std::size_t(n_cols));
-    const std::size_t begin = (bytes_.size() + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
+    const std::size_t begin = round_up(bytes_.size(), kTensorAlignment);
     bytes_.resize(begin + stride * std::size_t(n_rows));
 
     std::vector<float> values(dequantized ? std::size_t(t.cols) : 0);
@@ -73,17 +63,16 @@ class Arena {
   }
 
   // A norm's weights. Its mean over more dimensions is smaller by size / wide, which the weights make up for.
-  void add_norm(Tensor& t, int size) {
-    if (!t) return;
-    add(t, Groups::unpadded(1), Groups(size));
+  void add_norm(Tensor& t, const Widening& rows, const Widening& cols) {
+    add(t, rows, cols);
     auto* weights = reinterpret_cast<float*>(bytes_.data() + placed_.back().second);
-    for (int i = 0; i < size; ++i) weights[i] *= std::sqrt(float(size) / float(padded(size)));
+    for (int i = 0; i < cols.size; ++i) weights[i] *= std::sqrt(float(cols.size) / float(cols.wide));
   }
 
   // Points the tensors at their place in one mapping.
   Mapping finish() {
     const auto page = std::size_t(getpagesize());
-    const std::size_t size = (bytes_.size() + page - 1) / page * page;
+    const std::size_t size = round_up(bytes_.size(), page);
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(page, size));
     if (!memory) throw std::bad_alloc();
     std::shared_ptr<void> owner(memory, std::free);
@@ -105,44 +94,30 @@ bool fits_kernels(const Config& c) {
 
 Model pad_model(const Model& original) {
   Model model = original;
+  const Config& own = original.config;
   Config& c = model.config;
-  const Groups dim(c.dim), ffn(c.ffn_dim), vocab = Groups::unpadded(c.vocab_size);
-  const Groups q(c.n_heads, c.key_dim), k(c.n_kv_heads, c.key_dim), v(c.n_kv_heads, c.value_dim);
-  const Groups att(c.n_heads, c.value_dim), one = Groups::unpadded(1);
+  for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::key_dim, &Config::value_dim})
+    c.*dimension = round_up(own.*dimension, kItem);
+  if (c.attention_scale == 0.0f) c.attention_scale = 1.0f / std::sqrt(float(own.key_dim));
+  c.norm_eps *= float(own.dim) / float(c.dim);
 
+  const auto widening = [&](Extent extent) {
+    const Groups from = groups_of(extent, own), to = groups_of(extent, c);
+    return Widening{from.count, from.size, to.size};
+  };
   Arena arena;
   const bool tied = original.output.data == original.token_embedding.data;
-  arena.add(model.token_embedding, vocab, dim);
-  if (!tied) arena.add(model.output, vocab, dim);
-  arena.add_norm(model.output_norm, c.dim);
-  for (LayerWeights& w : model.layers) {
-    if ((w.q_norm || w.k_norm) && !k.unchanged())
-      throw UnsupportedModelError("normalized heads of " + std::to_string(c.key_dim) +
+  for_each_tensor(model, [&](const TensorRow& row, Tensor& t) {
+    if (!t || (tied && &t == &model.output)) return;
+    const Widening rows = widening(row.rows), cols = widening(row.cols);
+    if (row.kind != TensorKind::kNorm) return arena.add(t, rows, cols);
+    if (row.cols != Extent::kDim && !cols.unchanged())
+      throw UnsupportedModelError("normalized heads of " + std::to_string(own.key_dim) +
                                   " dimensions: the Metal engine needs a multiple of 8");
-    for (Tensor* norm : {&w.attn_norm, &w.ffn_norm, &w.post_attn_norm, &w.post_ffn_norm})
-      arena.add_norm(*norm, c.dim);
-    for (Tensor* norm : {&w.q_norm, &w.k_norm}) arena.add(*norm, one, Groups(c.key_dim));
-    arena.add(w.wq, q, dim);
-    arena.add(w.wk, k, dim);
-    arena.add(w.wv, v, dim);
-    arena.add(w.bq, one, q);
-    arena.add(w.bk, one, k);
-    arena.add(w.bv, one, v);
-    arena.add(w.wo, dim, att);
-    arena.add(w.w_gate, ffn, dim);
-    arena.add(w.w_up, ffn, dim);
-    arena.add(w.w_down, dim, ffn);
-  }
-  arena.add(model.rope_freqs, one, Groups::unpadded(c.rope_dim / 2));
+    arena.add_norm(t, rows, cols);
+  });
   model.mapping = arena.finish();
   if (tied) model.output = model.token_embedding;
-
-  if (c.attention_scale == 0.0f) c.attention_scale = 1.0f / std::sqrt(float(c.key_dim));
-  c.norm_eps *= float(c.dim) / float(dim.wide);
-  c.dim = dim.wide;
-  c.ffn_dim = ffn.wide;
-  c.key_dim = k.wide;
-  c.value_dim = v.wide;
   return model;
 }
 

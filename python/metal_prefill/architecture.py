@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeAlias
 
+from metal_prefill import _core
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.gguf_file import GGUFFile, TensorInfo
 from metal_prefill.metadata_keys import MAX_INT, Keys
@@ -112,8 +113,9 @@ class Architecture:
     Attributes
     ----------
     qkv_bias, qk_norm, post_norms : {"required", "optional", "absent"}
-        Tensors added to q, k and v; RMSNorm of each head of q and k; RMSNorm of what attention and
-        feed-forward add to the residual stream.
+        Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: those added to q, k and v;
+        RMSNorm of each head of q and k; RMSNorm of what attention and feed-forward add to the residual
+        stream.
     rope_free_every : int
         Every n-th layer does not rotate; 0: all do.
     window_period : int
@@ -169,50 +171,20 @@ UNSUPPORTED_KEYS: dict[str, float] = {
     "rope.scaling.yarn_log_multiplier": 0,
 }
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor that a model may have: its role in the forward pass, its name in the file and its shape."""
-
-    role: str
-    name: str  # with {layer} where every layer has one
-    shape: Callable[[ModelConfig], tuple[int, ...]]
-    presence: Callable[[Architecture], Presence] = lambda _: "required"
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether every layer has one."""
-        return "{layer}" in self.name
+_ENUMS = {"rope_style": _core.RopeStyle, "rope_scaling": _core.RopeScaling, "activation": _core.Activation}
 
 
-TENSORS: tuple[TensorSpec, ...] = (
-    TensorSpec("token_embedding", "token_embd.weight", lambda c: (c.vocab_size, c.dim)),
-    TensorSpec("output_norm", "output_norm.weight", lambda c: (c.dim,)),
-    TensorSpec("output", "output.weight", lambda c: (c.vocab_size, c.dim), lambda _: "optional"),
-    TensorSpec("rope_freqs", "rope_freqs.weight", lambda c: (c.rope_dim // 2,), lambda _: "optional"),
-    TensorSpec("attn_norm", "blk.{layer}.attn_norm.weight", lambda c: (c.dim,)),
-    TensorSpec("wq", "blk.{layer}.attn_q.weight", lambda c: (c.n_heads * c.key_dim, c.dim)),
-    TensorSpec("wk", "blk.{layer}.attn_k.weight", lambda c: (c.n_kv_heads * c.key_dim, c.dim)),
-    TensorSpec("wv", "blk.{layer}.attn_v.weight", lambda c: (c.n_kv_heads * c.value_dim, c.dim)),
-    TensorSpec("bq", "blk.{layer}.attn_q.bias", lambda c: (c.n_heads * c.key_dim,), lambda a: a.qkv_bias),
-    TensorSpec("bk", "blk.{layer}.attn_k.bias", lambda c: (c.n_kv_heads * c.key_dim,), lambda a: a.qkv_bias),
-    TensorSpec(
-        "bv", "blk.{layer}.attn_v.bias", lambda c: (c.n_kv_heads * c.value_dim,), lambda a: a.qkv_bias
-    ),
-    TensorSpec("q_norm", "blk.{layer}.attn_q_norm.weight", lambda c: (c.key_dim,), lambda a: a.qk_norm),
-    TensorSpec("k_norm", "blk.{layer}.attn_k_norm.weight", lambda c: (c.key_dim,), lambda a: a.qk_norm),
-    TensorSpec("wo", "blk.{layer}.attn_output.weight", lambda c: (c.dim, c.n_heads * c.value_dim)),
-    TensorSpec(
-        "post_attn_norm", "blk.{layer}.post_attention_norm.weight", lambda c: (c.dim,), lambda a: a.post_norms
-    ),
-    TensorSpec("ffn_norm", "blk.{layer}.ffn_norm.weight", lambda c: (c.dim,)),
-    TensorSpec("w_gate", "blk.{layer}.ffn_gate.weight", lambda c: (c.ffn_dim, c.dim)),
-    TensorSpec("w_up", "blk.{layer}.ffn_up.weight", lambda c: (c.ffn_dim, c.dim)),
-    TensorSpec("w_down", "blk.{layer}.ffn_down.weight", lambda c: (c.dim, c.ffn_dim)),
-    TensorSpec(
-        "post_ffn_norm", "blk.{layer}.post_ffw_norm.weight", lambda c: (c.dim,), lambda a: a.post_norms
-    ),
-)
+def core_config(config: ModelConfig) -> _core.Config:
+    """Return the configuration as the engines take it."""
+    core = _core.Config()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in _ENUMS:
+            value = _ENUMS[field.name][value.upper()]
+        elif isinstance(value, tuple):
+            value = list(value)
+        setattr(core, field.name, value)
+    return core
 
 
 def read_config(gguf: GGUFFile) -> ModelConfig:
@@ -289,8 +261,8 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
     Returns
     -------
     list of (role, layer, TensorInfo)
-        Roles are those of `TENSORS`; `layer` is -1 for what is not part of a layer. Where the output
-        projection is tied to the embedding, its role has the embedding's tensor.
+        Roles are those of the rows in ``cpp/tensors.inc``; `layer` is -1 for what is not part of a layer.
+        Where the output projection is tied to the embedding, its role has the embedding's tensor.
 
     Raises
     ------
@@ -307,25 +279,28 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
                 f"{gguf.path}: tensor {name} has no place in a {config.architecture} model "
                 f"of {config.n_layers} layers"
             )
-    if not any(role == "output" for role, _, _ in found):
-        found.append(("output", -1, gguf.tensors["token_embd.weight"]))
     return found
 
 
 def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
     traits = ARCHITECTURES[config.architecture]
+    specs = _core.tensors(core_config(config))
+    embedding = next(spec.name for spec in specs if spec.role == "token_embedding")
     for layer in range(-1, config.n_layers):
-        for spec in TENSORS:
-            presence = spec.presence(traits)
+        for spec in specs:
+            stated = spec.presence in ("required", "optional", "tied")
+            presence = spec.presence if stated else getattr(traits, spec.presence)
             if spec.per_layer != (layer >= 0) or presence == "absent":
                 continue
             name = spec.name.format(layer=layer)
             tensor = gguf.tensors.get(name)
             if tensor is not None:
-                _check_tensor(gguf, tensor, spec.shape(config))
+                _check_tensor(gguf, tensor, spec.shape)
                 yield spec.role, layer, tensor
             elif presence == "required":
                 raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+            elif presence == "tied":
+                yield spec.role, layer, gguf.tensors[embedding]
 
 
 def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from metal_prefill import _core, state
-from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
+from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
 from metal_prefill.errors import ClosedError, DeviceError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
@@ -29,7 +28,6 @@ _announced_fallback = False
 
 _COMPUTE = {"int8": _core.Compute.INT8, "f32": _core.Compute.F32}
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32}
-_ENUMS = {"rope_style": _core.RopeStyle, "rope_scaling": _core.RopeScaling, "activation": _core.Activation}
 
 
 def default_model_path() -> Path:
@@ -77,18 +75,6 @@ def _one_of(name: str, value: str, choices: dict[str, Any]) -> Any:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return choices[value]
-
-
-def _core_config(config: ModelConfig) -> _core.Config:
-    core = _core.Config()
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in _ENUMS:
-            value = _ENUMS[field.name][value.upper()]
-        elif isinstance(value, tuple):
-            value = list(value)
-        setattr(core, field.name, value)
-    return core
 
 
 class Model:
@@ -171,7 +157,7 @@ class Model:
         self._kv_dtype = kv_dtype
         self._gguf = GGUFFile(self._path)
         self._config = read_config(self._gguf)
-        builder = _core.ModelBuilder(_core_config(self._config), self._gguf.mapping, self._gguf.mapping)
+        builder = _core.ModelBuilder(core_config(self._config), self._gguf.mapping, self._gguf.mapping)
         for role, layer, info in collect_tensors(self._gguf, self._config):
             rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
             builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)

@@ -1,0 +1,44 @@
+#include "tensors.h"
+
+#include <stdexcept>
+
+namespace metal_prefill {
+
+Groups groups_of(Extent extent, const Config& c) {
+  switch (extent) {
+    case Extent::kOne:
+      return {1, 1};
+    case Extent::kVocabulary:
+      return {1, c.vocab_size};
+    case Extent::kDim:
+      return {1, c.dim};
+    case Extent::kFfn:
+      return {1, c.ffn_dim};
+    case Extent::kQueries:
+      return {c.n_heads, c.key_dim};
+    case Extent::kKeys:
+      return {c.n_kv_heads, c.key_dim};
+    case Extent::kValues:
+      return {c.n_kv_heads, c.value_dim};
+    case Extent::kAttention:
+      return {c.n_heads, c.value_dim};
+    case Extent::kHead:
+      return {1, c.key_dim};
+    case Extent::kRotatedPairs:
+      return {1, c.rope_dim / 2};
+  }
+  throw std::logic_error("an extent that is none");
+}
+
+Tensor* find_tensor(Model& model, std::string_view role, int layer) {
+  if (layer < 0) {
+    for (const auto& [row, member] : kModelTensors)
+      if (row.role == role) return &(model.*member);
+  } else if (std::size_t(layer) < model.layers.size()) {
+    for (const auto& [row, member] : kLayerTensors)
+      if (row.role == role) return &(model.layers[std::size_t(layer)].*member);
+  }
+  return nullptr;
+}
+
+}  // namespace metal_prefill

@@ -1,0 +1,85 @@
+// The table of a model's tensors, from the rows of tensors.inc.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "model.h"
+
+namespace metal_prefill {
+
+enum class TensorKind {
+  kMatrix,  // of any type
+  kNorm,    // weights of an RMSNorm over `cols` values, F32
+  kVector,  // F32
+};
+
+// A length in a tensor's shape.
+enum class Extent {
+  kOne,
+  kVocabulary,    // vocab_size
+  kDim,           // dim
+  kFfn,           // ffn_dim
+  kQueries,       // n_heads * key_dim
+  kKeys,          // n_kv_heads * key_dim
+  kValues,        // n_kv_heads * value_dim
+  kAttention,     // n_heads * value_dim
+  kHead,          // key_dim
+  kRotatedPairs,  // rope_dim / 2
+};
+
+// An extent is `count` groups of `size`: the heads of a projection, or one group.
+struct Groups {
+  int count, size;
+  int length() const { return count * size; }
+};
+Groups groups_of(Extent extent, const Config& config);
+
+struct TensorRow {
+  std::string_view role;  // the name of the member
+  std::string_view name;  // in the file; of a layer, after its "blk.N."
+  TensorKind kind;
+  Extent rows, cols;
+  // Whether a file has it: "required", "optional", "tied" (the token embedding takes its place), or the trait
+  // of the architecture that says so, a field of Architecture in Python.
+  std::string_view presence;
+  std::string_view what;  // in messages
+
+  // Whether the engines rely on it. What hangs on a trait, they take as they find it.
+  bool needed() const { return presence == "required" || presence == "tied"; }
+};
+
+struct ModelTensor {
+  TensorRow row;
+  Tensor Model::* member;
+};
+inline constexpr ModelTensor kModelTensors[] = {
+#define MODEL_TENSOR(member, name, kind, rows, cols, presence, what) \
+  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence, what}, &Model::member},
+#include "tensors.inc"
+};
+
+struct LayerTensor {
+  TensorRow row;
+  Tensor LayerWeights::* member;
+};
+inline constexpr LayerTensor kLayerTensors[] = {
+#define LAYER_TENSOR(member, name, kind, rows, cols, presence, what) \
+  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence, what}, &LayerWeights::member},
+#include "tensors.inc"
+};
+
+// Calls visit(row, tensor) for every place that a tensor can have, layer by layer, the absent ones included.
+template <class AnyModel, class Visit>
+void for_each_tensor(AnyModel& model, const Visit& visit) {
+  for (const auto& [row, member] : kModelTensors) visit(row, model.*member);
+  for (auto& layer : model.layers)
+    for (const auto& [row, member] : kLayerTensors) visit(row, layer.*member);
+}
+
+// The place of a tensor by its role; layer -1 for those that belong to none. Null where there is no such
+// place.
+Tensor* find_tensor(Model& model, std::string_view role, int layer);
+
+}  // namespace metal_prefill
