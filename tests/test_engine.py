@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
 from support.reference import ReferenceModel
-from support.small_models import MODELS, write
+from support.small_models import MODELS, SmallModel, write
 
-from metal_prefill import Model, NumericalError, _core
+from metal_prefill import Model, NumericalError, UnsupportedModelError, _core
 
 Logits = npt.NDArray[np.float32]
 
@@ -276,3 +276,14 @@ def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(device: str, 
         with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
             model.forward_prompt([1, 2, 3])
         assert model.position == 0
+
+
+def test_normed_heads_that_need_padding_are_refused_by_metal_alone(metal: None, tmp_path: Path) -> None:
+    """The mean square of a padded head would be taken over dimensions that the model does not have."""
+    model = SmallModel("qwen3", key_dim=12, embedding="F32", types={"*": "F32"})
+    path = write(tmp_path / "m.gguf", model)
+    with pytest.raises(UnsupportedModelError, match="normalized heads of 12 dimensions"):
+        Model(path, device="metal")
+    ids = prompt(5, model.vocab)
+    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as cpu:
+        assert_close("cpu", cpu.forward_prompt_logits(ids), reference(path).forward(ids).logits[-1])
