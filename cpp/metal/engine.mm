@@ -151,7 +151,7 @@ TokenId MetalSession::deliver(const Chunk& chunk, const Batch& batch) const {
       const auto* best = static_cast<const Candidate*>(contents(Name::kResult));
       if (best->index == ARGMAX_NONE)
         throw NumericalError("every logit of the token at position " +
-                          std::to_string(chunk.position + int(chunk.tokens.size()) - 1) + " is NaN");
+                             std::to_string(chunk.position + int(chunk.tokens.size()) - 1) + " is NaN");
       return TokenId(best->index);
     }
     case Output::kLogits:
