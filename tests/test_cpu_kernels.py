@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -67,6 +69,15 @@ def inside(out: Floats, rows: int, cols: int) -> Floats:
 
 def test_scalar_kernels_are_always_there() -> None:
     assert NATIVE_SETS[-1] == "scalar"
+
+
+def test_the_compiler_left_out_no_kernels() -> None:
+    sets = {
+        "x86_64": ["amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2"],
+        "arm64": ["neon_i8mm", "neon_dotprod", "neon"],
+    }
+    machine = platform.machine().lower().replace("amd64", "x86_64").replace("aarch64", "arm64")
+    assert _core.cpu.built_sets() == [*sets.get(machine, []), "scalar"]
 
 
 @each_set

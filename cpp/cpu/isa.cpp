@@ -148,6 +148,12 @@ std::vector<const Kernels*> available_kernels() {
   return available;
 }
 
+std::vector<std::string> built_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : kBuilt) names.emplace_back(kernels->name);
+  return names;
+}
+
 const Kernels& kernels_named(const std::string& set) {
   for (const Kernels* kernels : available_kernels())
     if (set == kernels->name) return *kernels;

@@ -120,6 +120,9 @@ const Kernels& select_kernels();
 // Sets that were built and that this machine runs, fastest first.
 std::vector<const Kernels*> available_kernels();
 
+// Names of all sets that were built, whether this machine runs them or not, fastest first.
+std::vector<std::string> built_sets();
+
 // The one of that name; throws std::invalid_argument where this machine has none.
 const Kernels& kernels_named(const std::string& set);
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernel_calls.h"
+#include "kernels.h"
 #include "threads.h"
 #include "workload.h"
 
@@ -84,6 +85,7 @@ std::vector<std::vector<int>> run_team(int threads, const std::vector<int>& phas
 
 void bind_cpu_kernels(nb::module_& m) {
   m.def("kernel_sets", calls::kernel_sets, "Names of the sets that this machine runs, fastest first.");
+  m.def("built_sets", built_sets, "Names of the sets that the compiler built, fastest first.");
   m.def("int8_peak", int8_peak, "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
         "8-bit multiply-adds a second that this machine can do.");
   m.def("quantize", quantize, "set"_a, "x"_a, "first"_a = 0,

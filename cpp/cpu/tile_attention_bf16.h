@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "simd_bf16.h"
 #include "tile_attention.h"
 
 namespace metal_prefill::cpu {
@@ -31,21 +32,6 @@ struct alignas(64) AttentionStrip {
   float max[kStripRows + 16];              // padded to whole vectors
   int begin[kStripRows], end[kStripRows];  // positions that the row sees
 };
-
-inline __m512bh as_pairs(__m512i bits) {
-  return reinterpret_cast<__m512bh>(bits);
-}
-inline __m512bh load_pairs(const void* p) {
-  return as_pairs(_mm512_load_si512(p));
-}
-inline __m512bh broadcast_pair(const std::uint16_t* p) {
-  std::int32_t pair;
-  std::memcpy(&pair, p, sizeof pair);
-  return as_pairs(_mm512_set1_epi32(pair));
-}
-inline __m512i round_to_pairs(F low, F high) {  // 16 of the one, then 16 of the other
-  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-}
 
 // Sixteen elements of two rows, element by element side by side.
 inline void interleave(const std::uint16_t* even, const std::uint16_t* odd, void* out) {
@@ -81,14 +67,14 @@ void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_di
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
   for (int d = 0; d < key_dim; d += 2) {
-    __m512bh k[kVectors];
+    __m512i k[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) k[v] = load_pairs(strip.keys[d / 2][v * Simd::kLanes]);
+    for (int v = 0; v < kVectors; ++v) k[v] = _mm512_load_si512(strip.keys[d / 2][v * Simd::kLanes]);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const __m512bh value = broadcast_pair(q + r * key_dim + d);
+      const __m512i value = broadcast_pair(q + r * key_dim + d);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], value, k[v]);
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], value, k[v]);
     }
   }
 #pragma GCC unroll 16
@@ -136,7 +122,7 @@ void bf16_softmax(AttentionStrip& strip, int row, int span, float (*scores)[kKey
   const F after = Simd::load(strip.max + row);
   const __mmask16 same = _mm512_cmp_ps_mask(before, after, _CMP_EQ_OQ);  // also while a row has seen nothing
   Simd::store(rescale, _mm512_mask_mov_ps(weight_exp2(Simd::sub(before, after)), same, Simd::set(1)));
-  const __m512bh ones = as_pairs(_mm512_set1_epi32(0x3f803f80));
+  const __m512i ones = _mm512_set1_epi32(0x3f803f80);
   for (int r = 0; r < kRows; ++r) {
     const float max = strip.max[row + r];
     const F shift = Simd::set(max == -kInfinity ? 0 : max);
@@ -149,7 +135,7 @@ void bf16_softmax(AttentionStrip& strip, int row, int span, float (*scores)[kKey
     for (int i = 0; i < kKeySpan; i += 2 * Simd::kLanes) {
       const __m512i weights = round_to_pairs(weight(i), weight(i + Simd::kLanes));
       _mm512_store_si512(p[r] + i, weights);
-      sum = _mm512_dpbf16_ps(sum, as_pairs(weights), ones);
+      sum = multiply_pairs(sum, weights, ones);
     }
     Simd::store(strip.sum[row + r], sum);
   }
@@ -166,15 +152,15 @@ void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan]
     for (int v = 0; v < kVectors; ++v)
       acc[r][v] = Simd::mul(Simd::load(out + r * stride + column + v * Simd::kLanes), Simd::set(rescale[r]));
   for (int i = 0; i < pairs; ++i) {
-    __m512bh value[kVectors];
+    __m512i value[kVectors];
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v)
-      value[v] = load_pairs(strip.values + (i * stride + column + v * Simd::kLanes) * 2);
+      value[v] = _mm512_load_si512(strip.values + (i * stride + column + v * Simd::kLanes) * 2);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const __m512bh weight = broadcast_pair(p[r] + 2 * i);
+      const __m512i weight = broadcast_pair(p[r] + 2 * i);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weight, value[v]);
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], weight, value[v]);
     }
   }
 #pragma GCC unroll 16
@@ -259,9 +245,9 @@ void attention_bf16(const AttentionHead& head, int first, int count) {
 
 double run_bfloat16(int rounds) {
   const auto start = [](const std::uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); };
-  const auto load = [](const std::uint8_t* p) { return as_pairs(_mm512_load_si512(p)); };
+  const auto load = [](const std::uint8_t* p) { return _mm512_load_si512(p); };
   run_chains(rounds, start, load,
-             [](F acc, __m512bh x) __attribute__((always_inline)) { return _mm512_dpbf16_ps(acc, x, x); });
+             [](F acc, __m512i x) __attribute__((always_inline)) { return multiply_pairs(acc, x, x); });
   return double(rounds) * kPeakChains * Simd::kLanes * 2;
 }
 

@@ -1,0 +1,30 @@
+// Products of bfloat16 pairs (AVX512_BF16). Pairs are integers until they are multiplied: clang 16 knows
+// little of vectors of bfloat16.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd_avx512.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+inline __m512 multiply_pairs(__m512 acc, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+inline __m512i broadcast_pair(const std::uint16_t* p) {
+  std::int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  __m512i pairs = _mm512_set1_epi32(pair);
+#if defined(__clang__) && (__clang_major__ == 16 || __clang_major__ == 17)
+  asm("" : "+v"(pairs));  // clang 16 crashes where a product takes a broadcast operand
+#endif
+  return pairs;
+}
+inline __m512i round_to_pairs(__m512 low, __m512 high) {  // 16 of the one, then 16 of the other
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu
