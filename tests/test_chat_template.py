@@ -13,9 +13,9 @@ import pytest
 from gguf import GGUFWriter
 
 from metal_prefill import ChatTemplateError, GGUFError, MetalPrefillError, Model
+from metal_prefill._synth_tokenizer import VOCABULARIES
 from metal_prefill.chat_template import ChatTemplate
 from metal_prefill.gguf_file import GGUFFile
-from metal_prefill.synth_tokenizer import VOCABULARIES
 from metal_prefill.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -15,8 +15,8 @@ import pytest
 from support import peer_work
 
 from metal_prefill import UnsupportedModelError, cli
+from metal_prefill._commands import predict as command
 from metal_prefill.architecture import ModelConfig
-from metal_prefill.commands import predict as command
 from metal_prefill.cost_model import (
     Ops,
     Shape,

@@ -20,7 +20,7 @@ from metal_prefill import (
     MetalPrefillError,
     Model,
     StateError,
-    state,
+    _state,
 )
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.synth import synthesize
@@ -58,7 +58,7 @@ def rewrite(
         stated = {**file.metadata(), **(metadata or {})}
     contents = {**load_file(path), **(arrays or {})}
     kept = {name: np.ascontiguousarray(a) for name, a in contents.items() if a is not None}
-    stated["checksum"] = state._checksum({n: a.reshape(-1).view(np.uint8) for n, a in kept.items()}, stated)
+    stated["checksum"] = _state._checksum({n: a.reshape(-1).view(np.uint8) for n, a in kept.items()}, stated)
     save_file(kept, path, stated)
 
 
@@ -196,7 +196,7 @@ def test_the_same_model_at_another_path_is_accepted(
 
 
 def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path) -> None:
-    base = state.fingerprint(demo.gguf)
+    base = _state.fingerprint(demo.gguf)
     seen = {base}
     places = [
         demo.path.read_bytes().index(b"general.name") + 12 + 4 + 8,  # behind key, type and length: a letter
@@ -208,7 +208,7 @@ def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path)
         content = bytearray(demo.path.read_bytes())
         content[place] ^= 1
         copy.write_bytes(content)
-        seen.add(state.fingerprint(GGUFFile(copy)))
+        seen.add(_state.fingerprint(GGUFFile(copy)))
     assert len(seen) == 1 + len(places)
 
 
@@ -333,7 +333,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     before = saved.read_bytes()
-    monkeypatch.setattr(f"metal_prefill.state.{step}", fail)
+    monkeypatch.setattr(f"metal_prefill._state.{step}", fail)
     with demo.session() as session:
         session.forward_prompt(PROMPT[:5])
         with pytest.raises(OSError, match="the disk is gone"):
@@ -355,12 +355,12 @@ def test_a_save_that_is_killed_midway_leaves_the_old_file(
         os._exit(9)
 
     before = saved.read_bytes()
-    monkeypatch.setattr(state, "save_file", die)
+    monkeypatch.setattr(_state, "save_file", die)
     child = os.fork()
     if child == 0:
         owner, n = demo._state_owner, 3
         rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
-        state.write(saved, owner, state.State(np.arange(n, dtype=np.int32), rows))
+        _state.write(saved, owner, _state.State(np.arange(n, dtype=np.int32), rows))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert saved.read_bytes() == before

@@ -28,7 +28,7 @@ from support.comparison import VERSE
 from support.reference import ReferenceModel
 
 from metal_prefill import Model, default_model_path, synth
-from metal_prefill.commands.perplexity import perplexity, windows
+from metal_prefill._commands.perplexity import perplexity, windows
 
 Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
 Tokens: TypeAlias = npt.NDArray[np.int64]

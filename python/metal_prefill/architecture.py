@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeAlias
 
 from metal_prefill import _core
+from metal_prefill._metadata_keys import MAX_INT, Keys
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.gguf_file import GGUFFile, TensorInfo
-from metal_prefill.metadata_keys import MAX_INT, Keys
 
 RopeStyle: TypeAlias = Literal["interleaved", "neox"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]

@@ -20,10 +20,6 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
-class UsageError(ValueError):
-    """The arguments of the command line contradict each other."""
-
-
 class Command(NamedTuple):
     """Where a command lives, and its line in the help."""
 
@@ -32,19 +28,19 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("metal_prefill.commands.run", "continue a prompt"),
-    "chat": Command("metal_prefill.commands.chat", "chat with a model"),
+    "run": Command("metal_prefill._commands.run", "continue a prompt"),
+    "chat": Command("metal_prefill._commands.chat", "chat with a model"),
     "bench": Command(
-        "metal_prefill.bench.command",
+        "metal_prefill._commands.bench",
         "measure prompt processing and decoding, alone or against other engines",
     ),
     "info": Command(
-        "metal_prefill.commands.info", "show the contents of a model file, and the available devices"
+        "metal_prefill._commands.info", "show the contents of a model file, and the available devices"
     ),
-    "trace": Command("metal_prefill.commands.trace", "time each dispatch on the GPU"),
-    "predict": Command("metal_prefill.commands.predict", "predict the speed on a GPU that you do not have"),
-    "perplexity": Command("metal_prefill.commands.perplexity", "compute the perplexity of a text"),
-    "synth": Command("metal_prefill.commands.synth", "write a model file of any shape with random weights"),
+    "trace": Command("metal_prefill._commands.trace", "time each dispatch on the GPU"),
+    "predict": Command("metal_prefill._commands.predict", "predict the speed on a GPU that you do not have"),
+    "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
+    "synth": Command("metal_prefill._commands.synth", "write a model file of any shape with random weights"),
 }
 
 FORMER_NAMES = {"model": "predict"}  # accepted for one more release

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._gguf_metadata import MIN_METADATA_BYTES, Cursor, Metadata
 from metal_prefill.errors import ClosedError, GGUFError
-from metal_prefill.gguf_metadata import MIN_METADATA_BYTES, Cursor, Metadata
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from metal_prefill import _core, state
+from metal_prefill import _core, _state
+from metal_prefill._scoring import check_prompts, score_many
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
 from metal_prefill.errors import ClosedError, DeviceError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
-from metal_prefill.scoring import check_prompts, score_many
 from metal_prefill.session import Logits, Progress, Session, TokenIds
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ class Model:
         return Session(self, self._engine.session(max_context or 0))
 
     @cached_property
-    def _state_owner(self) -> state.Owner:
-        return state.Owner(self._config, self._kv_dtype, state.fingerprint(self._gguf), self._path.name)
+    def _state_owner(self) -> _state.Owner:
+        return _state.Owner(self._config, self._kv_dtype, _state.fingerprint(self._gguf), self._path.name)
 
     def load_session(self, path: str | os.PathLike[str], *, max_context: int | None = None) -> Session:
         """Make a session that goes on where a saved one stood.
@@ -271,7 +271,7 @@ class Model:
             It cannot be opened.
         """
         session = self.session(max_context=max_context)
-        saved = state.read(path, self._state_owner)
+        saved = _state.read(path, self._state_owner)
         session._open().import_state(saved.tokens, saved.rows)
         session.notes = saved.notes
         return session

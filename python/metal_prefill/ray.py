@@ -26,10 +26,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._scoring import check_prompt, prefix_order, score_many
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.hub import resolve_model
 from metal_prefill.model import Model
-from metal_prefill.scoring import check_prompt, prefix_order, score_many
 
 try:
     import ray

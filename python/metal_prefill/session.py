@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import sampling, state
+from metal_prefill import _state, sampling
 from metal_prefill.dispatches import Dispatch, from_core
 from metal_prefill.errors import ClosedError
 
@@ -239,7 +239,7 @@ class Session:
             The file cannot be written.
         """
         tokens, rows = self._open().export_state()
-        state.write(path, self._model._state_owner, state.State(tokens, rows, self.notes))
+        _state.write(path, self._model._state_owner, _state.State(tokens, rows, self.notes))
 
     def plan(self, tokens: int) -> list[Dispatch]:
         """Return the dispatches that a prompt of `tokens` tokens would make from here.

@@ -22,8 +22,8 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
 from numpy.typing import NDArray
 
-from .synth_blocks import TENSOR_TYPES, block_weights, random_norm, random_tensor, tensor_bytes
-from .synth_tokenizer import VOCABULARIES, Vocabulary
+from metal_prefill._synth_blocks import TENSOR_TYPES, block_weights, random_norm, random_tensor, tensor_bytes
+from metal_prefill._synth_tokenizer import VOCABULARIES, Vocabulary
 
 Progress = Callable[[int, int], None]  # called with the bytes of weights written so far, and their total
 
@@ -280,7 +280,7 @@ def synthesize(
         Instead of the preset's; see `ModelShape`. Where `dim` or `heads` is given and `head_dim` is not,
         `head_dim` becomes dim / heads.
     tensor_type
-        Type of the matrices in the layers, one of `synth_blocks.TENSOR_TYPES`. Norms are F32.
+        Type of the matrices in the layers, one of `TENSOR_TYPES`. Norms are F32.
     embedding_type
         Type of the token embedding, which is also the output head where that is tied.
     output_type

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer as Segmenter
 
+from metal_prefill._vocabulary import SPACE, TokenType, Vocabulary
 from metal_prefill.errors import GGUFError
 from metal_prefill.gguf_file import GGUFFile
-from metal_prefill.vocabulary import SPACE, TokenType, Vocabulary
 
 if TYPE_CHECKING:
     from metal_prefill.chat_template import ChatTemplate

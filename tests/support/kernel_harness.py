@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from metal_prefill.synth_blocks import random_tensor
+from metal_prefill._synth_blocks import random_tensor
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]

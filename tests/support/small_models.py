@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
-from metal_prefill.synth_blocks import random_norm, random_tensor
-from metal_prefill.synth_tokenizer import VOCABULARIES
+from metal_prefill._synth_blocks import random_norm, random_tensor
+from metal_prefill._synth_tokenizer import VOCABULARIES
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 

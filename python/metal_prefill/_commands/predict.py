@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metal_prefill.commands import common
+from metal_prefill._commands import common
 
 if TYPE_CHECKING:
     from metal_prefill.cost_model import Prediction, Shape

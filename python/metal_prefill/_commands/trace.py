@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from metal_prefill.commands import common
+from metal_prefill._commands import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Run the prompt and write the file."""
     from metal_prefill import __version__
-    from metal_prefill.replacing import replacing
+    from metal_prefill._replacing import replacing
     from metal_prefill.trace import (
         GPU_CLOCK,
         HOST_CLOCK,

@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from metal_prefill._commands import common
 from metal_prefill.chat import Conversation
-from metal_prefill.commands import common
 from metal_prefill.errors import MetalPrefillError
 
 HELP = """\

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from metal_prefill import synth
-from metal_prefill.commands import common
+from metal_prefill._commands import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,10 @@ MODEL_HELP = (
 PROGRESS_FROM = 1024  # tokens; shorter prompts are done before a bar would help
 
 
+class UsageError(ValueError):
+    """The arguments of the command line contradict each other."""
+
+
 def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     value = _integer(text)

@@ -8,8 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from metal_prefill.cli import UsageError
-from metal_prefill.commands import common
+from metal_prefill._commands import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +67,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     try:
         return Path(arguments.file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{arguments.file} is not UTF-8 text: {error}") from error
+        raise common.UsageError(f"{arguments.file} is not UTF-8 text: {error}") from error
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_prefill.cli import UsageError
-from metal_prefill.commands import common
-from metal_prefill.commands.run import read_prompt
+from metal_prefill._commands import common
+from metal_prefill._commands.run import read_prompt
 
 DEFAULT_WINDOW = 512  # tokens, as llama.cpp's tool
 
@@ -111,14 +110,16 @@ def execute(arguments: argparse.Namespace) -> None:
     with common.open_model(arguments) as model:
         length = arguments.window or min(DEFAULT_WINDOW, model.max_context)
         if length < 4:
-            raise UsageError(f"a window has at least 4 tokens, got {length}")
+            raise common.UsageError(f"a window has at least 4 tokens, got {length}")
         if length > model.max_context:
-            raise UsageError(f"a window of {length} tokens does not fit the context of {model.max_context}")
+            raise common.UsageError(
+                f"a window of {length} tokens does not fit the context of {model.max_context}"
+            )
         ids = model.tokenizer.encode(text)
         bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
         cut = windows(ids, length, bos)[: arguments.windows]
         if not cut:
-            raise UsageError(f"the text has {len(ids)} tokens; one window takes {length}")
+            raise common.UsageError(f"the text has {len(ids)} tokens; one window takes {length}")
         with common.progress_bar("perplexity", "windows") as progress:
 
             def report(done: int, total: int, so_far: float) -> None:

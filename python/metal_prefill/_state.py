@@ -33,10 +33,10 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from metal_prefill._replacing import replacing
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import StateError
 from metal_prefill.gguf_file import GGUFFile
-from metal_prefill.replacing import replacing
 
 FORMAT = "metal_prefill.session"
 VERSION = "1"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from metal_prefill._commands import common
 from metal_prefill.bench.cases import DECODE_DEPTH
 from metal_prefill.bench.engines import KINDS, OURS
-from metal_prefill.cli import UsageError
-from metal_prefill.commands import common
 
 
 def _lengths(text: str) -> list[int]:
@@ -94,7 +93,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:
-        raise UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
+        raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
     # What cannot be written is said before minutes of measuring, not after.
     if arguments.plot:
         plot.check(arguments.plot)

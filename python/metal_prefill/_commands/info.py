@@ -8,7 +8,7 @@ from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING
 
-from metal_prefill.commands import common
+from metal_prefill._commands import common
 
 if TYPE_CHECKING:
     from metal_prefill.gguf_file import GGUFFile
