@@ -8,8 +8,8 @@ import pytest
 from support.bench_fakes import SteadyCalibrator
 
 from metal_prefill import bench
-from metal_prefill.bench import engines, machine, runner
-from metal_prefill.bench.results import BenchResults
+from metal_prefill._bench import engines, machine, runner
+from metal_prefill._bench.results import BenchResults
 
 
 @pytest.fixture(name="_quiet_machine")

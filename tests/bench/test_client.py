@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import bench
-from metal_prefill.bench import engines
-from metal_prefill.bench.cases import Case
-from metal_prefill.bench.client import WorkerProcess
-from metal_prefill.bench.engines import Options
+from metal_prefill._bench import engines
+from metal_prefill._bench.cases import Case
+from metal_prefill._bench.client import WorkerProcess
+from metal_prefill._bench.engines import Options
 
 
 def options_for(path: Path) -> Options:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import _core
+from metal_prefill._bench.summary import Spread
 from metal_prefill.bench import kernels
-from metal_prefill.bench.summary import Spread
 
 
 class FakeWorkload:

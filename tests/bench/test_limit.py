@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import small_models
 
-from metal_prefill.bench import limit
+from metal_prefill._bench import limit
 
 
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "separate output", "gemma3"])

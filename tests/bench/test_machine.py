@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.bench_fakes import SteadyCalibrator
 
-from metal_prefill.bench import machine
+from metal_prefill._bench import machine
 
 
 def test_a_degraded_machine_is_waited_for() -> None:

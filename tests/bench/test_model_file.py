@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from metal_prefill.bench import model_file
+from metal_prefill._bench import model_file
 
 
 def test_the_smollm_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import bench, cli
-from metal_prefill.bench import engines
+from metal_prefill._bench import engines
 
 
 def test_a_missing_peer_names_the_extra(

@@ -10,8 +10,9 @@ import pytest
 from support.bench_fakes import SteadyCalibrator, compare, fakes
 
 import metal_prefill
-from metal_prefill.bench import engines, machine
-from metal_prefill.bench.results import EMULATOR_NOTE, BenchResults
+from metal_prefill._bench import engines, machine
+from metal_prefill._bench.results import BenchResults
+from metal_prefill._bench.rows import EMULATOR_NOTE
 
 # The names that llama-bench gives to what we report too.
 LLAMA_BENCH_FIELDS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.bench_fakes import FakeWorker, SteadyCalibrator, compare, fakes
 
-from metal_prefill.bench import engines, machine, runner
-from metal_prefill.bench.cases import Case
+from metal_prefill._bench import engines, machine, runner
+from metal_prefill._bench.cases import Case
 
 
 @pytest.mark.usefixtures("_quiet_machine")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metal_prefill.bench import samples
-from metal_prefill.bench.samples import Sample, select
+from metal_prefill._bench import samples
+from metal_prefill._bench.samples import Sample, select
 
 
 def test_clean_samples_come_first_and_degraded_ones_are_counted() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metal_prefill.bench import summary
-from metal_prefill.bench.summary import Spread
+from metal_prefill._bench import summary
+from metal_prefill._bench.summary import Spread
 
 
 def test_spread_is_median_and_range() -> None:

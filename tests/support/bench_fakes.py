@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from metal_prefill import bench
-from metal_prefill.bench import engines, machine
-from metal_prefill.bench.cases import Case
-from metal_prefill.bench.engines import Identity
-from metal_prefill.bench.results import BenchResults
+from metal_prefill._bench import engines, machine
+from metal_prefill._bench.cases import Case
+from metal_prefill._bench.engines import Identity
+from metal_prefill._bench.results import BenchResults
 
 
 @dataclass

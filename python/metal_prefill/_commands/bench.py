@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from metal_prefill._bench.cases import DECODE_DEPTH
+from metal_prefill._bench.engines import KINDS, OURS
 from metal_prefill._commands import common
-from metal_prefill.bench.cases import DECODE_DEPTH
-from metal_prefill.bench.engines import KINDS, OURS
 
 
 def _lengths(text: str) -> list[int]:
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
     from metal_prefill import bench, default_model_path
-    from metal_prefill.bench import plot
+    from metal_prefill._bench import plot
 
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:

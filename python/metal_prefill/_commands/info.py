@@ -76,8 +76,8 @@ def execute(arguments: argparse.Namespace) -> None:
     from rich.table import Table
 
     from metal_prefill import default_model_path
+    from metal_prefill._bench.plot import check
     from metal_prefill.architecture import read_config
-    from metal_prefill.bench.plot import check
     from metal_prefill.gguf_file import GGUFFile
 
     if arguments.plot:
@@ -118,7 +118,7 @@ def draw(gguf: GGUFFile, path: str) -> None:
     """Draw the bytes of each part of the model, by tensor type, as a picture."""
     from matplotlib.figure import Figure
 
-    from metal_prefill.bench.plot import COLOURS
+    from metal_prefill._bench.plot import COLOURS
 
     roles = bytes_by_role(gguf)[::-1]
     figure = Figure(figsize=(8, 1 + 0.32 * len(roles)), layout="constrained")

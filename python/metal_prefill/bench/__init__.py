@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metal_prefill.bench.errors import BenchError
-from metal_prefill.bench.results import BenchResults, Row
+from metal_prefill._bench.errors import BenchError
+from metal_prefill._bench.results import BenchResults
+from metal_prefill._bench.rows import Row
 
 if TYPE_CHECKING:
-    from metal_prefill.bench.client import WorkerFactory
-    from metal_prefill.bench.runner import Progress
+    from metal_prefill._bench.client import WorkerFactory
+    from metal_prefill._bench.runner import Progress
 
 __all__ = ["BenchError", "BenchResults", "Row", "run"]
 
@@ -83,10 +84,10 @@ def run(
     GGUFError, UnsupportedModelError
         The file is no model that this package takes.
     """
-    from metal_prefill.bench import cases, engines, limit, machine, model_file
-    from metal_prefill.bench.client import WorkerProcess
-    from metal_prefill.bench.results import in_order, make_row
-    from metal_prefill.bench.runner import Runner
+    from metal_prefill._bench import cases, engines, limit, machine, model_file
+    from metal_prefill._bench.client import WorkerProcess
+    from metal_prefill._bench.rows import in_order, make_row
+    from metal_prefill._bench.runner import Runner
     from metal_prefill.model import resolve_device
 
     if repetitions < 1:

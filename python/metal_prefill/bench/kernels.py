@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from metal_prefill import _core
+from metal_prefill._bench import machine
+from metal_prefill._bench.summary import Spread, spread
 from metal_prefill._commands import common
-from metal_prefill.bench import machine
-from metal_prefill.bench.summary import Spread, spread
 
 # Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from metal_prefill.bench.cases import Case
-from metal_prefill.bench.engines import Identity, Options
-from metal_prefill.bench.errors import BenchError
+from metal_prefill._bench.cases import Case
+from metal_prefill._bench.engines import Identity, Options
+from metal_prefill._bench.errors import BenchError
 
 TAIL_LINES = 5  # of a worker's last words
 
@@ -71,7 +71,7 @@ class WorkerProcess:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         arguments = json.dumps(options.to_json() | {"vocab_size": vocab_size})
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "metal_prefill.bench.worker", name, arguments],
+            [sys.executable, "-m", "metal_prefill._bench.worker", name, arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import llama_cpp as llama
 import numpy as np
 
-from metal_prefill.bench.engines import Engine, Identity, Ids, Options
-from metal_prefill.bench.errors import BenchError
-from metal_prefill.bench.machine import available_threads, counted, cpu_name
+from metal_prefill._bench.engines import Engine, Identity, Ids, Options
+from metal_prefill._bench.errors import BenchError
+from metal_prefill._bench.machine import available_threads, counted, cpu_name
 
 GGML_TYPE_F32, GGML_TYPE_F16 = 0, 1
 ALL_LAYERS = 999

@@ -104,10 +104,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    OURS: Kind("metal_prefill.bench.engine_ours", (), "metal_prefill"),
-    "llama.cpp": Kind("metal_prefill.bench.engine_llama_cpp", ("llama_cpp",), "llama-cpp-python"),
+    OURS: Kind("metal_prefill._bench.engine_ours", (), "metal_prefill"),
+    "llama.cpp": Kind("metal_prefill._bench.engine_llama_cpp", ("llama_cpp",), "llama-cpp-python"),
     "openvino": Kind(
-        "metal_prefill.bench.engine_openvino", ("openvino", "openvino_genai"), "openvino and openvino-genai"
+        "metal_prefill._bench.engine_openvino", ("openvino", "openvino_genai"), "openvino and openvino-genai"
     ),
 }
 

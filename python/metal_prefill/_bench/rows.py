@@ -1,19 +1,17 @@
-"""Results: one row per engine and test."""
+"""Rows: what is known of each test of each engine."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
 
-from metal_prefill.bench.cases import Case
-from metal_prefill.bench.client import Worker
-from metal_prefill.bench.engines import OURS, Options
-from metal_prefill.bench.model_file import ModelFacts
-from metal_prefill.bench.samples import Selection
-from metal_prefill.bench.summary import Spread, ratios, spread, stddev
+from metal_prefill._bench.cases import Case
+from metal_prefill._bench.client import Worker
+from metal_prefill._bench.engines import OURS, Options
+from metal_prefill._bench.model_file import ModelFacts
+from metal_prefill._bench.samples import Selection
+from metal_prefill._bench.summary import Spread, ratios, spread, stddev
 
 NANO = 1e9
 EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
@@ -44,7 +42,7 @@ class Row:
         Largest resident memory of the engine's process over the whole benchmark, in bytes.
     limit_ts : float or None
         Tokens per second that the machine's rate of 8-bit products allows, whatever the engine; see
-        `metal_prefill.bench.limit`. None where that is not what bounds the test.
+        `metal_prefill._bench.limit`. None where that is not what bounds the test.
     ratio : Spread or None
         In a peer's row, our speed over the peer's: below 1 is a loss.
     """
@@ -145,8 +143,8 @@ def make_row(
 
 
 @dataclass
-class BenchResults:
-    """Rows of one benchmark; a table in a terminal and in a notebook.
+class Rows:
+    """Rows of one benchmark.
 
     Attributes
     ----------
@@ -188,35 +186,6 @@ class BenchResults:
                 f"{dropped} samples were taken in a degraded state of the machine, dropped and repeated"
             ] = None
         return list(notes)
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Rows as JSON objects."""
-        return [asdict(row) for row in self.rows]
-
-    def to_json(self) -> str:
-        """Rows as a JSON array."""
-        return json.dumps(self.to_dicts(), indent=2)
-
-    @classmethod
-    def from_dicts(cls, rows: Iterable[dict[str, Any]]) -> BenchResults:
-        """Read what `to_dicts` wrote."""
-        return cls([Row(**(row | {"ratio": None})) for row in rows])
-
-    def __rich__(self) -> Any:
-        from metal_prefill.bench.report import render
-
-        return render(self)
-
-    def _repr_html_(self) -> str:
-        from metal_prefill.bench.report import to_html
-
-        return to_html(self)
-
-    def plot(self, path: str) -> None:
-        """Draw speed over prompt length as a picture; needs the extra ``plot``."""
-        from metal_prefill.bench.plot import draw
-
-        draw(self, path)
 
 
 def in_order(rows: Sequence[Row], engines: Sequence[str]) -> list[Row]:

@@ -6,14 +6,12 @@ import errno
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from metal_prefill.bench.errors import BenchError
-from metal_prefill.bench.machine import counted
+from metal_prefill._bench.errors import BenchError
+from metal_prefill._bench.machine import counted
+from metal_prefill._bench.rows import Row, Rows
 from metal_prefill.errors import MissingExtraError
-
-if TYPE_CHECKING:
-    from metal_prefill.bench.results import BenchResults, Row
 
 # The first is ours. Colours that stay apart for colour-blind readers (Okabe and Ito).
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
@@ -63,7 +61,7 @@ def _label(row: Row) -> str:
     return row.engine + emulated
 
 
-def _draw_prompts(axes: Any, results: BenchResults) -> None:
+def _draw_prompts(axes: Any, results: Rows) -> None:
     from matplotlib.ticker import ScalarFormatter
 
     lengths = sorted({row.n_prompt for row in results.rows if row.n_prompt})
@@ -99,7 +97,7 @@ def _draw_prompts(axes: Any, results: BenchResults) -> None:
     axes.legend(loc="upper center", ncols=2)
 
 
-def _draw_decode(axes: Any, results: BenchResults) -> None:
+def _draw_decode(axes: Any, results: Rows) -> None:
     rows = [row for row in results.rows if row.n_gen]
     names = [_label(row) for row in rows]
     axes.bar(
@@ -109,7 +107,7 @@ def _draw_decode(axes: Any, results: BenchResults) -> None:
     axes.tick_params(axis="x", rotation=20)
 
 
-def draw(results: BenchResults, path: str | os.PathLike[str]) -> None:
+def draw(results: Rows, path: str | os.PathLike[str]) -> None:
     """Draw prefill speed over prompt length, and decoding beside it; peers and limit in the same axes.
 
     Parameters

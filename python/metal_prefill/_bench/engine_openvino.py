@@ -21,10 +21,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from metal_prefill.bench.engines import Engine, Identity, Ids, Options
-from metal_prefill.bench.errors import BenchError
-from metal_prefill.bench.machine import available_threads, counted
-from metal_prefill.bench.model_file import cache_dir
+from metal_prefill._bench.engines import Engine, Identity, Ids, Options
+from metal_prefill._bench.errors import BenchError
+from metal_prefill._bench.machine import available_threads, counted
+from metal_prefill._bench.model_file import cache_dir
 
 _CONVERT = """
 import sys

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from metal_prefill.bench.engines import OURS
-from metal_prefill.bench.machine import counted
-from metal_prefill.bench.results import BenchResults, Row
+from metal_prefill._bench.engines import OURS
+from metal_prefill._bench.machine import counted
+from metal_prefill._bench.rows import Row, Rows
 
 MIB = 1 << 20
 
@@ -30,13 +30,13 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _headline(results: BenchResults) -> str:
+def _headline(results: Rows) -> str:
     row = results.rows[0]
     threads = counted(row.n_threads, "thread")
     return f"{row.model_type}, {row.model_size / MIB:.0f} MiB, {threads}, {row.cpu_info}"
 
 
-def _single(results: BenchResults) -> Grid:
+def _single(results: Rows) -> Grid:
     header = ["test", "tok/s median", "min", "max", "mean ± sd", "ms median", "load s", "peak MiB"]
     rows = [
         [
@@ -54,7 +54,7 @@ def _single(results: BenchResults) -> Grid:
     return Grid(f"{_headline(results)}\n{results.rows[0].device}", header, rows)
 
 
-def _speeds(results: BenchResults) -> Grid:
+def _speeds(results: Rows) -> Grid:
     rows = []
     for engine in results.engines:
         of_engine = [results.row(engine, test) for test in results.tests]
@@ -71,7 +71,7 @@ def _ratio_cell(row: Row) -> str:
     return f"{row.ratio.median:.2f}x ({row.ratio.low:.2f}-{row.ratio.high:.2f})"
 
 
-def _ratios(results: BenchResults) -> Grid:
+def _ratios(results: Rows) -> Grid:
     ours = results.row(OURS, results.tests[0])
     rows = []
     for engine in results.engines:
@@ -91,7 +91,7 @@ def _ratios(results: BenchResults) -> Grid:
     return Grid(title, ["peer", *results.tests, "load", "memory"], rows)
 
 
-def _grids(results: BenchResults) -> Iterator[Grid]:
+def _grids(results: Rows) -> Iterator[Grid]:
     if len(results.engines) == 1:
         yield _single(results)
     else:
@@ -99,7 +99,7 @@ def _grids(results: BenchResults) -> Iterator[Grid]:
         yield _ratios(results)
 
 
-def _captions(results: BenchResults) -> Iterator[str]:
+def _captions(results: Rows) -> Iterator[str]:
     for engine in results.engines:
         row = results.row(engine, results.tests[0])
         yield f"{engine}: {row.build}, {row.device}, {row.settings}"
@@ -114,7 +114,7 @@ def _captions(results: BenchResults) -> Iterator[str]:
     yield from (f"note: {note}" for note in results.notes())
 
 
-def render(results: BenchResults) -> RenderableType:
+def render(results: Rows) -> RenderableType:
     """Draw the results for a terminal."""
     if not results.rows:
         return Text("no results")
@@ -130,7 +130,7 @@ def render(results: BenchResults) -> RenderableType:
     return Group(*parts)
 
 
-def to_html(results: BenchResults) -> str:
+def to_html(results: Rows) -> str:
     """Draw the results for a notebook."""
     if not results.rows:
         return "<p>no results</p>"

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from metal_prefill.bench import machine
-from metal_prefill.bench.cases import Case
-from metal_prefill.bench.client import Worker
-from metal_prefill.bench.machine import Calibrator
-from metal_prefill.bench.samples import Sample, Selection, is_clean, select
+from metal_prefill._bench import machine
+from metal_prefill._bench.cases import Case
+from metal_prefill._bench.client import Worker
+from metal_prefill._bench.machine import Calibrator
+from metal_prefill._bench.samples import Sample, Selection, is_clean, select
 
 ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
 WAIT_S = 1.0  # how long one sample waits for a degraded machine to recover

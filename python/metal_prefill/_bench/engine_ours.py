@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from metal_prefill import Model, __version__
-from metal_prefill.bench.engines import Engine, Identity, Ids, Options
-from metal_prefill.bench.machine import available_threads
+from metal_prefill._bench.engines import Engine, Identity, Ids, Options
+from metal_prefill._bench.machine import available_threads
 
 
 class Ours(Engine):

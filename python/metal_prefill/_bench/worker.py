@@ -1,7 +1,7 @@
 """One engine in a process of its own, so that memory and threads of engines are apart.
 
-``python -m metal_prefill.bench.worker NAME OPTIONS`` loads the engine and answers requests, one JSON object a
-line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
+``python -m metal_prefill._bench.worker NAME OPTIONS`` loads the engine and answers requests, one JSON object in
+each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from dataclasses import asdict
 from typing import IO, Any
 
-from metal_prefill.bench import engines, machine
-from metal_prefill.bench.cases import Case, token_ids
-from metal_prefill.bench.engines import Engine
+from metal_prefill._bench import engines, machine
+from metal_prefill._bench.cases import Case, token_ids
+from metal_prefill._bench.engines import Engine
 
 
 def timed_run(engine: Engine, case: Case, vocab_size: int) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""How `metal_prefill.bench` measures."""
