@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._tokens import Logits, TokenIds, token_array
 from metal_prefill.errors import ContextOverflowError
-
-if TYPE_CHECKING:
-    from metal_prefill.session import Logits, Session, TokenIds
+from metal_prefill.session import Session
 
 Prompts = Sequence[npt.NDArray[np.int32]]
 
@@ -45,8 +44,6 @@ def check_prompt(prompt: TokenIds, vocab_size: int, least: int, limit: int) -> n
     TypeError, ValueError, ContextOverflowError
         As for a prompt to be processed.
     """
-    from metal_prefill.session import token_array
-
     array = token_array(prompt, vocab_size)
     if len(array) < least:
         raise ValueError(f"at least {least} tokens are needed, got {len(array)}")

@@ -4,80 +4,37 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from metal_prefill import _state, sampling
+from metal_prefill._tokens import Logits, Progress, TokenIds, token_array, token_id
+from metal_prefill.architecture import ModelConfig
 from metal_prefill.dispatches import Dispatch, from_core
 from metal_prefill.errors import ClosedError
 
 if TYPE_CHECKING:
     from metal_prefill import _core
-    from metal_prefill.model import Model
+    from metal_prefill.tokenizer import Tokenizer
 
-TokenIds: TypeAlias = "npt.NDArray[np.integer[Any]] | Sequence[int] | range"
-Progress: TypeAlias = Callable[[int, int], object]
-Logits: TypeAlias = npt.NDArray[np.float32]
+__all__ = ["Logits", "Progress", "Session", "TokenIds", "token_array", "token_id"]
 
 
-def token_array(tokens: TokenIds, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Convert token ids to int32 without ever wrapping a value.
+class _SharedModel(Protocol):
+    """What sessions need of the model whose weights they share."""
 
-    Parameters
-    ----------
-    tokens
-        One-dimensional integer array of any width, or a sequence of ints.
-    vocab_size
-        Ids must lie in ``[0, vocab_size)``.
+    @property
+    def config(self) -> ModelConfig:
+        """Hyperparameters."""
 
-    Raises
-    ------
-    TypeError
-        If the elements are not integers (booleans are not).
-    ValueError
-        If `tokens` is empty, not one-dimensional, or holds an id outside the vocabulary.
-    """
-    try:
-        array = np.asarray(tokens)
-    except (OverflowError, ValueError) as error:
-        raise ValueError(f"tokens cannot be made an array: {error}") from error
-    if array.ndim != 1:
-        raise ValueError(f"tokens must be one-dimensional, got {array.ndim} dimensions")
-    if array.size == 0:
-        raise ValueError("the prompt is empty: at least one token is needed")
-    if array.dtype == object and all(isinstance(t, int) and not isinstance(t, bool) for t in array):
-        i, t = next((i, t) for i, t in enumerate(array) if not 0 <= t < vocab_size)
-        raise ValueError(f"token id {t} at index {i} is outside the vocabulary of {vocab_size}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"token ids must be integers, got {array.dtype}")
-    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if bad.size:
-        raise ValueError(
-            f"token id {array[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab_size}"
-        )
-    return np.ascontiguousarray(array, dtype=np.int32)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the file."""
 
-
-def token_id(token: int, vocab_size: int) -> int:
-    """Check one token id.
-
-    Raises
-    ------
-    TypeError
-        If it is not an integer.
-    ValueError
-        If it is outside the vocabulary.
-    """
-    if isinstance(token, (bool, np.bool_)):
-        raise TypeError("a token id must be an integer, got bool")
-    value = operator.index(token)
-    if not 0 <= value < vocab_size:
-        raise ValueError(f"token id {value} is outside the vocabulary of {vocab_size}")
-    return value
+    @property
+    def _state_owner(self) -> _state.Owner:
+        """What saved sessions of the model belong to."""
 
 
 class Session:
@@ -94,7 +51,7 @@ class Session:
         The user's own; saved and loaded with the session.
     """
 
-    def __init__(self, model: Model, core: _core.Session) -> None:
+    def __init__(self, model: _SharedModel, core: _core.Session) -> None:
         self._model = model
         self._core: _core.Session | None = core
         self.notes = ""

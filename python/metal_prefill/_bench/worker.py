@@ -1,7 +1,7 @@
 """One engine in a process of its own, so that memory and threads of engines are apart.
 
-``python -m metal_prefill._bench.worker NAME OPTIONS`` loads the engine and answers requests, one JSON object in
-each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
+``python -m metal_prefill._bench.worker NAME OPTIONS`` loads the engine and answers requests: one JSON object
+in each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
 """
 
 from __future__ import annotations
