@@ -25,6 +25,7 @@
 
 #include "cpu/kernel_calls.h"
 #include "engine.h"
+#include "tensors.h"
 
 namespace metal_prefill {
 namespace {
@@ -222,7 +223,7 @@ void open_model(const std::string& path, const std::string& config, const std::s
     in >> tensor.name >> type >> tensor.rows >> tensor.cols >> offset >> tensor.bytes;
     tensor.type = TensorType(type);
     tensor.data = model.mapping.data + offset;
-    Tensor* slot = find_slot(model, role, layer);
+    Tensor* slot = find_tensor(model, role, layer);
     expect(slot, "no slot for a tensor");
     *slot = tensor;
   }
