@@ -1,0 +1,278 @@
+"""Who may know whom: imports of the Python package, includes of the engines and the shaders.
+
+Each rule is a function of all sources that returns what breaks it, one line for each. It is applied to the
+sources as they are, and to sources with a planted mistake.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"cpp": ("*.h", "*.cpp", "*.mm"), "shaders": ("*.h", "*.metal"), "python": ("*.py",)}
+
+Sources = Mapping[str, str]  # text of each file, by its path from the root
+Rule = Callable[[Sources], list[str]]
+
+BINDINGS = "cpp/bindings.cpp"
+KERNELS_FOR_TESTS = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # single kernels as Python functions
+SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/quants.h")
+INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    """All sources that the rules are about."""
+    paths = [
+        path for folder, kinds in FOLDERS.items() for kind in kinds for path in (ROOT / folder).rglob(kind)
+    ]
+    found = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    # The emulator's files are known by name alone: the rules say who may include them, not what they do.
+    return found | {path.relative_to(ROOT).as_posix(): "" for path in (ROOT / "emulator").rglob("*.h")}
+
+
+def includes(sources: Sources, within: str) -> Iterator[tuple[str, str]]:
+    """Yield each file of a folder and each file that it includes: a path, or a name where it is not ours."""
+    for path, text in sources.items():
+        if not path.startswith(within):
+            continue
+        for quote, name in INCLUDE.findall(text):
+            roots = [posixpath.dirname(path)] if quote == '"' else []
+            candidates = [
+                posixpath.normpath(f"{root}/{name}") for root in (*roots, "cpp", "shaders", "emulator")
+            ]
+            yield path, next((c for c in candidates if c in sources), name)
+
+
+def the_engines_do_not_know_each_other(sources: Sources) -> list[str]:
+    other = {"cpp/cpu/": "cpp/metal/", "cpp/metal/": "cpp/cpu/"}
+    return [
+        f"{path} includes {target}"
+        for engine in other
+        for path, target in includes(sources, engine)
+        if target.startswith(other[engine])
+    ]
+
+
+def what_engines_share_knows_no_engine(sources: Sources) -> list[str]:
+    return [
+        f"{path} includes {target}"
+        for path, target in includes(sources, "cpp/")
+        if posixpath.dirname(path) == "cpp"
+        and target.startswith(("cpp/cpu/", "cpp/metal/"))
+        and (path, target) != (BINDINGS, KERNELS_FOR_TESTS[0])
+    ]
+
+
+def the_bindings_alone_know_python(sources: Sources) -> list[str]:
+    return [
+        f"{path} includes {target}"
+        for path, target in includes(sources, "cpp/")
+        if target.startswith(("nanobind/", "Python.h")) and path not in (BINDINGS, *KERNELS_FOR_TESTS)
+    ]
+
+
+def the_engine_does_not_know_the_emulator(sources: Sources) -> list[str]:
+    included = [
+        f"{path} includes {target}"
+        for folder in ("cpp/", "shaders/")
+        for path, target in includes(sources, folder)
+        if target.startswith("emulator/") and path != BINDINGS
+    ]
+    asked = [
+        f"{path} tests for the emulator"
+        for path, text in sources.items()
+        if path.startswith(("cpp/", "shaders/")) and path != BINDINGS
+        if re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*EMULATOR", text, re.MULTILINE)
+    ]
+    return included + asked
+
+
+def shaders_and_host_share_two_headers(sources: Sources) -> list[str]:
+    host = [
+        f"{path} includes {target}"
+        for path, target in includes(sources, "cpp/")
+        if target.startswith("shaders/") and target not in SHARED_WITH_SHADERS
+    ]
+    shaders = [
+        f"{path} includes {target}"
+        for path, target in includes(sources, "shaders/")
+        if "/" in target and not target.startswith("shaders/")
+    ]
+    return host + shaders
+
+
+@functools.cache
+def parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def imports(sources: Sources) -> dict[str, set[str]]:
+    """Return the modules that each module of the package imports anywhere, also for type checkers alone.
+
+    Modules of the package have their whole names, those of others the first part of theirs.
+    """
+    modules: dict[str, ast.Module] = {}
+    for path, text in sources.items():
+        if path.startswith("python/"):
+            name = (
+                path.removeprefix("python/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            )
+            modules[name] = parse(text)
+
+    def home(name: str) -> str:
+        if name.partition(".")[0] != "metal_prefill":
+            return name.partition(".")[0]
+        # A name that is no module here is an attribute of its package, or a native module.
+        return name if name in modules or name.rpartition(".")[2] in NATIVE else name.rpartition(".")[0]
+
+    found: dict[str, set[str]] = {}
+    for name, tree in modules.items():
+        found[name] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found[name] |= {home(alias.name) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{name} has a relative import"
+                within_package = f"{node.module}.".startswith("metal_prefill.")
+                found[name] |= {
+                    home(f"{node.module}.{alias.name}" if within_package else str(node.module))
+                    for alias in node.names
+                }
+        found[name].discard(name)
+    return found
+
+
+NATIVE = ("_core", "_metal_testing")
+COMMAND_LINE = ("metal_prefill.cli", "metal_prefill._commands")
+BENCHMARKS = ("metal_prefill.bench", "metal_prefill._bench")
+PROGRAMS = ("metal_prefill.bench.__main__", "metal_prefill.bench.kernels")  # run by `python -m`
+
+
+def belongs(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def no_module_imports_itself_through_others(sources: Sources) -> list[str]:
+    graph = imports(sources)
+    finished: set[str] = set()
+
+    def circle(module: str, trail: list[str]) -> list[str] | None:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in finished or module not in graph:
+            return None
+        found = next((c for target in sorted(graph[module]) if (c := circle(target, [*trail, module]))), None)
+        finished.add(module)
+        return found
+
+    return [" -> ".join(found) for module in graph if (found := circle(module, []))]
+
+
+def the_library_knows_no_command_line_and_no_benchmark(sources: Sources) -> list[str]:
+    return [
+        f"{module} imports {target}"
+        for module, targets in imports(sources).items()
+        if not belongs(module, COMMAND_LINE + BENCHMARKS)
+        for target in sorted(targets)
+        if belongs(target, COMMAND_LINE + BENCHMARKS)
+    ]
+
+
+def benchmarks_know_no_command_line(sources: Sources) -> list[str]:
+    return [
+        f"{module} imports {target}"
+        for module, targets in imports(sources).items()
+        if belongs(module, BENCHMARKS) and module not in PROGRAMS
+        for target in sorted(targets)
+        if belongs(target, COMMAND_LINE)
+    ]
+
+
+def python_knows_native_code_by_the_bindings_alone(sources: Sources) -> list[str]:
+    others = {"metal_prefill._metal_testing", "ctypes", "cffi", "support", "embed_shaders", "scanner"}
+    return [
+        f"{module} imports {target}"
+        for module, targets in imports(sources).items()
+        for target in sorted(targets & others)
+    ]
+
+
+def errors_know_nothing_of_the_package(sources: Sources) -> list[str]:
+    return [
+        f"metal_prefill.errors imports {target}"
+        for target in sorted(imports(sources)["metal_prefill.errors"])
+        if target.startswith("metal_prefill")
+    ]
+
+
+# What each rule must find where a line is added to a file.
+PLANTED: dict[Rule, list[tuple[str, str]]] = {
+    the_engines_do_not_know_each_other: [
+        ("cpp/cpu/engine.cpp", '#include "../metal/ops.h"'),
+        ("cpp/metal/engine.mm", '#include "../cpu/threads.h"'),
+        ("cpp/metal/engine.mm", "#include <cpu/threads.h>"),
+    ],
+    what_engines_share_knows_no_engine: [
+        ("cpp/engine.cpp", '#include "metal/ops.h"'),
+        (BINDINGS, '#include "cpu/threads.h"'),
+    ],
+    the_bindings_alone_know_python: [
+        ("cpp/engine.h", "#include <nanobind/nanobind.h>"),
+        ("cpp/metal/ops.h", "#include <Python.h>"),
+    ],
+    the_engine_does_not_know_the_emulator: [
+        ("cpp/metal/engine.mm", '#include "../../emulator/emulator.h"'),
+        ("cpp/engine.cpp", "#include <emulator.h>"),
+        ("shaders/matmul.metal", "#ifdef METAL_PREFILL_EMULATOR"),
+    ],
+    shaders_and_host_share_two_headers: [
+        ("cpp/metal/ops.mm", '#include "../../shaders/rope.h"'),
+        ("shaders/rope.h", '#include "../cpp/model.h"'),
+    ],
+    no_module_imports_itself_through_others: [
+        ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),
+        ("python/metal_prefill/_tokens.py", "def f():\n    import metal_prefill.session"),
+        (
+            "python/metal_prefill/_bench/plot.py",
+            "from metal_prefill._bench.results import BenchResults",
+        ),
+    ],
+    the_library_knows_no_command_line_and_no_benchmark: [
+        ("python/metal_prefill/model.py", "from metal_prefill import cli"),
+        ("python/metal_prefill/hub.py", "from metal_prefill._bench.model_file import cache_dir"),
+    ],
+    benchmarks_know_no_command_line: [
+        ("python/metal_prefill/_bench/runner.py", "from metal_prefill._commands import common"),
+    ],
+    python_knows_native_code_by_the_bindings_alone: [
+        ("python/metal_prefill/model.py", "from metal_prefill import _metal_testing"),
+        ("python/metal_prefill/session.py", "import ctypes"),
+    ],
+    errors_know_nothing_of_the_package: [
+        ("python/metal_prefill/errors.py", "from metal_prefill import _core"),
+    ],
+}
+
+
+@pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
+def test_the_sources_keep(rule: Rule, sources: Sources) -> None:
+    assert rule(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "line"),
+    [(rule, path, line) for rule, planted in PLANTED.items() for path, line in planted],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_a_planted_mistake_is_found(rule: Rule, path: str, line: str, sources: Sources) -> None:
+    (found,) = rule({**sources, path: f"{sources[path]}\n{line}\n"})
+    module = path.removeprefix("python/").removesuffix(".py").replace("/", ".")
+    assert path in found or module in found

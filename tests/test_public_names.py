@@ -1,0 +1,48 @@
+"""Public names stay where they are; everything else has an underscore, or lives in a package that has one."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import metal_prefill
+
+# Modules, and names in them, that README, guide, benchmarking page and docstrings mention.
+PUBLIC = {
+    "metal_prefill": [*metal_prefill.__all__, "__version__"],
+    "metal_prefill.architecture": ["ModelConfig"],
+    "metal_prefill.bench": ["BenchError", "BenchResults", "Row", "run"],
+    "metal_prefill.chat": ["Conversation"],
+    "metal_prefill.chat_template": ["ChatTemplate"],
+    "metal_prefill.cli": ["main"],
+    "metal_prefill.errors": [name for name in metal_prefill.__all__ if name.endswith("Error")],
+    "metal_prefill.gguf_file": ["GGUFFile", "TensorInfo"],
+    "metal_prefill.hub": ["fetch", "resolve_model"],
+    "metal_prefill.model": ["Model", "default_model_path", "resolve_device"],
+    "metal_prefill.ray": ["ContinuePrompts", "ScorePrompts"],
+    "metal_prefill.sampling": ["Options", "Sampler", "sample"],
+    "metal_prefill.session": ["Logits", "Progress", "Session", "TokenIds"],
+    "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
+    "metal_prefill.tokenizer": ["Tokenizer"],
+}
+PROGRAMS = {"metal_prefill.bench.__main__", "metal_prefill.bench.kernels"}  # run by `python -m`
+# What looks into a pass of the GPU, and predicts it: reached by the commands `trace` and `predict`.
+OF_THE_GPU = ("metal_prefill.cost_model", "metal_prefill.dispatches", "metal_prefill.trace")
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_stay(module: str) -> None:
+    if module == "metal_prefill.ray":
+        pytest.importorskip("ray")
+    found = importlib.import_module(module)
+    assert [name for name in PUBLIC[module] if not hasattr(found, name)] == []
+
+
+def test_everything_else_says_that_it_is_private() -> None:
+    found = {module.name for module in pkgutil.walk_packages(metal_prefill.__path__, "metal_prefill.")}
+    open_names = {name for name in found if "._" not in name.removesuffix(".__main__")}
+    assert open_names >= PUBLIC.keys() - {"metal_prefill"}
+    unlisted = open_names - PUBLIC.keys() - PROGRAMS
+    assert {name for name in unlisted if not name.startswith(OF_THE_GPU)} == set()
