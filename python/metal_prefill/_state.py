@@ -24,7 +24,6 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -129,6 +128,8 @@ def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
 
     Raises
     ------
+    OutputError
+        A device, a FIFO or a socket is there.
     OSError
         The file cannot be written.
     """
@@ -144,7 +145,7 @@ def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
         "notes": state.notes,
     }
     metadata[CHECKSUM] = _checksum({name: _bytes(a) for name, a in arrays.items()}, metadata)
-    with replacing(Path(os.path.realpath(path))) as temporary:
+    with replacing(path) as temporary:
         try:
             save_file(arrays, temporary, metadata)
         except SafetensorError as error:  # wraps what the system said

@@ -29,6 +29,10 @@ class ChatTemplateError(MetalPrefillError, ValueError):
     """The model's chat template is not valid, or refuses the messages."""
 
 
+class OutputError(MetalPrefillError, OSError):
+    """A file cannot be written there: the path names a device, a FIFO, a socket or an open file."""
+
+
 class HubError(MetalPrefillError, RuntimeError):
     """The model cannot be had from the Hugging Face Hub, nor from its cache."""
 

@@ -192,6 +192,8 @@ class Session:
 
         Raises
         ------
+        OutputError
+            A device, a FIFO or a socket is there.
         OSError
             The file cannot be written.
         """

@@ -8,11 +8,9 @@ all layers, attention looks back, and the logits tell tokens apart.
 from __future__ import annotations
 
 import argparse
-import errno
 import inspect
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,6 +20,7 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
 from numpy.typing import NDArray
 
+from metal_prefill._replacing import check_target, replacing
 from metal_prefill._synth_blocks import TENSOR_TYPES, block_weights, random_norm, random_tensor, tensor_bytes
 from metal_prefill._synth_tokenizer import VOCABULARIES, Vocabulary
 
@@ -345,10 +344,7 @@ def synthesize(
     ]
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
 
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # others may write the same model
+    check_target(path)  # before the work
     writer = GGUFWriter(None, architecture)
     _add_metadata(writer, f"Synthetic {preset}", shape, tensor_type)
     _add_tokenizer(writer, vocabulary)
@@ -362,20 +358,17 @@ def synthesize(
     for tensor in tensors:
         kind = GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
-    try:
-        writer.write_header_to_file(part)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        if factors is not None:
-            writer.write_tensor_data(factors)
-        _write_weights(writer, tensors, seed, progress)
-        writer.close()
-        os.replace(part, target)
-    except BaseException:
-        writer.close()
-        part.unlink(missing_ok=True)
-        raise
-    return target
+    with replacing(path) as part:
+        try:
+            writer.write_header_to_file(part)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            if factors is not None:
+                writer.write_tensor_data(factors)
+            _write_weights(writer, tensors, seed, progress)
+        finally:
+            writer.close()
+    return Path(path)
 
 
 def _override(text: str) -> tuple[str, str]:

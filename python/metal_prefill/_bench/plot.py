@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from metal_prefill._bench.errors import BenchError
 from metal_prefill._bench.machine import counted
 from metal_prefill._bench.rows import Row, Rows
+from metal_prefill._replacing import check_target, replacing
 from metal_prefill.errors import MissingExtraError
 
 # The first is ours. Colours that stay apart for colour-blind readers (Okabe and Ito).
@@ -29,6 +29,8 @@ def check(path: str | os.PathLike[str]) -> None:
         The ending of `path` is that of no format.
     FileNotFoundError
         Its folder does not exist.
+    OutputError
+        A device, a FIFO or a socket is there.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(
@@ -39,14 +41,7 @@ def check(path: str | os.PathLike[str]) -> None:
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.lower().removeprefix(".") not in formats:
         raise ValueError(f"{path}: the ending of a picture is one of {', '.join(sorted(formats))}")
-    check_folder(path)
-
-
-def check_folder(path: str | os.PathLike[str]) -> None:
-    """Raise FileNotFoundError if the folder that a file is to be written to does not exist."""
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    check_target(path)
 
 
 def _errors(rows: list[Row]) -> list[list[float]]:
@@ -119,7 +114,7 @@ def draw(results: Rows, path: str | os.PathLike[str]) -> None:
 
     Raises
     ------
-    MissingExtraError, ValueError, FileNotFoundError
+    MissingExtraError, ValueError, FileNotFoundError, OutputError
         See `check`.
     BenchError
         There is nothing to draw.
@@ -147,4 +142,5 @@ def draw(results: Rows, path: str | os.PathLike[str]) -> None:
     figure.suptitle(
         f"{first.model_type}, {counted(first.n_threads, 'thread')}, {first.cpu_info}", fontsize=10
     )
-    figure.savefig(path, dpi=150)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=150)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from metal_prefill._bench.cases import DECODE_DEPTH
 from metal_prefill._bench.engines import KINDS, OURS
 from metal_prefill._commands import common
+from metal_prefill._replacing import check_target, replacing
 
 
 def _lengths(text: str) -> list[int]:
@@ -98,7 +98,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":
-        plot.check_folder(arguments.json)
+        check_target(arguments.json)
     model = (
         default_model_path()
         if arguments.demo
@@ -124,6 +124,7 @@ def execute(arguments: argparse.Namespace) -> None:
     else:
         common.console().print(results)
         if arguments.json:
-            Path(arguments.json).write_text(results.to_json() + "\n", encoding="utf-8")
+            with replacing(arguments.json) as part:
+                part.write_text(results.to_json() + "\n", encoding="utf-8")
     if arguments.plot:
         results.plot(arguments.plot)

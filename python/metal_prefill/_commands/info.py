@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from metal_prefill._commands import common
+from metal_prefill._replacing import replacing
 
 if TYPE_CHECKING:
     from metal_prefill.gguf_file import GGUFFile
@@ -134,4 +135,5 @@ def draw(gguf: GGUFFile, path: str) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.margins(x=0.03)
     axes.legend(loc="lower right")  # the largest part stands at the top
-    figure.savefig(path, dpi=150)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=150)

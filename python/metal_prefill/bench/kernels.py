@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -24,6 +23,7 @@ from metal_prefill import _core
 from metal_prefill._bench import machine
 from metal_prefill._bench.summary import Spread, spread
 from metal_prefill._commands import common
+from metal_prefill._replacing import check_target, replacing
 
 # Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
@@ -258,6 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--isa", choices=_core.cpu.kernel_sets(), help="kernel set (default: the fastest)")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - is stdout")
     options = parser.parse_args(arguments)
+    if options.json and options.json != "-":
+        check_target(options.json)
     console = Console(stderr=True)
     with console.status("measuring") as status:
         try:
@@ -277,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     common.console().print(render(rows))
     if options.json:
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        with replacing(options.json) as part:
+            part.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

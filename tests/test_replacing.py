@@ -1,0 +1,191 @@
+"""Files that the package writes: what they may replace, what they keep, what killed writers leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from metal_prefill import Model, OutputError, synth
+from metal_prefill._replacing import replacing
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="needs POSIX file types, modes and locks")
+
+CLI = [sys.executable, "-m", "metal_prefill.cli"]
+
+
+def save(path: Path) -> None:
+    with Model(device="cpu", threads=1) as model, model.session() as session:
+        session.forward_prompt([1, 2, 3])
+        session.save(path)
+
+
+def write_model(path: Path) -> None:
+    synth.synthesize(path, preset="tiny")
+
+
+def command(*arguments: str) -> Callable[[Path], None]:
+    def run(path: Path) -> None:
+        words = [str(path) if a == "PATH" else a for a in arguments]
+        done = subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise OutputError(0, done.stderr, str(path))
+
+    return run
+
+
+WRITERS = {
+    "save": save,
+    "synth": write_model,
+    "bench --json": command("bench", "--demo", "-p", "4", "-n", "0", "-r", "1", "--json", "PATH"),
+}
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@posix_only
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS.keys())
+@pytest.mark.parametrize(("make", "kind"), [(make_fifo, "FIFO"), (make_socket, "socket")])
+def test_what_is_no_regular_file_is_refused_and_stays(
+    tmp_path: Path, write: Callable[[Path], None], make: Callable[[Path], None], kind: str
+) -> None:
+    path = tmp_path / "out"
+    make(path)
+    before = os.lstat(path)
+    with pytest.raises(OutputError, match=f"{kind}; only regular files are written"):
+        write(path)
+    after = os.lstat(path)
+    assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@posix_only
+@pytest.mark.parametrize("name", ["/dev/null", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_devices_and_open_files_are_refused(name: str) -> None:
+    if not os.path.lexists(name):
+        pytest.skip(f"there is no {name}")
+    with pytest.raises(OutputError, match=r"device|open file") as error, replacing(name):
+        pytest.fail("the work began")
+    assert error.value.filename == name
+    assert isinstance(error.value, OSError)
+
+
+@posix_only
+@pytest.mark.parametrize("options", [("info", "--plot"), ("bench", "--demo", "--plot")], ids=lambda o: o[0])
+def test_pictures_are_refused_likewise(tmp_path: Path, options: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    os.mkfifo(path)
+    done = subprocess.run(
+        [*CLI, *options, str(path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"error: {path}: is a FIFO; only regular files are written\n"
+    assert stat.S_ISFIFO(os.lstat(path).st_mode)
+
+
+@posix_only
+def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "shared.session"
+    path.write_bytes(b"old")
+    path.chmod(0o664)
+    save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664
+
+
+@posix_only
+def test_a_new_file_has_the_permissions_that_the_user_gives_files(tmp_path: Path) -> None:
+    path, plain = tmp_path / "new.session", tmp_path / "plain"
+    old = os.umask(0o027)
+    try:
+        save(path)
+        plain.touch()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("write", [save, write_model])
+def test_names_as_long_as_the_file_system_takes_are_written(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    path = tmp_path / ("n" * 250 + ".gguf")
+    write(path)
+    assert path.stat().st_size > 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def kill_while_writing(path: Path, number: int) -> None:
+    """Let a process begin to replace `path`, and end it there by a signal."""
+    program = (
+        "import sys, time\n"
+        "from metal_prefill._replacing import replacing\n"
+        "with replacing(sys.argv[1]) as part:\n"
+        "    part.write_bytes(b'half')\n"
+        "    print('writing', flush=True)\n"
+        "    time.sleep(300)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"writing\n"
+        child.send_signal(number)
+        child.wait(60)
+
+
+@posix_only
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_next_write_removes_what_a_killed_one_left(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    kill_while_writing(path, number)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert path.read_bytes() == b"old"
+    with replacing(tmp_path / "other") as part:
+        part.write_bytes(b"new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "state"]
+
+
+@posix_only
+def test_writes_under_way_at_the_same_time_leave_each_other_alone(tmp_path: Path) -> None:
+    """Many threads replace files of one folder, each of which looks for abandoned ones."""
+    errors: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            for i in range(50):
+                with replacing(tmp_path / name) as part:
+                    part.write_text(f"{i}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"file{i % 3}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {f"file{i}": "49" for i in range(3)}
+
+
+@posix_only
+def test_a_folder_of_another_writer_is_no_leftover(tmp_path: Path) -> None:
+    with replacing(tmp_path / "slow") as slow:
+        with replacing(tmp_path / "quick") as quick:
+            quick.write_bytes(b"quick")
+        slow.write_bytes(b"slow")
+    assert {p.name for p in tmp_path.iterdir()} == {"slow", "quick"}
