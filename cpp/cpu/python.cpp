@@ -86,8 +86,6 @@ std::vector<std::vector<int>> run_team(int threads, const std::vector<int>& phas
 void bind_cpu_kernels(nb::module_& m) {
   m.def("kernel_sets", calls::kernel_sets, "Names of the sets that this machine runs, fastest first.");
   m.def("built_sets", built_sets, "Names of the sets that the compiler built, fastest first.");
-  m.def("int8_peak", int8_peak, "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "8-bit multiply-adds a second that this machine can do.");
   m.def("quantize", quantize, "set"_a, "x"_a, "first"_a = 0,
         "Activations in 8 bits: (q, scale, scaled_sum, start, start_half).");
   m.def("multiply_int8", on_arrays(calls::multiply_int8), "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a,

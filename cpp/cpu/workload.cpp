@@ -111,18 +111,6 @@ std::unique_ptr<Workload> peak_workload(const std::string& set, const std::strin
       products * threads, 0);
 }
 
-double int8_peak(int threads) {
-  constexpr int kRuns = 40;
-  constexpr double kRunSeconds = 4e-3;  // long beside the wake-up of a thread, short beside a time slice
-  const auto loop = peak_workload(available_kernels().front()->name, "int8", threads);
-  int repetitions = 1;
-  while (loop->run(repetitions) < kRunSeconds && repetitions < 1 << 20) repetitions *= 2;
-  double best = 0;
-  for (int run = 0; run < kRuns; ++run)
-    best = std::max(best, repetitions * loop->multiply_adds / loop->run(repetitions));
-  return best;
-}
-
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
                                            int tokens, int threads) {
   const Kernels& kernels = kernels_named(set);

@@ -32,9 +32,6 @@ class Workload {
 // "memory" that is read.
 std::vector<std::string> peaks(const std::string& set);
 std::unique_ptr<Workload> peak_workload(const std::string& set, const std::string& what, int threads);
-// 8-bit multiply-adds a second with the fastest set of this machine on `threads` threads: the best of several
-// short runs.
-double int8_peak(int threads);
 // One matrix by `tokens` activations, with weights enough that they come from memory, as in a model.
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
                                            int tokens, int threads);

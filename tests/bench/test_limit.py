@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from support import small_models
+from support.bench_fakes import ILLEGAL_INSTRUCTION
 
-from metal_prefill._bench import limit
+from metal_prefill import bench
+from metal_prefill._bench import limit, peak
+from metal_prefill._bench.results import BenchResults
 
 
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "separate output", "gemma3"])
@@ -36,3 +39,23 @@ def test_products_of_floats_have_no_limit_of_8_bit_products(tmp_path: Path) -> N
 def test_longer_prompts_have_a_lower_limit(demo_path: Path) -> None:
     limits = limit.prompt_limits(demo_path, [128, 512, 1024], 1)
     assert limits[128] > limits[512] > limits[1024] > 0
+
+
+def test_a_measurement_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "COMMAND", ILLEGAL_INSTRUCTION)
+    with pytest.raises(bench.BenchError, match=r"the limit int8 by \w+: its process died \(SIGILL\)"):
+        peak.int8_peak(1)
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_a_benchmark_goes_without_a_limit_whose_measurement_dies(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "COMMAND", ILLEGAL_INSTRUCTION)
+    results = bench.run(demo_path, prompts=[4, 16], n_gen=3, repetitions=1, threads=1, device="cpu")
+    assert [row.limit_ts for row in results.rows] == [None] * 3
+    assert all(row.median_ts > 0 for row in results.rows)
+    (note,) = (note for note in results.notes() if "limit" in note)
+    assert note.startswith("metal_prefill pp4, pp16: no limit: ")
+    assert "its process died (SIGILL)" in note
+    assert note in BenchResults(results.rows)._repr_html_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,13 @@ from metal_prefill._bench import engines, machine
 from metal_prefill._bench.cases import Case
 from metal_prefill._bench.engines import Identity
 from metal_prefill._bench.results import BenchResults
+
+# A process that ends as one does that meets an instruction which the processor refuses.
+ILLEGAL_INSTRUCTION = (
+    sys.executable,
+    "-c",
+    "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
+)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from metal_prefill import _core
+from metal_prefill._bench.peak import int8_peak
 from metal_prefill.architecture import read_config
 from metal_prefill.gguf_file import GGUFFile
 
@@ -77,10 +77,15 @@ def prompt_limits(path: Path, lengths: Sequence[int], threads: int) -> dict[int,
 
     Every multiply-add counts as one of 8-bit integers at the rate that the machine was just measured to do
     them on `threads` threads; scales, norms, exponentials and memory count for nothing. No engine that
-    computes with 8-bit integers is faster. Empty where the rate or the work is not known.
+    computes with 8-bit integers is faster. Empty where the work is not known.
+
+    Raises
+    ------
+    BenchError
+        The process that measures the rate dies.
     """
     work = read_work(path)
-    rate = float(_core.cpu.int8_peak(threads)) if work is not None and lengths else 0.0
-    if work is None or not rate:
+    if work is None or not lengths:
         return {}
+    rate = int8_peak(threads)
     return {n: rate * n / work.products(n) for n in lengths}

@@ -96,12 +96,13 @@ def make_row(
     calibration_ns: int,
     cpu: str,
     limit_ts: float | None,
+    note: str = "",
 ) -> Row:
-    """Summarize the samples of one test of one engine."""
+    """Summarize the samples of one test of one engine; `note` joins what is said of them."""
     samples_ns = [sample.ns for sample in selection.kept]
     samples_ts = [case.timed_tokens * NANO / ns for ns in samples_ns]
     identity = worker.identity
-    notes = []
+    notes = [note] if note else []
     if "emulat" in identity.device.lower():
         notes.append(EMULATOR_NOTE)
     if selection.n_degraded:
@@ -179,13 +180,17 @@ class Rows:
 
     def notes(self) -> list[str]:
         """Return what a reader has to know beside the numbers."""
-        notes = dict.fromkeys(f"{row.engine} {row.test}: {row.note}" for row in self.rows if row.note)
+        tests: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.note:
+                tests.setdefault((row.engine, row.note), []).append(row.test)
+        notes = [f"{engine} {', '.join(names)}: {note}" for (engine, note), names in tests.items()]
         dropped = sum(row.n_dropped for row in self.rows)
         if dropped:
-            notes[
+            notes.append(
                 f"{dropped} samples were taken in a degraded state of the machine, dropped and repeated"
-            ] = None
-        return list(notes)
+            )
+        return notes
 
 
 def in_order(rows: Sequence[Row], engines: Sequence[str]) -> list[Row]:

@@ -131,9 +131,13 @@ def run(
         runner.run(tests)
         cpu = machine.cpu_name()
         limits: dict[int, float] = {}
+        unlimited = ""  # why there are none
         if resolve_device(device) == "cpu" and compute == "int8":
             lengths = [case.n_prompt for case in tests if case.n_prompt]
-            limits = limit.prompt_limits(path, lengths, threads or machine.available_threads())
+            try:
+                limits = limit.prompt_limits(path, lengths, threads or machine.available_threads())
+            except BenchError as error:
+                unlimited = f"no limit: {error}"
         rows = [
             make_row(
                 worker,
@@ -144,6 +148,7 @@ def run(
                 calibrator.reference_ns,
                 cpu,
                 limits.get(case.n_prompt),
+                unlimited if worker.name == engines.OURS and case.n_prompt else "",
             )
             for worker in workers
             for case in tests

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Protocol
@@ -21,6 +22,8 @@ from rich.table import Table
 
 from metal_prefill import _core
 from metal_prefill._bench import machine
+from metal_prefill._bench.errors import BenchError
+from metal_prefill._bench.peak import PeakProcess
 from metal_prefill._bench.summary import Spread, spread
 from metal_prefill._commands import common
 from metal_prefill._replacing import check_target, replacing
@@ -70,9 +73,11 @@ class KernelRow:
         What bounds its arithmetic.
     gmacs : Spread
         10^9 multiply-adds a second.
-    of_products, of_memory : Spread
-        Share of the limits that were measured beside each sample, 1 for all of it. The second is 0 where no
-        weights are read.
+    of_products, of_memory : Spread or None
+        Share of the limits that were measured before and after each sample, 1 for all of it. The second is 0
+        where no weights are read. None where the limit could not be measured.
+    note : str
+        Why not.
     """
 
     kernel: str
@@ -81,21 +86,48 @@ class KernelRow:
     threads: int
     limit: str
     gmacs: Spread
-    of_products: Spread
-    of_memory: Spread
+    of_products: Spread | None
+    of_memory: Spread | None
+    note: str = ""
 
 
 class Limit:
-    """A limit of the machine, as a rate: multiply-adds or bytes per second."""
+    """A limit of the machine, as a rate: multiply-adds or bytes per second.
 
-    def __init__(self, workload: Timed) -> None:
-        self._workload = workload
-        self._repetitions = repetitions_for(workload, LIMIT_S)
+    Parameters
+    ----------
+    start
+        Returns what is timed. When that fails, here or later, the limit is not known from then on.
 
-    def measure(self) -> float:
-        """Measure it now."""
-        seconds = self._workload.run(self._repetitions)
+    Attributes
+    ----------
+    failure : str
+        Why it is not known.
+    """
+
+    def __init__(self, start: Callable[[], Timed]) -> None:
+        self.failure = ""
+        self._workload: Timed | None = None
+        try:
+            self._workload = start()
+            self._repetitions = repetitions_for(self._workload, LIMIT_S)
+        except BenchError as error:
+            self._fail(error)
+
+    def measure(self) -> float | None:
+        """Measure it now; None where it is not known."""
+        if self._workload is None:
+            return None
+        try:
+            seconds = self._workload.run(self._repetitions)
+        except BenchError as error:
+            self._fail(error)
+            return None
         return self._repetitions * (self._workload.multiply_adds or self._workload.bytes) / seconds
+
+    def _fail(self, error: BenchError) -> None:
+        self.failure = str(error)
+        self._workload = None
 
 
 def repetitions_for(workload: Timed, seconds: float) -> int:
@@ -118,20 +150,22 @@ def measure(
 ) -> KernelRow:
     """Time a workload between measurements of the limits."""
     count = repetitions_for(workload, SAMPLE_S)
-    rates, of_products, of_memory = [], [], []
-    names = (limit, "memory")
-    before = {name: limits[name].measure() for name in names}
+    work = {limit: workload.multiply_adds, "memory": workload.bytes}
+    rates: list[float] = []
+    shares: dict[str, list[float]] = {name: [] for name in work}
+    before = {name: limits[name].measure() for name in work}
     for _ in range(repetitions):
         seconds = workload.run(count)
-        after = {name: limits[name].measure() for name in names}
-        rate = count * workload.multiply_adds / seconds
-        rates.append(rate / GIGA)
-        of_products.append(rate / ((before[limit] + after[limit]) / 2))
-        of_memory.append(count * workload.bytes / seconds / ((before["memory"] + after["memory"]) / 2))
+        after = {name: limits[name].measure() for name in work}
+        rates.append(count * workload.multiply_adds / seconds / GIGA)
+        for name, done in work.items():
+            first, last = before[name], after[name]
+            if first is not None and last is not None:
+                shares[name].append(count * done / seconds / ((first + last) / 2))
         before = after
-    return KernelRow(
-        kernel, isa, tokens, threads, limit, spread(rates), spread(of_products), spread(of_memory)
-    )
+    of_products, of_memory = (spread(shares[name]) if shares[name] else None for name in work)
+    note = "; ".join(limits[name].failure for name in work if limits[name].failure)
+    return KernelRow(kernel, isa, tokens, threads, limit, spread(rates), of_products, of_memory, note)
 
 
 def run(
@@ -172,12 +206,22 @@ def run(
     isa = isa or _core.cpu.kernel_sets()[0]
     rows = []
     for n_threads in threads:
-        limits = {name: Limit(_core.cpu.peak_workload(isa, name, n_threads)) for name in _core.cpu.peaks(isa)}
-        for kernel, limit, n, make in _cases(isa, types, shapes, tokens, attention_tokens, n_threads):
-            if progress is not None:
-                progress(f"{kernel}, {machine.counted(n, 'token')}, {machine.counted(n_threads, 'thread')}")
-            rows.append(measure(kernel, make(), n, n_threads, isa, limit, limits, repetitions))
+        with ExitStack() as stack:
+            limits = {
+                name: Limit(partial(_start_peak, stack, isa, name, n_threads))
+                for name in _core.cpu.peaks(isa)
+            }
+            for kernel, limit, n, make in _cases(isa, types, shapes, tokens, attention_tokens, n_threads):
+                if progress is not None:
+                    progress(
+                        f"{kernel}, {machine.counted(n, 'token')}, {machine.counted(n_threads, 'thread')}"
+                    )
+                rows.append(measure(kernel, make(), n, n_threads, isa, limit, limits, repetitions))
     return rows
+
+
+def _start_peak(stack: ExitStack, isa: str, limit: str, threads: int) -> Timed:
+    return stack.enter_context(PeakProcess(isa, limit, threads))
 
 
 def _cases(
@@ -208,7 +252,9 @@ def _cases(
         yield f"attention {HEADS}/{KV_HEADS} heads of {HEAD_DIM}", limit, n, make
 
 
-def _percent(share: Spread) -> str:
+def _percent(share: Spread | None) -> str:
+    if share is None:
+        return "?"
     return f"{share.median:.0%} ({share.low:.0%}-{share.high:.0%})"
 
 
@@ -227,7 +273,7 @@ def render(rows: Sequence[KernelRow]) -> Table:
             f"{row.gmacs.median:,.1f}",
             row.limit,
             _percent(row.of_products),
-            _percent(row.of_memory) if row.of_memory.median else "",
+            _percent(row.of_memory) if row.of_memory is None or row.of_memory.median else "",
         )
     return table
 
@@ -278,6 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text)
         return 0
     common.console().print(render(rows))
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        common.console().print(f"note: {note}", markup=False)
     if options.json:
         with replacing(options.json) as part:
             part.write_text(text + "\n", encoding="utf-8")
