@@ -323,27 +323,27 @@ void bind_session(nb::module_& m) {
   nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
       .def(
           "forward_prompt",
-          [](Session& self, TokenArray tokens, bool reuse, nb::object progress) {
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim) {
             ProgressGuard guard(std::move(progress));
             const PromptResult result = without_gil(
-                [&] { return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function()); });
+                [&] { return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function(), claim); });
             guard.raise_pending();
             return result.token;
           },
-          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none())
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
       .def(
           "forward_prompt_logits",
-          [](Session& self, TokenArray tokens, bool reuse, nb::object progress) {
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim) {
             FloatResult logits(std::size_t(self.engine().config().vocab_size));
             ProgressGuard guard(std::move(progress));
             without_gil([&] {
               return self.forward_prompt_logits(view(tokens), logits.data(), prefix_of(reuse),
-                                                guard.function());
+                                                guard.function(), claim);
             });
             guard.raise_pending();
             return logits.release();
           },
-          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none())
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
       .def(
           "score",
           [](Session& self, TokenArray tokens, nb::object progress) {

@@ -63,8 +63,12 @@ std::size_t Session::check_prompt(std::span<const TokenId> tokens, Prefix prefix
 }
 
 PromptResult Session::run(const char* name, std::span<const TokenId> tokens, Chunk wanted, Prefix prefix,
-                          const Progress& progress) {
+                          const Progress& progress, Claim claim) {
   const Call call(*this, name);
+  if (claim != 0 && prefix == Prefix::kAppend && claim != claim_)
+    throw SessionBusyError(
+        "another call changed the session while text was generated with it: it stands at " +
+        std::to_string(tokens_.size()) + "; give each generator a session of its own");
   begin_call();
   const std::size_t reused = check_prompt(tokens, prefix);
   const std::size_t start = prefix == Prefix::kAppend ? tokens_.size() : 0;  // position of tokens[0]
@@ -74,6 +78,7 @@ PromptResult Session::run(const char* name, std::span<const TokenId> tokens, Chu
     tokens_.reserve(start + tokens.size());  // what follows a computed chunk must not fail
     if (prefix == Prefix::kReuse) reused_ = reused;
     tokens_.resize(before);
+    claim_ = claim;
   });
 
   PromptResult result;
@@ -109,19 +114,19 @@ PromptResult Session::run(const char* name, std::span<const TokenId> tokens, Chu
   return result;
 }
 
-PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix,
-                                     const Progress& progress) {
+PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress,
+                                     Claim claim) {
   Chunk wanted;
   wanted.output = Output::kGreedy;
-  return run("forward_prompt", tokens, wanted, prefix, progress);
+  return run("forward_prompt", tokens, wanted, prefix, progress, claim);
 }
 
 PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix,
-                                            const Progress& progress) {
+                                            const Progress& progress, Claim claim) {
   Chunk wanted;
   wanted.output = Output::kLogits;
   wanted.logits = logits;
-  return run("forward_prompt_logits", tokens, wanted, prefix, progress);
+  return run("forward_prompt_logits", tokens, wanted, prefix, progress, claim);
 }
 
 PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
@@ -197,7 +202,10 @@ void Session::rewind(int position) {
   if (position < 0 || std::size_t(position) > tokens_.size())
     throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
                                 ": the session stands at " + std::to_string(tokens_.size()));
-  change([&] { tokens_.resize(std::size_t(position)); });
+  change([&] {
+    tokens_.resize(std::size_t(position));
+    claim_ = 0;
+  });
 }
 
 std::unique_ptr<Session> Session::fork() {
@@ -234,7 +242,10 @@ void Session::import_state(std::span<const TokenId> tokens, const KvSource& sour
   for (std::size_t i = 0; i < tokens.size(); ++i) check_token(tokens[i], engine_->config().vocab_size, i);
   std::vector<TokenId> replacement(tokens.begin(), tokens.end());
   reserve(int(tokens.size()));
-  change([&] { tokens_.clear(); });  // until every row is in, the cache holds nothing of use
+  change([&] {
+    tokens_.clear();  // until every row is in, the cache holds nothing of use
+    claim_ = 0;
+  });
   const int n = int(replacement.size());
   for (int layer = 0; layer < engine_->config().n_layers; ++layer)
     for (const bool values : {false, true})

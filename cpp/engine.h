@@ -100,6 +100,10 @@ struct PromptResult {
 
 enum class Prefix { kAppend, kReuse };
 
+// Names a chain of prompts: the first, with kReuse, claims the session, and those that follow append to it.
+// One that finds the session changed by any other call since throws SessionBusyError. 0 claims nothing.
+using Claim = std::uint64_t;
+
 using Stats = std::map<std::string, double>;
 
 class Engine;
@@ -117,9 +121,10 @@ class Session {
   // SessionBusyError. `prefix` says where the tokens go: behind those in the cache, or, with kReuse, in their
   // place: the longest common prefix is kept and only the rest computed.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
-                              const Progress& progress = {});
+                              const Progress& progress = {}, Claim claim = 0);
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
-                                     Prefix prefix = Prefix::kAppend, const Progress& progress = {});
+                                     Prefix prefix = Prefix::kAppend, const Progress& progress = {},
+                                     Claim claim = 0);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);
@@ -184,7 +189,7 @@ class Session {
   // How many leading tokens of the prompt are in the cache already; checks the rest against the limits.
   std::size_t check_prompt(std::span<const TokenId> tokens, Prefix prefix) const;
   PromptResult run(const char* call, std::span<const TokenId> tokens, Chunk wanted, Prefix prefix,
-                   const Progress& progress);
+                   const Progress& progress, Claim claim = 0);
   void check_room(std::size_t position, std::size_t tokens) const;
   void require_dispatches() const;
   // Changes what reads see. Only the call whose turn it is may.
@@ -202,6 +207,7 @@ class Session {
   std::vector<TokenId> tokens_;  // in the cache
   std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
   std::size_t cache_bytes_ = 0;
+  Claim claim_ = 0;  // of the last change
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {

@@ -187,3 +187,74 @@ def test_ctrl_c_ends_the_wait_for_a_turn(model: Model, wait: Callable[[Session],
         done.set()
         thread.join()
     assert session.position == len(PROMPT)
+
+
+def test_of_two_generators_on_one_session_the_overtaken_one_says_so(model: Model) -> None:
+    alone = list(model.session().generate("JULIET:", 12))
+    session = model.session()
+    first, second = session.generate("ROMEO:", 12), session.generate("JULIET:", 12)
+    next(first)
+    begun = [next(second)]
+    with pytest.raises(SessionBusyError, match="another call changed the session while text was generated"):
+        list(first)
+    assert begun + list(second) == alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.rewind(1),
+        lambda s: s.rewind(s.position),
+        lambda s: s.forward_token(5),
+        lambda s: s.forward_prompt([5], reuse=True),
+        lambda s: s.score([5, 6]),
+    ],
+)
+def test_a_generator_says_that_its_session_was_changed(
+    model: Model, change: Callable[[Session], object], temperature: float
+) -> None:
+    session = model.session()
+    pieces = session.generate("ROMEO:", 12, temperature=temperature, seed=1)
+    next(pieces)
+    change(session)
+    tokens = session.tokens
+    with pytest.raises(SessionBusyError):
+        next(pieces)
+    assert session.tokens == tokens
+
+
+def test_reads_forks_and_other_sessions_leave_a_generator_alone(model: Model, tmp_path: Path) -> None:
+    expected = list(model.session().generate("ROMEO:", 12))
+    session, other = model.session(), model.session()
+    pieces = []
+    for piece in session.generate("ROMEO:", 12):
+        pieces.append(piece)
+        assert session.position == len(session.tokens) == session.stats()["position"]
+        with session.fork() as fork:
+            fork.forward_token(5)
+        session.save(tmp_path / "x.session")
+        other.forward_prompt(PROMPT, reuse=True)
+    assert pieces == expected
+
+
+def test_threads_in_one_models_generate_get_their_text_or_an_error(demo_path: Path) -> None:
+    names = [f"CITIZEN {i}:\n" for i in range(4)]
+    with Model(demo_path, device="cpu") as model:
+        alone = {name: "".join(model.generate(name, 30)) for name in names}
+        outcomes: list[tuple[str, str | None]] = []
+
+        def work(name: str) -> None:
+            for _ in range(5):
+                try:
+                    outcomes.append((name, "".join(model.generate(name, 30))))
+                except SessionBusyError:
+                    outcomes.append((name, None))
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outcomes) == 20
+    assert all(text in (None, alone[name]) for name, text in outcomes)

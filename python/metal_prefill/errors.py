@@ -42,7 +42,11 @@ class MissingExtraError(MetalPrefillError, ImportError):
 
 
 class SessionBusyError(MetalPrefillError, RuntimeError):
-    """The call would change a session while another call uses it: it comes from that call's callback."""
+    """Two calls would use one session at a time.
+
+    A call would change a session from inside its own progress callback, or a generator finds that another
+    call changed its session.
+    """
 
 
 class DeviceError(MetalPrefillError, RuntimeError):

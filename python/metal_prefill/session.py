@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,10 @@ class _SharedModel(Protocol):
     @property
     def _state_owner(self) -> _state.Owner:
         """What saved sessions of the model belong to."""
+
+
+# One for each generator: see `Claim` in cpp/engine.h.
+_claims = itertools.count(1)
 
 
 class Session:
@@ -284,6 +289,12 @@ class Session:
         str
             Pieces of text, never an incomplete character. They end at an end-of-text token, at a stop
             string, after `max_tokens`, or where the context is full.
+
+        Raises
+        ------
+        SessionBusyError
+            Another call changed the session since the last piece, such as a second generator: each needs a
+            session of its own while it lasts. The session stays as the other call left it.
         """
         stops = [stop] if isinstance(stop, str) else list(stop)
         if any(not s for s in stops):
@@ -312,18 +323,22 @@ class Session:
         greedy = options.is_greedy
         if max_tokens == 0:
             return
-        token = (
-            self.forward_prompt(ids, reuse=True, progress=progress)
-            if greedy
-            else choose(self.forward_prompt_logits(ids, reuse=True, progress=progress))
-        )
+        claim = next(_claims)  # ends when another call changes the session
+
+        def following(tokens: TokenIds, reuse: bool = False, progress: Progress | None = None) -> int:
+            core, array = self._open(), token_array(tokens, self._model.config.vocab_size)
+            if greedy:
+                return core.forward_prompt(array, reuse, progress, claim)
+            return choose(core.forward_prompt_logits(array, reuse, progress, claim))
+
+        token = following(ids, reuse=True, progress=progress)
         for made in range(1, max_tokens + 1):
             if token in tokenizer.stop_ids:
                 break
             yield decoder.step(token)
             if made == max_tokens or self.position >= self.max_context:
                 break
-            token = self.forward_token_greedy(token) if greedy else choose(self.forward_token(token))
+            token = following([token])
         yield decoder.flush()
 
     def close(self) -> None:
