@@ -7,11 +7,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-SOURCES := $(shell git ls-files cpp emulator shaders cmake CMakeLists.txt pyproject.toml python)
+# Where a missing emulator is a failure, so it is for the emulator's own tests.
+export METAL_EMULATOR_REQUIRED ?= $(METAL_PREFILL_REQUIRE_EMULATOR)
+
+SOURCES := $(shell git ls-files cpp emulator shaders cmake CMakeLists.txt pyproject.toml python \
+  ':!emulator/*.md' ':!emulator/tests/*.py' ':!emulator/tools' ':!emulator/examples')
 NATIVE := $(shell git ls-files {cpp,emulator}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup test test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
+.PHONY: demo setup test test-emulator test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -54,6 +58,12 @@ demo: build/.plain
 # File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end.
 test: build/.emulator build/.arm
 	$(BIN)/python -m pytest --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) --dist loadfile --no-loadscope-reorder
+
+# The emulator by itself, as it builds and tests where there is no package around it.
+test-emulator: build/.emulator
+	$(BIN)/cmake -S emulator -B build/emulator-alone -G Ninja -D Python_EXECUTABLE=$(abspath $(BIN))/python
+	$(BIN)/cmake --build build/emulator-alone
+	$(BIN)/ctest --test-dir build/emulator-alone --output-on-failure
 
 # Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
 sanitize: sanitize-address sanitize-thread

@@ -9,7 +9,7 @@ if(NOT CMAKE_OBJCXX_COMPILER AND NOT DEFINED ENV{OBJCXX})
       DOC "clang++ for the Metal emulator")
     if(NOT CMAKE_OBJCXX_COMPILER)
       message(FATAL_ERROR "The Metal emulator needs clang++ 18 or newer (Debian, Ubuntu: apt install clang-19). "
-        "Install it, name it with -DCMAKE_OBJCXX_COMPILER=..., or build without METAL_PREFILL_EMULATOR.")
+        "Install it, name it with -DCMAKE_OBJCXX_COMPILER=..., or build without the emulator.")
     endif()
   endif()
 endif()

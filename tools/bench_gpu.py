@@ -143,10 +143,10 @@ def dispatch_times(path: Path, repeats: int) -> list[Record]:
 
 def measure_ceilings() -> Record:
     """Return bytes and operations a second that the GPU reaches at most, and what a dispatch costs."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support.metal_kernels import KernelLibrary
+    sys.path.insert(0, str(ROOT / "emulator/testing"))
+    from metal_kernels import KernelLibrary
 
-    library = KernelLibrary(ROOT / "tests/emulator/kernels/ceilings.metal")
+    library = KernelLibrary((ROOT / "emulator/tests/kernels/ceilings.metal").read_text())
     size = 1 << 30
     buffers = [library.device.new_buffer(size, storage="private") for _ in range(2)]
 

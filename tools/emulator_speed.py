@@ -23,7 +23,7 @@ import numpy as np
 from metal_prefill import Model, synth
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "emulator/testing")]
 
 from shader_library import ShaderLibrary, build  # noqa: E402
 from support.kernel_harness import CONSTANTS, Weights, ceil_div, make_args  # noqa: E402

@@ -25,7 +25,7 @@ shift
 mapfile -t files < <(printf '%s\n' tests/metal_engine/test_metal_engine.py \
   tests/test_{session,engine,cpu_kernels,state}.py \
   tests/metal_engine/test_*.py \
-  tests/emulator/test_{language,algorithms,buffer_ends,hazards,metal_objects,metal_validation,objective_c}.py |
+  emulator/tests/test_{language,algorithms,buffer_ends,hazards,metal_objects,metal_validation,objective_c}.py |
   awk '!seen[$0]++')
 python=$PWD/.venv/bin/python
 build=$PWD/build/sanitize-$name
@@ -56,7 +56,7 @@ export UBSAN_OPTIONS=$common:halt_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=$common:halt_on_error=1:second_deadlock_stack=1:history_size=4:die_after_fork=0
 # The threads of NumPy's matrix products meet in ways that ThreadSanitizer, which does not see them, takes for races.
 export OPENBLAS_NUM_THREADS=1
-export METAL_PREFILL_REQUIRE_EMULATOR=1
+export METAL_PREFILL_REQUIRE_EMULATOR=1 METAL_EMULATOR_REQUIRED=1
 # Interceptors of C++ exceptions look for libstdc++ when they are set up.
 test=(env LD_PRELOAD="$preload $("$clang" -print-file-name=libstdc++.so.6)"
       "$python" -m pytest --timeout=900 -p no:cacheprovider -p no:faulthandler --capture=sys)

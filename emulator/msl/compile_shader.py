@@ -119,6 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
     parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
     parser.add_argument("--metal-version", type=int, default=310, help="__METAL_VERSION__; default 310")
+    parser.add_argument("--depfile", help="write a Make rule with the files that are read")
     parser.add_argument("--checked", action="store_true", help="let every memory access call the executor")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="such as address,undefined or thread")
     parser.add_argument(
@@ -126,6 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     macros = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
+    if options.depfile:
+        macros += ["-MD", "-MF", options.depfile, "-MT", str(options.output)]
     try:
         text = translate(options.source, "ptx" if options.ptx else "cpu", options.metal_version, macros)
         if options.sanitize:

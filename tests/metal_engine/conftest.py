@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.kernel_harness import SHADERS, Array, Run
-from support.metal_kernels import KernelLibrary, testing_module
+from metal_kernels import KernelLibrary, testing_module
+from support.kernel_harness import SHADERS, Array, Run, flat_source
 
 MISSING = "the package was built without the means to dispatch single kernels: run `make test`"
 SHUFFLED = 7  # seed of the order of threads
@@ -24,7 +24,7 @@ def libraries() -> Iterator[dict[str, KernelLibrary]]:
         if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
             pytest.fail(MISSING)
         pytest.skip(MISSING)
-    opened = [KernelLibrary(path, [SHADERS]) for path in sorted(SHADERS.glob("*.metal"))]
+    opened = [KernelLibrary(flat_source(path)) for path in sorted(SHADERS.glob("*.metal"))]
     yield {name: library for library in opened for name in library.library.function_names}
     for library in opened:
         library.close()

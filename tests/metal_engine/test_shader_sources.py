@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from metal_kernels import KernelLibrary
 from support.kernel_harness import SHADERS, TYPES
-from support.metal_kernels import KernelLibrary
 
 ENGINE = Path(__file__).parents[2] / "cpp" / "metal"
 SOURCES = sorted(SHADERS.glob("*.metal"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,14 +14,24 @@ from numpy.typing import NDArray
 
 from metal_prefill._synth_blocks import random_tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake"))
+
+import embed_shaders
+
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
-SHADERS = Path(__file__).parents[2] / "shaders"
+ROOT = Path(__file__).resolve().parents[2]
+SHADERS = ROOT / "shaders"
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 SENTINELS = 64
 SENTINEL = 0x5A
+
+
+def flat_source(path: Path) -> str:
+    """Return the text that newLibraryWithSource is given: a shader with its local includes in place."""
+    return embed_shaders.flatten(path, [SHADERS], ROOT)[0]
 
 
 class Run(Protocol):

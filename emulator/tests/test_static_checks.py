@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CHECK = ROOT / "emulator" / "msl" / "check_shaders.py"
+CHECK = Path(__file__).resolve().parents[1] / "msl" / "check_shaders.py"
 HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("clang")]
@@ -78,21 +77,15 @@ WRONG: dict[str, tuple[str, str]] = {
 
 
 def check(*sources: Path, version: int = 300) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = [sys.executable, CHECK, "--metal-version", str(version)]
-    command += ["-I", ROOT / "shaders", *sources]
+    command: list[str | Path] = [sys.executable, CHECK, "--metal-version", str(version), *sources]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_every_shader_of_the_engine_passes() -> None:
-    sources = sorted((ROOT / "shaders").glob("*.metal"))
-    result = check(*sources)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count(": ok") == len(sources) >= 12
-
-
 def test_the_shaders_of_these_tests_pass() -> None:
-    result = check(*HERE.glob("shaders/*.metal"), *HERE.glob("kernels/*.metal"), version=310)
+    sources = [*HERE.glob("shaders/*.metal"), *HERE.glob("kernels/*.metal")]
+    result = check(*sources, version=310)
     assert result.returncode == 0, result.stderr
+    assert result.stdout.count(": ok") == len(sources) >= 6
 
 
 def source_of(name: str) -> str:

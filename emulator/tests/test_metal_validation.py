@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.metal_kernels import KernelLibrary
+from metal_kernels import KernelLibrary
 
 PAGE = mmap.PAGESIZE
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "emulator" / "examples" / "vector_add"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "vector_add"
 
 
 @pytest.mark.timeout(900)

@@ -2,7 +2,7 @@
 // uses.
 #include "metal_objects.h"
 
-#ifdef METAL_PREFILL_EMULATOR
+#ifdef METAL_EMULATOR
 #include "python.h"
 #endif
 
@@ -13,7 +13,7 @@ NB_MODULE(_metal_testing, m) {
   metal_testing::bind_device(m);
   metal_testing::bind_commands(m);
   metal_testing::bind_objc_checks(m);
-#ifdef METAL_PREFILL_EMULATOR
+#ifdef METAL_EMULATOR
   nanobind::module_ emulator = m.def_submodule("emulator", "Introspection of this module's Metal emulator.");
   metal_emulator::bind_emulator(emulator);
 #endif

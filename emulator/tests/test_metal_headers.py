@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-import apple_metadata  # noqa: E402
-import check_metal_api  # noqa: E402
+import apple_metadata
+import check_metal_api
 
 NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
 
@@ -28,7 +27,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for package in apple_metadata.WHEELS.values():
             apple_metadata.download(package, folder)
     except RuntimeError as error:
-        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+        if os.environ.get("METAL_EMULATOR_REQUIRED"):
             pytest.fail(f"{NEEDED}: {error}")
         pytest.skip(f"{NEEDED}: {error}")
     return folder

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-EMULATOR = ROOT / "emulator"
+EMULATOR = Path(__file__).resolve().parents[1]
 CONSTANT_TYPES = {bool: 0, np.int8: 1, np.uint8: 2, np.int16: 3, np.uint16: 4, np.int32: 5, int: 5,
                   np.uint32: 6,
                   np.int64: 7, np.uint64: 8, np.float16: 9, np.float32: 10, float: 10}  # fmt: skip

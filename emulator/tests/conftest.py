@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metal_kernels import KernelLibrary, testing_module
 from shader_library import ShaderLibrary, build, find_clang
-from support.metal_kernels import KernelLibrary, testing_module
 
 MISSING = (
-    "the package was built without the Metal emulator: install clang 19 (Debian: apt-get install clang-19 "
-    "lld-19 libclang-rt-19-dev) and run `make test`"
+    "the module _metal_testing was not built with the emulator: install clang 19 (Debian: apt-get install "
+    "clang-19 lld-19 libclang-rt-19-dev) and build and test as README.md says"
 )
 KERNELS = Path(__file__).parent / "kernels"
 SHADERS = Path(__file__).parent / "shaders"
@@ -26,7 +26,7 @@ def metal_testing() -> Any:
     try:
         return testing_module()
     except ImportError:
-        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+        if os.environ.get("METAL_EMULATOR_REQUIRED"):
             pytest.fail(MISSING)
         pytest.skip(MISSING)
 
@@ -85,7 +85,7 @@ def device(metal_testing: Any, emulator: Any) -> Iterator[Any]:
 @pytest.fixture
 def library(emulator: Any) -> Iterator[KernelLibrary]:
     """Yield the kernels that the tests of the API run."""
-    library = KernelLibrary(KERNELS / "host_api.metal")
+    library = KernelLibrary((KERNELS / "host_api.metal").read_text())
     yield library
     library.close()
 
@@ -95,7 +95,7 @@ def clang() -> str:
     """Return clang's path, for tests that compile shaders themselves."""
     path = find_clang()
     if path is None:
-        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+        if os.environ.get("METAL_EMULATOR_REQUIRED"):
             pytest.fail(MISSING)
         pytest.skip(MISSING)
     return path
@@ -120,7 +120,7 @@ def load_shaders(
 ) -> Callable[[str], ShaderLibrary]:
     """Return a function that builds shaders/<name>.metal with the executor and loads it, once.
 
-    With the sanitizers that the package is built with, if any.
+    With the sanitizers that the emulator is built with, if any.
     """
     loaded: dict[str, ShaderLibrary] = {}
     sanitizers = {"address": "address,undefined"}.get(

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "cmake"))
-
-import embed_shaders  # noqa: E402
 
 # A buffer argument: an array is bound as a Shared buffer and has the buffer's contents afterwards; bytes are
 # passed with setBytes; None leaves the index unbound.
@@ -22,13 +15,8 @@ Size = int | tuple[int, ...]
 
 
 def testing_module() -> Any:
-    """Return the module through which tests call Metal; raises ImportError where the package lacks it."""
-    return importlib.import_module("metal_prefill._metal_testing")
-
-
-def source_text(path: Path, include: Sequence[Path] = (), root: Path = ROOT) -> str:
-    """Return the text that newLibraryWithSource is given: the file with its local includes in place."""
-    return embed_shaders.flatten(path, list(include), root)[0]
+    """Return the module through which tests call Metal; raises ImportError where it was not built."""
+    return importlib.import_module("_metal_testing")
 
 
 def three(size: Size) -> tuple[int, int, int]:
@@ -42,15 +30,14 @@ class KernelLibrary:
 
     Parameters
     ----------
-    path
-        The ``.metal`` file. Off a Mac it must be among those that the test module was built with.
-    include
-        Folders of its local headers.
+    source
+        Text of the source, with local includes in place. Off a Mac it must be that of a file which the test
+        module was built with.
     """
 
-    def __init__(self, path: Path, include: Sequence[Path] = ()) -> None:
+    def __init__(self, source: str) -> None:
         self.device: Any = testing_module().Device()
-        self.library: Any = self.device.new_library(source_text(path, include))
+        self.library: Any = self.device.new_library(source)
         self.queue: Any = self.device.new_queue()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from apple_metadata import WHEELS, Framework, download, read_framework
 
-INCLUDE = Path(__file__).resolve().parent.parent / "emulator" / "include"
+INCLUDE = Path(__file__).resolve().parent.parent / "include"
 COMPILERS = ["clang++-19", "clang++", "clang++-20", "clang++-18"]
 
 # Methods of classes (not of protocols) that the bindings do not annotate, because bridging them needs no

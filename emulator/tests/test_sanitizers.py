@@ -15,8 +15,8 @@ from shader_library import build
 
 pytestmark = pytest.mark.emulator
 SOURCE = Path(__file__).parent / "shaders" / "planted.metal"
-TESTS = Path(__file__).resolve().parents[1]
-COMPILE_SHADER = TESTS.parent / "emulator" / "msl" / "compile_shader.py"
+EMULATOR = Path(__file__).resolve().parents[1]
+COMPILE_SHADER = EMULATOR / "msl" / "compile_shader.py"
 RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}
 OPTIONS = "halt_on_error=1:exitcode=66:detect_leaks=0:print_stacktrace=1:external_symbolizer_path="
 # Dispatches one kernel of a library and prints its first results.
@@ -37,13 +37,13 @@ Dispatch = Callable[..., subprocess.CompletedProcess[str]]
 
 def test_sanitized_shaders_are_found_by_their_whole_text(tmp_path: Path) -> None:
     """Loops are not unrolled, in the code alone."""
-    source = TESTS.parent / "shaders" / "multi_token_matvec_q4_0.metal"
+    source = EMULATOR / "tests" / "kernels" / "ceilings.metal"
     written = source.read_text().count("#pragma unroll")
     assert written
     counts = []
     for flags in ([], ["--sanitize", "thread"]):
         output = tmp_path / "translated.cpp"
-        command = [sys.executable, str(COMPILE_SHADER), str(source), "-I", str(source.parent)]
+        command = [sys.executable, str(COMPILE_SHADER), str(source)]
         subprocess.run([*command, *flags, "-o", str(output)], check=True)
         code, _, text = output.read_text().partition("const char kSource[]")
         counts.append((code.count("#pragma unroll") > 0, text.count("#pragma unroll") >= written))
@@ -59,7 +59,7 @@ def line_of(mistake: str) -> str:
 def missing(what: str, package: str) -> None:
     """Skip, or fail where the emulator is required."""
     message = f"there is no {what}: apt-get install {package}"
-    if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+    if os.environ.get("METAL_EMULATOR_REQUIRED"):
         pytest.fail(message)
     pytest.skip(message)
 
@@ -75,7 +75,7 @@ def dispatcher(clang: str, folder: Path, sanitizers: str) -> Dispatch:
     if symbolizer is None:
         missing("llvm-symbolizer", "llvm-19")
     library = build([SOURCE], folder, sanitizers)
-    environment = os.environ | {"LD_PRELOAD": runtime, "PYTHONPATH": str(TESTS)}
+    environment = os.environ | {"LD_PRELOAD": runtime, "PYTHONPATH": str(EMULATOR / "testing")}
     for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"):
         environment[name] = f"{OPTIONS}{symbolizer}"
 

@@ -1,0 +1,51 @@
+"""What the emulator's compilers say of the shaders, without running them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shader_library import EMULATOR, find_clang
+from support.kernel_harness import SHADERS, flat_source
+
+MISSING = "there is no clang: apt-get install clang-19"
+SOURCES = sorted(SHADERS.glob("*.metal"))
+
+pytestmark = pytest.mark.emulator
+
+
+def run_compiler(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run one of the emulator's compilers."""
+    if find_clang() is None:
+        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    command = [sys.executable, EMULATOR / "msl" / script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_every_shader_passes_what_can_be_checked_without_apples_compiler() -> None:
+    result = run_compiler("check_shaders.py", "--metal-version", "300", "-I", SHADERS, *SOURCES)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(": ok") == len(SOURCES) >= 12
+
+
+@pytest.mark.parametrize("name", ["argmax", "rope", "rmsnorm", "embed", "log_prob"])
+def test_on_nvidia_gpus_kernels_need_nothing_but_the_driver(name: str, tmp_path: Path) -> None:
+    flat, assembly = tmp_path / f"{name}.metal", tmp_path / f"{name}.ptx"
+    flat.write_text(flat_source(SHADERS / f"{name}.metal"))
+    result = run_compiler("compile_shader.py", "--ptx", "--metal-version", "300", flat, "-o", assembly)
+    assert result.returncode == 0, result.stderr
+    modules = assembly.read_text().split(".version ")[1:]
+    assert modules
+    for module in modules:
+        assert ".extern .func" not in module
+        assert "call" not in re.sub(r"//.*", "", module), "everything is inlined"
+        if name != "argmax":  # which moves two-word structures as one word
+            assert ".local" not in module, "nothing is kept in memory"
+        assert module.count("// await") == 1
+        assert module.count(".visible .entry") == 1
