@@ -190,6 +190,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     raise_as("NumericalError", e.what());
   } catch (const UnsupportedModelError& e) {
     raise_as("UnsupportedModelError", e.what());
+  } catch (const KvMemoryError& e) {
+    raise_as("KVMemoryError", e.what());
   }
 }
 
@@ -254,7 +256,9 @@ void bind_config(nb::module_& m) {
       .def_rw("kv_type", &EngineOptions::kv_type)
       .def_rw("chunk_tokens", &EngineOptions::chunk_tokens)
       .def_rw("fused_norm", &EngineOptions::fused_norm)
-      .def_rw("fused_silu", &EngineOptions::fused_silu);
+      .def_rw("fused_silu", &EngineOptions::fused_silu)
+      .def_rw("kv_memory", &EngineOptions::kv_memory)
+      .def_rw("poison_cache", &EngineOptions::poison_cache);
 }
 
 void bind_engine(nb::module_& m) {

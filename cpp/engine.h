@@ -1,10 +1,11 @@
 // The contract between the Python API and the engines.
 //
-// An Engine holds what is shared: weights, pipelines, thread pool. A Session owns a KV cache, a position and
-// the ids of the tokens in the cache; many sessions share one engine. The public calls of Session are
-// implemented once, here: they check arguments before anything changes, split a prompt into chunks, report
-// progress between chunks and keep position and cache consistent when a chunk fails. An engine implements the
-// protected hooks.
+// An Engine holds what is shared: weights, pipelines, thread pool, pages of K and V. A Session owns a cache
+// (a block table over those pages), a position and the ids of the tokens in the cache; many sessions share
+// one engine. What sessions do is implemented once, here and in batch.h: arguments are checked before
+// anything changes, prompts are cut into chunks, chunks of several sessions go through the layers in one
+// pass, progress is reported between passes, and position and cache stay consistent when a pass fails. An
+// engine computes passes.
 #pragma once
 
 #include <array>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "model.h"
+#include "pages.h"
 #include "turn.h"
 
 namespace metal_prefill {
@@ -28,6 +30,10 @@ using TokenId = std::int32_t;
 
 // The prompt does not fit: position + tokens exceeds the limit of the session. Nothing was changed.
 struct ContextOverflowError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// The pages of K and V that sessions may hold together are all in use. Nothing was changed.
+struct KvMemoryError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 // The device is missing, refused an allocation or failed a command.
@@ -53,9 +59,11 @@ struct EngineOptions {
   int threads = 0;  // 0: one per available core
   Compute compute = Compute::kInt8;
   KvType kv_type = KvType::kF16;
-  int chunk_tokens = 512;   // tokens of a prompt that go through the layers together
-  bool fused_norm = false;  // Metal: RMSNorm inside the projections (decode)
-  bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
+  int chunk_tokens = 512;     // tokens of a prompt that go through the layers together
+  bool fused_norm = false;    // Metal: RMSNorm inside the projections (decode)
+  bool fused_silu = false;    // Metal: SwiGLU inside the down projection (decode)
+  std::size_t kv_memory = 0;  // bytes of K and V that all sessions may hold together; 0: half of the memory
+  bool poison_cache = false;  // fills pages with NaN before they are used, for tests
 };
 
 // What the last layer of a chunk must deliver.
@@ -79,14 +87,48 @@ struct Dispatch {
   double start = 0, end = 0;         // seconds of the GPU's clock
 };
 
+class Cache;
+
+// The next tokens of one session in a pass.
 struct Chunk {
   std::span<const TokenId> tokens;
-  int position = 0;  // of tokens[0]
+  int position = 0;        // of tokens[0]
+  Cache* cache = nullptr;  // of the session, with room for the tokens
   Output output = Output::kNone;
   float* logits = nullptr;                 // kLogits: [vocab_size]
   std::span<const TokenId> targets;        // kLogProbs: target of each token; a negative one is not asked for
   float* log_probs = nullptr;              // kLogProbs: [tokens.size()]
   std::vector<Dispatch>* trace = nullptr;  // where given: each dispatch runs alone and is noted there
+  TokenId token = -1;                      // kGreedy: filled in; stays -1 where every logit is NaN
+};
+
+// What one call did, for Session::stats().
+struct CallCounters {
+  std::uint64_t passes = 0;
+  double multiply_adds = 0;  // of products and attention, where the engine counts them
+  double seconds = 0;        // of the host in passes
+  std::uint64_t dispatches = 0, command_buffers = 0, allocations = 0;
+  double gpu_seconds = 0;
+
+  CallCounters& operator+=(const CallCounters& other);
+};
+
+// K and V of one session, as its engine keeps them.
+class Cache {
+ public:
+  virtual ~Cache() = default;
+
+  // Makes positions [kept, end) writable and keeps what lies before them. Throws without a change.
+  virtual void reserve(int kept, int end, CallCounters& counters) = 0;
+  // Lets go of what only later positions need.
+  virtual void truncate(int positions) = 0;
+  // Becomes the first `positions` of another cache of the same engine.
+  virtual void share(const Cache& from, int positions) = 0;
+  virtual std::span<const PageId> pages() const = 0;
+  // Canonical layout [position][kv_head][head_dim], elements of kv_type.
+  virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
+  virtual void write(int layer, bool values, int positions, const std::byte* in) = 0;
+  virtual std::size_t bytes() const = 0;
 };
 
 // Called between chunks with the number of prompt tokens done and in all. Returning false stops the prompt
@@ -107,19 +149,21 @@ using Claim = std::uint64_t;
 using Stats = std::map<std::string, double>;
 
 class Engine;
+struct Request;
 
 class Session {
  public:
-  virtual ~Session() = default;
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
   // Each of these is safe to call from several threads. Calls that compute, change the session or copy its
   // cache run one after another; position(), tokens(), memory_bytes() and stats() never wait for them and
-  // tell what the last finished chunk left. A progress callback runs without a lock: there these reads,
+  // tell what the last finished pass left. A progress callback runs without a lock: there these reads,
   // fork() and export_state() see the finished chunks, and a call that would change its session throws
-  // SessionBusyError. `prefix` says where the tokens go: behind those in the cache, or, with kReuse, in their
-  // place: the longest common prefix is kept and only the rest computed.
+  // SessionBusyError.
+  //
+  // `prefix` says where the tokens go: after those in the cache, or, with kReuse, in their place: the longest
+  // common prefix is kept and only the rest computed.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
                               const Progress& progress = {}, Claim claim = 0);
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
@@ -142,7 +186,7 @@ class Session {
   std::vector<TokenId> tokens() const;  // ids in the cache, [position]
   void rewind(int position);            // throws std::invalid_argument beyond the current position
 
-  // A new session with the same cache contents and position.
+  // A new session with the same cache contents and position; they share pages where the engine has them.
   std::unique_ptr<Session> fork();
   // State out and in. K (values = false) and V (true) of a layer travel in canonical layout
   // [position][kv_head][head_dim] with elements of kv_type. The caller says where the rows go, or where they
@@ -160,54 +204,28 @@ class Session {
   std::vector<float> intermediate(const std::string& name) const;
   const Engine& engine() const { return *engine_; }
 
- protected:
-  Session(std::shared_ptr<Engine> engine, int max_context);
-
-  // Appends the chunk to the cache at chunk.position and computes its output. The cache behind chunk.position
-  // must be left intact when this throws. Returns the token for kGreedy, else -1.
-  virtual TokenId forward_chunk(const Chunk& chunk) = 0;
-  // Grows the cache to hold `positions` in all, keeping its contents. Throws without a change.
-  virtual void reserve(int positions) = 0;
-  virtual void read_kv(int layer, bool values, int positions, std::byte* out) = 0;
-  virtual void write_kv(int layer, bool values, int positions, const std::byte* in) = 0;
-  virtual std::size_t cache_bytes() const = 0;
-  // Copies the counters behind stats() to where collect_stats() reads them. Neither runs during the other.
-  virtual void publish_counters() noexcept {}
-  virtual void collect_stats(Stats& stats) const = 0;
-  virtual std::vector<float> read_intermediate(const std::string& name) const;
-  virtual bool makes_dispatches() const { return false; }
-  // Appends the dispatches of the chunk, whose tokens have no meaning. There is room for it in the cache.
-  virtual void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan);
-  virtual void begin_call() {}  // resets the counters
-
-  const std::shared_ptr<Engine> engine_;
-
  private:
   friend class Engine;
-  class Call;
+  friend class Batch;
 
-  // How many leading tokens of the prompt are in the cache already; checks the rest against the limits.
-  std::size_t check_prompt(std::span<const TokenId> tokens, Prefix prefix) const;
-  PromptResult run(const char* call, std::span<const TokenId> tokens, Chunk wanted, Prefix prefix,
-                   const Progress& progress, Claim claim = 0);
+  Session(std::shared_ptr<Engine> engine, int max_context);
+  PromptResult run(const char* call, Request request, const Progress& progress);
   void check_room(std::size_t position, std::size_t tokens) const;
   void require_dispatches() const;
-  // Changes what reads see. Only the call whose turn it is may.
-  template <typename F>
-  void change(F&& f) {
-    const std::scoped_lock lock(state_);
-    f();
-    publish();
-  }
-  void publish() noexcept;  // under state_
 
+  const std::shared_ptr<Engine> engine_;
   const int max_context_;
-  mutable Turn turn_;            // guards the cache
-  mutable std::mutex state_;     // guards what follows, for moments; the call whose turn it is reads without
+
+  mutable Turn turn_;             // held for the length of a call that computes or changes something
+  std::unique_ptr<Cache> cache_;  // belongs to whoever holds it
+
+  mutable std::mutex
+      state_mutex_;              // guards what follows, for moments; the call whose turn it is reads without
   std::vector<TokenId> tokens_;  // in the cache
   std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
   std::size_t cache_bytes_ = 0;
-  Claim claim_ = 0;  // of the last change
+  Claim claim_ = 0;        // of the last change
+  CallCounters counters_;  // of the last call
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -222,13 +240,28 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Config& config() const { return model_.config; }
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
+  // Throws std::invalid_argument for an id outside the vocabulary.
+  void check_token(TokenId token, std::size_t index) const;
   virtual std::string device_name() const = 0;  // never presents an emulator as Metal
   virtual std::string backend() const = 0;      // "cpu" or "metal"
   virtual Stats stats() const = 0;              // bytes of weights and pools, pipelines
 
+  // What sessions need of an engine.
+
+  virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
+  // Most rows of one pass.
+  virtual int pass_rows() const = 0;
+  // Appends the chunks, each of another session, to their caches and computes their outputs. What the caches
+  // hold before the chunks must be left intact when this throws.
+  virtual void forward(std::span<Chunk> chunks, CallCounters& counters) = 0;
+  virtual void add_call_stats(const CallCounters& counters, Stats& stats) const = 0;
+  virtual std::vector<float> read_intermediate(const Cache& cache, const std::string& name) const;
+  virtual bool makes_dispatches() const { return false; }
+  // Appends the dispatches of the chunk, whose tokens have no meaning. There is room for it in the cache.
+  virtual void plan_chunk(const Chunk&, std::vector<Dispatch>&) const {}
+
  protected:
   Engine(Model model, EngineOptions options) : model_(std::move(model)), options_(options) {}
-  virtual std::unique_ptr<Session> make_session(int max_context) = 0;
 
   Model model_;
   EngineOptions options_;

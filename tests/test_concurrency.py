@@ -128,8 +128,8 @@ def test_a_progress_callback_may_wait_for_another_session_of_another_thread(mode
 
 
 def test_reads_do_not_wait_while_a_chunk_is_computed(device: str, demo_path: Path) -> None:
-    """A whole prompt in one chunk takes far longer than a read, and until it is done there are no tokens."""
-    n = 900 if device == "cpu" else 100  # the emulator of a GPU is slow
+    """A whole prompt in one pass takes far longer than a read, and until it is done there are no tokens."""
+    n = 256 if device == "cpu" else 100  # what the CPU engine takes at a time; the emulator of a GPU is slow
     with Model(demo_path, device=device, chunk_tokens=1024) as model:
         session = model.session()
         session.forward_prompt(PROMPT)

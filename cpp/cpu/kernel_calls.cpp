@@ -1,7 +1,9 @@
 #include "kernel_calls.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "buffer.h"
 #include "kernels.h"
@@ -142,24 +144,31 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
               first >= 0 && first + count <= tokens && out.shape(0) >= q.shape(0) &&
               int(out.shape(1)) == heads * value_dim,
           "wrong shape");
-  const std::size_t element = half ? 2 : 4, capacity = round_up(std::size_t(positions), kKeySpan);
-  const std::size_t value_stride = round_up(std::size_t(value_dim), kFloatPad);
-  const Buffer key_blocks(capacity * std::size_t(key_dim) * element, "keys");
-  const Buffer value_rows(capacity * value_stride * element, "values");
+  const std::size_t element = half ? 2 : 4, value_stride = round_up(std::size_t(value_dim), kFloatPad);
+  const std::size_t key_bytes = std::size_t(kKeySpan) * std::size_t(key_dim) * element;
+  const std::size_t page_bytes = key_bytes + std::size_t(kKeySpan) * value_stride * element;
+  // Pages in no order, with nothing but NaN where no position was stored.
+  const int n_pages = (positions + kKeySpan - 1) / kKeySpan;
+  const Buffer memory(std::size_t(n_pages) * page_bytes, "pages");
+  std::memset(memory.data(), 0xff, memory.bytes());
+  std::vector<const std::byte*> pages;
+  for (int i = 0; i < n_pages; ++i)
+    pages.push_back(memory.data() + std::size_t(i % 2 == 0 ? i / 2 : n_pages - 1 - i / 2) * page_bytes);
   for (int p = 0; p < positions; ++p) {
-    const std::size_t row = std::size_t(p);
+    const std::size_t row = std::size_t(p), in_page = row % kKeySpan;
+    auto* page = const_cast<std::byte*>(pages[row / kKeySpan]);
     kernels.store_key(keys.data() + row * std::size_t(key_dim), key_dim, half,
-                      key_blocks.data() + row / kKeyBlock * kKeyBlock * std::size_t(key_dim) * element,
-                      p % kKeyBlock);
+                      page + in_page / kKeyBlock * kKeyBlock * std::size_t(key_dim) * element, p % kKeyBlock);
     kernels.store_value(values.data() + row * std::size_t(value_dim), value_dim, half,
-                        value_rows.data() + row * value_stride * element);
+                        page + key_bytes + in_page * value_stride * element);
   }
   kernels.attention({.q = q.data(),
                      .q_stride = q.shape(1),
                      .out = out.data(),
                      .out_stride = out.shape(1),
-                     .keys = key_blocks.data(),
-                     .values = value_rows.data(),
+                     .pages = pages.data(),
+                     .keys = 0,
+                     .values = key_bytes,
                      .half = half,
                      .key_dim = key_dim,
                      .value_dim = value_dim,

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../model.h"
+#include "../pages.h"
 #include "packing.h"
 
 namespace metal_prefill::cpu {
@@ -47,8 +48,9 @@ struct FloatRows {
 constexpr int kFloatPad = 16;
 
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys: [dim][16]
-constexpr int kKeySpan =
-    64;  // positions that one step of the online softmax covers; spans are aligned to positions
+// Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
+// same steps whoever else is in the pass.
+constexpr int kKeySpan = kPagePositions;
 constexpr int kMaxHeadDim = 512;  // of keys and of values: what an attention kernel has room for
 constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
 
@@ -58,9 +60,10 @@ struct AttentionHead {
   std::size_t q_stride;
   float* out;  // [tokens][out_stride], likewise
   std::size_t out_stride;
-  const void* keys;    // [position / 16][key_dim][16], f16 or f32
-  const void* values;  // [position][value_stride], zero behind value_dim
-  bool half;           // keys and values are f16
+  const std::byte* const* pages;  // of the sequence, by position / kKeySpan
+  std::size_t keys, values;       // bytes from a page to the head's [kKeySpan / 16][key_dim][16] keys, and to
+                                  // its [kKeySpan][value_stride] values; f16 or f32
+  bool half;                      // keys and values are f16
   int key_dim, value_dim;
   int value_stride;  // value_dim rounded up to kFloatPad
   int heads;         // query heads in the group
@@ -68,6 +71,9 @@ struct AttentionHead {
   int window;        // positions that a token sees, itself included; 0: all
   float scale;       // multiplies q.k
   bool exact;        // products in float32, also where the set has faster ones of rounded values
+
+  const void* keys_of(int span) const { return pages[span] + keys; }
+  const void* values_of(int span) const { return pages[span] + values; }
 };
 
 struct Kernels {

@@ -17,21 +17,16 @@ constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 
 using Tile = float[kTokenBlock][kGroupRows];
 
 // Blocks begin at multiples of kTokenBlock, so that a tile of quantized activations belongs to one.
-int first_block(int first) {
-  return first / kTokenBlock;
-}
-int blocks_of(int first, int end) {
-  return first < end ? ceil_div(end, kTokenBlock) - first_block(first) : 0;
+int blocks_of(int rows) {
+  return ceil_div(rows, kTokenBlock);
 }
 
-// Tokens of block `index` of a range that begins at `first`.
 struct TokenRange {
   int first, count;
 };
-TokenRange block_range(int first, int end, int index) {
-  const int begin = (first_block(first) + index) * kTokenBlock;
-  const int from = std::max(first, begin);
-  return {from, std::min(end, begin + kTokenBlock) - from};
+TokenRange block_range(int rows, int block) {
+  const int first = block * kTokenBlock;
+  return {first, std::min(rows - first, kTokenBlock)};
 }
 
 // Rows of a group in float32, zero beyond the matrix and in the padding.
@@ -67,6 +62,8 @@ bool lies_ready(const Tensor& tensor, int group) {
 // out[t] = the product of a group of rows with token range.first + t.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, TokenRange range,
                     float* out, std::size_t stride) {
+  const int n_rows = std::min(kGroupRows, linear.packed.rows - group * kGroupRows);
+  c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * range.count;
   if (linear.int8()) {
     c.kernels.multiply_int8(linear.packed, group, x.int8, range.first, range.count, out, stride);
   } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
@@ -100,27 +97,25 @@ void update(Best& best, const float* values, int n, int index) {
 
 }  // namespace
 
-void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int tokens) {
-  const auto items_of = [&](const Product& p) {
-    return p.weight.packed.groups() * blocks_of(p.first, tokens);
-  };
+void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows) {
+  const int n_blocks = blocks_of(rows);
+  const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * n_blocks; };
   int items = 0;
   for (const Product& p : products) items += items_of(p);
   for_each_product(c, items, [&](int item) {
     const Product* p = products.begin();
     for (; item >= items_of(*p); ++p) item -= items_of(*p);
-    const int n_blocks = blocks_of(p->first, tokens);
     const int group = item / n_blocks;
-    const TokenRange range = block_range(p->first, tokens, item % n_blocks);
+    const TokenRange range = block_range(rows, item % n_blocks);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
     const auto* bias = p->bias && *p->bias ? reinterpret_cast<const float*>(p->bias->data) + row : nullptr;
-    float* first_out = p->out + std::size_t(range.first) * p->stride + row;
+    float* first_out = p->out.row(range.first) + row;
     if (!p->add && !bias && n_rows == kGroupRows)
-      return multiply_group(c, p->weight, group, x, range, first_out, p->stride);
+      return multiply_group(c, p->weight, group, x, range, first_out, p->out.stride);
     alignas(64) Tile tile;
     multiply_group(c, p->weight, group, x, range, tile[0], kGroupRows);
     for (int t = 0; t < range.count; ++t) {
-      float* out = first_out + std::size_t(t) * p->stride;
+      float* out = first_out + std::size_t(t) * p->out.stride;
       if (p->add) {
         for (int r = 0; r < n_rows; ++r) out[r] += tile[t][r];
       } else if (bias) {
@@ -133,12 +128,12 @@ void multiply(const Context& c, std::initializer_list<Product> products, const A
 }
 
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const Activations& x, int first, int tokens, const Activations& h) {
-  const int n_blocks = blocks_of(first, tokens);
+                    const Activations& x, int rows, const Activations& h) {
+  const int n_blocks = blocks_of(rows);
   for_each_product(c, gate.packed.groups() * n_blocks, [&](int item) {
     const int group = item / n_blocks;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, gate.packed.rows - row);
-    const TokenRange range = block_range(first, tokens, item % n_blocks);
+    const TokenRange range = block_range(rows, item % n_blocks);
     alignas(64) Tile gates, ups;
     multiply_group(c, gate, group, x, range, gates[0], kGroupRows);
     multiply_group(c, up, group, x, range, ups[0], kGroupRows);
@@ -147,32 +142,33 @@ void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Acti
       for (int t = 0; t < range.count; ++t) std::copy_n(gates[t], n_rows, h.f32.row(range.first + t) + row);
     }
     if (h.forms.int8) {
-      for (int t = 0; t < range.count;) {
-        const int token = range.first + t, lane = token % kTileTokens;
-        const int n = std::min(range.count - t, kTileTokens - lane);
-        c.kernels.quantize(gates[t], kGroupRows, lane, n, 1, h.int8.tile(token) + group);
-        t += n;
-      }
+      for (int t = 0; t < range.count; t += kTileTokens)
+        c.kernels.quantize(gates[t], kGroupRows, 0, std::min(range.count - t, kTileTokens), 1,
+                           h.int8.tile(range.first + t) + group);
     }
   });
 }
 
-void multiply_head(const Context& c, const Linear& head, const Activations& x, int tokens, float* logits) {
-  const int vocab_size = head.packed.rows;
+void multiply_head(const Context& c, const Linear& head, const Activations& x, int rows, float* const* logits,
+                   int first_best) {
   for_each_product(c, head.packed.groups(), [&](int group) {
-    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, vocab_size - row);
+    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, head.packed.rows - row);
     alignas(64) Tile tile;
-    multiply_group(c, head, group, x, {0, tokens}, tile[0], kGroupRows);
-    for (int t = 0; t < tokens; ++t)
-      std::copy_n(tile[t], n_rows, logits + std::size_t(t) * std::size_t(vocab_size) + row);
-    update(c.scratch.best, tile[0], n_rows, row);
+    multiply_group(c, head, group, x, {0, rows}, tile[0], kGroupRows);
+    for (int t = 0; t < rows; ++t) {
+      if (logits[t])
+        std::copy_n(tile[t], n_rows, logits[t] + row);
+      else
+        update(c.scratch.best[std::size_t(first_best + t)], tile[t], n_rows, row);
+    }
   });
 }
 
-Best best_of(std::span<const Scratch> scratch) {
+Best best_of(std::span<const Scratch> scratch, int row) {
   Best best;
   for (const Scratch& s : scratch) {
-    if (s.best.index >= 0) update(best, &s.best.value, 1, s.best.index);
+    const Best& other = s.best[std::size_t(row)];
+    if (other.index >= 0) update(best, &other.value, 1, other.index);
   }
   return best;
 }

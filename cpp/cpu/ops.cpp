@@ -11,112 +11,160 @@ const float* floats(const Tensor& tensor) {
   return reinterpret_cast<const float*>(tensor.data);
 }
 
-void quantize_row(const Context& c, const Activations& a, int token) {
-  c.kernels.quantize(a.f32.row(token), 0, token % kTileTokens, 1, a.int8.blocks, a.int8.tile(token));
+void quantize_row(const Context& c, const Activations& a, int row) {
+  c.kernels.quantize(a.f32.row(row), 0, row % kTileTokens, 1, a.int8.blocks, a.int8.tile(row));
+}
+
+// Norms and rotates `heads` heads that follow each other.
+void prepare_heads(const Context& c, const AttentionStep& step, const Tensor& norm, const Row& row,
+                   float* heads, int n) {
+  const int pairs = step.config.rope_dim / 2, dim = step.config.key_dim;
+  for (float* head = heads; head < heads + std::ptrdiff_t(n) * dim; head += dim) {
+    if (norm) c.kernels.rms_norm(head, floats(norm), step.config.norm_eps, dim, head);
+    if (step.rotations)
+      c.kernels.rope(head, step.rotations + std::size_t(row.index) * 2 * std::size_t(pairs), pairs,
+                     step.config.rope_style);
+  }
+}
+
+// Products of a query and a key that the rows of a tile compute.
+double visible_pairs(const QueryTile& tile, int window) {
+  double pairs = 0;
+  for (int t = 0; t < tile.count; ++t) {
+    const int before = tile.position + t + 1;
+    pairs += window > 0 ? std::min(before, window) : before;
+  }
+  return pairs;
 }
 
 }  // namespace
 
-void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float eps, int first, int tokens,
-               const Activations& out, int shift) {
-  c.worker.for_each(tokens - first, [&](int i) {
-    const int token = first + i;
-    c.kernels.rms_norm(x.row(token), floats(weight), eps, weight.cols, out.f32.row(token - shift));
-    if (out.forms.int8) quantize_row(c, out, token - shift);
+void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x) {
+  const Config& config = model.config;
+  c.worker.for_each(int(rows.size()), [&](int i) {
+    float* row = x.row(i);
+    dequantize_row(model.token_embedding.type, model.token_embedding.row(rows[std::size_t(i)].token), row,
+                   std::size_t(config.dim));
+    if (config.embedding_scale != 1.0f)
+      for (int d = 0; d < config.dim; ++d) row[d] *= config.embedding_scale;
   });
 }
 
-void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, float eps, int first,
-                    int tokens, const FloatRows& x) {
-  c.worker.for_each(tokens - first, [&](int i) {
-    float* from = y.row(first + i);
-    float* to = x.row(first + i);
+void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float eps, int first, int rows,
+               const Activations& out) {
+  c.worker.for_each(rows, [&](int i) {
+    c.kernels.rms_norm(x.row(first + i), floats(weight), eps, weight.cols, out.f32.row(i));
+    if (out.forms.int8) quantize_row(c, out, i);
+  });
+}
+
+void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, float eps, int rows,
+                    const FloatRows& x) {
+  c.worker.for_each(rows, [&](int i) {
+    float* from = y.row(i);
+    float* to = x.row(i);
     c.kernels.rms_norm(from, floats(weight), eps, weight.cols, from);
     for (int d = 0; d < weight.cols; ++d) to[d] += from[d];
   });
 }
 
-void quantize(const Context& c, const Activations& a, int first, int tokens) {
+void quantize(const Context& c, const Activations& a, int rows) {
   if (!a.forms.int8) return;
-  c.worker.for_each(tokens - first, [&](int i) { quantize_row(c, a, first + i); });
+  c.worker.for_each(rows, [&](int i) { quantize_row(c, a, i); });
 }
 
-void rope_table(const Context& c, std::span<const float> frequencies, float magnitude, int position,
-                int tokens, float* table) {
+void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept) {
+  // Each item moves its columns of all rows, the first rows first: none is overwritten before it is read.
+  constexpr int kColumns = 64;
+  c.worker.for_each((columns + kColumns - 1) / kColumns, [&](int item) {
+    const int column = item * kColumns, n = std::min(kColumns, columns - column);
+    for (std::size_t i = 0; i < kept.size(); ++i) {
+      const float* from = x.row(kept[i].index) + column;
+      if (kept[i].index != int(i)) std::copy_n(from, n, x.row(int(i)) + column);
+    }
+  });
+}
+
+void rope_table(const Context& c, std::span<const float> frequencies, float magnitude,
+                std::span<const Row> rows, float* table) {
   const std::size_t pairs = frequencies.size();
-  c.worker.for_each(tokens, [&](int t) {
-    float* row = table + std::size_t(t) * 2 * pairs;
-    for (std::size_t i = 0; i < pairs; ++i) {
-      const double angle = double(position + t) * double(frequencies[i]);
-      row[i] = float(std::cos(angle)) * magnitude;
-      row[pairs + i] = float(std::sin(angle)) * magnitude;
+  c.worker.for_each(int(rows.size()), [&](int i) {
+    float* row = table + std::size_t(i) * 2 * pairs;
+    for (std::size_t p = 0; p < pairs; ++p) {
+      const double angle = double(rows[std::size_t(i)].position) * double(frequencies[p]);
+      row[p] = float(std::cos(angle)) * magnitude;
+      row[pairs + p] = float(std::sin(angle)) * magnitude;
     }
   });
 }
 
-void append_to_cache(const Context& c, const AttentionInput& in, const KvCache& cache) {
-  const Config& config = in.config;
-  const int pairs = config.rope_dim / 2;
-  const auto prepare = [&](float* head, const Tensor& norm, int token) {
-    if (norm) c.kernels.rms_norm(head, floats(norm), config.norm_eps, config.key_dim, head);
-    if (in.rotation)
-      c.kernels.rope(head, in.rotation + std::size_t(token) * 2 * std::size_t(pairs), pairs,
-                     config.rope_style);
-  };
-  c.worker.for_each(in.tokens, [&](int t) {
-    const int position = in.position + t;
-    if (t >= in.first) {
-      for (int h = 0; h < config.n_heads; ++h)
-        prepare(in.q.row(t) + std::size_t(h) * std::size_t(config.key_dim), in.weights.q_norm, t);
-    }
+void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows, Rotate rotate) {
+  const Config& config = step.config;
+  const KvPages& cache = step.cache;
+  c.worker.for_each(int(rows.size()), [&](int i) {
+    const Row& row = rows[std::size_t(i)];
+    if (rotate == Rotate::kQueriesAndKeys)
+      prepare_heads(c, step, step.weights.q_norm, row, step.q.row(i), config.n_heads);
+    prepare_heads(c, step, step.weights.k_norm, row, step.k.row(i), config.n_kv_heads);
+    std::byte* page = row.pages[row.position / kPagePositions];
+    const int in_page = row.position % kPagePositions;
     for (int h = 0; h < config.n_kv_heads; ++h) {
-      float* key = in.k.row(t) + std::size_t(h) * std::size_t(config.key_dim);
-      prepare(key, in.weights.k_norm, t);
-      c.kernels.store_key(key, config.key_dim, cache.half(), cache.key_block(in.layer, h, position),
-                          position % kKeyBlock);
-      c.kernels.store_value(in.v.row(t) + std::size_t(h) * std::size_t(config.value_dim), config.value_dim,
-                            cache.half(), cache.value_row(in.layer, h, position));
+      c.kernels.store_key(step.k.row(i) + std::size_t(h) * std::size_t(config.key_dim), config.key_dim,
+                          cache.half(), page + cache.keys(step.layer, h) + cache.key_block(in_page),
+                          in_page % kKeyBlock);
+      c.kernels.store_value(step.v.row(i) + std::size_t(h) * std::size_t(config.value_dim), config.value_dim,
+                            cache.half(), page + cache.values(step.layer, h) + cache.value_row(in_page));
     }
   });
 }
 
-void attend(const Context& c, const AttentionInput& in, const KvCache& cache, const FloatRows& out) {
-  const Config& config = in.config;
+void rotate_queries(const Context& c, const AttentionStep& step, std::span<const Row> rows) {
+  c.worker.for_each(int(rows.size()), [&](int i) {
+    prepare_heads(c, step, step.weights.q_norm, rows[std::size_t(i)], step.q.row(i), step.config.n_heads);
+  });
+}
+
+void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int total) {
+  // A short pass is cut finer, so that all threads have a part.
+  const int tile_rows = total >= 4 * kQueryTile ? kQueryTile : kQueryTile / 2;
+  for (int i = 0; i < int(rows.size()); i += tile_rows) {
+    const Row& row = rows[std::size_t(i)];
+    tiles.push_back({first + i, std::min(tile_rows, int(rows.size()) - i), row.position, row.pages});
+  }
+}
+
+void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
+            const FloatRows& out) {
+  const Config& config = step.config;
   const int group = config.n_heads / config.n_kv_heads;
-  const int tokens = in.tokens - in.first;
-  // A short prompt is cut finer, so that all threads have a part.
-  const int tile_tokens = tokens >= 4 * kQueryTile ? kQueryTile : kQueryTile / 2;
-  const int tiles = (tokens + tile_tokens - 1) / tile_tokens;
-  const auto heads_at = [&](int first_head, int n_heads) {
-    const int kv_head = first_head / group;
-    return AttentionHead{
-        .q = in.q.data + std::size_t(first_head) * std::size_t(config.key_dim),
-        .q_stride = in.q.stride,
-        .out = out.data + std::size_t(first_head) * std::size_t(config.value_dim),
+  // Where a single token has too few groups to share among threads, its heads go one by one.
+  const bool single = tiles.size() == 1 && tiles[0].count == 1;
+  const int heads = single && config.n_kv_heads < c.worker.count() ? 1 : group;
+  const int n_groups = config.n_heads / heads;
+  c.worker.for_each(int(tiles.size()) * n_groups, [&](int item) {
+    const QueryTile& tile = tiles[std::size_t(item / n_groups)];
+    const int first_head = item % n_groups * heads, kv_head = first_head / group;
+    const AttentionHead head = {
+        .q = step.q.row(tile.first) + std::size_t(first_head) * std::size_t(config.key_dim),
+        .q_stride = step.q.stride,
+        .out = out.row(tile.first) + std::size_t(first_head) * std::size_t(config.value_dim),
         .out_stride = out.stride,
-        .keys = cache.keys(in.layer, kv_head),
-        .values = cache.values(in.layer, kv_head),
-        .half = cache.half(),
+        .pages = tile.pages,
+        .keys = step.cache.keys(step.layer, kv_head),
+        .values = step.cache.values(step.layer, kv_head),
+        .half = step.cache.half(),
         .key_dim = config.key_dim,
         .value_dim = config.value_dim,
-        .value_stride = cache.value_stride(),
-        .heads = n_heads,
-        .position = in.position,
-        .window = config.window(in.layer),
+        .value_stride = step.cache.value_stride(),
+        .heads = heads,
+        .position = tile.position,
+        .window = config.window(step.layer),
         .scale =
             config.attention_scale != 0 ? config.attention_scale : 1.0f / std::sqrt(float(config.key_dim)),
-        .exact = in.exact,
+        .exact = step.exact,
     };
-  };
-  // Where a single token has too few groups to share among threads, its heads go one by one.
-  const int heads = tokens == 1 && config.n_kv_heads < c.worker.count() ? 1 : group;
-  const int n_groups = config.n_heads / heads;
-  // The last tokens see the most: they go first, so that what is left at the end is short.
-  c.worker.for_each(tiles * n_groups, [&](int item) {
-    const int tile = tiles - 1 - item / n_groups;
-    const int first = in.first + tile * tile_tokens;
-    c.kernels.attention(heads_at(item % n_groups * heads, heads), first,
-                        std::min(tile_tokens, in.tokens - first));
+    c.kernels.attention(head, 0, tile.count);
+    c.scratch.multiply_adds += visible_pairs(tile, head.window) * heads * (config.key_dim + config.value_dim);
   });
 }
 

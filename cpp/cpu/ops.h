@@ -2,23 +2,18 @@
 // here.
 #pragma once
 
+#include <array>
 #include <initializer_list>
 #include <span>
 #include <vector>
 
 #include "kernels.h"
-#include "kv_cache.h"
+#include "kv_pages.h"
 #include "threads.h"
 #include "weights.h"
+#include "workspace.h"
 
 namespace metal_prefill::cpu {
-
-// One activation per token, in the forms that its readers need.
-struct Activations {
-  Forms forms;
-  FloatRows f32;
-  Int8Rows int8;
-};
 
 struct Best {
   float value = 0;
@@ -27,8 +22,9 @@ struct Best {
 
 // What a thread needs to itself.
 struct alignas(128) Scratch {
-  Buffer weights;  // kGroupRows rows in float32
-  Best best;
+  Buffer weights;            // kGroupRows rows in float32
+  std::vector<Best> best;    // of each row whose largest logit is wanted, among those this thread computed
+  double multiply_adds = 0;  // that this thread did in products and attention
 };
 
 struct Context {
@@ -37,50 +33,74 @@ struct Context {
   Scratch& scratch;
 };
 
-// One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`, for tokens from `first` on.
+// A row of a pass: one token of one sequence.
+struct Row {
+  TokenId token;
+  int position;             // in its sequence
+  int index;                // among all rows of the pass: its row in the rotation tables
+  std::byte* const* pages;  // of the sequence, by position / kPagePositions
+};
+
+// Rows [first, first + count) of one sequence, at consecutive positions: an item of attention.
+struct QueryTile {
+  int first, count;
+  int position;  // of the first row
+  std::byte* const* pages;
+};
+// Cuts rows of one sequence at consecutive positions into tiles; `total` is how many rows the pass has.
+void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int total);
+
+void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);
+
+// One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`.
 struct Product {
   const Linear& weight;
-  float* out;
-  std::size_t stride;  // of out, in floats
+  FloatRows out;
   const Tensor* bias = nullptr;
   bool add = false;
-  int first = 0;
 };
-
-void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int tokens);
-// h = activation(gate * x) * (up * x), in the forms that h asks for. Tokens [first, tokens).
+void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows);
+// h = activation(gate * x) * (up * x), in the forms that h asks for.
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const Activations& x, int first, int tokens, const Activations& h);
-// Logits of rows [0, tokens) of x, and the best of row 0 in the scratch of each thread.
-void multiply_head(const Context& c, const Linear& head, const Activations& x, int tokens, float* logits);
-Best best_of(std::span<const Scratch> scratch);
+                    const Activations& x, int rows, const Activations& h);
+// Logits of rows [0, rows) of x. `logits` names where each goes, null where only the largest is wanted, which
+// the scratch of each thread collects from best[first_best] on.
+void multiply_head(const Context& c, const Linear& head, const Activations& x, int rows, float* const* logits,
+                   int first_best);
+// The best of a row over all threads.
+Best best_of(std::span<const Scratch> scratch, int row);
 
-// out = norm(x) in the forms that `out` asks for. Rows [first, tokens) of x become rows [first - shift, ...)
-// of out.
-void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float eps, int first, int tokens,
-               const Activations& out, int shift = 0);
+// out = norm(x) in the forms that `out` asks for, for rows [first, first + rows) of x, which become rows
+// [0, rows) of out.
+void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float eps, int first, int rows,
+               const Activations& out);
 // x += norm(y).
-void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, float eps, int first,
-                    int tokens, const FloatRows& x);
+void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, float eps, int rows,
+                    const FloatRows& x);
 // Fills the 8-bit form from the float32 one.
-void quantize(const Context& c, const Activations& a, int first, int tokens);
+void quantize(const Context& c, const Activations& a, int rows);
+// Row kept[i].index, which is i or a later one, becomes row i.
+void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 
-// Rotation of every pair for each token of a chunk: [tokens][rope_dim] cosines, then sines.
-void rope_table(const Context& c, std::span<const float> frequencies, float magnitude, int position,
-                int tokens, float* table);
+// Rotation of every pair for each row: [rows][rope_dim] cosines, then sines.
+void rope_table(const Context& c, std::span<const float> frequencies, float magnitude,
+                std::span<const Row> rows, float* table);
 
-struct AttentionInput {
+// Attention of one layer.
+struct AttentionStep {
   const Config& config;
   const LayerWeights& weights;
+  const KvPages& cache;
   int layer;
-  int position;           // of token 0
-  int first, tokens;      // keys and values of all tokens are stored; queries of [first, tokens) are answered
-  bool exact;             // products of attention in float32
-  const float* rotation;  // from rope_table; null where the layer does not rotate
+  bool exact;              // products of attention in float32
+  const float* rotations;  // the layer's rotation table; null where the layer does not rotate
   FloatRows q, k, v;
 };
-// Norms and rotates q and k in place, and stores k and v in the cache.
-void append_to_cache(const Context& c, const AttentionInput& in, const KvCache& cache);
-void attend(const Context& c, const AttentionInput& in, const KvCache& cache, const FloatRows& out);
+enum class Rotate { kKeys, kQueriesAndKeys };
+// Norms and rotates keys, with them queries where asked for, and stores keys and values in the pages.
+void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows, Rotate rotate);
+void rotate_queries(const Context& c, const AttentionStep& step, std::span<const Row> rows);
+void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
+            const FloatRows& out);
 
 }  // namespace metal_prefill::cpu

@@ -29,7 +29,7 @@ struct AttentionTile {
 
 // p[r][key] = q[r] . k[key] for the positions of a span.
 template <int kRows, typename Element>
-void score_span(const AttentionHead& head, const Element* keys, int span, AttentionTile<kRows>& tile) {
+void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kRows>& tile) {
   constexpr int kVectors = Simd::kAttentionVectors;
   const std::size_t block_size = std::size_t(head.key_dim) * kKeyBlock;
   for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
@@ -41,7 +41,7 @@ void score_span(const AttentionHead& head, const Element* keys, int span, Attent
     const Element* column[kVectors];
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
-      const int position = span * kKeySpan + first + v * Simd::kLanes;
+      const int position = first + v * Simd::kLanes;
       column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
     }
     for (int d = 0; d < head.key_dim; ++d) {
@@ -138,8 +138,6 @@ void value_span(const AttentionHead& head, const Element* values, int n, Attenti
 template <int kRows, typename Element>
 void attention_tile(const AttentionHead& head, int row) {
   AttentionTile<kRows> tile;
-  const auto* keys = static_cast<const Element*>(head.keys);
-  const auto* values = static_cast<const Element*>(head.values);
   for (int r = 0; r < kRows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
     const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
@@ -152,10 +150,10 @@ void attention_tile(const AttentionHead& head, int row) {
   }
   const int end = tile.end[kRows - 1];
   for (int span = tile.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
-    score_span(head, keys, span, tile);
+    score_span(head, static_cast<const Element*>(head.keys_of(span)), tile);
     softmax_span(span, tile);
     const int n = end - span * kKeySpan < kKeySpan ? end - span * kKeySpan : kKeySpan;
-    value_span(head, values + std::size_t(span) * kKeySpan * std::size_t(head.value_stride), n, tile);
+    value_span(head, static_cast<const Element*>(head.values_of(span)), n, tile);
   }
   for (int r = 0; r < kRows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;

@@ -44,13 +44,12 @@ inline void interleave(const std::uint16_t* even, const std::uint16_t* odd, void
 
 // The first `n` positions of a span; what follows has weight 0 or is not looked at.
 void convert_span(const AttentionHead& head, int span, int n, AttentionStrip& strip) {
-  const std::size_t first = std::size_t(span) * kKeySpan;
-  const auto* keys = static_cast<const std::uint16_t*>(head.keys) + first * std::size_t(head.key_dim);
+  const auto* keys = static_cast<const std::uint16_t*>(head.keys_of(span));
   for (int lane = 0; lane < n; lane += kKeyBlock, keys += kKeyBlock * head.key_dim)
     for (int d = 0; d < head.key_dim; d += 2)
       interleave(keys + d * kKeyBlock, keys + (d + 1) * kKeyBlock, strip.keys[d / 2][lane]);
   const std::size_t stride = std::size_t(head.value_stride);
-  const auto* values = static_cast<const std::uint16_t*>(head.values) + first * stride;
+  const auto* values = static_cast<const std::uint16_t*>(head.values_of(span));
   for (int i = 0; i < n; i += 2, values += 2 * stride)
     for (std::size_t column = 0; column < stride; column += Simd::kLanes)
       interleave(values + column, i + 1 < n ? values + stride + column : nullptr,

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <vector>
 
 #include "kernels.h"
-#include "kv_cache.h"
+#include "kv_pages.h"
 #include "ops.h"
 
 namespace metal_prefill::cpu {
@@ -48,7 +49,9 @@ struct AttentionState {
   const Kernels& kernels;
   Config config;
   LayerWeights weights;
-  std::unique_ptr<KvCache> cache;
+  std::unique_ptr<KvPages> cache;
+  std::vector<std::byte*> pages;
+  std::vector<QueryTile> tiles;
   Buffer q_memory, k_memory, v_memory, out_memory;
   FloatRows q, k, v, out;
   std::vector<Scratch> scratch;
@@ -157,8 +160,7 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
       threads,
       [work](Worker& worker, int i) {
         const Context c{worker, work->kernels, work->scratch[std::size_t(worker.index())]};
-        multiply(c, {{work->copies[std::size_t(i) % work->copies.size()], work->out.data, work->out.stride}},
-                 work->x, work->tokens);
+        multiply(c, {{work->copies[std::size_t(i) % work->copies.size()], work->out}}, work->x, work->tokens);
       },
       double(rows) * double(cols) * double(tokens), double(packed > 0 ? packed : bytes));
 }
@@ -175,39 +177,48 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   w.config.n_heads = heads;
   w.config.n_kv_heads = kv_heads;
   w.config.key_dim = w.config.value_dim = head_dim;
-  w.cache = std::make_unique<KvCache>(w.config, KvType::kF16, tokens);
-  w.cache->reserve(tokens);
+  w.cache = std::make_unique<KvPages>(w.config, KvType::kF16, false);
+  std::vector<PageId> pages(pages_of(tokens));
+  std::iota(pages.begin(), pages.end(), PageId(0));
+  w.cache->grow(pages.size());
+  w.pages.resize(pages.size());
+  w.cache->addresses(pages, w.pages.data());
+  std::vector<Row> rows;
+  for (int t = 0; t < tokens; ++t) rows.push_back({0, t, t, w.pages.data()});
+  add_tiles(w.tiles, rows, 0, tokens);
+  std::reverse(w.tiles.begin(), w.tiles.end());  // as in a pass: those that see the most first
   w.q = random_rows(w.q_memory, tokens, heads * head_dim);
   w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim);
   w.v = random_rows(w.v_memory, tokens, kv_heads * head_dim);
   w.out = random_rows(w.out_memory, tokens, heads * head_dim);
   for (int t = 0; t < tokens; ++t) {
+    std::byte* page = w.pages[std::size_t(t / kPagePositions)];
+    const int in_page = t % kPagePositions;
     for (int h = 0; h < kv_heads; ++h) {
-      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, true, w.cache->key_block(0, h, t),
-                        t % kKeyBlock);
-      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, true, w.cache->value_row(0, h, t));
+      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, true,
+                        page + w.cache->keys(0, h) + w.cache->key_block(in_page), t % kKeyBlock);
+      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, true,
+                          page + w.cache->values(0, h) + w.cache->value_row(in_page));
     }
   }
   w.scratch.resize(std::size_t(threads));
   const double pairs = double(tokens) * (double(tokens) + 1) / 2;  // of a query and a key that it sees
   return std::make_unique<Workload>(
       threads,
-      [work, tokens](Worker& worker, int) {
+      [work](Worker& worker, int) {
         const Context c{worker, work->kernels, work->scratch[std::size_t(worker.index())]};
-        const AttentionInput in{
+        const AttentionStep step{
             .config = work->config,
             .weights = work->weights,
+            .cache = *work->cache,
             .layer = 0,
-            .position = 0,
-            .first = 0,
-            .tokens = tokens,
             .exact = false,
-            .rotation = nullptr,
+            .rotations = nullptr,
             .q = work->q,
             .k = work->k,
             .v = work->v,
         };
-        attend(c, in, *work->cache, work->out);
+        attend(c, step, work->tiles, work->out);
       },
       pairs * heads * 2 * head_dim, 0);
 }

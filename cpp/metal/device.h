@@ -35,12 +35,6 @@ enum class Access {
   kHost,  // the host: Shared
 };
 
-// What one call did, for Session::stats().
-struct CallCounters {
-  std::uint64_t dispatches = 0, command_buffers = 0, allocations = 0;
-  double gpu_seconds = 0;
-};
-
 // True when METAL_PREFILL_DEBUG or GPU_DEBUG is set to anything but 0: every buffer can then be read on the
 // host.
 bool debug_requested();

@@ -1,4 +1,4 @@
-// The Metal engine: the weights and pipelines that sessions share, and a session's way through one chunk.
+// The Metal engine: the weights and pipelines that sessions share, and the way of a chunk through the GPU.
 #include "../engine.h"
 
 #include <algorithm>
@@ -40,136 +40,134 @@ class MetalEngine final : public Engine {
             {"pipelines", double(kernels_.count())}};
   }
 
-  const Device& device() const { return device_; }
-  const Config& padded_config() const { return padded_.config; }
-  const ForwardPass& forward() const { return forward_; }
-  const Kernels& kernels() const { return kernels_; }
-  RopeTables& rope_tables() { return rope_tables_; }
-  BatchPool& batches() { return batches_; }
-
-  void session_closed() {
-    if (--sessions_ == 0) batches_.trim();
-  }
+  std::unique_ptr<Cache> make_cache(int max_context) override;
+  int pass_rows() const override { return options().chunk_tokens; }
+  void forward(std::span<Chunk> chunks, CallCounters& counters) override;
+  void add_call_stats(const CallCounters& counters, Stats& stats) const override;
+  std::vector<float> read_intermediate(const Cache& cache, const std::string& name) const override;
+  bool makes_dispatches() const override { return true; }
+  void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) const override;
 
  private:
-  std::unique_ptr<Session> make_session(int max_context) override;
+  class SessionCache;
+  void forward(Chunk& chunk, CallCounters& counters);
+  void deliver(Chunk& chunk, const Batch& batch) const;
+  void keep_intermediates(const Chunk& chunk, const Batch& batch) const;
 
   const Device device_;
   const Model padded_;  // the model itself, where its dimensions suit the kernels
   const ForwardPass forward_;
   const Kernels kernels_;
   RopeTables rope_tables_;
-  BatchPool batches_;
+  mutable BatchPool batches_;
   std::atomic<int> sessions_{0};
 };
 
-class MetalSession final : public Session {
+// K and V of a session in buffers of its own, and what its last chunk left when debugging.
+class MetalEngine::SessionCache final : public Cache {
  public:
-  MetalSession(std::shared_ptr<MetalEngine> engine, int max_context)
-      : Session(engine, max_context),
-        metal_(*engine),
-        cache_(std::in_place, metal_.device(), engine->padded_config(), engine->options().kv_type,
-               max_context) {}
-  ~MetalSession() override {
+  SessionCache(MetalEngine& engine, int max_context)
+      : metal_(engine),
+        cache_(std::in_place, engine.device_, engine.padded_.config, engine.options().kv_type, max_context) {
+    ++metal_.sessions_;
+  }
+  ~SessionCache() override {
     const AutoreleasePool pool;
     cache_.reset();
-    metal_.session_closed();
+    if (--metal_.sessions_ == 0) metal_.batches_.trim();
   }
 
- protected:
-  TokenId forward_chunk(const Chunk& chunk) override;
-  void reserve(int positions) override;
-  void read_kv(int layer, bool values, int positions, std::byte* out) override;
-  void write_kv(int layer, bool values, int positions, const std::byte* in) override;
-  std::size_t cache_bytes() const override { return cache_->bytes(); }
-  void publish_counters() noexcept override { published_ = counters_; }
-  void collect_stats(Stats& stats) const override;
-  void begin_call() override { counters_ = {}; }
-  std::vector<float> read_intermediate(const std::string& name) const override;
-  bool makes_dispatches() const override { return true; }
-  void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) override;
+  void reserve(int kept, int end, CallCounters& counters) override;
+  void truncate(int) override {}
+  void share(const Cache& from, int positions) override;
+  std::span<const PageId> pages() const override { return {}; }
+  void read(int layer, bool values, int positions, std::byte* out) const override;
+  void write(int layer, bool values, int positions, const std::byte* in) override;
+  std::size_t bytes() const override { return cache_->bytes(); }
+
+  const KvCache& buffers() const { return *cache_; }
+  std::map<std::string, std::vector<float>> intermediates;
 
  private:
   struct Heads {  // of K or V at one position
     std::size_t count, bytes, padded_bytes;
   };
   Heads heads_of(bool values) const;
-  TokenId deliver(const Chunk& chunk, const Batch& batch) const;
-  void keep_intermediates(const Chunk& chunk, const Batch& batch);
 
-  MetalEngine& metal_;            // kept alive by the base class
+  MetalEngine& metal_;
   std::optional<KvCache> cache_;  // until the destructor
-  CallCounters counters_, published_;
-  std::map<std::string, std::vector<float>> intermediates_;
 };
 
-TokenId MetalSession::forward_chunk(const Chunk& chunk) {
-  const AutoreleasePool pool;
-  const Device& device = metal_.device();
-  const BatchPool::Lease lease = metal_.batches().take();
-  Batch& batch = *lease;
-  const std::vector<id<MTLBuffer>> rope_tables = metal_.rope_tables().by_layer();
-
-  const View ids = batch.get(Name::kIds, chunk.tokens.size_bytes(), counters_);
-  std::memcpy(ids.buffer.contents, chunk.tokens.data(), chunk.tokens.size_bytes());
-  if (chunk.output == Output::kLogProbs) {
-    const View targets = batch.get(Name::kTargets, chunk.targets.size_bytes(), counters_);
-    std::memcpy(targets.buffer.contents, chunk.targets.data(), chunk.targets.size_bytes());
-  }
-  const auto encode = [&](Encoder&& encoder) {
-    metal_.forward().encode(encoder, chunk, batch, *cache_, rope_tables, counters_);
-  };
-  if (chunk.trace) {
-    encode(Encoder(device, metal_.kernels(), counters_, *chunk.trace, true));
-  } else {
-    id<MTLCommandBuffer> commands = device.command_buffer(
-        std::to_string(chunk.tokens.size()) + " tokens at position " + std::to_string(chunk.position));
-    encode(Encoder(commands, metal_.kernels(), device.tuning(), counters_));
-    device.run(commands, counters_);
-  }
-  if (device.debug()) keep_intermediates(chunk, batch);
-  return deliver(chunk, batch);
+void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
+  for (Chunk& chunk : chunks) forward(chunk, counters);
 }
 
-void MetalSession::plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) {
+void MetalEngine::forward(Chunk& chunk, CallCounters& counters) {
   const AutoreleasePool pool;
-  const BatchPool::Lease lease = metal_.batches().take();
+  const BatchPool::Lease lease = batches_.take();
+  Batch& batch = *lease;
+  const std::vector<id<MTLBuffer>> rope_tables = rope_tables_.by_layer();
+
+  const View ids = batch.get(Name::kIds, chunk.tokens.size_bytes(), counters);
+  std::memcpy(ids.buffer.contents, chunk.tokens.data(), chunk.tokens.size_bytes());
+  if (chunk.output == Output::kLogProbs) {
+    const View targets = batch.get(Name::kTargets, chunk.targets.size_bytes(), counters);
+    std::memcpy(targets.buffer.contents, chunk.targets.data(), chunk.targets.size_bytes());
+  }
+  const KvCache& cache = static_cast<const SessionCache&>(*chunk.cache).buffers();
+  const auto encode = [&](Encoder&& encoder) {
+    forward_.encode(encoder, chunk, batch, cache, rope_tables, counters);
+  };
+  if (chunk.trace) {
+    encode(Encoder(device_, kernels_, counters, *chunk.trace, true));
+  } else {
+    id<MTLCommandBuffer> commands = device_.command_buffer(
+        std::to_string(chunk.tokens.size()) + " tokens at position " + std::to_string(chunk.position));
+    encode(Encoder(commands, kernels_, device_.tuning(), counters));
+    device_.run(commands, counters);
+  }
+  if (device_.debug()) keep_intermediates(chunk, batch);
+  deliver(chunk, batch);
+}
+
+void MetalEngine::plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) const {
+  const AutoreleasePool pool;
+  const BatchPool::Lease lease = batches_.take();
   Batch& batch = *lease;
   CallCounters uncounted;
   batch.get(Name::kIds, chunk.tokens.size_bytes(), uncounted);
-  Encoder encoder(metal_.device(), metal_.kernels(), uncounted, plan, false);
-  metal_.forward().encode(encoder, chunk, batch, *cache_, metal_.rope_tables().by_layer(), uncounted);
+  Encoder encoder(device_, kernels_, uncounted, plan, false);
+  forward_.encode(encoder, chunk, batch, static_cast<const SessionCache&>(*chunk.cache).buffers(),
+                  rope_tables_.by_layer(), uncounted);
 }
 
 // Brings what was asked for from the buffers that the host can read.
-TokenId MetalSession::deliver(const Chunk& chunk, const Batch& batch) const {
+void MetalEngine::deliver(Chunk& chunk, const Batch& batch) const {
   const auto contents = [&](Name name) { return batch.peek(name).contents; };
   switch (chunk.output) {
     case Output::kNone:
       break;
     case Output::kGreedy: {
       const auto* best = static_cast<const Candidate*>(contents(Name::kResult));
-      if (best->index == ARGMAX_NONE)
-        throw NumericalError("every logit of the token at position " +
-                             std::to_string(chunk.position + int(chunk.tokens.size()) - 1) + " is NaN");
-      return TokenId(best->index);
+      chunk.token = best->index == ARGMAX_NONE ? -1 : TokenId(best->index);
+      break;
     }
     case Output::kLogits:
       std::memcpy(chunk.logits, contents(Name::kHostLogits),
-                  std::size_t(engine_->config().vocab_size) * sizeof(float));
+                  std::size_t(config().vocab_size) * sizeof(float));
       break;
     case Output::kLogProbs:
       std::memcpy(chunk.log_probs, contents(Name::kLogProbs), chunk.tokens.size() * sizeof(float));
       break;
   }
-  return -1;
 }
 
-void MetalSession::keep_intermediates(const Chunk& chunk, const Batch& batch) {
-  intermediates_.clear();
-  for (const ForwardPass::Intermediate& wanted : metal_.forward().intermediates(chunk)) {
+void MetalEngine::keep_intermediates(const Chunk& chunk, const Batch& batch) const {
+  auto& intermediates = static_cast<SessionCache&>(*chunk.cache).intermediates;
+  intermediates.clear();
+  for (const ForwardPass::Intermediate& wanted : forward_.intermediates(chunk)) {
     const void* contents = batch.peek(wanted.name).contents;
-    std::vector<float>& kept = intermediates_[name_of(wanted.name)];
+    std::vector<float>& kept = intermediates[name_of(wanted.name)];
     if (wanted.half) {
       const auto* bits = static_cast<const std::uint16_t*>(contents);
       for (std::size_t i = 0; i < wanted.elements; ++i) kept.push_back(half_to_float(bits[i]));
@@ -180,71 +178,84 @@ void MetalSession::keep_intermediates(const Chunk& chunk, const Batch& batch) {
   }
 }
 
-std::vector<float> MetalSession::read_intermediate(const std::string& name) const {
-  if (!metal_.device().debug())
-    throw std::invalid_argument("intermediates are kept with METAL_PREFILL_DEBUG=1 only");
-  const auto kept = intermediates_.find(name);
-  if (kept == intermediates_.end())
+std::vector<float> MetalEngine::read_intermediate(const Cache& cache, const std::string& name) const {
+  if (!device_.debug()) throw std::invalid_argument("intermediates are kept with METAL_PREFILL_DEBUG=1 only");
+  const auto& intermediates = static_cast<const SessionCache&>(cache).intermediates;
+  const auto kept = intermediates.find(name);
+  if (kept == intermediates.end())
     throw std::invalid_argument("the last call left no intermediate '" + name + "'");
   return kept->second;
 }
 
-void MetalSession::reserve(int positions) {
+void MetalEngine::add_call_stats(const CallCounters& counters, Stats& stats) const {
+  stats["dispatches"] = double(counters.dispatches);
+  stats["command_buffers"] = double(counters.command_buffers);
+  stats["allocations"] = double(counters.allocations);
+  stats["gpu_seconds"] = counters.gpu_seconds;
+}
+
+std::unique_ptr<Cache> MetalEngine::make_cache(int max_context) {
   const AutoreleasePool pool;
-  metal_.rope_tables().reserve(positions, counters_);
-  cache_->reserve(positions, counters_);
+  CallCounters uncounted;  // of no call
+  rope_tables_.reserve(std::min(max_context, kFirstRopePositions), uncounted);
+  return std::make_unique<SessionCache>(*this, max_context);
+}
+
+void MetalEngine::SessionCache::reserve(int, int end, CallCounters& counters) {
+  const AutoreleasePool pool;
+  metal_.rope_tables_.reserve(end, counters);
+  cache_->reserve(end, counters);
+}
+
+void MetalEngine::SessionCache::share(const Cache& from, int positions) {
+  CallCounters uncounted;
+  reserve(0, positions, uncounted);
+  std::vector<std::byte> rows;
+  for (int layer = 0; layer < metal_.config().n_layers; ++layer) {
+    for (const bool values : {false, true}) {
+      const Heads heads = heads_of(values);
+      rows.resize(std::size_t(positions) * heads.count * heads.bytes);
+      from.read(layer, values, positions, rows.data());
+      write(layer, values, positions, rows.data());
+    }
+  }
 }
 
 // Rows travel without the dimensions that padding added to the heads.
-void MetalSession::read_kv(int layer, bool values, int positions, std::byte* out) {
+void MetalEngine::SessionCache::read(int layer, bool values, int positions, std::byte* out) const {
   const AutoreleasePool pool;
+  CallCounters uncounted;
   const View rows = values ? cache_->values(layer) : cache_->keys(layer);
   const Heads heads = heads_of(values);
   const std::size_t n = std::size_t(positions) * heads.count;
   if (heads.bytes == heads.padded_bytes)
-    return metal_.device().download(rows.buffer, rows.offset, out, n * heads.bytes, counters_);
+    return metal_.device_.download(rows.buffer, rows.offset, out, n * heads.bytes, uncounted);
   std::vector<std::byte> padded(n * heads.padded_bytes);
-  metal_.device().download(rows.buffer, rows.offset, padded.data(), padded.size(), counters_);
+  metal_.device_.download(rows.buffer, rows.offset, padded.data(), padded.size(), uncounted);
   for (std::size_t i = 0; i < n; ++i)
     std::memcpy(out + i * heads.bytes, padded.data() + i * heads.padded_bytes, heads.bytes);
 }
 
-void MetalSession::write_kv(int layer, bool values, int positions, const std::byte* in) {
+void MetalEngine::SessionCache::write(int layer, bool values, int positions, const std::byte* in) {
   const AutoreleasePool pool;
+  CallCounters uncounted;
   const View rows = values ? cache_->values(layer) : cache_->keys(layer);
   const Heads heads = heads_of(values);
   const std::size_t n = std::size_t(positions) * heads.count;
   if (heads.bytes == heads.padded_bytes)
-    return metal_.device().upload(rows.buffer, rows.offset, in, n * heads.bytes, counters_);
+    return metal_.device_.upload(rows.buffer, rows.offset, in, n * heads.bytes, uncounted);
   std::vector<std::byte> padded(n * heads.padded_bytes);
   for (std::size_t i = 0; i < n; ++i)
     std::memcpy(padded.data() + i * heads.padded_bytes, in + i * heads.bytes, heads.bytes);
-  metal_.device().upload(rows.buffer, rows.offset, padded.data(), padded.size(), counters_);
+  metal_.device_.upload(rows.buffer, rows.offset, padded.data(), padded.size(), uncounted);
 }
 
-MetalSession::Heads MetalSession::heads_of(bool values) const {
-  const Config& own = engine_->config();
-  const Config& padded = metal_.padded_config();
-  const std::size_t element = engine_->options().kv_type == KvType::kF16 ? 2 : 4;
+MetalEngine::SessionCache::Heads MetalEngine::SessionCache::heads_of(bool values) const {
+  const Config& own = metal_.config();
+  const Config& padded = metal_.padded_.config;
+  const std::size_t element = metal_.options().kv_type == KvType::kF16 ? 2 : 4;
   return {std::size_t(own.n_kv_heads), std::size_t(values ? own.value_dim : own.key_dim) * element,
           std::size_t(values ? padded.value_dim : padded.key_dim) * element};
-}
-
-void MetalSession::collect_stats(Stats& stats) const {
-  stats["dispatches"] = double(published_.dispatches);
-  stats["command_buffers"] = double(published_.command_buffers);
-  stats["allocations"] = double(published_.allocations);
-  stats["gpu_seconds"] = published_.gpu_seconds;
-}
-
-std::unique_ptr<Session> MetalEngine::make_session(int max_context) {
-  const AutoreleasePool pool;
-  CallCounters uncounted;  // of no call
-  rope_tables_.reserve(std::min(max_context, kFirstRopePositions), uncounted);
-  auto session =
-      std::make_unique<MetalSession>(std::static_pointer_cast<MetalEngine>(shared_from_this()), max_context);
-  ++sessions_;
-  return session;
 }
 
 }  // namespace

@@ -57,5 +57,9 @@ class NumericalError(MetalPrefillError, ArithmeticError):
     """The model's results are not numbers: every logit is NaN. Weights that are damaged do that."""
 
 
+class KVMemoryError(MetalPrefillError, MemoryError):
+    """The sessions of a model together need more K and V than ``kv_memory`` allows. Nothing was changed."""
+
+
 class ClosedError(MetalPrefillError, RuntimeError):
     """The model, session or file was used after ``close()``."""

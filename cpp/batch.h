@@ -1,0 +1,36 @@
+// Calls of several sessions, computed together.
+//
+// The tokens of all requests go through the layers in passes of at most Engine::pass_rows rows, the requests
+// in their order. What a request gets does not depend on the others; one that fails ends with its error and
+// leaves its session as it was.
+#pragma once
+
+#include <exception>
+#include <span>
+
+#include "engine.h"
+
+namespace metal_prefill {
+
+// What one session is to compute, and what came of it.
+struct Request {
+  Session* session = nullptr;
+  std::span<const TokenId> tokens;
+  Prefix prefix = Prefix::kAppend;
+  Output output = Output::kNone;     // of the last token; of every token for kLogProbs
+  float* logits = nullptr;           // kLogits: [vocab_size]
+  std::span<const TokenId> targets;  // kLogProbs: [tokens.size()]
+  float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
+  std::vector<Dispatch>* trace = nullptr;
+  Claim claim = 0;
+
+  PromptResult result = {};
+  std::exception_ptr error = {};  // null: none
+};
+
+// Each session may appear once, and all must be of `engine`; else std::invalid_argument, and nothing is
+// computed. All other errors are those of single requests, but for SessionBusyError. `call` is a string
+// literal: the name of the call in messages.
+void run_batch(Engine& engine, std::span<Request> requests, const char* call, const Progress& progress = {});
+
+}  // namespace metal_prefill

@@ -1,0 +1,201 @@
+#include "forward_pass.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace metal_prefill::cpu {
+
+namespace {
+
+constexpr int kHeadRows = 32;  // rows whose logits are in memory together when scoring
+
+}  // namespace
+
+ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels,
+                         const KvPages& cache, Team& team)
+    : model_(model),
+      config_(model.config),
+      exact_(options.compute == Compute::kF32),
+      kernels_(kernels),
+      cache_(cache),
+      team_(team),
+      weights_(model, options.compute, team),
+      scratch_(std::size_t(team.size())) {
+  for (int layer = 0; layer < config_.n_layers; ++layer) {
+    Rope rope;
+    rope.frequencies = rope_frequencies(model_, layer, &rope.magnitude);
+    const auto found = std::find_if(ropes_.begin(), ropes_.end(), [&](const Rope& other) {
+      return other.frequencies == rope.frequencies && other.magnitude == rope.magnitude;
+    });
+    layer_rope_.push_back(int(found - ropes_.begin()));
+    if (found == ropes_.end()) ropes_.push_back(std::move(rope));
+  }
+  const std::size_t row = round_up(std::size_t(weights_.max_float_cols), kFloatPad);
+  for (Scratch& scratch : scratch_)
+    scratch.weights = Buffer(kGroupRows * row * sizeof(float), "dequantized weights");
+}
+
+double ForwardPass::run(std::span<Chunk> chunks) {
+  plan(chunks);
+  team_.run([&](Worker& worker) { run_layers({worker, kernels_, scratch_[std::size_t(worker.index())]}); });
+  deliver();
+  double multiply_adds = 0;
+  for (const Scratch& scratch : scratch_) multiply_adds += scratch.multiply_adds;
+  return multiply_adds;
+}
+
+void ForwardPass::run_layers(const Context& c) {
+  embed(c, model_, all_.rows, work_.x);
+  const std::size_t table = all_.rows.size() * std::size_t(config_.rope_dim);
+  for (std::size_t i = 0; i < ropes_.size(); ++i)
+    rope_table(c, ropes_[i].frequencies, ropes_[i].magnitude, all_.rows, work_.rotations + i * table);
+  for (int layer = 0; layer < config_.n_layers; ++layer)
+    run_layer(c, layer, layer + 1 < config_.n_layers ? all_ : wanted_);
+  head(c);
+}
+
+// Keys and values of all rows; the output of the wanted ones, which become the first rows of x.
+void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  Workspace& a = work_;
+  const int n = all_.count(), n_wanted = wanted.count();
+  const std::size_t table = std::size_t(layer_rope_[std::size_t(layer)]) * std::size_t(n);
+  const AttentionStep step = {
+      .config = config_,
+      .weights = m,
+      .cache = cache_,
+      .layer = layer,
+      .exact = exact_,
+      .rotations = config_.uses_rope(layer) ? a.rotations + table * std::size_t(config_.rope_dim) : nullptr,
+      .q = a.q,
+      .k = a.k,
+      .v = a.v,
+  };
+  const Product q = {w.wq, a.q, &m.bq}, k = {w.wk, a.k, &m.bk}, v = {w.wv, a.v, &m.bv};
+  normalize(c, a.x, m.attn_norm, config_.norm_eps, 0, n, a.normed);
+  if (n_wanted == n) {
+    multiply(c, {q, k, v}, a.normed, n);
+    append_to_cache(c, step, all_.rows, Rotate::kQueriesAndKeys);
+  } else {
+    multiply(c, {k, v}, a.normed, n);
+    append_to_cache(c, step, all_.rows, Rotate::kKeys);
+    if (n_wanted == 0) return;
+    keep_rows(c, a.x, config_.dim, wanted.rows);
+    normalize(c, a.x, m.attn_norm, config_.norm_eps, 0, n_wanted, a.normed);
+    multiply(c, {q}, a.normed, n_wanted);
+    rotate_queries(c, step, wanted.rows);
+  }
+  attend(c, step, wanted.tiles, a.att.f32);
+  quantize(c, a.att, n_wanted);
+  add_block(c, w.wo, a.att, m.post_attn_norm, n_wanted);
+  feed_forward(c, layer, n_wanted);
+}
+
+// x += w * in, or the norm of that where the model has one after the block.
+void ForwardPass::add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
+                            int rows) {
+  if (!post_norm) return multiply(c, {{w, work_.x, nullptr, true}}, in, rows);
+  multiply(c, {{w, work_.block}}, in, rows);
+  add_normalized(c, work_.block, post_norm, config_.norm_eps, rows, work_.x);
+}
+
+void ForwardPass::feed_forward(const Context& c, int layer, int rows) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  normalize(c, work_.x, m.ffn_norm, config_.norm_eps, 0, rows, work_.normed);
+  multiply_gated(c, w.w_gate, w.w_up, config_.activation, work_.normed, rows, work_.ffn);
+  add_block(c, w.w_down, work_.ffn, m.post_ffn_norm, rows);
+}
+
+void ForwardPass::head(const Context& c) {
+  const int n = int(outputs_.size());
+  for (int first = 0; first < n; first += kHeadRows) {
+    const int count = std::min(kHeadRows, n - first);
+    normalize(c, work_.x, model_.output_norm, config_.norm_eps, first, count, work_.normed);
+    multiply_head(c, weights_.output, work_.normed, count, logits_.data() + first, first);
+    score(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
+  }
+}
+
+// Log probabilities of targets, where those are wanted.
+void ForwardPass::score(const Context& c, std::span<const Wanted> wanted) {
+  const auto is_scored = [](const Wanted& w) { return w.chunk->output == Output::kLogProbs; };
+  if (std::none_of(wanted.begin(), wanted.end(), is_scored)) return;
+  const float* const* logits_of = logits_.data() + (wanted.data() - outputs_.data());
+  c.worker.for_each(int(wanted.size()), [&](int i) {
+    const auto& [chunk, token] = wanted[std::size_t(i)];
+    if (chunk->output != Output::kLogProbs) return;
+    const TokenId target = chunk->targets[std::size_t(token)];
+    if (target < 0) return;
+    const float* logits = logits_of[i];
+    const float largest = *std::max_element(logits, logits + config_.vocab_size);
+    const double log_sum = std::log(kernels_.sum_exp(logits, largest, config_.vocab_size));
+    chunk->log_probs[token] = float(double(logits[target]) - double(largest) - log_sum);
+  });
+}
+
+// Lists the rows of the pass, those of the last layer, and makes room for them.
+void ForwardPass::plan(std::span<Chunk> chunks) {
+  const auto rows_of = [](const Chunk& chunk) { return int(chunk.tokens.size()); };
+  // Of each chunk the last row, all or none.
+  const auto wanted_of = [&](const Chunk& chunk) {
+    return chunk.output == Output::kNone ? 0 : chunk.output == Output::kLogProbs ? rows_of(chunk) : 1;
+  };
+  int n = 0, n_wanted = 0, n_scored = 0;
+  std::size_t n_pages = 0;
+  for (const Chunk& chunk : chunks) {
+    n += rows_of(chunk);
+    n_wanted += wanted_of(chunk);
+    if (chunk.output == Output::kLogProbs) n_scored += rows_of(chunk);
+    n_pages += chunk.cache->pages().size();
+  }
+  work_.reserve(config_, weights_, ropes_.size(), n, std::min(n_scored, kHeadRows));
+  pages_.resize(n_pages);
+  all_.rows.clear();
+  all_.tiles.clear();
+  wanted_.rows.clear();
+  wanted_.tiles.clear();
+  outputs_.clear();
+  logits_.clear();
+
+  std::byte** pages = pages_.data();
+  for (Chunk& chunk : chunks) {
+    const int first = all_.count(), first_wanted = wanted_.count(), count = rows_of(chunk);
+    cache_.addresses(chunk.cache->pages(), pages);
+    for (int i = 0; i < count; ++i)
+      all_.rows.push_back({chunk.tokens[std::size_t(i)], chunk.position + i, first + i, pages});
+    add_tiles(all_.tiles, std::span(all_.rows).subspan(std::size_t(first)), first, n);
+    for (int i = count - wanted_of(chunk); i < count; ++i) {
+      wanted_.rows.push_back(all_.rows[std::size_t(first + i)]);
+      outputs_.push_back({&chunk, i});
+      logits_.push_back(chunk.output == Output::kLogits ? chunk.logits : nullptr);
+    }
+    add_tiles(wanted_.tiles, std::span(wanted_.rows).subspan(std::size_t(first_wanted)), first_wanted,
+              n_wanted);
+    pages += chunk.cache->pages().size();
+  }
+  // Logits that are only needed until they are scored take turns: at most kHeadRows are in use at a time.
+  std::size_t scored = 0;
+  for (std::size_t i = 0; i < outputs_.size(); ++i)
+    if (outputs_[i].chunk->output == Output::kLogProbs)
+      logits_[i] = work_.logits + scored++ % kHeadRows * std::size_t(config_.vocab_size);
+  // The tiles that see the most go first, so that what is left at the end is short.
+  for (Rows* rows : {&all_, &wanted_})
+    std::sort(rows->tiles.begin(), rows->tiles.end(), [](const QueryTile& a, const QueryTile& b) {
+      return std::pair(b.position + b.count, a.first) < std::pair(a.position + a.count, b.first);
+    });
+  for (Scratch& scratch : scratch_) {
+    scratch.best.assign(outputs_.size(), {});
+    scratch.multiply_adds = 0;
+  }
+}
+
+void ForwardPass::deliver() {
+  for (std::size_t i = 0; i < outputs_.size(); ++i)
+    if (outputs_[i].chunk->output == Output::kGreedy)
+      outputs_[i].chunk->token = best_of(scratch_, int(i)).index;
+}
+
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,81 @@
+// The forward pass: which steps run, in which order, on which rows.
+//
+// All threads of the team run the same pass; each step divides its work among them and ends with a barrier. A
+// step is one call for all rows of the pass, layer by layer.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "../engine.h"
+#include "kv_pages.h"
+#include "ops.h"
+#include "threads.h"
+#include "weights.h"
+#include "workspace.h"
+
+namespace metal_prefill::cpu {
+
+class ForwardPass {
+ public:
+  ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels, const KvPages& cache,
+              Team& team);
+
+  // Rows that go through the layers together: what a step leaves for the next still lies in the cache then,
+  // and reading the weights again for the others costs less.
+  static constexpr int kPassRows = 256;
+
+  // Computes the chunks' rows on top of what their pages hold and delivers their outputs. One call at a time.
+  // Throws before anything is written. Returns how many multiply-adds products and attention took.
+  double run(std::span<Chunk> chunks);
+
+  std::size_t weight_bytes() const { return weights_.packed_bytes(); }
+  std::size_t workspace_bytes() const { return work_.bytes(); }
+
+ private:
+  // Frequencies that several layers share.
+  struct Rope {
+    std::vector<float> frequencies;  // [rope_dim / 2]
+    float magnitude = 1;
+  };
+  // The rows that a layer works on, and how attention takes them.
+  struct Rows {
+    std::vector<Row> rows;
+    std::vector<QueryTile> tiles;
+    int count() const { return int(rows.size()); }
+  };
+  // A row of the last layer whose logits are wanted.
+  struct Wanted {
+    Chunk* chunk;
+    int token;  // of the chunk
+  };
+
+  void plan(std::span<Chunk> chunks);
+  void run_layers(const Context& c);
+  void run_layer(const Context& c, int layer, const Rows& wanted);
+  void add_block(const Context& c, const Linear& w, const Activations& x, const Tensor& post_norm, int rows);
+  void feed_forward(const Context& c, int layer, int rows);
+  void head(const Context& c);
+  void score(const Context& c, std::span<const Wanted> wanted);
+  void deliver();
+
+  const Model& model_;
+  const Config& config_;
+  const bool exact_;
+  const Kernels& kernels_;
+  const KvPages& cache_;
+  Team& team_;
+  Weights weights_;
+  std::vector<Rope> ropes_;
+  std::vector<int> layer_rope_;  // index into ropes_
+  std::vector<Scratch> scratch_;
+
+  // Of the pass under way. They keep their memory.
+  Workspace work_;
+  std::vector<std::byte*> pages_;
+  Rows all_, wanted_;  // of every layer, and of the last one
+  std::vector<Wanted> outputs_;
+  std::vector<float*> logits_;  // where those of each output go; null: only the largest is wanted
+};
+
+}  // namespace metal_prefill::cpu

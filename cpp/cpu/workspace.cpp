@@ -1,0 +1,78 @@
+#include "workspace.h"
+
+#include <utility>
+
+namespace metal_prefill::cpu {
+
+namespace {
+
+// Hands out parts of a block of memory that begin on cache lines. Without a block it only counts bytes.
+class Layout {
+ public:
+  Layout(std::byte* base, std::size_t rows) : base_(base), rows_(rows) {}
+
+  template <typename T>
+  T* take(std::size_t count) {
+    std::byte* part = base_ ? base_ + bytes_ : nullptr;
+    bytes_ += round_up(count * sizeof(T), 64);
+    return reinterpret_cast<T*>(part);
+  }
+  FloatRows floats(std::size_t columns) {
+    const std::size_t stride = round_up(columns, kFloatPad);
+    return {take<float>(rows_ * stride), stride};
+  }
+  // A norm and attention write float32 first, whatever their readers want.
+  enum class Float32 { kAlways, kWhereRead };
+  Activations activations(std::size_t columns, Forms forms, Float32 f32) {
+    Activations a{forms, {}, {}};
+    if (forms.f32 || f32 == Float32::kAlways) a.f32 = floats(columns);
+    if (forms.int8) {
+      a.int8.blocks = int(columns) / kBlockCols;
+      a.int8.tiles =
+          take<ActivationTile>(round_up(rows_, kTileTokens) / kTileTokens * std::size_t(a.int8.blocks));
+    }
+    return a;
+  }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* const base_;
+  const std::size_t rows_;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace
+
+void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rope_tables, int rows,
+                        int logit_rows) {
+  if (rows > rows_) {
+    const auto lay_out = [&](std::byte* base, Workspace& w) {
+      Layout layout(base, std::size_t(rows));
+      const std::size_t dim = std::size_t(c.dim), heads = std::size_t(c.n_heads),
+                        kv_heads = std::size_t(c.n_kv_heads);
+      w.x = layout.floats(dim);
+      w.block = layout.floats(dim);
+      w.q = layout.floats(heads * std::size_t(c.key_dim));
+      w.k = layout.floats(kv_heads * std::size_t(c.key_dim));
+      w.v = layout.floats(kv_heads * std::size_t(c.value_dim));
+      w.normed = layout.activations(dim, weights.dim_input, Layout::Float32::kAlways);
+      w.att = layout.activations(heads * std::size_t(c.value_dim), weights.attention_input,
+                                 Layout::Float32::kAlways);
+      w.ffn = layout.activations(std::size_t(c.ffn_dim), weights.ffn_input, Layout::Float32::kWhereRead);
+      w.rotations = layout.take<float>(rope_tables * std::size_t(rows) * std::size_t(c.rope_dim));
+      return layout.bytes();
+    };
+    Workspace unused;
+    Buffer memory(lay_out(nullptr, unused), "the workspace of a pass");
+    lay_out(memory.data(), *this);
+    memory_ = std::move(memory);
+    rows_ = rows;
+  }
+  const std::size_t logit_bytes = std::size_t(logit_rows) * std::size_t(c.vocab_size) * sizeof(float);
+  if (logit_bytes > logits_memory_.bytes()) {
+    logits_memory_ = Buffer(logit_bytes, "logits");
+    logits = logits_memory_.as<float>();
+  }
+}
+
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,118 @@
+#include "pages.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "engine.h"
+
+namespace metal_prefill {
+
+namespace {
+
+// Free pages that stay in memory: sessions that come and go do not ask the system for memory each time.
+constexpr std::size_t kWarmBytes = std::size_t(4) << 20;
+
+// Weights, activations and whatever else runs on the machine have the other half.
+std::size_t half_of_the_memory() {
+  return std::size_t(sysconf(_SC_PHYS_PAGES)) * std::size_t(sysconf(_SC_PAGESIZE)) / 2;
+}
+
+}  // namespace
+
+PagePool::PagePool(PageStore& store, std::size_t limit)
+    : store_(store),
+      page_bytes_(store.page_bytes()),
+      max_pages_(std::max((limit > 0 ? limit : half_of_the_memory()) / page_bytes_, std::size_t(1))) {}
+
+std::vector<PageId> PagePool::take(std::size_t n) {
+  const std::scoped_lock lock(mutex_);
+  if (n > free_.size()) {
+    const std::size_t missing = n - free_.size(), existing = holders_.size();
+    if (missing > max_pages_ - existing)
+      throw KvMemoryError("the KV cache needs " + std::to_string((existing + missing) * page_bytes_) +
+                          " bytes, which exceeds kv_memory of " + std::to_string(limit_bytes()) + " bytes (" +
+                          std::to_string(max_pages_) + " pages of " + std::to_string(kPagePositions) +
+                          " positions); close sessions, rewind them or raise the limit");
+    // Half as much again: growing token by token allocates rarely.
+    const std::size_t wanted = std::min(std::max(existing + missing, existing + existing / 2), max_pages_);
+    store_.grow(wanted);
+    holders_.reserve(wanted);
+    free_.reserve(wanted);
+    std::vector<PageId> added(wanted - existing);
+    std::iota(added.rbegin(), added.rend(), PageId(existing));  // the lowest is taken first
+    free_.insert(free_.begin(), added.begin(), added.end());
+    holders_.resize(wanted, 0);
+  }
+  std::vector<PageId> taken(free_.rbegin(), free_.rbegin() + std::ptrdiff_t(n));
+  free_.resize(free_.size() - n);
+  for (const PageId page : taken) holders_[page] = 1;
+  return taken;
+}
+
+void PagePool::retain(std::span<const PageId> pages) {
+  const std::scoped_lock lock(mutex_);
+  for (const PageId page : pages) ++holders_[page];
+}
+
+void PagePool::release(std::span<const PageId> pages) {
+  const std::scoped_lock lock(mutex_);
+  for (const PageId page : pages) {
+    if (--holders_[page] > 0) continue;
+    free_.push_back(page);  // there is room: free_ was reserved for all
+    if (free_.size() * page_bytes_ > kWarmBytes) store_.idle(page);
+  }
+}
+
+bool PagePool::is_shared(PageId page) const {
+  const std::scoped_lock lock(mutex_);
+  return holders_[page] > 1;
+}
+
+void PagePool::copy(PageId from, PageId to, int positions) {
+  store_.copy(from, to, positions);
+}
+
+std::size_t PagePool::pages_in_use() const {
+  const std::scoped_lock lock(mutex_);
+  return holders_.size() - free_.size();
+}
+
+void BlockTable::reserve(int kept, int end) {
+  if (end <= kept) return;
+  const std::size_t held = pages_.size(), wanted = std::max(pages_of(end), held);
+  const std::size_t first = std::size_t(kept) / kPagePositions;  // page that is written to
+  const int kept_in_first = kept % kPagePositions;
+  std::vector<std::size_t> replaced;
+  for (std::size_t i = first; i < std::min(pages_of(end), held); ++i)
+    if (pool_.is_shared(pages_[i])) replaced.push_back(i);
+  if (wanted == held && replaced.empty()) return;
+  pages_.reserve(wanted);
+  std::vector<PageId> taken = pool_.take(wanted - held + replaced.size());
+  for (const std::size_t i : replaced) {
+    const PageId own = taken.back();
+    taken.pop_back();
+    if (i == first && kept_in_first > 0) pool_.copy(pages_[i], own, kept_in_first);
+    pool_.release({&pages_[i], 1});
+    pages_[i] = own;
+  }
+  pages_.insert(pages_.end(), taken.begin(), taken.end());
+}
+
+void BlockTable::truncate(int positions) {
+  const std::size_t kept = pages_of(positions);
+  if (kept >= pages_.size()) return;
+  pool_.release(std::span(pages_).subspan(kept));
+  pages_.resize(kept);
+}
+
+void BlockTable::share(const BlockTable& from, int positions) {
+  std::vector<PageId> pages(from.pages_.begin(), from.pages_.begin() + std::ptrdiff_t(pages_of(positions)));
+  pool_.retain(pages);
+  pool_.release(pages_);
+  pages_ = std::move(pages);
+}
+
+}  // namespace metal_prefill

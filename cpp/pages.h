@@ -1,0 +1,90 @@
+// K and V in pages: who holds which page. What a page looks like inside is the engine's business.
+//
+// A page holds K and V of every layer for kPagePositions positions. A session is a block table: the pages of
+// its positions in order. Sessions that begin alike share pages; whoever is about to write to a page that
+// others hold too takes a copy first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+namespace metal_prefill {
+
+using PageId = std::uint32_t;
+
+// A whole number of attention tiles: what an attention kernel of either engine reads at a time never
+// straddles two pages.
+inline constexpr int kPagePositions = 64;
+
+inline std::size_t pages_of(int positions) {
+  return (std::size_t(positions) + kPagePositions - 1) / kPagePositions;
+}
+
+// The memory of an engine's pages.
+class PageStore {
+ public:
+  virtual ~PageStore() = default;
+  virtual std::size_t page_bytes() const = 0;
+  // Room for `pages` in all; those that exist stay as they are. Throws DeviceError without a change.
+  virtual void grow(std::size_t pages) = 0;
+  // The first `positions` of a page, in every layer.
+  virtual void copy(PageId from, PageId to, int positions) = 0;
+  // Nobody holds the page: its memory may go back to the system until it is taken again.
+  virtual void idle(PageId) {}
+};
+
+// Which pages exist, and how many block tables hold each. Safe to call from several threads.
+class PagePool {
+ public:
+  // At most `limit` bytes of pages, 0 for half of the machine's memory, but always room for one page.
+  PagePool(PageStore& store, std::size_t limit);
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
+
+  // Throws KvMemoryError naming the limit, or DeviceError, without a change.
+  std::vector<PageId> take(std::size_t n);
+  void retain(std::span<const PageId> pages);
+  void release(std::span<const PageId> pages);
+  bool is_shared(PageId page) const;
+  void copy(PageId from, PageId to, int positions);
+
+  std::size_t page_bytes() const { return page_bytes_; }
+  std::size_t pages_in_use() const;
+  std::size_t limit_bytes() const { return max_pages_ * page_bytes_; }
+
+ private:
+  PageStore& store_;
+  const std::size_t page_bytes_, max_pages_;
+  mutable std::mutex mutex_;
+  std::vector<std::uint32_t> holders_;  // of each page
+  std::vector<PageId> free_;            // the last one is taken first
+};
+
+// The pages of one session, in the order of its positions.
+class BlockTable {
+ public:
+  explicit BlockTable(PagePool& pool) : pool_(pool) {}
+  ~BlockTable() { truncate(0); }
+  BlockTable(const BlockTable&) = delete;
+  BlockTable& operator=(const BlockTable&) = delete;
+
+  // Makes positions [kept, end) writable and keeps what lies before them. Throws as PagePool::take, without a
+  // change.
+  void reserve(int kept, int end);
+  // Lets go of the pages that hold none of the first `positions`.
+  void truncate(int positions);
+  // Holds the pages of another table's first `positions` too, instead of its own.
+  void share(const BlockTable& from, int positions);
+
+  std::span<const PageId> pages() const { return pages_; }
+  std::size_t bytes() const { return pages_.size() * pool_.page_bytes(); }
+
+ private:
+  PagePool& pool_;
+  std::vector<PageId> pages_;
+};
+
+}  // namespace metal_prefill
