@@ -65,6 +65,11 @@ test-emulator: build/.emulator
 	$(BIN)/cmake --build build/emulator-alone
 	$(BIN)/ctest --test-dir build/emulator-alone --output-on-failure
 
+# The CPU engine on the processor at hand: each instruction set that it has, in under two minutes.
+test-processor: build/.plain
+	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
+	$(BIN)/python tools/test_processor.py
+
 # Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
 sanitize: sanitize-address sanitize-thread
 sanitize-%: build/.emulator
