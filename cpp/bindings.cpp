@@ -22,6 +22,7 @@
 
 #include "cpu/python.h"
 #include "engine.h"
+#include "gil.h"
 #include "tensors.h"
 
 #ifdef METAL_PREFILL_EMULATOR
@@ -72,19 +73,20 @@ class ProgressGuard {
 
   Progress function() {
     return [this](int done, int total) {
-      nb::gil_scoped_acquire gil;
-      if (PyErr_CheckSignals() != 0) {
-        error_ = std::make_unique<nb::python_error>();
-        return false;
-      }
-      if (callback_.is_none()) return true;
-      try {
-        callback_(done, total);
-        return true;
-      } catch (nb::python_error& error) {
-        error_ = std::make_unique<nb::python_error>(std::move(error));
-        return false;
-      }
+      return with_gil([&] {
+        if (PyErr_CheckSignals() != 0) {
+          error_ = std::make_unique<nb::python_error>();
+          return false;
+        }
+        if (callback_.is_none()) return true;
+        try {
+          callback_(done, total);
+          return true;
+        } catch (nb::python_error& error) {
+          error_ = std::make_unique<nb::python_error>(std::move(error));
+          return false;
+        }
+      });
     };
   }
 
@@ -99,21 +101,16 @@ class ProgressGuard {
 
 // Lets a call that waits for its turn on a session be interrupted.
 void check_signals() {
-  nb::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
-
-template <typename F>
-auto without_gil(F&& compute) {
-  nb::gil_scoped_release release;
-  return compute();
+  with_gil([] {
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  });
 }
 
 // Keeps a Python object alive from C++; may be released on any thread.
 std::shared_ptr<void> keep_alive(nb::object object) {
   return std::shared_ptr<void>(object.release().ptr(), [](void* p) {
-    nb::gil_scoped_acquire gil;
-    Py_DECREF(static_cast<PyObject*>(p));
+    if (!Py_IsInitialized()) return;  // the interpreter has ended, and its objects with it
+    with_gil([p] { Py_DECREF(static_cast<PyObject*>(p)); });
   });
 }
 
@@ -142,7 +139,7 @@ class ModelBuilder {
     if (device != "cpu" && device != "metal")
       throw std::invalid_argument("device '" + device + "' is not cpu or metal");
     validate(model_);
-    nb::gil_scoped_release release;
+    const GilRelease release;
     return device == "cpu" ? make_cpu_engine(model_, options) : make_metal_engine(model_, options);
   }
 
@@ -269,7 +266,7 @@ void bind_engine(nb::module_& m) {
       .def("build", &ModelBuilder::build, "device"_a, "options"_a);
 
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
-      .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)
       .def("stats", &Engine::stats);
@@ -358,8 +355,7 @@ void bind_session(nb::module_& m) {
             return log_probs.release();
           },
           "tokens"_a, "progress"_a = nb::none())
-      .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a,
-           nb::call_guard<nb::gil_scoped_release>())
+      .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<GilRelease>())
       .def(
           "forward_token",
           [](Session& self, TokenId token) {
@@ -368,7 +364,7 @@ void bind_session(nb::module_& m) {
             return logits.release();
           },
           "token"_a)
-      .def("plan", &Session::plan, "tokens"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("plan", &Session::plan, "tokens"_a, nb::call_guard<GilRelease>())
       .def(
           "trace",
           [](Session& self, TokenArray tokens, nb::object progress) {
@@ -383,13 +379,13 @@ void bind_session(nb::module_& m) {
       .def_prop_ro("position", &Session::position)
       .def_prop_ro("max_context", &Session::max_context)
       .def("tokens", &Session::tokens)
-      .def("rewind", &Session::rewind, "position"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("fork", &Session::fork, nb::call_guard<nb::gil_scoped_release>())
+      .def("rewind", &Session::rewind, "position"_a, nb::call_guard<GilRelease>())
+      .def("fork", &Session::fork, nb::call_guard<GilRelease>())
       .def("export_state", &export_state,
            nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
       .def("import_state", &import_state, "tokens"_a, "rows"_a)
       .def("memory_bytes", &Session::memory_bytes)
-      .def("intermediate", &Session::intermediate, "name"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("intermediate", &Session::intermediate, "name"_a, nb::call_guard<GilRelease>(),
            "Return a buffer of the last call by its name in the forward pass; Metal with "
            "METAL_PREFILL_DEBUG=1 only.")
       .def("stats", &Session::stats);
@@ -403,6 +399,12 @@ NB_MODULE(_core, m) {
   m.doc() = "Native engines of metal_prefill.";
   nb::register_exception_translator(translate);
   Turn::while_waiting = check_signals;
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
+    interpreter_exits();
+    // What other threads hold at exit is no leak.
+    if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1)
+      nb::set_leak_warnings(false);
+  }));
   bind_config(m);
   bind_engine(m);
   bind_dispatch(m);

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../gil.h"
 #include "kernel_calls.h"
 #include "kernels.h"
 #include "threads.h"
@@ -64,7 +65,7 @@ nb::tuple quantize(const std::string& set, const Python<calls::Matrix>::Type& x,
 std::vector<std::vector<int>> run_team(int threads, const std::vector<int>& phases, int jobs) {
   std::vector<std::vector<int>> counts;
   for (const int items : phases) counts.emplace_back(std::size_t(items));
-  nb::gil_scoped_release release;
+  const GilRelease release;
   Team team(threads);
   for (int job = 0; job < jobs; ++job) {
     std::atomic<bool> in_order{true};
@@ -104,7 +105,7 @@ void bind_cpu_kernels(nb::module_& m) {
         "scale"_a, "first"_a, "count"_a, "out"_a, "exact"_a = false,
         "Causal attention of one group of heads.");
   nb::class_<Workload>(m, "Workload", "A step of the engine, or a limit of the machine, to be timed.")
-      .def("run", &Workload::run, "repetitions"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("run", &Workload::run, "repetitions"_a, nb::call_guard<GilRelease>(),
            "Seconds that the repetitions take.")
       .def_ro("multiply_adds", &Workload::multiply_adds, "Products of one repetition.")
       .def_ro("bytes", &Workload::bytes, "Bytes of weights that one repetition reads.");

@@ -1,0 +1,80 @@
+// The GIL, released and taken so that a thread survives the end of the interpreter.
+//
+// When Python exits while a daemon thread is inside a call, that thread must never ask for the GIL again.
+// While the interpreter ends, CPython up to 3.13 answers by pthread_exit(), which unwinds the stack through
+// destructors that must not throw or need the GIL; once it has ended, there is no interpreter to ask. Either
+// aborts the process. Here such a thread stops instead, as it does in Python 3.14, and the process exits
+// around it.
+#pragma once
+
+#include <Python.h>
+
+#include <atomic>
+#include <exception>
+#include <thread>
+#include <type_traits>
+
+namespace metal_prefill {
+
+[[noreturn]] void stop_this_thread() noexcept;
+
+// Told by Python's atexit, before the interpreter begins to end: from here on no other thread asks for the
+// GIL through this header. Waits, without the GIL, for those that ask at the moment.
+void interpreter_exits();
+
+// While one exists, the interpreter does not begin to end: it waits for this thread, which is about to take
+// the GIL. Does not come back once interpreter_exits() was called, but to the thread that called it.
+class AskingForGil {
+ public:
+  AskingForGil() noexcept;
+  ~AskingForGil();
+  AskingForGil(const AskingForGil&) = delete;
+  AskingForGil& operator=(const AskingForGil&) = delete;
+};
+
+// As nanobind's gil_scoped_release, also as a call guard.
+class GilRelease {
+ public:
+  GilRelease() : thread_(PyEval_SaveThread()) {}
+  ~GilRelease() {
+    const AskingForGil asking;
+    PyEval_RestoreThread(thread_);
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* const thread_;
+};
+
+template <typename F>
+auto without_gil(F&& f) {
+  const GilRelease release;
+  return f();
+}
+
+// Calls f() with the GIL. It may run Python code, and throw what derives from std::exception.
+template <typename F>
+auto with_gil(F&& f) {
+  const PyGILState_STATE state = [] {
+    const AskingForGil asking;
+    return PyGILState_Ensure();
+  }();
+  try {
+    if constexpr (std::is_void_v<decltype(f())>) {
+      f();
+      PyGILState_Release(state);
+    } else {
+      auto value = f();
+      PyGILState_Release(state);
+      return value;
+    }
+  } catch (const std::exception&) {
+    PyGILState_Release(state);
+    throw;
+  } catch (...) {  // the interpreter ended this thread by pthread_exit() inside of Python code
+    stop_this_thread();
+  }
+}
+
+}  // namespace metal_prefill

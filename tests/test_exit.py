@@ -1,0 +1,58 @@
+"""What becomes of calls under way when their process exits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Daemon threads compute without end; `{between}` is what they do, and `callback` what their prompts call.
+PROGRAM = """
+import threading, time
+from metal_prefill import Model
+
+model = Model(device="cpu", threads=2, chunk_tokens=64)
+begun = threading.Semaphore(0)
+
+def callback(done, total):
+    begun.release()
+    {callback}
+
+def work():
+    session = model.session()
+    while True:
+        session.forward_prompt([1] * 900, progress={progress})
+        begun.release()
+        {between}
+        session.reset()
+
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+for _ in range(3):
+    begun.acquire()
+time.sleep({delay})
+print("the last line")
+"""
+
+ACTIVITIES = {
+    "inside a prompt": {},
+    "between the chunks of a prompt": {"progress": "callback"},
+    "in Python code of a callback": {"progress": "callback", "callback": "while True: sum(range(99))"},
+    "asleep in a callback": {"progress": "callback", "callback": "time.sleep(999)"},
+    "token by token": {"between": "for _ in range(99): session.forward_token(1)"},
+    "waiting for another thread's session": {"between": "shared.forward_prompt([1] * 64); shared.reset()"},
+    "scoring": {"between": "model.score([1] * 300)"},
+}
+
+
+@pytest.mark.parametrize("activity", ACTIVITIES.values(), ids=ACTIVITIES.keys())
+def test_a_process_exits_cleanly_while_daemon_threads_are(activity: dict[str, str]) -> None:
+    """With no complaint and with exit status 0, at whatever moment the interpreter ends."""
+    for delay in (0, 0.01, 0.02, 0.03):
+        words = {"callback": "pass", "progress": "None", "between": "pass", "delay": str(delay), **activity}
+        program = PROGRAM.format(**words).replace("begun =", "shared = model.session()\nbegun =")
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "the last line\n", "")
