@@ -14,7 +14,9 @@ from gguf import GGUFReader, quants
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from metal_prefill import synth
+from metal_prefill import Model, synth
+from metal_prefill._commands import synth as command
+from metal_prefill.architecture import ARCHITECTURES
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
@@ -168,6 +170,14 @@ def test_linear_rope_scaling_is_stated(tmp_path: Path) -> None:
     assert value(reader, "llama.rope.dimension_count") == 8
 
 
+def test_yarn_rope_scaling_is_stated(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", rope_scaling="yarn", rope_factor=4.0)
+    reader = GGUFReader(path)
+    assert value(reader, "llama.rope.scaling.type") == "yarn"
+    assert value(reader, "llama.rope.scaling.factor") == 4.0
+    assert value(reader, "llama.rope.scaling.original_context_length") == 256 // 4
+
+
 def test_llama3_rope_factors_leave_short_waves_and_stretch_long_ones(tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf",
@@ -270,7 +280,7 @@ def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
         ({"tokenizer": "bert"}, "tokenizer 'bert'"),
         ({"rope_dims": 34}, "rope_dims 34"),
         ({"rope_dims": 7}, "rope_dims 7"),
-        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn'"),
+        ({"rope_scaling": "dynamic"}, "rope_scaling 'dynamic'"),
         ({"rope_base": math.inf}, "rope_base inf"),
         ({"rope_factor": 0.0}, "rope_factor 0.0"),
         ({"seed": -1}, "seed -1"),
@@ -313,13 +323,13 @@ def test_progress_rises_to_the_total(tmp_path: Path) -> None:
 
 def test_options_of_the_command_line_make_the_same_file_as_the_function(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    synth.add_arguments(parser)
+    command.add_arguments(parser)
     line = (
         f"{tmp_path / 'a.gguf'} --preset tiny --layers 3 --kv-heads 1 --vocab 400 --type q5_0 "
         "--embedding-type f16 --output-type q8_0 --override blk.*.attn_v.weight=bf16 "
         "--rope-scaling linear --rope-factor 2 --seed 5"
     )
-    by_line = synth.run(parser.parse_args(line.split()))
+    by_line = command.run(parser.parse_args(line.split()))
     by_call = synth.synthesize(
         tmp_path / "b.gguf",
         preset="tiny",
@@ -335,3 +345,26 @@ def test_options_of_the_command_line_make_the_same_file_as_the_function(tmp_path
         seed=5,
     )
     assert by_line.read_bytes() == by_call.read_bytes()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) -> None:
+    path = synth.synthesize(
+        tmp_path / "m.gguf",
+        preset="tiny",
+        architecture=architecture,
+        value_dim=64,
+        window=8 if architecture == "gemma3" else None,
+    )
+    with Model(path, device="cpu") as model:
+        assert model.config.architecture == architecture
+        assert model.config.value_dim == 64
+        assert np.isfinite(model.forward_prompt_logits(range(12))).all()
+
+
+@pytest.mark.parametrize("field", ["value_dim", "window", "original_context"])
+def test_dimensions_below_one_are_refused(field: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {field: 0}
+    with pytest.raises(ValueError, match=f"{field} 0: must be at least 1"):
+        synth.synthesize(tmp_path / "m.gguf", preset="tiny", **options)
+    assert list(tmp_path.iterdir()) == []

@@ -6,25 +6,19 @@ catalogue; `write` makes the file of one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
+from metal_prefill import _synth_file, _synth_model
 from metal_prefill._synth_blocks import random_norm, random_tensor
-from metal_prefill._synth_tokenizer import VOCABULARIES
+from metal_prefill._synth_model import TIED, ModelShape, Role, Tensor
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-
-# What stands in place of a type for tensors that are not random around 0. All are F32: norms, around 1; the
-# last norm, around 1 and -1, so that a token with a tied embedding does not simply predict itself; and
-# frequency factors.
-NORM, OUTPUT_NORM, FACTORS = "norm", "output norm", "factors"
 
 
 @dataclass(frozen=True)
@@ -142,108 +136,70 @@ MODELS: dict[str, SmallModel] = {
 
 def write(path: str | Path, model: SmallModel) -> Path:
     """Write the file of a model; the same model gives the same file."""
-    writer = GGUFWriter(path, model.architecture)
-    _add_metadata(writer, model)
+    shape = _shape(model)
+    # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
+    residual = 2 * model.dim**-0.5 * model.layers**-0.5
+    listed = _synth_model.tensors(shape, "F32", model.embedding, scores=1.4, residual=residual)
+    tensors = [_typed(tensor, model) for tensor in listed]
+    # The recorded answers of llama.cpp and transformers are for values that one stream of numbers gave:
+    # first to the tensors outside the layers, then to each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
-    for name, shape, kind, std in _tensors(model):
-        raw_dtype = GGMLQuantizationType[kind if kind in TYPES else "F32"]
-        writer.add_tensor(name, _data(rng, shape, kind, std), raw_dtype=raw_dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
+    _synth_file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
     return Path(path)
 
 
-def _add_metadata(writer: GGUFWriter, model: SmallModel) -> None:
-    writer.add_context_length(model.context)
-    writer.add_embedding_length(model.dim)
-    writer.add_block_count(model.layers)
-    writer.add_feed_forward_length(model.ffn)
-    writer.add_head_count(model.heads)
-    writer.add_head_count_kv(model.kv_heads)
-    writer.add_layer_norm_rms_eps(model.norm_eps)
-    writer.add_vocab_size(model.vocab)
-    writer.add_rope_freq_base(model.rope_base)
-    writer.add_rope_dimension_count(model.rope_dim or model.key_dim)
-    if model.v_dim != model.key_dim or model.key_dim * model.heads != model.dim:
-        writer.add_key_length(model.key_dim)
-        writer.add_value_length(model.v_dim)
-    if model.rope_scaling in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType(model.rope_scaling))
-        writer.add_rope_scaling_factor(model.rope_factor)
-    if model.rope_scaling == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(model.original_context)
-    if model.window is not None:
-        writer.add_sliding_window(model.window)
-    vocabulary = VOCABULARIES[model.tokenizer](model.vocab)
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre("smollm" if vocabulary.merges else "default")
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.merges:
-        writer.add_token_merges(vocabulary.merges)
-    if vocabulary.scores:
-        writer.add_token_scores(vocabulary.scores)
-    writer.add_bos_token_id(vocabulary.bos)
-    writer.add_eos_token_id(vocabulary.eos)
-
-
-def _tensors(model: SmallModel) -> Iterator[tuple[str, tuple[int, ...], str, float]]:
-    """Name, shape, type and standard deviation of every tensor.
-
-    A projection turns an input of size 1 into an output of size 1. Scores of attention then have a deviation
-    of 2, so that it looks at some positions more than at others, and what the layers add to the residual
-    stream is as large as the embedding.
-    """
-    q_dim, k_dim, v_dim = (
-        model.heads * model.key_dim,
-        model.kv_heads * model.key_dim,
-        model.kv_heads * model.v_dim,
+def _shape(model: SmallModel) -> ModelShape:
+    return ModelShape(
+        layers=model.layers,
+        dim=model.dim,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.key_dim,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        context=model.context,
+        output_type=model.output or TIED,
+        tokenizer=model.tokenizer,
+        rope_base=model.rope_base,
+        rope_dims=model.rope_dim,
+        rope_scaling="llama3" if model.rope_scaling == "freqs" else model.rope_scaling,
+        rope_factor=model.rope_factor,
+        norm_eps=model.norm_eps,
+        architecture=model.architecture,
+        value_dim=model.value_dim,
+        window=model.window,
+        qkv_bias=model.qkv_bias,
+        original_context=model.original_context,
     )
-    yield "token_embd.weight", (model.vocab, model.dim), model.embedding, 3 * model.dim**-0.5
-    yield "output_norm.weight", (model.dim,), OUTPUT_NORM, 0
-    if model.output:
-        yield "output.weight", (model.vocab, model.dim), model.output, 3 * model.dim**-0.5
-    if model.rope_scaling == "freqs":
-        yield "rope_freqs.weight", ((model.rope_dim or model.key_dim) // 2,), FACTORS, 0
-    for layer in range(model.layers):
-        prefix = f"blk.{layer}."
-        residual = 2 * model.dim**-0.5 * model.layers**-0.5
-        matrices = {
-            "attn_q": ((q_dim, model.dim), 1.4 * model.dim**-0.5),
-            "attn_k": ((k_dim, model.dim), 1.4 * model.dim**-0.5),
-            "attn_v": ((v_dim, model.dim), model.dim**-0.5),
-            "attn_output": (
-                (model.dim, model.heads * model.v_dim),
-                (model.heads * model.v_dim) ** -0.5 * residual,
-            ),
-            "ffn_gate": ((model.ffn, model.dim), model.dim**-0.5),
-            "ffn_up": ((model.ffn, model.dim), model.dim**-0.5),
-            "ffn_down": ((model.dim, model.ffn), model.ffn**-0.5 * residual),
-        }
-        for name, (shape, std) in matrices.items():
-            kind = [
-                t for pattern, t in model.types.items() if fnmatchcase(f"{prefix}{name}.weight", pattern)
-            ][-1]
-            yield f"{prefix}{name}.weight", shape, kind, std
-        norms = {"attn_norm": model.dim, "ffn_norm": model.dim}
-        if model.architecture in ("qwen3", "gemma3"):
-            norms |= {"attn_q_norm": model.key_dim, "attn_k_norm": model.key_dim}
-        if model.architecture == "gemma3":
-            norms |= {"post_attention_norm": model.dim, "post_ffw_norm": model.dim}
-        for name, width in norms.items():
-            yield f"{prefix}{name}.weight", (width,), NORM, 0
-        if model.qkv_bias:
-            for name, width in (("attn_q", q_dim), ("attn_k", k_dim), ("attn_v", v_dim)):
-                yield f"{prefix}{name}.bias", (width,), "F32", 0.5
 
 
-def _data(rng: np.random.Generator, shape: tuple[int, ...], kind: str, std: float) -> npt.NDArray[np.uint8]:
-    """Bytes of a tensor, ``[rows, bytes of a row]`` or ``[bytes]``."""
-    if kind in (NORM, OUTPUT_NORM):
-        return random_norm(rng, shape[0], signed=kind == OUTPUT_NORM)
-    if kind == FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
-        return np.geomspace(1.0, 8.0, shape[0], dtype=np.float32).view(np.uint8)
-    data = random_tensor(rng, kind, math.prod(shape), std)
-    return data.reshape(shape[0], -1) if len(shape) == 2 else data
+def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
+    if tensor.role is not Role.MATRIX or not tensor.name.startswith("blk."):
+        return tensor
+    kinds = [kind for pattern, kind in model.types.items() if fnmatchcase(tensor.name, pattern)]
+    return replace(tensor, kind=kinds[-1])
+
+
+# Norms in the order in which numbers are drawn for them.
+_NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
+_OUTSIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
+_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS)
+
+
+def _turn(tensor: Tensor) -> tuple[int, ...]:
+    """When random numbers are drawn for a tensor; those with the same turn keep the order of the file."""
+    if tensor.name in _OUTSIDE:
+        return (-1, _OUTSIDE.index(tensor.name))
+    _, layer, name, _ = tensor.name.split(".")
+    place = _NORMS.index(name) if tensor.role is Role.NORM else 0
+    return (int(layer), _ROLES.index(tensor.role), place)
+
+
+def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """Bytes of a tensor."""
+    if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
+        return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
+    if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
+        return np.geomspace(1.0, 8.0, tensor.count, dtype=np.float32).view(np.uint8)
+    return random_tensor(rng, tensor.kind, tensor.count, tensor.std)

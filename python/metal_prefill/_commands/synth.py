@@ -3,19 +3,84 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
+from pathlib import Path
 
-from metal_prefill import synth
 from metal_prefill._commands import common
+from metal_prefill._synth_tokenizer import VOCABULARIES
+from metal_prefill.synth import PRESETS, ROPE_SCALINGS, TENSOR_TYPES, TIED, Progress, synthesize
+
+
+def _override(text: str) -> tuple[str, str]:
+    pattern, equals, kind = text.rpartition("=")
+    if not equals or not pattern:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be PATTERN=TYPE")
+    return pattern, kind.upper()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    synth.add_arguments(parser)
+    """Add the options of the command; `run` takes what was parsed."""
+    parser.add_argument("path", metavar="OUT.gguf", type=Path, help="file to write")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="smollm-135m", help="shape to start from")
+    for name in ("layers", "dim", "heads", "kv-heads", "head-dim", "ffn", "vocab", "context"):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
+    parser.add_argument(
+        "--type",
+        dest="tensor_type",
+        type=str.upper,
+        choices=TENSOR_TYPES,
+        default="Q4_0",
+        metavar="TYPE",
+        help=f"matrices of the layers: {', '.join(TENSOR_TYPES)}",
+    )
+    parser.add_argument(
+        "--embedding-type",
+        type=str.upper,
+        default="Q8_0",
+        choices=TENSOR_TYPES,
+        help="token embedding",
+        metavar="TYPE",
+    )
+    parser.add_argument("--output-type", metavar="TYPE", help='separate output head, or "tied" for none')
+    parser.add_argument(
+        "--override",
+        dest="overrides",
+        type=_override,
+        action="append",
+        metavar="PATTERN=TYPE",
+        help="type of the tensors whose name matches, as 'blk.*.ffn_down.weight=Q6_K'; repeatable",
+    )
+    parser.add_argument("--tokenizer", choices=tuple(VOCABULARIES), help="byte-level BPE or SentencePiece")
+    parser.add_argument("--rope-base", type=float, metavar="X", help="base of RoPE's frequencies")
+    parser.add_argument("--rope-dims", type=int, metavar="N", help="rotated dimensions of a head")
+    parser.add_argument("--rope-scaling", choices=ROPE_SCALINGS, help="how the context was extended")
+    parser.add_argument("--rope-factor", type=float, metavar="X", help="by how much it was extended")
+    parser.add_argument(
+        "--architecture",
+        default="llama",
+        metavar="NAME",
+        help="architecture in the file, such as llama, qwen2, qwen3, smollm3 or gemma3 (default: llama)",
+    )
+    parser.add_argument("--value-dim", type=int, metavar="N", help="width of a value head")
+    parser.add_argument("--window", type=int, metavar="N", help="positions that a sliding window holds")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides all weights")
+
+
+def run(arguments: argparse.Namespace, progress: Progress | None = None) -> Path:
+    """Write the model that the options of `add_arguments` describe; see `synthesize`."""
+    known = inspect.signature(synthesize).parameters
+    options = {name: value for name, value in vars(arguments).items() if name in known}
+    output_type, overrides = options.get("output_type"), options.get("overrides")
+    if output_type is not None and output_type != TIED:
+        options["output_type"] = output_type.upper()
+    if overrides is not None:
+        options["overrides"] = dict(overrides)
+    return synthesize(**options, progress=progress)
 
 
 def execute(arguments: argparse.Namespace) -> None:
     """Write the file and say where it is."""
     with common.progress_bar("weights", "bytes") as progress:
-        path = synth.run(arguments, progress)
+        path = run(arguments, progress)
     print(f"{path}: {path.stat().st_size:,} bytes", file=sys.stderr)
