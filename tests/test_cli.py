@@ -221,7 +221,7 @@ def test_a_missing_folder_is_named_before_any_work(
     folder = tmp_path / "none"
     for command in (["bench", "--demo", "--json"], ["bench", "--demo", "--plot"], ["info", "--plot"]):
         assert cli.main([*command, str(folder / "out.png")]) == 1
-        assert capsys.readouterr() == ("", f"error: {folder}: No such file or directory\n")
+        assert capsys.readouterr() == ("", f"error: {folder / 'out.png'}: No such file or directory\n")
     assert cli.main(["synth", str(folder / "out.gguf"), "--preset", "tiny"]) == 1
     assert capsys.readouterr().err == f"error: {folder / 'out.gguf'}: No such file or directory\n"
 

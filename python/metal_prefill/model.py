@@ -153,7 +153,6 @@ class Model:
         device = resolve_device(device)
 
         self._path = Path(path) if path is not None else default_model_path()
-        self._compute = compute
         self._kv_dtype = kv_dtype
         self._gguf = GGUFFile(self._path)
         self._config = read_config(self._gguf)
