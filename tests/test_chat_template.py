@@ -13,6 +13,7 @@ import pytest
 from gguf import GGUFWriter
 
 from metal_prefill import ChatTemplateError, GGUFError, MetalPrefillError, Model
+from metal_prefill._synth_file import add_vocabulary
 from metal_prefill._synth_tokenizer import VOCABULARIES
 from metal_prefill.chat_template import ChatTemplate
 from metal_prefill.gguf_file import GGUFFile
@@ -44,18 +45,8 @@ def tokenizer_with(tmp_path: Path) -> GGUFMaker:
 
     def make(template: str | None, model: str = "gpt2", add_bos: bool = False) -> Tokenizer:
         path = tmp_path / f"{next(number)}.gguf"
-        vocabulary = VOCABULARIES[model](400)
         writer = GGUFWriter(path, "llama")
-        writer.add_tokenizer_model(vocabulary.model)
-        writer.add_tokenizer_pre("smollm" if vocabulary.merges else "default")
-        writer.add_token_list(vocabulary.tokens)
-        writer.add_token_types(vocabulary.types)
-        if vocabulary.merges:
-            writer.add_token_merges(vocabulary.merges)
-        if vocabulary.scores:
-            writer.add_token_scores(vocabulary.scores)
-        writer.add_bos_token_id(vocabulary.bos)
-        writer.add_eos_token_id(vocabulary.eos)
+        add_vocabulary(writer, VOCABULARIES[model](400))
         writer.add_add_bos_token(add_bos)
         if template is not None:
             writer.add_chat_template(template)

@@ -43,7 +43,8 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_rope_scaling_orig_ctx_len(shape.context_before)
 
 
-def _add_tokenizer(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+    """Add the metadata of a tokenizer's vocabulary."""
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre("smollm" if vocabulary.merges else "default")
     writer.add_token_list(vocabulary.tokens)
@@ -54,8 +55,6 @@ def _add_tokenizer(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
         writer.add_token_scores(vocabulary.scores)
     writer.add_bos_token_id(vocabulary.bos)
     writer.add_eos_token_id(vocabulary.eos)
-    writer.add_add_bos_token(vocabulary.model == "llama")
-    writer.add_add_space_prefix(vocabulary.model == "llama")
 
 
 def write(
@@ -87,7 +86,9 @@ def write(
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
     writer = GGUFWriter(None, shape.architecture)
     _add_metadata(writer, name, shape, tensor_type)
-    _add_tokenizer(writer, vocabulary)
+    add_vocabulary(writer, vocabulary)
+    writer.add_add_bos_token(vocabulary.model == "llama")
+    writer.add_add_space_prefix(vocabulary.model == "llama")
     for tensor in tensors:
         kind = GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
