@@ -133,7 +133,7 @@ def test_a_saved_conversation_goes_on(model: Model, chat: Conversation, tmp_path
 def test_what_holds_no_conversation_is_refused(model: Model, chat: Conversation, tmp_path: Path) -> None:
     talk(chat, QUESTIONS[0])
     before = list(chat.messages)
-    for i, notes in enumerate(["", "no json", "3", '["text"]', '[{"role": "user"}]']):
+    for i, notes in enumerate(["", "no json", "3", '["text"]', '[{"role": "user"}]', "[" * 100_000]):
         path = tmp_path / f"{i}.session"
         with model.session() as session:
             session.notes = notes

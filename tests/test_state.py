@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,100 @@ def test_a_save_that_is_killed_midway_leaves_the_old_file(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert saved.read_bytes() == before
     assert demo.load_session(saved).tokens == PROMPT
+
+
+@pytest.mark.parametrize("step", ["_read_header", "_check_owner"])
+def test_a_save_while_a_state_is_loaded_leaves_the_old_state_to_the_loader(
+    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    original = getattr(_state, step)
+
+    def save_first(*arguments: object) -> object:
+        with demo.session() as other:
+            other.forward_prompt([7, 8, 9])
+            other.save(saved)
+        return original(*arguments)
+
+    monkeypatch.setattr(_state, step, save_first)
+    assert demo.load_session(saved).tokens == PROMPT
+    monkeypatch.undo()
+    assert demo.load_session(saved).tokens == [7, 8, 9]
+
+
+def test_loads_next_to_saves_find_a_whole_state(demo_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.session"
+    with Model(demo_path, device="cpu", threads=1) as model:
+        states = [list(range(3, 3 + n)) for n in (5, 40)]
+        sessions = [model.session() for _ in states]
+        for session, tokens in zip(sessions, states, strict=True):
+            session.forward_prompt(tokens)
+        sessions[0].save(path)
+        stop = threading.Event()
+
+        def save() -> None:
+            while not stop.is_set():
+                for session in sessions:
+                    session.save(path)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        try:
+            for _ in range(500):
+                with model.load_session(path) as loaded:
+                    assert loaded.tokens in states
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_state_that_is_truncated_while_it_is_read_is_damaged(
+    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = _state._check_owner
+
+    def truncate_first(*arguments: Any) -> None:
+        original(*arguments)
+        os.truncate(saved, saved.stat().st_size // 2)
+
+    monkeypatch.setattr(_state, "_check_owner", truncate_first)
+    with pytest.raises(StateError, match=r"damaged: the file ends at \d+ bytes"):
+        demo.load_session(saved)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_fifo_is_refused_without_waiting_for_a_writer(demo: Model, tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(StateError, match="no regular file"):
+        demo.load_session(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"[" * 100_000, "damaged"),
+        (b'{"a": 1}', "damaged"),
+        (b'{"__metadata__": {"format": 1}}', "metadata that are not text"),
+        (b'{"__metadata__": []}', "damaged"),
+        (b'{"a": {"dtype": ["F16"], "shape": [1], "data_offsets": [0, 2]}}', "damaged"),
+        (b'{"a": {"dtype": "F16", "shape": [true], "data_offsets": [0, 2]}}', "sizes that are no counts"),
+        (b'{"a": {"dtype": "F16", "shape": [-1, -1], "data_offsets": [0, 2]}}', "sizes that are no counts"),
+        (
+            b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 2]}}',
+            r"lies at \[0, 2\], not at \[0, 4\]",
+        ),
+        (b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}', "dtype F64"),
+        (b'{"a": {"dtype": "F16", "shape": [1]}}', "damaged"),
+        (b'{"a": {"dtype": "F16", "shape": [9], "data_offsets": [0, 18]}}', "bytes, its header says"),
+        (b'{"__metadata__": {}, "__metadata__": {}}', "twice"),
+        (b'{"__metadata__": {"format": "\xff"}}', "damaged"),
+    ],
+)
+def test_malformed_headers_are_refused(demo: Model, tmp_path: Path, header: bytes, message: str) -> None:
+    path = tmp_path / "malformed"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
+    with pytest.raises(StateError, match=message):
+        demo.load_session(path)
 
 
 def test_saving_over_a_loaded_state_does_not_disturb_the_session(demo: Model, saved: Path) -> None:

@@ -19,9 +19,11 @@ The layout knows no engine: what one device saved, another continues.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import mmap
+import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from metal_prefill._replacing import replacing
@@ -48,6 +50,7 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "I32": np.dtype("<i4"),
 }
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _SAMPLES, _SAMPLE_BYTES = 4, 1024  # of each tensor, for the fingerprint
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -153,7 +156,9 @@ def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
 
 
 def read(path: str | os.PathLike[str], owner: Owner) -> State:
-    """Map a state and check that it is whole and belongs to `owner`. Its arrays are views into the file.
+    """Read a state and check that it is whole and belongs to `owner`.
+
+    All is read through one descriptor: a save that replaces the file meanwhile leaves the old state readable.
 
     Raises
     ------
@@ -162,7 +167,19 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
     OSError
         The file cannot be opened.
     """
-    metadata, shapes, arrays = _open(path)
+    # Opening a FIFO for reading would wait for a writer.
+    nonblocking = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | nonblocking)) as file:
+        header = _read_header(path, file)
+        _check_owner(path, header, owner)
+        arrays = _read_arrays(path, file, header)
+    tokens = arrays[TOKENS].view(_NUMPY_DTYPES["I32"])
+    rows = [arrays[name] for name in owner.tensors(len(tokens))]
+    return State(tokens, rows, header.metadata.get("notes", ""))
+
+
+def _check_owner(path: str | os.PathLike[str], header: _Header, owner: Owner) -> None:
+    metadata, tensors = header.metadata, header.tensors
     if metadata.get("model") != owner.fingerprint:
         raise StateError(
             f"{path}: was saved from another model, {metadata.get('model_file')!r} with fingerprint "
@@ -172,48 +189,93 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
         raise StateError(
             f"{path}: was saved with kv_dtype {metadata.get('kv_dtype')!r}, this model has {owner.kv_dtype!r}"
         )
-    dtype, shape = shapes.get(TOKENS, ("nothing", ()))
+    dtype, shape = tensors.get(TOKENS, ("nothing", ()))
     expected = owner.tensors(shape[0] if shape else 0)
-    if dtype != "I32" or len(shape) != 1 or shapes != {TOKENS: (dtype, shape), **expected}:
+    if dtype != "I32" or len(shape) != 1 or tensors != {TOKENS: (dtype, shape), **expected}:
         raise StateError(f"{path}: its tensors are not those of a session of this model")
-    tokens = arrays[TOKENS].view(_NUMPY_DTYPES["I32"])
-    return State(tokens, [arrays[name] for name in expected], metadata.get("notes", ""))
 
 
-Shapes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
+class _Header(NamedTuple):
+    metadata: dict[str, str]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, in the order of their bytes
+    size: int  # of the file, in bytes
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[dict[str, str], Shapes, dict[str, Bytes]]:
-    """Map a file that must be a whole state; return metadata, dtypes with shapes, and bytes of tensors."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            with safe_open(path, framework="numpy") as checked:
-                metadata: dict[str, str] = checked.metadata() or {}
-                slices = {name: checked.get_slice(name) for name in checked.offset_keys()}
-                shapes = {name: (str(s.get_dtype()), tuple(s.get_shape())) for name, s in slices.items()}
-        except SafetensorError as error:
-            raise StateError(f"{path}: damaged, or not a saved session: {error}") from None
-        data = np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
+def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
+    """Read what stands before the tensors, and hold that they fill the rest of the file without a gap."""
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise StateError(f"{path}: not a saved session: it is no regular file")
+    try:
+        length = int.from_bytes(_read_exactly(file, 8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes is longer than {_MAX_HEADER_BYTES}")
+        header = json.loads(_read_exactly(file, length).decode(), object_pairs_hook=_without_duplicates)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata that are not text")
+        tensors, end = {}, 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+            if dtype not in _NUMPY_DTYPES:
+                raise ValueError(f"tensor {name!r} has dtype {dtype}")
+            if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+                raise ValueError(f"tensor {name!r} has sizes that are no counts")
+            begin, end = end, end + math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize
+            if offsets != [begin, end]:
+                raise ValueError(f"tensor {name!r} lies at {offsets}, not at [{begin}, {end}]")
+            tensors[name] = (dtype, tuple(shape))
+        size = 8 + length + end
+        if size != status.st_size:
+            raise ValueError(f"the file has {status.st_size} bytes, its header says {size}")
+    # What else a header of any other form runs into; RecursionError: deep nesting.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StateError(f"{path}: damaged, or not a saved session: {error}") from None
     if metadata.get("format") != FORMAT:
         raise StateError(f"{path}: not a saved session: format {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("version") != VERSION:
         raise StateError(f"{path}: version {metadata.get('version')} of the format, only {VERSION} is read")
+    return _Header(metadata, tensors, size)
 
-    # safe_open has checked that the tensors follow each other without a gap from the header to the end. The
-    # arrays that it returns would be copies.
+
+def _read_arrays(path: str | os.PathLike[str], file: io.FileIO, header: _Header) -> dict[str, Bytes]:
+    """Read the bytes of the tensors, after the header, and hold them to the checksum."""
     arrays: dict[str, Bytes] = {}
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    for name, (dtype, shape) in shapes.items():
-        if dtype not in _NUMPY_DTYPES:
-            raise StateError(f"{path}: damaged: tensor {name!r} has dtype {dtype}")
-        end = begin + int(np.prod(shape, dtype=np.int64)) * _NUMPY_DTYPES[dtype].itemsize
-        arrays[name] = data[begin:end]
-        begin = end
-    stated, actual = metadata.get(CHECKSUM), _checksum(arrays, metadata)
+    try:
+        for name, (dtype, shape) in header.tensors.items():
+            array = np.empty(math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize, np.uint8)
+            _fill(file, memoryview(array.data))
+            arrays[name] = array
+    except ValueError as error:
+        raise StateError(f"{path}: damaged: {error}") from None
+    stated, actual = header.metadata.get(CHECKSUM), _checksum(arrays, header.metadata)
     if stated != actual:
         raise StateError(f"{path}: damaged: its checksum is {actual}, it should be {stated}")
-    return metadata, shapes, arrays
+    return arrays
+
+
+def _fill(file: io.FileIO, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        n = file.readinto(buffer[done:])
+        if not n:
+            raise ValueError(f"the file ends at {file.tell()} bytes")
+        done += n
+
+
+def _read_exactly(file: io.FileIO, n: int) -> bytes:
+    if n > os.fstat(file.fileno()).st_size - file.tell():
+        raise ValueError(f"the file ends before byte {file.tell() + n}")
+    buffer = bytearray(n)
+    _fill(file, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name stands twice in the header")
+    return entries
 
 
 def _bytes(array: npt.NDArray[Any]) -> Bytes:

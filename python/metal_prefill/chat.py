@@ -133,7 +133,7 @@ class Conversation:
         try:
             messages = json.loads(session.notes)
             self.messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             session.close()
             raise StateError(f"{path}: holds a session, but no conversation") from None
         self._session.close()
