@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "prefix_tree.h"
+
 namespace metal_prefill {
 
 // The requests of one call, while it is the turn of this thread on all of their sessions.
@@ -21,12 +23,20 @@ class Batch {
     std::size_t start = 0;   // position of tokens[0]
     std::size_t before = 0;  // tokens that the session is left with if the request fails
     bool active = false;
+    Item* leader = nullptr;  // computes first what both begin with
+    std::size_t shared = 0;  // tokens of that
 
     Session& session() const { return *request.session; }
     int left() const { return int(request.tokens.size()) - request.result.done; }
+    bool reuses() const { return request.prefix == Prefix::kReuse; }
   };
 
   void begin(Item& item) const;
+  std::size_t known_prefix(const Item& item) const;
+  void follow_leaders();
+  static void keep(Item& item, std::size_t positions);
+  bool is_waiting(Item& item) const;
+  void make_room(Item& item, int kept, int end) const;
   Chunk next_chunk(Item& item, int tokens) const;
   void finish(Item& item, const Chunk& chunk) const;
   static void fail(Item& item, std::exception_ptr error);
@@ -34,6 +44,7 @@ class Batch {
 
   Engine& engine_;
   std::vector<Item> items_;
+  std::vector<Item*> order_;  // in which they are computed: those that begin alike follow each other
   std::deque<Turn::Hold> turns_;
 };
 
@@ -53,54 +64,117 @@ Batch::Batch(Engine& engine, std::span<Request> requests, const char* call) : en
   for (Item& item : items_) item.before = item.session().tokens_.size();
 }
 
-// Checks the request before anything changes, and makes room for its tokens.
+// Checks the request before anything changes, and finds what is known of its tokens.
 void Batch::begin(Item& item) const {
   Session& session = item.session();
   const std::span<const TokenId> tokens = item.request.tokens;
-  const bool reuse = item.request.prefix == Prefix::kReuse;
   const Claim claim = item.request.claim;
-  if (claim != 0 && !reuse && claim != session.claim_)
+  if (claim != 0 && !item.reuses() && claim != session.claim_)
     throw SessionBusyError(
         "another call changed the session while text was generated with it: it stands at " +
         std::to_string(session.tokens_.size()) + "; give each generator a session of its own");
-  CallCounters counters;
   {
     const std::scoped_lock lock(session.state_mutex_);
     session.counters_ = {};
   }
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_.check_token(tokens[i], i);
-  std::vector<TokenId>& held = session.tokens_;  // only this thread changes them
-  item.start = reuse ? 0 : held.size();
+  item.start = item.reuses() ? 0 : session.tokens_.size();
   session.check_room(item.start, tokens.size());
-  std::size_t reused = 0;
-  if (reuse) {
-    // The last token is always computed: what follows it is what the caller asks for.
-    const auto end = tokens.begin() + std::ptrdiff_t(std::min(held.size(), tokens.size() - 1));
-    reused = std::size_t(std::mismatch(tokens.begin(), end, held.begin()).first - tokens.begin());
-  }
-  item.before = item.start + reused;
-  const std::size_t end = item.start + tokens.size();
-  session.cache_->reserve(int(item.before), int(end), counters);
-
+  if (item.reuses()) keep(item, known_prefix(item));
   const std::scoped_lock lock(session.state_mutex_);
-  held.reserve(end);  // what follows a computed chunk must not fail
-  held.resize(item.before);
-  if (reuse) session.reused_ = reused;
-  session.cache_bytes_ = session.cache_->bytes();
-  session.counters_ = counters;
+  session.tokens_.reserve(item.start + tokens.size());  // what follows a computed chunk must not fail
   session.claim_ = claim;
-  item.request.result.done = int(reused);
   item.active = true;
+}
+
+// Leading tokens whose K and V the session has, or has now of the pages that are remembered. The last token
+// is always computed: what follows it is what the caller asks for.
+std::size_t Batch::known_prefix(const Item& item) const {
+  Session& session = item.session();
+  const auto tokens = item.request.tokens.first(item.request.tokens.size() - 1);
+  const std::vector<TokenId>& held = session.tokens_;
+  const std::size_t n = std::min(held.size(), tokens.size());
+  const auto end = tokens.begin() + std::ptrdiff_t(n);
+  const std::size_t own =
+      std::size_t(std::mismatch(tokens.begin(), end, held.begin()).first - tokens.begin());
+  session.remembers_ = true;
+  PrefixTree* tree = engine_.prefixes();
+  if (!tree || tree->known(tokens) <= int(own)) return own;
+  PrefixTree::Match match = tree->find(tokens);
+  session.cache_->adopt(std::move(match.pages));
+  const std::scoped_lock lock(session.state_mutex_);
+  session.tokens_.assign(tokens.begin(), tokens.begin() + match.positions);
+  return std::size_t(match.positions);
+}
+
+// The session holds this much of the request's tokens.
+void Batch::keep(Item& item, std::size_t positions) {
+  Session& session = item.session();
+  const std::span<const TokenId> tokens = item.request.tokens;
+  const std::scoped_lock lock(session.state_mutex_);
+  session.tokens_.assign(tokens.begin(), tokens.begin() + std::ptrdiff_t(positions));
+  session.reused_ = positions;
+  session.remembered_ = std::min(session.remembered_, positions / kPagePositions);
+  session.cache_bytes_ = session.cache_->bytes();
+  item.before = positions;
+  item.request.result.done = int(positions);
+}
+
+// Has requests that begin alike compute that once: each follows one that does so before it.
+void Batch::follow_leaders() {
+  // Fewer tokens are computed sooner than a page is copied and a pass waited for.
+  constexpr std::size_t kWorthSharing = 16;
+  for (Item& item : items_)
+    if (item.active) order_.push_back(&item);
+  if (order_.size() < 2) return;
+  std::stable_sort(order_.begin(), order_.end(), [](const Item* a, const Item* b) {
+    if (!a->reuses() || !b->reuses()) return a->reuses() < b->reuses();
+    return std::lexicographical_compare(a->request.tokens.begin(), a->request.tokens.end(),
+                                        b->request.tokens.begin(), b->request.tokens.end());
+  });
+  for (std::size_t i = 1; i < order_.size(); ++i) {
+    Item &before = *order_[i - 1], &item = *order_[i];
+    if (!before.reuses() || !item.reuses()) continue;
+    const std::span<const TokenId> a = before.request.tokens, b = item.request.tokens;
+    const auto end = a.begin() + std::ptrdiff_t(std::min(a.size(), b.size() - 1));
+    const std::size_t shared = std::size_t(std::mismatch(a.begin(), end, b.begin()).first - a.begin());
+    if (shared < item.before + kWorthSharing) continue;
+    item.leader = &before;
+    item.shared = shared;
+  }
+}
+
+// Whether the leader has not come far enough yet. Once it has, the item begins with its pages.
+bool Batch::is_waiting(Item& item) const {
+  if (!item.leader) return false;
+  Item& leader = *item.leader;
+  if (leader.request.error) {
+    item.leader = nullptr;
+    return false;
+  }
+  if (std::size_t(leader.request.result.done) < item.shared) return true;
+  item.leader = nullptr;
+  item.session().cache_->share(*leader.session().cache_, int(item.shared));
+  keep(item, item.shared);
+  return false;
+}
+
+void Batch::make_room(Item& item, int kept, int end) const {
+  Session& session = item.session();
+  CallCounters counters;
+  session.cache_->reserve(kept, end, counters);
+  const std::scoped_lock lock(session.state_mutex_);
+  session.cache_bytes_ = session.cache_->bytes();
+  session.counters_ += counters;
 }
 
 Chunk Batch::next_chunk(Item& item, int tokens) const {
   const Request& request = item.request;
   const std::size_t done = std::size_t(request.result.done);
   const int position = int(item.start + done);
-  CallCounters uncounted;
-  // A progress callback may have forked the session, which then shares the page that comes next.
-  item.session().cache_->reserve(position, position + tokens, uncounted);
+  // Again before each pass: a progress callback may have forked the session, which then shares its next page.
+  make_room(item, position, position + tokens);
   Chunk chunk;
   chunk.tokens = request.tokens.subspan(done, std::size_t(tokens));
   chunk.position = position;
@@ -159,14 +233,24 @@ void Batch::run(const Progress& progress) {
       fail(item, std::current_exception());
     }
   }
+  follow_leaders();
+  for (Item* item : order_) {
+    if (item->leader) continue;
+    try {
+      make_room(*item, int(item->before), int(item->start + item->request.tokens.size()));
+    } catch (...) {
+      fail(*item, std::current_exception());
+    }
+  }
   std::vector<Chunk> chunks;
   std::vector<Item*> members;  // whose chunks they are
   while (true) {
     chunks.clear();
     members.clear();
     int room = engine_.pass_rows();
-    for (Item& item : items_) {
-      if (!item.active || room == 0) continue;
+    for (Item* next : order_) {
+      Item& item = *next;
+      if (!item.active || room == 0 || is_waiting(item)) continue;
       const int tokens = std::min(item.left(), room);
       try {
         chunks.push_back(next_chunk(item, tokens));
@@ -177,7 +261,7 @@ void Batch::run(const Progress& progress) {
       members.push_back(&item);
       room -= tokens;
     }
-    if (chunks.empty()) return;
+    if (chunks.empty()) break;
     CallCounters counters;
     counters.passes = 1;
     try {
@@ -196,8 +280,9 @@ void Batch::run(const Progress& progress) {
     }
     int done = 0;
     for (const Item& item : items_) done += item.request.result.done;
-    if (progress && !progress(done, total)) return;
+    if (progress && !progress(done, total)) break;
   }
+  for (Item& item : items_) item.session().remember_pages();
 }
 
 void run_batch(Engine& engine, std::span<Request> requests, const char* call, const Progress& progress) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "batch.h"
+#include "prefix_tree.h"
 
 namespace metal_prefill {
 
@@ -20,6 +21,19 @@ CallCounters& CallCounters::operator+=(const CallCounters& other) {
 
 Session::Session(std::shared_ptr<Engine> engine, int max_context)
     : engine_(std::move(engine)), max_context_(max_context), cache_(engine_->make_cache(max_context)) {}
+
+Session::~Session() {
+  PrefixTree* tree = engine_->prefixes();
+  if (tree && remembers_) tree->insert(tokens_, cache_->pages());
+}
+
+void Session::remember_pages() {
+  const std::size_t full = tokens_.size() / kPagePositions;
+  PrefixTree* tree = engine_->prefixes();
+  if (!tree || !remembers_ || full <= remembered_) return;
+  tree->insert(std::span(tokens_).first(full * kPagePositions), cache_->pages());
+  remembered_ = full;
+}
 
 void Session::check_room(std::size_t position, std::size_t tokens) const {
   if (tokens > std::size_t(max_context_) - position)
@@ -122,6 +136,7 @@ void Session::rewind(int position) {
     throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
                                 ": the session stands at " + std::to_string(tokens_.size()));
   cache_->truncate(position);
+  remembered_ = std::min(remembered_, std::size_t(position) / kPagePositions);
   const std::scoped_lock state(state_mutex_);
   tokens_.resize(std::size_t(position));
   claim_ = 0;
@@ -168,6 +183,7 @@ void Session::import_state(std::span<const TokenId> tokens, const KvSource& sour
       cache->write(layer, values, int(tokens.size()),
                    source(layer, values, tokens.size() * kv_row_bytes(values)));
   cache_ = std::move(cache);
+  remembered_ = 0;
   const std::scoped_lock state(state_mutex_);
   tokens_ = std::move(replacement);
   claim_ = 0;

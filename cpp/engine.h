@@ -59,9 +59,10 @@ struct EngineOptions {
   int threads = 0;  // 0: one per available core
   Compute compute = Compute::kInt8;
   KvType kv_type = KvType::kF16;
-  int chunk_tokens = 512;     // tokens of a prompt that go through the layers together
-  bool fused_norm = false;    // Metal: RMSNorm inside the projections (decode)
-  bool fused_silu = false;    // Metal: SwiGLU inside the down projection (decode)
+  int chunk_tokens = 512;   // tokens of a prompt that go through the layers together
+  bool fused_norm = false;  // Metal: RMSNorm inside the projections (decode)
+  bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
+  std::size_t prefix_memory = std::size_t(256) << 20;  // bytes of pages kept for sessions to come, at most
   std::size_t kv_memory = 0;  // bytes of K and V that all sessions may hold together; 0: half of the memory
   bool poison_cache = false;  // fills pages with NaN before they are used, for tests
 };
@@ -125,6 +126,8 @@ class Cache {
   // Becomes the first `positions` of another cache of the same engine.
   virtual void share(const Cache& from, int positions) = 0;
   virtual std::span<const PageId> pages() const = 0;
+  // Holds these pages, which are held for it already, instead of its own.
+  virtual void adopt(std::vector<PageId> pages) = 0;
   // Canonical layout [position][kv_head][head_dim], elements of kv_type.
   virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
   virtual void write(int layer, bool values, int positions, const std::byte* in) = 0;
@@ -149,10 +152,12 @@ using Claim = std::uint64_t;
 using Stats = std::map<std::string, double>;
 
 class Engine;
+class PrefixTree;
 struct Request;
 
 class Session {
  public:
+  ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -209,6 +214,8 @@ class Session {
   friend class Batch;
 
   Session(std::shared_ptr<Engine> engine, int max_context);
+  // Lets other sessions find the pages that are full.
+  void remember_pages();
   PromptResult run(const char* call, Request request, const Progress& progress);
   void check_room(std::size_t position, std::size_t tokens) const;
   void require_dispatches() const;
@@ -218,6 +225,8 @@ class Session {
 
   mutable Turn turn_;             // held for the length of a call that computes or changes something
   std::unique_ptr<Cache> cache_;  // belongs to whoever holds it
+  bool remembers_ = false;        // it was used with kReuse: others may find its pages, also after it ended
+  std::size_t remembered_ = 0;    // pages that they can find
 
   mutable std::mutex
       state_mutex_;              // guards what follows, for moments; the call whose turn it is reads without
@@ -247,6 +256,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual Stats stats() const = 0;              // bytes of weights and pools, pipelines
 
   // What sessions need of an engine.
+
+  // Null where the engine keeps no pages that could be found again.
+  virtual PrefixTree* prefixes() { return nullptr; }
 
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
   // Most rows of one pass.

@@ -28,10 +28,17 @@ PagePool::PagePool(PageStore& store, std::size_t limit)
       max_pages_(std::max((limit > 0 ? limit : half_of_the_memory()) / page_bytes_, std::size_t(1))) {}
 
 std::vector<PageId> PagePool::take(std::size_t n) {
-  const std::scoped_lock lock(mutex_);
+  std::unique_lock lock(mutex_);
+  const auto has_room = [&] { return n <= free_.size() + max_pages_ - holders_.size(); };
+  while (!has_room() && reclaim) {
+    lock.unlock();  // what is reclaimed is released
+    const bool reclaimed = reclaim();
+    lock.lock();
+    if (!reclaimed) break;
+  }
   if (n > free_.size()) {
     const std::size_t missing = n - free_.size(), existing = holders_.size();
-    if (missing > max_pages_ - existing)
+    if (!has_room())
       throw KvMemoryError("the KV cache needs " + std::to_string((existing + missing) * page_bytes_) +
                           " bytes, which exceeds kv_memory of " + std::to_string(limit_bytes()) + " bytes (" +
                           std::to_string(max_pages_) + " pages of " + std::to_string(kPagePositions) +
@@ -111,6 +118,10 @@ void BlockTable::truncate(int positions) {
 void BlockTable::share(const BlockTable& from, int positions) {
   std::vector<PageId> pages(from.pages_.begin(), from.pages_.begin() + std::ptrdiff_t(pages_of(positions)));
   pool_.retain(pages);
+  adopt(std::move(pages));
+}
+
+void BlockTable::adopt(std::vector<PageId> pages) {
   pool_.release(pages_);
   pages_ = std::move(pages);
 }

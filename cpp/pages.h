@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -46,6 +47,9 @@ class PagePool {
 
   // Throws KvMemoryError naming the limit, or DeviceError, without a change.
   std::vector<PageId> take(std::size_t n);
+  // Asked for pages that nobody needs when there is no room; false: there are none. Set before the first
+  // take.
+  std::function<bool()> reclaim;
   void retain(std::span<const PageId> pages);
   void release(std::span<const PageId> pages);
   bool is_shared(PageId page) const;
@@ -78,6 +82,8 @@ class BlockTable {
   void truncate(int positions);
   // Holds the pages of another table's first `positions` too, instead of its own.
   void share(const BlockTable& from, int positions);
+  // Holds these pages, which are held for it already, instead of its own.
+  void adopt(std::vector<PageId> pages);
 
   std::span<const PageId> pages() const { return pages_; }
   std::size_t bytes() const { return pages_.size() * pool_.page_bytes(); }

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "../prefix_tree.h"
 #include "forward_pass.h"
 #include "kernels.h"
 #include "kv_pages.h"
@@ -34,7 +35,10 @@ class CpuEngine final : public Engine {
         team_(options.threads),
         store_(config(), options.kv_type, options.poison_cache),
         pool_(store_, options.kv_memory),
-        forward_(with_heads_that_fit(model_), options_, kernels_, store_, team_) {}
+        prefixes_(pool_, std::min(options.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()),
+        forward_(with_heads_that_fit(model_), options_, kernels_, store_, team_) {
+    pool_.reclaim = [this] { return prefixes_.evict(); };
+  }
 
   std::string device_name() const override {
     return std::string("CPU (") + kernels_.name + ", " + std::to_string(team_.size()) +
@@ -44,6 +48,7 @@ class CpuEngine final : public Engine {
   Stats stats() const override;
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
+  PrefixTree* prefixes() override { return &prefixes_; }
   int pass_rows() const override { return std::min(options().chunk_tokens, ForwardPass::kPassRows); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
@@ -55,6 +60,7 @@ class CpuEngine final : public Engine {
   Team team_;
   KvPages store_;
   PagePool pool_;
+  PrefixTree prefixes_;
   std::mutex mutex_;  // guards what follows and the team: one pass at a time
   ForwardPass forward_;
   std::atomic<std::size_t> workspace_bytes_{0};  // read without waiting for a pass
@@ -70,6 +76,7 @@ class CpuEngine::PagedCache final : public Cache {
     table_.share(static_cast<const PagedCache&>(from).table_, positions);
   }
   std::span<const PageId> pages() const override { return table_.pages(); }
+  void adopt(std::vector<PageId> pages) override { table_.adopt(std::move(pages)); }
   void read(int layer, bool values, int positions, std::byte* out) const override {
     store_.read(table_.pages(), layer, values, positions, out);
   }
@@ -99,6 +106,7 @@ Stats CpuEngine::stats() const {
   return {{"threads", double(team_.size())},
           {"weight_bytes", double(forward_.weight_bytes())},
           {"workspace_bytes", double(workspace_bytes_)},
+          {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
           {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())}};
 }
 

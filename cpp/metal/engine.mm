@@ -81,6 +81,7 @@ class MetalEngine::SessionCache final : public Cache {
   void truncate(int) override {}
   void share(const Cache& from, int positions) override;
   std::span<const PageId> pages() const override { return {}; }
+  void adopt(std::vector<PageId>) override {}
   void read(int layer, bool values, int positions, std::byte* out) const override;
   void write(int layer, bool values, int positions, const std::byte* in) override;
   std::size_t bytes() const override { return cache_->bytes(); }
