@@ -32,9 +32,7 @@ class Batch {
   };
 
   void begin(Item& item) const;
-  std::size_t known_prefix(const Item& item) const;
   void follow_leaders();
-  static void keep(Item& item, std::size_t positions);
   bool is_waiting(Item& item) const;
   void make_room(Item& item, int kept, int end) const;
   Chunk next_chunk(Item& item, int tokens) const;
@@ -81,44 +79,14 @@ void Batch::begin(Item& item) const {
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_.check_token(tokens[i], i);
   item.start = item.reuses() ? 0 : session.tokens_.size();
   session.check_room(item.start, tokens.size());
-  if (item.reuses()) keep(item, known_prefix(item));
+  if (item.reuses()) {
+    item.before = session.keep_known(tokens);
+    item.request.result.done = int(item.before);
+  }
   const std::scoped_lock lock(session.state_mutex_);
   session.tokens_.reserve(item.start + tokens.size());  // what follows a computed chunk must not fail
   session.claim_ = claim;
   item.active = true;
-}
-
-// Leading tokens whose K and V the session has, or has now of the pages that are remembered. The last token
-// is always computed: what follows it is what the caller asks for.
-std::size_t Batch::known_prefix(const Item& item) const {
-  Session& session = item.session();
-  const auto tokens = item.request.tokens.first(item.request.tokens.size() - 1);
-  const std::vector<TokenId>& held = session.tokens_;
-  const std::size_t n = std::min(held.size(), tokens.size());
-  const auto end = tokens.begin() + std::ptrdiff_t(n);
-  const std::size_t own =
-      std::size_t(std::mismatch(tokens.begin(), end, held.begin()).first - tokens.begin());
-  session.remembers_ = true;
-  PrefixTree* tree = engine_.prefixes();
-  if (!tree || tree->known(tokens) <= int(own)) return own;
-  PrefixTree::Match match = tree->find(tokens);
-  session.cache_->adopt(std::move(match.pages));
-  const std::scoped_lock lock(session.state_mutex_);
-  session.tokens_.assign(tokens.begin(), tokens.begin() + match.positions);
-  return std::size_t(match.positions);
-}
-
-// The session holds this much of the request's tokens.
-void Batch::keep(Item& item, std::size_t positions) {
-  Session& session = item.session();
-  const std::span<const TokenId> tokens = item.request.tokens;
-  const std::scoped_lock lock(session.state_mutex_);
-  session.tokens_.assign(tokens.begin(), tokens.begin() + std::ptrdiff_t(positions));
-  session.reused_ = positions;
-  session.remembered_ = std::min(session.remembered_, positions / kPagePositions);
-  session.cache_bytes_ = session.cache_->bytes();
-  item.before = positions;
-  item.request.result.done = int(positions);
 }
 
 // Has requests that begin alike compute that once: each follows one that does so before it.
@@ -156,7 +124,9 @@ bool Batch::is_waiting(Item& item) const {
   if (std::size_t(leader.request.result.done) < item.shared) return true;
   item.leader = nullptr;
   item.session().cache_->share(*leader.session().cache_, int(item.shared));
-  keep(item, item.shared);
+  item.session().keep_first(item.request.tokens.first(item.shared));
+  item.before = item.shared;
+  item.request.result.done = int(item.shared);
   return false;
 }
 

@@ -20,6 +20,7 @@
 #include <tuple>
 #include <utility>
 
+#include "batch.h"
 #include "cpu/python.h"
 #include "engine.h"
 #include "gil.h"
@@ -255,10 +256,80 @@ void bind_config(nb::module_& m) {
       .def_rw("fused_norm", &EngineOptions::fused_norm)
       .def_rw("fused_silu", &EngineOptions::fused_silu)
       .def_rw("kv_memory", &EngineOptions::kv_memory)
+      .def_rw("prefix_memory", &EngineOptions::prefix_memory)
       .def_rw("poison_cache", &EngineOptions::poison_cache);
 }
 
+// The Python exception that stands for a C++ one.
+nb::object exception_of(const std::exception_ptr& error) {
+  try {
+    try {
+      translate(error, nullptr);
+      if (!PyErr_Occurred()) std::rethrow_exception(error);
+    } catch (const std::invalid_argument& e) {
+      PyErr_SetString(PyExc_ValueError, e.what());
+    } catch (const std::bad_alloc& e) {
+      PyErr_SetString(PyExc_MemoryError, e.what());
+    } catch (const std::exception& e) {
+      PyErr_SetString(PyExc_RuntimeError, e.what());
+    }
+    throw nb::python_error();
+  } catch (nb::python_error& e) {
+    return nb::borrow(e.value());
+  }
+}
+
+// For each session what its output is: an id, an array, None, or the exception that ended it.
+nb::list forward_batch(Engine& engine, const std::vector<Session*>& sessions,
+                       const std::vector<TokenArray>& tokens, const std::vector<Output>& outputs, bool reuse,
+                       nb::object progress) {
+  if (sessions.size() != tokens.size() || sessions.size() != outputs.size())
+    throw std::invalid_argument("a batch needs tokens and an output for each session");
+  const std::size_t n = sessions.size(), vocab_size = std::size_t(engine.config().vocab_size);
+  std::vector<Request> requests(n);
+  std::vector<std::unique_ptr<FloatResult>> arrays(n);
+  for (std::size_t i = 0; i < n; ++i) {
+    Request& request = requests[i];
+    request.session = sessions[i];
+    request.tokens = view(tokens[i]);
+    request.prefix = prefix_of(reuse);
+    request.output = outputs[i];
+    if (outputs[i] == Output::kLogits) {
+      arrays[i] = std::make_unique<FloatResult>(vocab_size);
+      request.logits = arrays[i]->data();
+    } else if (outputs[i] == Output::kLogProbs) {
+      if (request.tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
+      engine.check_token(request.tokens.back(), request.tokens.size() - 1);
+      request.targets = request.tokens.subspan(1);
+      request.tokens = request.tokens.first(request.tokens.size() - 1);
+      arrays[i] = std::make_unique<FloatResult>(request.tokens.size());
+      request.log_probs = arrays[i]->data();
+    }
+  }
+  ProgressGuard guard(std::move(progress));
+  without_gil([&] { run_batch(engine, requests, "forward_batch", guard.function()); });
+  guard.raise_pending();
+  nb::list results;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (requests[i].error)
+      results.append(exception_of(requests[i].error));
+    else if (arrays[i])
+      results.append(arrays[i]->release());
+    else if (outputs[i] == Output::kGreedy)
+      results.append(requests[i].result.token);
+    else
+      results.append(nb::none());
+  }
+  return results;
+}
+
 void bind_engine(nb::module_& m) {
+  nb::enum_<Output>(m, "Output", "What a call computes of the tokens that it is given.")
+      .value("NONE", Output::kNone)
+      .value("GREEDY", Output::kGreedy)
+      .value("LOGITS", Output::kLogits)
+      .value("LOG_PROBS", Output::kLogProbs);
+
   nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")
       .def(nb::init<const Config&, ByteArray, nb::object>(), "config"_a, "mapping"_a, "owner"_a)
       .def("add", &ModelBuilder::add, "role"_a, "layer"_a, "name"_a, "type"_a, "rows"_a, "cols"_a, "offset"_a,
@@ -267,6 +338,9 @@ void bind_engine(nb::module_& m) {
 
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
       .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
+      .def("forward_batch", &forward_batch, "sessions"_a, "tokens"_a, "outputs"_a, "reuse"_a = false,
+           "progress"_a = nb::none())
+      .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)
       .def("stats", &Engine::stats);
@@ -377,6 +451,12 @@ void bind_session(nb::module_& m) {
           },
           "tokens"_a, "progress"_a = nb::none())
       .def_prop_ro("position", &Session::position)
+      .def(
+          "reuse",
+          [](Session& self, TokenArray tokens) {
+            return without_gil([&] { return self.reuse(view(tokens)); });
+          },
+          "tokens"_a)
       .def_prop_ro("max_context", &Session::max_context)
       .def("tokens", &Session::tokens)
       .def("rewind", &Session::rewind, "position"_a, nb::call_guard<GilRelease>())

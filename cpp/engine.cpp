@@ -27,6 +27,32 @@ Session::~Session() {
   if (tree && remembers_) tree->insert(tokens_, cache_->pages());
 }
 
+// Tokens whose K and V the session has, or has now of the pages that are remembered. The last token is always
+// computed: what follows it is what the caller asks for.
+std::size_t Session::keep_known(std::span<const TokenId> tokens) {
+  tokens = tokens.first(tokens.size() - 1);
+  const auto end = tokens.begin() + std::ptrdiff_t(std::min(tokens_.size(), tokens.size()));
+  std::size_t known = std::size_t(std::mismatch(tokens.begin(), end, tokens_.begin()).first - tokens.begin());
+  remembers_ = true;
+  PrefixTree* tree = engine_->prefixes();
+  if (tree && tree->known(tokens) > int(known)) {
+    PrefixTree::Match match = tree->find(tokens);
+    known = std::size_t(match.positions);
+    cache_->adopt(std::move(match.pages));
+  }
+  keep_first(tokens.first(known));
+  return known;
+}
+
+// The cache holds these tokens, perhaps with others after them, which no longer count.
+void Session::keep_first(std::span<const TokenId> tokens) {
+  const std::scoped_lock lock(state_mutex_);
+  tokens_.assign(tokens.begin(), tokens.end());
+  reused_ = tokens.size();
+  remembered_ = std::min(remembered_, tokens.size() / kPagePositions);
+  cache_bytes_ = cache_->bytes();
+}
+
 void Session::remember_pages() {
   const std::size_t full = tokens_.size() / kPagePositions;
   PrefixTree* tree = engine_->prefixes();
@@ -118,6 +144,19 @@ PromptResult Session::trace(std::span<const TokenId> tokens, std::vector<Dispatc
                             const Progress& progress) {
   require_dispatches();
   return run("trace", {.tokens = tokens, .output = Output::kGreedy, .trace = &trace}, progress);
+}
+
+int Session::reuse(std::span<const TokenId> tokens) {
+  const Turn::Hold turn(turn_, "reuse");
+  if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
+  for (std::size_t i = 0; i < tokens.size(); ++i) engine_->check_token(tokens[i], i);
+  check_room(0, tokens.size());
+  const std::size_t known = keep_known(tokens);
+  cache_->truncate(int(known));
+  const std::scoped_lock lock(state_mutex_);
+  claim_ = 0;
+  cache_bytes_ = cache_->bytes();
+  return int(known);
 }
 
 int Session::position() const {

@@ -186,6 +186,10 @@ class Session {
   PromptResult trace(std::span<const TokenId> tokens, std::vector<Dispatch>& trace,
                      const Progress& progress = {});
 
+  // Keeps the longest beginning of `tokens` that is known, here or from other sessions, as the whole content,
+  // and returns its length: at most all but the last token. Computes nothing.
+  int reuse(std::span<const TokenId> tokens);
+
   int position() const;
   int max_context() const { return max_context_; }
   std::vector<TokenId> tokens() const;  // ids in the cache, [position]
@@ -214,6 +218,9 @@ class Session {
   friend class Batch;
 
   Session(std::shared_ptr<Engine> engine, int max_context);
+  // The session's part of a prompt with kReuse; `cache_bytes_` and `reused_` follow.
+  std::size_t keep_known(std::span<const TokenId> tokens);
+  void keep_first(std::span<const TokenId> tokens);
   // Lets other sessions find the pages that are full.
   void remember_pages();
   PromptResult run(const char* call, Request request, const Progress& progress);

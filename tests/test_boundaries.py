@@ -22,6 +22,7 @@ Sources = Mapping[str, str]  # text of each file, by its path from the root
 Rule = Callable[[Sources], list[str]]
 
 BINDINGS = "cpp/bindings.cpp"
+THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
 KERNELS_FOR_TESTS = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # single kernels as Python functions
 SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/quants.h")
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -75,7 +76,8 @@ def the_bindings_alone_know_python(sources: Sources) -> list[str]:
     return [
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
-        if target.startswith(("nanobind/", "Python.h")) and path not in (BINDINGS, *KERNELS_FOR_TESTS)
+        if target.startswith(("nanobind/", "Python.h"))
+        and path not in (BINDINGS, THE_LOCK_OF_PYTHON, *KERNELS_FOR_TESTS)
     ]
 
 

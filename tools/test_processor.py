@@ -45,7 +45,7 @@ def steps(sets: list[str], tests: Path, threads: int) -> list[Step]:
     parallel = ("-n", str(threads)) if importlib.util.find_spec("xdist") and threads > 1 else ()
     # Neither the kernels of another processor, emulated, nor Metal.
     others = "not metal" if any("neon" in isa for isa in sets) else "not metal and not neon"
-    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", others, *parallel)
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-k", others, *parallel)
     files = tuple(str(tests / name) for name in FILES)
     kernels = ("-m", "metal_prefill.bench.kernels", "--types", "Q4_0,Q6_K", "--tokens", "1,32", "-r", "1")
     short = ("--patience", "0", "-r", "2", "-n", "16")

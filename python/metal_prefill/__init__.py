@@ -19,6 +19,7 @@ from metal_prefill.errors import (
     DeviceError,
     GGUFError,
     HubError,
+    KVMemoryError,
     MetalPrefillError,
     MissingExtraError,
     NumericalError,
@@ -31,6 +32,7 @@ from metal_prefill.errors import (
 if TYPE_CHECKING:
     from metal_prefill.chat import Conversation
     from metal_prefill.model import Model, default_model_path
+    from metal_prefill.scheduler import Scheduler
     from metal_prefill.session import Session
 
     __version__: str  # of the installed distribution, as pyproject.toml states it
@@ -43,11 +45,13 @@ __all__ = [
     "DeviceError",
     "GGUFError",
     "HubError",
+    "KVMemoryError",
     "MetalPrefillError",
     "MissingExtraError",
     "Model",
     "NumericalError",
     "OutputError",
+    "Scheduler",
     "Session",
     "SessionBusyError",
     "StateError",
@@ -59,6 +63,7 @@ __all__ = [
 _HOMES = {
     "Conversation": "metal_prefill.chat",
     "Model": "metal_prefill.model",
+    "Scheduler": "metal_prefill.scheduler",
     "Session": "metal_prefill.session",
     "default_model_path": "metal_prefill.model",
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,24 +64,71 @@ def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limi
     return arrays
 
 
+# Of prompts that are scored together: how many, and how many tokens of K and V they may need.
+GROUP_PROMPTS, GROUP_TOKENS = 64, 16384
+
+
+def leaders(lengths: Sequence[int]) -> list[int]:
+    """Return for each of a sorted list of prompts which earlier one to begin from.
+
+    `lengths` are those of what each shares with the one before it. Of all that share as much, the first is
+    taken, so that as many as possible can begin at the same time. The first prompt's leader is itself.
+    """
+    found = [0]
+    for i in range(1, len(lengths)):
+        j = i - 1
+        while j > 0 and lengths[j] >= lengths[i]:
+            j = found[j]
+        found.append(j)
+    return found
+
+
+def groups(prompts: Prompts) -> Iterator[list[int]]:
+    """Cut prompts into groups that are computed together, those that begin alike in the same one."""
+    group: list[int] = []
+    tokens = 0
+    for i in prefix_order(prompts):
+        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompts[i]) > GROUP_TOKENS):
+            yield group
+            group, tokens = [], 0
+        group.append(i)
+        tokens += len(prompts[i])
+    if group:
+        yield group
+
+
 def score_many(
-    session: Session, prompts: Prompts, progress: Callable[[int, int], object] | None = None
+    new_session: Callable[[], Session],
+    forward_batch: Callable[[Sequence[Session], Sequence[TokenIds]], Sequence[Any]],
+    prompts: Prompts,
+    progress: Callable[[int, int], object] | None = None,
 ) -> list[Logits]:
-    """Score checked prompts on a session of their own. See :meth:`metal_prefill.Model.score_many`."""
+    """Score checked prompts, those that do not wait for each other in one batch.
+
+    `forward_batch` appends tokens to sessions and returns the log probability of each token but the first.
+    See :meth:`metal_prefill.Model.score_many`.
+    """
     results: dict[int, Logits] = {}
-    before = np.empty(0, np.int32)
-    scores = np.empty(0, np.float32)
-    for done, index in enumerate(prefix_order(prompts), start=1):
-        tokens = prompts[index]
+    for group in groups(prompts):
+        shared = [0, *(common_prefix(prompts[a], prompts[b]) for a, b in pairwise(group))]
         # The last shared token is computed again: what follows it is new. Element i is about token i + 1.
-        start = max(common_prefix(before, tokens) - 1, 0)
-        known = scores[:start]
-        if start < len(tokens) - 1:
-            session.rewind(start)
-            scores = np.concatenate([known, session.score(tokens[start:])])
-        else:  # a repetition
-            scores = known.copy()
-        before, results[index] = tokens, scores
-        if progress is not None:
-            progress(done, len(prompts))
+        starts = [min(max(n - 1, 0), len(prompts[i]) - 2) for n, i in zip(shared, group, strict=True)]
+        leader = leaders(shared)
+        sessions: dict[int, Session] = {}
+        waiting = list(range(len(group)))
+        while waiting:
+            ready = [i for i in waiting if starts[i] == 0 or leader[i] in sessions]
+            waiting = [i for i in waiting if i not in ready]
+            begun = {i: sessions[leader[i]].fork() if starts[i] else new_session() for i in ready}
+            for i in ready:
+                begun[i].rewind(starts[i])
+            rest = [prompts[group[i]][starts[i] :] for i in ready]
+            for i, scores in zip(ready, forward_batch([begun[i] for i in ready], rest), strict=True):
+                known = results[group[leader[i]]][: starts[i]] if starts[i] else scores[:0]
+                results[group[i]] = np.concatenate([known, scores])
+            sessions |= begun
+            if progress is not None:
+                progress(len(results), len(prompts))
+        for session in sessions.values():
+            session.close()
     return [results[i] for i in range(len(prompts))]

@@ -5,28 +5,42 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from metal_prefill import _core, _state
-from metal_prefill._scoring import check_prompts, score_many
+from metal_prefill._engine_loop import EngineLoop
+from metal_prefill._scoring import check_prompts, groups, score_many
+from metal_prefill._tokens import token_array
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
 from metal_prefill.errors import ClosedError, DeviceError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
+from metal_prefill.scheduler import Scheduler, Stream
 from metal_prefill.session import Logits, Progress, Session, TokenIds
 
 if TYPE_CHECKING:
     from metal_prefill.tokenizer import Tokenizer
 
+BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs"]
+
 _log = logging.getLogger("metal_prefill")
 _announced_fallback = False
 
 _COMPUTE = {"int8": _core.Compute.INT8, "f32": _core.Compute.F32}
+_OUTPUTS = {
+    "none": _core.Output.NONE,
+    "greedy": _core.Output.GREEDY,
+    "logits": _core.Output.LOGITS,
+    "log_probs": _core.Output.LOG_PROBS,
+}
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32}
 
 
@@ -101,7 +115,14 @@ class Model:
     kv_dtype
         Element type of the KV cache, ``"f16"`` or ``"f32"``.
     chunk_tokens
-        Tokens of a prompt that go through the layers together; bounds the memory of activations.
+        Most tokens that go through the layers together; bounds the memory of activations. The CPU engine
+        takes 256 at most.
+    kv_memory
+        Bytes of K and V that all sessions of the model together may hold; by default half of the machine's
+        memory. Beyond it calls raise :class:`KVMemoryError`.
+    prefix_memory
+        Bytes of K and V that are kept after their sessions ended, so that prompts which begin alike find them
+        (`reuse`, :meth:`generate`, :meth:`generate_many`). 0 keeps nothing.
     fused_norm, fused_silu
         Metal only: use the kernels that fuse RMSNorm, or SwiGLU, into the projections of single tokens.
 
@@ -132,6 +153,8 @@ class Model:
         compute: Literal["int8", "f32"] | str = "int8",
         kv_dtype: Literal["f16", "f32"] | str = "f16",
         chunk_tokens: int = 512,
+        kv_memory: int | None = None,
+        prefix_memory: int = 256 << 20,
         fused_norm: bool = False,
         fused_silu: bool = False,
     ) -> None:
@@ -146,6 +169,12 @@ class Model:
         if not 1 <= chunk_tokens <= 2048:
             raise ValueError(f"chunk_tokens must lie in 1 to 2048, got {chunk_tokens}")
         options.chunk_tokens = chunk_tokens
+        if kv_memory is not None and kv_memory < 1:
+            raise ValueError(f"kv_memory must be positive, got {kv_memory}")
+        if prefix_memory < 0:
+            raise ValueError(f"prefix_memory must not be negative, got {prefix_memory}")
+        options.kv_memory = kv_memory or 0
+        options.prefix_memory = prefix_memory
         options.fused_norm = fused_norm
         options.fused_silu = fused_silu
         if max_context is not None and max_context < 1:
@@ -330,11 +359,206 @@ class Model:
         ValueError, TypeError, ContextOverflowError
             As in :meth:`score`; the message names the prompt. Nothing was computed.
         """
-        self._open()
-        with self.session() as scratch:
-            limit = scratch.max_context + 1  # the last token is only predicted
-            checked = check_prompts(prompts, self._config.vocab_size, least=2, limit=limit)
-            return score_many(scratch, checked, progress)
+        limit = self.max_context + 1  # the last token is only predicted
+        checked = check_prompts(prompts, self._config.vocab_size, least=2, limit=limit)
+        return score_many(
+            lambda: self.session(max_context=self.max_context),
+            lambda sessions, tokens: self.forward_batch(sessions, tokens, output="log_probs"),
+            checked,
+            progress,
+        )
+
+    def forward_prompts(
+        self,
+        prompts: Sequence[TokenIds],
+        *,
+        return_logits: bool = False,
+        progress: Progress | None = None,
+    ) -> npt.NDArray[np.int64] | Logits:
+        """Process many prompts together, each on its own, and return the greedy next token of each.
+
+        What prompts begin with alike is computed once. Leaves the default session alone.
+
+        Parameters
+        ----------
+        prompts
+            Token ids of each.
+        return_logits
+            Return the logits after the last token of each prompt instead.
+        progress
+            Called with the number of prompts done and the number in all. An exception in it stops the work.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 ``[len(prompts)]``, or float32 ``[len(prompts), vocab_size]``.
+
+        Raises
+        ------
+        ValueError, TypeError, ContextOverflowError
+            As in :meth:`forward_prompt`; the message names the prompt. Nothing was computed.
+        """
+        checked = check_prompts(prompts, self._config.vocab_size, least=1, limit=self.max_context)
+        results: dict[int, Any] = {}
+        for group in groups(checked):
+            sessions = [self.session(max_context=self.max_context) for _ in group]
+            output = "logits" if return_logits else "greedy"
+            computed = self.forward_batch(sessions, [checked[i] for i in group], output=output, reuse=True)
+            results.update(zip(group, computed, strict=True))
+            for session in sessions:
+                session.close()
+            if progress is not None:
+                progress(len(results), len(checked))
+        ordered = [results[i] for i in range(len(checked))]
+        if return_logits:
+            return np.array(ordered, np.float32).reshape(len(checked), self._config.vocab_size)
+        return np.array(ordered, np.int64)
+
+    def forward_batch(
+        self,
+        sessions: Sequence[Session],
+        tokens: Sequence[TokenIds],
+        *,
+        output: BatchOutput | Sequence[BatchOutput] = "greedy",
+        reuse: bool = False,
+        return_errors: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Any]:
+        """Append tokens to several sessions, going through the model together.
+
+        For those who write schedulers. Prompts and single tokens may be mixed; what a session gets does not
+        depend on the others: on the CPU bit for bit.
+
+        Parameters
+        ----------
+        sessions
+            Of this model, each at most once.
+        tokens
+            For each session token ids, ``[n]``, appended at its position.
+        output
+            For all sessions, or for each: ``"greedy"``, the id of the largest logit after the last token;
+            ``"logits"``, float32 ``[vocab_size]`` after the last token; ``"log_probs"``, float32 ``[n - 1]``,
+            as :meth:`score`; ``"none"``.
+        reuse
+            Take `tokens` as the whole context of each session, as in :meth:`forward_prompt`.
+        return_errors
+            Return the exception of a session that failed in its place. Otherwise the first one is raised once
+            the others are computed.
+        progress
+            Called after each pass with the number of tokens done and the number in all.
+
+        Returns
+        -------
+        list
+            What `output` says, by session.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Wrong arguments: nothing was computed.
+        ContextOverflowError, KVMemoryError, NumericalError, DeviceError
+            Of the first session that failed; that session is as it was.
+        SessionBusyError
+            From inside a progress callback of one of the sessions.
+        """
+        outputs = [output] * len(sessions) if isinstance(output, str) else list(output)
+        if not len(sessions) == len(tokens) == len(outputs):
+            raise ValueError(
+                f"a batch needs tokens and an output for each session; got {len(sessions)} sessions, "
+                f"{len(tokens)} lists of tokens and {len(outputs)} outputs"
+            )
+        arrays = []
+        for i, ids in enumerate(tokens):
+            try:
+                arrays.append(token_array(ids, self._config.vocab_size))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"session {i}: {error}") from None
+        results = self._core_engine().forward_batch(
+            [session._open() for session in sessions],
+            arrays,
+            [_one_of("output", name, _OUTPUTS) for name in outputs],
+            reuse,
+            progress,
+        )
+        if not return_errors:
+            for i, result in enumerate(results):
+                if isinstance(result, Exception):
+                    raise type(result)(f"session {i}: {result}") from result
+        return results
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | TokenIds | tuple[str | TokenIds, Mapping[str, Any]]],
+        max_tokens: int = 128,
+        *,
+        max_streams: int = 32,
+        errors: Literal["raise", "return"] | str = "raise",
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, str | Exception]]:
+        """Continue many prompts together and yield text as it is made.
+
+        New prompts enter as others end; memory does not grow with their number. The text of a prompt is the
+        one that :meth:`Session.generate` makes of it alone.
+
+        Parameters
+        ----------
+        prompts
+            Texts or token ids. A pair holds a prompt and options of its own, which override the common ones.
+        max_tokens
+            Upper bound on the number of tokens made of each prompt.
+        max_streams
+            Most prompts that are under way at a time.
+        errors
+            ``"raise"``: the first error ends the iteration; its message names the prompt. ``"return"``: an
+            exception takes the place of the text of the prompt that failed, and the others go on.
+        progress
+            Called with the number of prompts that ended and the number that began.
+        options
+            Of :meth:`Session.generate`: `temperature`, `top_k`, `top_p`, `min_p`, `repeat_penalty`, `seed`,
+            `stop`.
+
+        Yields
+        ------
+        tuple of int and str
+            Index of the prompt and a piece of its text.
+        """
+        if errors not in ("raise", "return"):
+            raise ValueError(f"errors must be 'raise' or 'return', got {errors!r}")
+        scheduler = Scheduler(self, max_streams=max_streams)
+        return _generate_many(
+            scheduler, iter(prompts), {"max_tokens": max_tokens, **options}, errors, progress
+        )
+
+    async def generate_async(
+        self, prompt: str | TokenIds, max_tokens: int = 128, **options: Any
+    ) -> AsyncIterator[str]:
+        """Continue a prompt and yield text as it is made, together with those of other tasks.
+
+        All tasks of all event loops share one engine loop, which runs in a thread of its own while there is
+        work. Leaving the loop over the text cancels the rest of it.
+
+        Parameters
+        ----------
+        prompt, max_tokens, options
+            As in :meth:`generate_many`.
+
+        Yields
+        ------
+        str
+            Pieces of text.
+        """
+        async for piece in self._engine_loop.generate(prompt, max_tokens, **options):
+            yield piece
+
+    @cached_property
+    def _engine_loop(self) -> EngineLoop:
+        return EngineLoop(self)
+
+    def _core_engine(self) -> _core.Engine:
+        if self._engine is None:
+            raise ClosedError("the model is closed")
+        return self._engine
 
     def forward_token(self, token: int) -> Logits:
         """See :meth:`Session.forward_token`."""
@@ -405,3 +629,49 @@ class Model:
     def __repr__(self) -> str:
         state = self.device if self._engine is not None else "closed"
         return f"<metal_prefill.Model {self._path.name!r} on {state}>"
+
+
+def _generate_many(
+    scheduler: Scheduler,
+    prompts: Iterator[Any],
+    common: dict[str, Any],
+    errors: str,
+    progress: Progress | None,
+) -> Iterator[tuple[int, str | Exception]]:
+    indices: dict[Stream, int] = {}
+    begun = ended = 0
+    more = True
+    while True:
+        # One prompt more than there is room for: the next one enters with the pass after the one that ends.
+        while more and scheduler.streams <= scheduler.max_streams:
+            try:
+                prompt = next(prompts)
+            except StopIteration:
+                more = False
+                break
+            own: Mapping[str, Any] = {}
+            if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
+                prompt, own = prompt
+            try:
+                indices[scheduler.submit(prompt, **{**common, **own})] = begun
+            except (TypeError, ValueError) as error:
+                named = type(error)(f"prompt {begun}: {error}")
+                if errors == "raise":
+                    raise named from None
+                ended += 1
+                yield begun, named
+            begun += 1
+        if not scheduler.streams:
+            return
+        for stream, piece in scheduler.step():
+            yield indices[stream], piece
+        for stream in [s for s in indices if s.finish_reason is not None]:
+            index = indices.pop(stream)
+            ended += 1
+            if stream.error is not None:
+                named = type(stream.error)(f"prompt {index}: {stream.error}")
+                if errors == "raise":
+                    raise named from stream.error
+                yield index, named
+            if progress is not None:
+                progress(ended, begun)

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._scoring import check_prompt, prefix_order, score_many
+from metal_prefill._scoring import check_prompt
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.hub import resolve_model
 from metal_prefill.model import Model
@@ -140,7 +140,7 @@ class ScorePrompts(_PromptMapper):
         return self._session.max_context + 1  # the last token is only predicted
 
     def _answer(self, prompts: Sequence[npt.NDArray[np.int32]]) -> Sequence[Any]:
-        return score_many(self._session, prompts)
+        return self._model.score_many(prompts)
 
     def _nothing(self) -> npt.NDArray[np.float32]:
         return np.empty(0, np.float32)
@@ -172,8 +172,8 @@ class ContinuePrompts(_PromptMapper):
 
     def _answer(self, prompts: Sequence[npt.NDArray[np.int32]]) -> Sequence[str]:
         answers = [""] * len(prompts)
-        for i in prefix_order(prompts):
-            answers[i] = "".join(self._session.generate(prompts[i], self._max_tokens, stop=self._stop))
+        for i, piece in self._model.generate_many(prompts, self._max_tokens, stop=self._stop):
+            answers[i] += str(piece)
         return answers
 
     def _nothing(self) -> str:

@@ -7,9 +7,13 @@ import operator
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from metal_prefill import _state, sampling
+from metal_prefill._continuation import Continuation, stop_strings
 from metal_prefill._tokens import Logits, Progress, TokenIds, token_array, token_id
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.dispatches import Dispatch, from_core
@@ -296,9 +300,7 @@ class Session:
             Another call changed the session since the last piece, such as a second generator: each needs a
             session of its own while it lasts. The session stays as the other call left it.
         """
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if any(not s for s in stops):
-            raise ValueError("a stop string is empty")
+        stops = stop_strings(stop)
         if max_tokens < 0:
             raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
         options = sampling.Options(
@@ -306,40 +308,32 @@ class Session:
         )
         tokenizer = self._model.tokenizer
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        token_array(ids, self._model.config.vocab_size)
-        return _hold_back_stops(self._pieces(ids, max_tokens, options, seed, progress), stops)
+        array = token_array(ids, self._model.config.vocab_size)
+        if max_tokens == 0:
+            return iter(())
+        text = Continuation(tokenizer, array.tolist(), max_tokens, options, seed, stops)
+        return self._pieces(array, text, progress)
 
     def _pieces(
-        self,
-        ids: TokenIds,
-        max_tokens: int,
-        options: sampling.Options,
-        seed: int | None,
-        progress: Progress | None,
+        self, ids: npt.NDArray[np.int32], text: Continuation, progress: Progress | None
     ) -> Iterator[str]:
-        tokenizer = self._model.tokenizer
-        decoder = tokenizer.decoder()
-        choose = sampling.Sampler(options, seed=seed, recent=[int(t) for t in ids])
-        greedy = options.is_greedy
-        if max_tokens == 0:
-            return
         claim = next(_claims)  # ends when another call changes the session
 
-        def following(tokens: TokenIds, reuse: bool = False, progress: Progress | None = None) -> int:
-            core, array = self._open(), token_array(tokens, self._model.config.vocab_size)
-            if greedy:
-                return core.forward_prompt(array, reuse, progress, claim)
-            return choose(core.forward_prompt_logits(array, reuse, progress, claim))
+        def following(tokens: npt.NDArray[np.int32], reuse: bool, progress: Progress | None) -> Any:
+            core = self._open()
+            compute = core.forward_prompt if text.greedy else core.forward_prompt_logits
+            return compute(tokens, reuse, progress, claim)
 
-        token = following(ids, reuse=True, progress=progress)
-        for made in range(1, max_tokens + 1):
-            if token in tokenizer.stop_ids:
+        piece = text.take(following(ids, True, progress))
+        while text.ended is None:
+            if piece:
+                yield piece
+            if self.position >= self.max_context:
+                piece = text.end("context")
                 break
-            yield decoder.step(token)
-            if made == max_tokens or self.position >= self.max_context:
-                break
-            token = following([token])
-        yield decoder.flush()
+            piece = text.take(following(np.array([text.token], np.int32), False, None))
+        if piece:
+            yield piece
 
     def close(self) -> None:
         """Free the cache. Calls under way finish; later ones raise :class:`ClosedError`."""
@@ -357,22 +351,3 @@ class Session:
         if self._core is None:
             return "<metal_prefill.Session closed>"
         return f"<metal_prefill.Session position={self.position} of {self.max_context}>"
-
-
-def _hold_back_stops(pieces: Iterator[str], stops: Sequence[str]) -> Iterator[str]:
-    """Pass text on up to the first stop string, holding back what could be the beginning of one."""
-    pending = ""
-    for piece in pieces:
-        pending += piece
-        found = [at for s in stops if (at := pending.find(s)) >= 0]
-        if found:
-            if min(found):
-                yield pending[: min(found)]
-            return
-        held = max((n for s in stops for n in range(1, len(s)) if pending.endswith(s[:n])), default=0)
-        ready = pending[: len(pending) - held]
-        pending = pending[len(pending) - held :]
-        if ready:
-            yield ready
-    if pending:
-        yield pending

@@ -1,0 +1,258 @@
+"""Continuous batching: many prompts over one engine, a pass at a time.
+
+A :class:`Scheduler` holds streams, each a prompt and the text that follows it. Every :meth:`Scheduler.step`
+is one pass through the model: the next token of each stream that is writing, and pieces of the prompts that
+are not computed yet. New prompts enter as others end; a long one is computed in pieces between the tokens of
+the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core, sampling
+from metal_prefill._continuation import Continuation, FinishReason, stop_strings
+from metal_prefill._tokens import TokenIds, token_array
+from metal_prefill.architecture import ModelConfig
+from metal_prefill.errors import ContextOverflowError, KVMemoryError
+
+if TYPE_CHECKING:
+    from metal_prefill.tokenizer import Tokenizer
+
+PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
+LEAST_PROMPT_ROWS = 32  # of a pass, however many streams are writing
+WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computing what another is computing
+
+
+class SharedEngine(Protocol):
+    """What a scheduler needs of the model whose engine it drives."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Hyperparameters."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the file."""
+
+    @property
+    def max_context(self) -> int:
+        """Largest position that a stream may reach."""
+
+    def _core_engine(self) -> _core.Engine:
+        """Return the native engine; raises ClosedError."""
+
+
+class Stream:
+    """One prompt and the text that follows it, made by :meth:`Scheduler.submit`.
+
+    Attributes
+    ----------
+    finish_reason : str or None
+        None while the stream is under way. ``"stop"``: an end-of-text token or a stop string; ``"length"``:
+        `max_tokens` were made; ``"context"``: the context is full; ``"cancelled"``; ``"error"``.
+    error : Exception or None
+        What ended it, where that was an error.
+    passes_waited : int
+        Passes in which it got nothing although it was ready, since it last got something.
+    """
+
+    def __init__(self, ids: npt.NDArray[np.int32], text: Continuation) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.passes_waited = 0
+        self._ids = ids  # the prompt, and after that what was made
+        self._made: list[int] = []
+        self._text = text
+        self._core: _core.Session | None = None
+        self._writing = False  # the prompt is computed
+
+    def cancel(self) -> None:
+        """End the stream; its memory is given back before the next pass."""
+        if self.finish_reason is None:
+            self.finish_reason = "cancelled"
+
+    def _restart(self) -> None:
+        """Give the memory back; what was made so far becomes part of the prompt."""
+        self._ids = np.concatenate([self._ids, np.array(self._made, np.int32)])
+        self._made = []
+        self._core, self._writing = None, False
+
+
+class Scheduler:
+    """Computes many streams together.
+
+    Not safe to call from several threads; :meth:`metal_prefill.Model.generate_async` is.
+
+    Parameters
+    ----------
+    model
+        Whose engine computes. Its default session is left alone.
+    max_streams
+        Most streams that are under way at a time; further ones wait for their turn.
+
+    Notes
+    -----
+    No stream that is writing ever waits. A prompt that waits gets its turn within
+    ``ceil(max_streams / (LEAST_PROMPT_ROWS / PROMPT_TURN))`` passes: those that got one go to the back.
+    """
+
+    def __init__(self, model: SharedEngine, *, max_streams: int = 32) -> None:
+        if max_streams < 1:
+            raise ValueError(f"max_streams must be at least 1, got {max_streams}")
+        self._model = model
+        self._engine = model._core_engine()
+        self._max_streams = max_streams
+        self._waiting: deque[Stream] = deque()
+        self._active: deque[Stream] = deque()
+        self.passes = 0
+
+    @property
+    def max_streams(self) -> int:
+        """Most streams under way at a time; less than was asked for once memory has run out."""
+        return self._max_streams
+
+    @property
+    def streams(self) -> int:
+        """Streams that have not ended."""
+        return len(self._waiting) + len(self._active)
+
+    def submit(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Stream:
+        """Add a stream. Parameters are those of :meth:`metal_prefill.Session.generate`.
+
+        Raises
+        ------
+        TypeError, ValueError, ContextOverflowError
+            As for a prompt that is computed at once.
+        """
+        stops = stop_strings(stop)
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        options = sampling.Options(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty
+        )
+        tokenizer = self._model.tokenizer
+        ids = token_array(
+            tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, self._model.config.vocab_size
+        )
+        if len(ids) > self._model.max_context:
+            raise ContextOverflowError(
+                f"a prompt of {len(ids)} tokens exceeds the context of {self._model.max_context}"
+            )
+        stream = Stream(ids, Continuation(tokenizer, ids.tolist(), max_tokens, options, seed, stops))
+        self._waiting.append(stream)
+        return stream
+
+    def step(self) -> list[tuple[Stream, str]]:
+        """Compute one pass and return the text it added, by stream; without streams, return an empty list.
+
+        A stream that ended has its `finish_reason`. An exception that is not a stream's own, such as
+        KeyboardInterrupt, leaves every stream as it was before the pass or after it.
+        """
+        self._drop_ended()
+        while self._waiting and len(self._active) < self._max_streams:
+            stream = self._waiting.popleft()
+            stream._core = self._engine.session(self._model.max_context)
+            self._active.append(stream)
+        chosen = [(s, np.array([s._text.token], np.int32)) for s in self._active if s._writing]
+        chosen += self._prompt_pieces(max(self._engine.pass_rows - len(chosen), LEAST_PROMPT_ROWS))
+        if not chosen:
+            return []
+        results = self._engine.forward_batch(
+            [s._core for s, _ in chosen],
+            [tokens for _, tokens in chosen],
+            [self._output(s, tokens) for s, tokens in chosen],
+        )
+        self.passes += 1
+        pieces = []
+        for (stream, _), result in zip(chosen, results, strict=True):
+            text = self._take(stream, result)
+            if text:
+                pieces.append((stream, text))
+        self._drop_ended()
+        return pieces
+
+    def _prompt_pieces(self, room: int) -> list[tuple[Stream, npt.NDArray[np.int32]]]:
+        """Choose what of the prompts goes into the pass, those first that waited longest."""
+        prompts = [s for s in self._active if not s._writing]
+        ends: dict[Stream, int] = {}
+        starts: dict[Stream, int] = {}
+        for stream in prompts:
+            assert stream._core is not None
+            start = stream._core.reuse(stream._ids)  # what other streams have computed since counts too
+            end = min(start + PROMPT_TURN, start + room, len(stream._ids))
+            stream.passes_waited += 1
+            if end == start or any(
+                _agree(stream._ids, other._ids, min(end, ends[other])) >= start + WORTH_SHARING
+                for other in ends
+            ):
+                continue
+            starts[stream], ends[stream] = start, end
+            stream.passes_waited = 0
+            room -= end - start
+        for stream in ends:  # room that nobody else needs
+            more = min(room, len(stream._ids) - ends[stream])
+            ends[stream] += more
+            room -= more
+        for stream in ends:
+            self._active.remove(stream)
+            self._active.append(stream)
+        return [(s, s._ids[starts[s] : ends[s]]) for s in ends]
+
+    def _output(self, stream: Stream, tokens: npt.NDArray[np.int32]) -> _core.Output:
+        assert stream._core is not None
+        if not stream._writing and stream._core.position + len(tokens) < len(stream._ids):
+            return _core.Output.NONE
+        return _core.Output.GREEDY if stream._text.greedy else _core.Output.LOGITS
+
+    def _take(self, stream: Stream, result: Any) -> str:
+        """Note what a pass brought a stream, and return its text."""
+        if isinstance(result, KVMemoryError) and len(self._active) > 1:
+            # Others will end and leave room.
+            stream._restart()
+            self._active.remove(stream)
+            self._waiting.appendleft(stream)
+            self._max_streams = max(len(self._active), 1)
+            return ""
+        if isinstance(result, Exception):
+            stream.error, stream.finish_reason = result, "error"
+            return ""
+        if result is None:
+            return ""
+        stream._writing = True
+        text = stream._text.take(result)
+        stream._made.append(stream._text.token)
+        assert stream._core is not None
+        if stream._text.ended is None and stream._core.position >= self._model.max_context:
+            text += stream._text.end("context")
+        stream.finish_reason = stream.finish_reason or stream._text.ended
+        return text
+
+    def _drop_ended(self) -> None:
+        for stream in [s for s in self._active if s.finish_reason is not None]:
+            self._active.remove(stream)
+            stream._core = None
+        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+
+
+def _agree(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32], n: int) -> int:
+    """Leading tokens, of `n` at most, in which two prompts agree."""
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
