@@ -180,6 +180,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     std::rethrow_exception(pointer);
   } catch (const ContextOverflowError& e) {
     raise_as("ContextOverflowError", e.what());
+  } catch (const ForkError& e) {
+    raise_as("ForkError", e.what());
   } catch (const SessionBusyError& e) {
     raise_as("SessionBusyError", e.what());
   } catch (const DeviceError& e) {

@@ -20,7 +20,22 @@ CallCounters& CallCounters::operator+=(const CallCounters& other) {
 }
 
 Session::Session(std::shared_ptr<Engine> engine, int max_context)
-    : engine_(std::move(engine)), max_context_(max_context), cache_(engine_->make_cache(max_context)) {}
+    : engine_(std::move(engine)),
+      max_context_(max_context),
+      cache_(engine_->make_cache(max_context)),
+      fork_handler_(
+          [this] {
+            state_mutex_.lock();
+            turn_.before_fork();
+          },
+          [this](bool child) {
+            turn_.after_fork(child);
+            state_mutex_.unlock();
+          }) {}
+
+Session::~Session() {
+  if (turn_.lost()) static_cast<void>(cache_.release());  // another thread was changing it: of no known form
+}
 
 Session::~Session() {
   PrefixTree* tree = engine_->prefixes();

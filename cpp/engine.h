@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "fork_handler.h"
 #include "model.h"
 #include "pages.h"
 #include "turn.h"
@@ -242,6 +243,8 @@ class Session {
   std::size_t cache_bytes_ = 0;
   Claim claim_ = 0;        // of the last change
   CallCounters counters_;  // of the last call
+
+  const ForkHandler fork_handler_;
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {

@@ -12,6 +12,8 @@
 #include <span>
 #include <vector>
 
+#include "fork_handler.h"
+
 namespace metal_prefill {
 
 using PageId = std::uint32_t;
@@ -65,6 +67,7 @@ class PagePool {
   mutable std::mutex mutex_;
   std::vector<std::uint32_t> holders_;  // of each page
   std::vector<PageId> free_;            // the last one is taken first
+  const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 
 // The pages of one session, in the order of its positions.

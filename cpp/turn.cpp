@@ -1,7 +1,10 @@
 #include "turn.h"
 
 #include <chrono>
+#include <new>
 #include <string>
+
+#include "fork_handler.h"
 
 namespace metal_prefill {
 
@@ -10,6 +13,10 @@ void Turn::take(const char* call) {
     throw SessionBusyError(std::string(call) +
                            " would change the session inside the progress callback of its " + call_ +
                            "; call it after that, or use a session of its own");
+  if (lost_)
+    throw ForkError(std::string(call) +
+                    ": this process was forked while another thread was in the session's " + call_ +
+                    "; the session cannot be used here, open the model again");
   std::unique_lock lock(mutex_);
   while (owner_.load(std::memory_order_relaxed) != std::thread::id()) {
     if (free_.wait_for(lock, std::chrono::milliseconds(100)) == std::cv_status::no_timeout) continue;
@@ -29,6 +36,15 @@ void Turn::give_back() {
     owner_.store(std::thread::id(), std::memory_order_relaxed);
   }
   free_.notify_one();
+}
+
+void Turn::after_fork(bool child) {
+  if (child) {
+    const std::thread::id owner = owner_.load(std::memory_order_relaxed);
+    lost_ = lost_ || (owner != std::thread::id() && owner != std::this_thread::get_id());
+    new (&free_) std::condition_variable;  // the old one may count threads that are not here
+  }
+  mutex_.unlock();
 }
 
 }  // namespace metal_prefill

@@ -48,18 +48,24 @@ class Turn {
     Turn* const turn_;
   };
 
+  // Around a fork() of the process. A turn that another thread has then is lost in the child.
+  void before_fork() { mutex_.lock(); }
+  void after_fork(bool child);
+  bool lost() const { return lost_; }
+
   // A thread that waits for its turn calls this ten times a second. What it throws ends the wait.
   static inline std::atomic<void (*)()> while_waiting{nullptr};
 
  private:
   bool mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
-  void take(const char* call);
+  void take(const char* call);  // also throws ForkError
   void give_back();
 
   std::mutex mutex_;
   std::condition_variable free_;
   std::atomic<std::thread::id> owner_{};  // none: nobody has the turn
   const char* call_ = "";                 // the owner's
+  bool lost_ = false;                     // the owner is a thread of the process that forked this one
 };
 
 }  // namespace metal_prefill

@@ -64,6 +64,14 @@ class CpuEngine final : public Engine {
   std::mutex mutex_;  // guards what follows and the team: one pass at a time
   ForwardPass forward_;
   std::atomic<std::size_t> workspace_bytes_{0};  // read without waiting for a pass
+  bool idle_at_fork_ = false;
+  bool lost_ =
+      false;  // this process was forked while another thread was in a pass: mutex_ is never free again
+  const ForkHandler fork_handler_{[this] { idle_at_fork_ = mutex_.try_lock(); },
+                                  [this](bool child) {
+                                    if (idle_at_fork_) return mutex_.unlock();
+                                    if (child) lost_ = true;
+                                  }};
 };
 
 class CpuEngine::PagedCache final : public Cache {
@@ -95,6 +103,9 @@ std::unique_ptr<Cache> CpuEngine::make_cache(int) {
 }
 
 void CpuEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
+  if (lost_)
+    throw ForkError(
+        "this process was forked while another thread computed with the model; open the model again here");
   const std::scoped_lock lock(mutex_);
   const auto start = std::chrono::steady_clock::now();
   counters.multiply_adds += forward_.run(chunks);

@@ -97,6 +97,14 @@ void Worker::end(int items, int done) {
 }
 
 Team::Team(int threads) : size_(threads > 0 ? threads : available_cores()), shares_(std::size_t(size_)) {
+  launch();
+}
+
+Team::~Team() {
+  stop();
+}
+
+void Team::launch() {
   threads_.reserve(std::size_t(size_ - 1));
   try {
     for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { loop(i); });
@@ -106,20 +114,28 @@ Team::Team(int threads) : size_(threads > 0 ? threads : available_cores()), shar
     throw DeviceError("cannot start thread " + std::to_string(started + 1) + " of " + std::to_string(size_) +
                       ": " + error.what());
   }
-}
-
-Team::~Team() {
-  stop();
+  launched_ = true;
 }
 
 void Team::stop() {
+  launched_ = false;
+  if (forked_) {  // nothing to join, and a thread that was not joined must not be destroyed
+    new std::vector<std::thread>(std::move(threads_));
+    threads_.clear();
+    forked_ = false;
+    return;
+  }
   stopping_.store(true, std::memory_order_relaxed);
   job_.fetch_add(1, std::memory_order_release);
   job_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+  stopping_.store(false, std::memory_order_relaxed);
 }
 
 void Team::start(Body body, void* argument) {
+  if (forked_) stop();
+  if (!launched_) launch();
   body_ = body;
   argument_ = argument;
   first_phase_ = phase_.load(std::memory_order_relaxed);

@@ -7,6 +7,8 @@
 // A phase (one for_each) is over when its items are done, not when all threads have arrived: a thread that
 // the system has taken off its core holds up the others only if it sits on an item. When it comes back it
 // passes through the phases that it missed.
+//
+// In a forked process, which has none of the threads, the next run starts them anew.
 #pragma once
 
 #include <atomic>
@@ -14,6 +16,8 @@
 #include <thread>
 #include <type_traits>
 #include <vector>
+
+#include "../fork_handler.h"
 
 namespace metal_prefill::cpu {
 
@@ -79,6 +83,7 @@ class Team {
 
   void start(Body body, void* argument);
   void loop(int index);
+  void launch();
   void stop();
 
   const int size_;
@@ -93,6 +98,9 @@ class Team {
   std::uint32_t first_phase_ = 0;       // the last one that was over when the body began
   std::atomic<bool> stopping_ = false;  // a thread that woke for an earlier job may look while it is set
   std::vector<std::thread> threads_;
+  bool launched_ = false;
+  bool forked_ = false;  // threads_ are those of the process that forked this one
+  const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
 };
 
 inline int Worker::count() const {

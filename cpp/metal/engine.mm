@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <optional>
+#include <memory>
 
 #include "forward_pass.h"
 #include "padding.h"
@@ -33,6 +33,7 @@ class MetalEngine final : public Engine {
   std::string backend() const override { return "metal"; }
 
   Stats stats() const override {
+    if (forked_) return {};
     return {{"weights_mapped_bytes", double(forward_.weights().mapped_bytes())},
             {"weights_copied_bytes", double(forward_.weights().copied_bytes())},
             {"batch_pool_bytes", double(batches_.bytes())},
@@ -48,8 +49,18 @@ class MetalEngine final : public Engine {
   bool makes_dispatches() const override { return true; }
   void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) const override;
 
+  // Neither a GPU nor the locks of its driver come along into a forked process: what is there of the engine
+  // is not touched, not even to free it.
+  bool forked() const { return forked_; }
+
  private:
   class SessionCache;
+  void require_unforked() const {
+    if (forked_)
+      throw ForkError(
+          "this process was forked from one that uses the GPU, which only that one can; open the model again "
+          "here, or start processes by 'spawn'");
+  }
   void forward(Chunk& chunk, CallCounters& counters);
   void deliver(Chunk& chunk, const Batch& batch) const;
   void keep_intermediates(const Chunk& chunk, const Batch& batch) const;
@@ -61,6 +72,8 @@ class MetalEngine final : public Engine {
   RopeTables rope_tables_;
   mutable BatchPool batches_;
   std::atomic<int> sessions_{0};
+  bool forked_ = false;
+  const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
 };
 
 // K and V of a session in buffers of its own, and what its last chunk left when debugging.
@@ -68,10 +81,15 @@ class MetalEngine::SessionCache final : public Cache {
  public:
   SessionCache(MetalEngine& engine, int max_context)
       : metal_(engine),
-        cache_(std::in_place, engine.device_, engine.padded_.config, engine.options().kv_type, max_context) {
+        cache_(std::make_unique<KvCache>(engine.device_, engine.padded_.config, engine.options().kv_type,
+                                         max_context)) {
     ++metal_.sessions_;
   }
   ~SessionCache() override {
+    if (metal_.forked_) {
+      static_cast<void>(cache_.release());
+      return;
+    }
     const AutoreleasePool pool;
     cache_.reset();
     if (--metal_.sessions_ == 0) metal_.batches_.trim();
@@ -96,10 +114,11 @@ class MetalEngine::SessionCache final : public Cache {
   Heads heads_of(bool values) const;
 
   MetalEngine& metal_;
-  std::optional<KvCache> cache_;  // until the destructor
+  std::unique_ptr<KvCache> cache_;  // until the destructor
 };
 
 void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
+  require_unforked();
   for (Chunk& chunk : chunks) forward(chunk, counters);
 }
 
@@ -132,6 +151,7 @@ void MetalEngine::forward(Chunk& chunk, CallCounters& counters) {
 }
 
 void MetalEngine::plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) const {
+  require_unforked();
   const AutoreleasePool pool;
   const BatchPool::Lease lease = batches_.take();
   Batch& batch = *lease;
@@ -196,6 +216,7 @@ void MetalEngine::add_call_stats(const CallCounters& counters, Stats& stats) con
 }
 
 std::unique_ptr<Cache> MetalEngine::make_cache(int max_context) {
+  require_unforked();
   const AutoreleasePool pool;
   CallCounters uncounted;  // of no call
   rope_tables_.reserve(std::min(max_context, kFirstRopePositions), uncounted);
@@ -203,6 +224,7 @@ std::unique_ptr<Cache> MetalEngine::make_cache(int max_context) {
 }
 
 void MetalEngine::SessionCache::reserve(int, int end, CallCounters& counters) {
+  metal_.require_unforked();
   const AutoreleasePool pool;
   metal_.rope_tables_.reserve(end, counters);
   cache_->reserve(end, counters);
@@ -224,6 +246,7 @@ void MetalEngine::SessionCache::share(const Cache& from, int positions) {
 
 // Rows travel without the dimensions that padding added to the heads.
 void MetalEngine::SessionCache::read(int layer, bool values, int positions, std::byte* out) const {
+  metal_.require_unforked();
   const AutoreleasePool pool;
   CallCounters uncounted;
   const View rows = values ? cache_->values(layer) : cache_->keys(layer);
@@ -238,6 +261,7 @@ void MetalEngine::SessionCache::read(int layer, bool values, int positions, std:
 }
 
 void MetalEngine::SessionCache::write(int layer, bool values, int positions, const std::byte* in) {
+  metal_.require_unforked();
   const AutoreleasePool pool;
   CallCounters uncounted;
   const View rows = values ? cache_->values(layer) : cache_->keys(layer);
@@ -265,6 +289,7 @@ MetalEngine::SessionCache::Heads MetalEngine::SessionCache::heads_of(bool values
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options) {
   const metal::AutoreleasePool pool;
   return {new metal::MetalEngine(std::move(model), options), [](metal::MetalEngine* engine) {
+            if (engine->forked()) return;
             const metal::AutoreleasePool drained;
             delete engine;
           }};

@@ -49,6 +49,13 @@ class SessionBusyError(MetalPrefillError, RuntimeError):
     """
 
 
+class ForkError(MetalPrefillError, RuntimeError):
+    """The process was forked while another thread computed, or from one that uses a GPU.
+
+    Open the model again in the forked process, or fork while no other thread computes.
+    """
+
+
 class DeviceError(MetalPrefillError, RuntimeError):
     """The device is missing, refused an allocation or failed a command."""
 

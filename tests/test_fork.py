@@ -1,0 +1,223 @@
+"""Models and sessions in a forked process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metal_prefill import ForkError, Model
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
+]
+
+PROMPT = list(range(100, 140))
+HANGS = 60
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """Return what `work` returns in a forked process, or the error that it raises there."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = work()
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    watchdog = threading.Timer(HANGS, os.kill, (child, signal.SIGKILL))
+    watchdog.start()
+    with os.fdopen(reading, "rb") as file:
+        answer = file.read().decode()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    watchdog.cancel()
+    return answer if status == 0 else f"the child ended with {status}"
+
+
+@pytest.fixture
+def model(demo_path: Path) -> Iterator[Model]:
+    """Open the bundled model on the CPU, on more threads than one."""
+    with Model(demo_path, device="cpu", threads=3, chunk_tokens=16) as model:
+        yield model
+
+
+def threads_of_this_process() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_child_continues_a_session_bitwise(model: Model) -> None:
+    session = model.session()
+    session.forward_prompt(PROMPT)
+    answer = in_child(lambda: session.forward_token(5).tobytes().hex())
+    assert answer == session.forward_token(5).tobytes().hex()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_child_computes_on_all_threads(model: Model) -> None:
+    model.forward_prompt(PROMPT)
+
+    def work() -> str:
+        before = threads_of_this_process()
+        model.forward_prompt(PROMPT)
+        return f"{threads_of_this_process() - before} more"
+
+    assert in_child(work) == "2 more"
+
+
+def test_children_of_children_compute_too(model: Model) -> None:
+    expected = model.session().forward_prompt(PROMPT)
+    assert in_child(lambda: in_child(lambda: str(model.session().forward_prompt(PROMPT)))) == str(expected)
+
+
+def test_a_child_frees_what_it_got_and_opens_models_anew(model: Model, demo_path: Path) -> None:
+    session = model.session()
+    expected = session.forward_prompt(PROMPT)
+
+    def work() -> str:
+        session.close()
+        model.close()
+        with Model(demo_path, device="cpu", threads=2) as own:
+            return str(own.forward_prompt(PROMPT))
+
+    assert in_child(work) == str(expected)
+
+
+def computing(model: Model, stop: threading.Event, begun: threading.Event) -> None:
+    session = model.session()
+    while not stop.is_set():
+        session.forward_prompt([1] * 900, reuse=False)
+        begun.set()
+        session.reset()
+
+
+def test_a_fork_while_another_thread_computes_is_a_named_error_or_works(model: Model) -> None:
+    """It works where the fork fell between two passes; it never hangs, and never computes something else."""
+    expected = str(model.session().forward_prompt(PROMPT))
+    stop, begun = threading.Event(), threading.Event()
+    thread = threading.Thread(target=computing, args=(model, stop, begun))
+    thread.start()
+    begun.wait(HANGS)
+    answers = []
+    try:
+        own = model.session()
+        for i in range(12):
+            time.sleep(0.003 * i)
+            answers.append(in_child(lambda: str(own.forward_prompt(PROMPT, reuse=True))))
+    finally:
+        stop.set()
+        thread.join()
+    lost = [a for a in answers if a.startswith("ForkError: this process was forked while another thread")]
+    assert lost
+    assert set(answers) - set(lost) <= {expected}
+    assert str(own.forward_prompt(PROMPT)) == expected  # here nothing happened
+
+
+def test_a_session_in_use_by_another_thread_is_lost_in_the_child(model: Model) -> None:
+    """Its thread stands in a callback, between two chunks: reads tell how far it got, other sessions work."""
+    session, other = model.session(), model.session()
+    inside, done = threading.Event(), threading.Event()
+
+    def hold(finished: int, total: int) -> None:
+        inside.set()
+        done.wait(HANGS)
+
+    thread = threading.Thread(target=session.forward_prompt, args=(PROMPT,), kwargs={"progress": hold})
+    thread.start()
+    inside.wait(HANGS)
+    try:
+        expected = (
+            "ForkError: {}: this process was forked while another thread was in the session's forward_prompt"
+        )
+        for name, call in {
+            "forward_token": lambda: session.forward_token(1),
+            "rewind": lambda: session.reset(),
+            "fork": lambda: session.fork(),
+        }.items():
+            assert in_child(lambda call=call: str(call())).startswith(expected.format(name))
+        assert in_child(lambda: str(session.position)) == "16"
+        assert in_child(lambda: str(other.forward_prompt(PROMPT))) == str(model.forward_prompt(PROMPT))
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_callback_may_fork_and_the_child_finishes_the_prompt(model: Model) -> None:
+    """The thread that forks is the one that computes: the child has it."""
+    expected = model.session().forward_prompt_logits(PROMPT)
+    reading, writing = os.pipe()
+    children: list[int] = []
+
+    def fork_once(done: int, total: int) -> None:
+        if not children:
+            children.append(os.fork())
+
+    logits = model.session().forward_prompt_logits(PROMPT, progress=fork_once)
+    if children[0] == 0:
+        os.write(writing, logits.tobytes())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        of_child = np.frombuffer(file.read(), np.float32)
+    os.waitpid(children[0], 0)
+    assert (logits == expected).all()
+    assert (of_child == expected).all()
+
+
+@pytest.mark.usefixtures("metal")
+def test_a_gpu_does_not_come_along(demo_path: Path) -> None:
+    with Model(demo_path, device="metal") as model:
+        session = model.session()
+        expected = session.forward_prompt(PROMPT)
+
+        def work() -> str:
+            for call in (lambda: session.forward_token(1), lambda: session.fork(), lambda: model.session()):
+                with pytest.raises(
+                    ForkError, match="open the model again here, or start processes by 'spawn'"
+                ):
+                    call()
+            session.close()
+            model.close()
+            with Model(demo_path, device="cpu") as own:
+                return str(own.forward_prompt(PROMPT))
+
+        assert in_child(work) == str(expected)
+        assert session.position == len(PROMPT)
+
+
+EXITING_CHILD = """
+import os, sys
+from metal_prefill import Model
+
+model = Model(device=sys.argv[1], threads=2)
+session = model.session()
+session.forward_prompt([1, 2, 3])
+child = os.fork()
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+session.position
+sys.exit(0 if child else 3)
+"""
+
+
+def test_parent_and_child_exit_cleanly(device: str) -> None:
+    """Each takes Python's whole way out, with its modules and the objects in them."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXITING_CHILD, device],
+        capture_output=True,
+        text=True,
+        timeout=2 * HANGS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
