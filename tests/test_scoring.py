@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pytest
 
 from metal_prefill import ClosedError, ContextOverflowError, MissingExtraError, Model
-from metal_prefill.session import Session
 
 RNG = np.random.default_rng(11)
 SHARED = RNG.integers(1, 1000, 40)

@@ -1,0 +1,350 @@
+"""Many sequences in one pass: each gets what it would get alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.small_models import MODELS, write
+
+from metal_prefill import ContextOverflowError, KVMemoryError, Model, Session, _core
+
+PAGE = 64  # positions
+Ids = npt.NDArray[np.int32]
+
+# Of the largest logit: kernels for one token and for many add in different orders (docs/kernels.md).
+METAL_TOLERANCE = 1e-3
+
+
+def ids_of(model: Model, n: int, seed: int = 0) -> Ids:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
+
+
+def assert_same(model: Model, actual: Any, expected: Any) -> None:
+    """Bit for bit on the CPU, within the kernels' tolerance on Metal."""
+    if model.backend == "cpu":
+        np.testing.assert_array_equal(actual, expected)
+    else:
+        bound = METAL_TOLERANCE * float(np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=bound)
+
+
+def cache_of(session: Session) -> list[npt.NDArray[np.uint8]]:
+    """Rows of K and V as they are saved."""
+    assert session._core is not None
+    return [np.array(rows) for rows in session._core.export_state()[1]]
+
+
+def alone(model: Model, *pieces: Ids) -> Session:
+    """Compute these pieces in a session without company."""
+    session = model.session()
+    for piece in pieces:
+        session.forward_prompt(piece)
+    return session
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_and_tokens_together_are_what_they_are_alone(demo: Model, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 1, 2, 7, 15, 16, 17, 33, 63, 64, 65, 100]) for _ in range(9)]
+    held = [rng.choice([0, 0, 1, 31, 63, 64, 70]) for _ in lengths]
+    sessions, expected = [], []
+    for i, (n, before) in enumerate(zip(lengths, held, strict=True)):
+        history, new = ids_of(demo, before + 1, 100 + i)[:before], ids_of(demo, n, i)
+        session = alone(demo, history) if before else demo.session()
+        sessions.append(session)
+        with session.fork() as other:
+            expected.append(other.forward_prompt_logits(new))
+    results = demo.forward_batch(
+        sessions, [ids_of(demo, n, i) for i, n in enumerate(lengths)], output="logits"
+    )
+    for result, wanted in zip(results, expected, strict=True):
+        assert_same(demo, result, wanted)
+    assert [s.position for s in sessions] == [n + b for n, b in zip(lengths, held, strict=True)]
+
+
+def test_every_output_may_be_mixed(demo: Model) -> None:
+    prompts = [ids_of(demo, n, n) for n in (20, 1, 33, 40, 5)]
+    outputs = ["log_probs", "greedy", "logits", "none", "log_probs"]
+    sessions = [demo.session() for _ in prompts]
+    scored, token, logits, nothing, short = demo.forward_batch(sessions, prompts, output=outputs)
+    assert_same(demo, scored, demo.score(prompts[0]))
+    assert token == demo.session().forward_prompt(prompts[1])
+    assert_same(demo, logits, demo.session().forward_prompt_logits(prompts[2]))
+    assert nothing is None
+    assert_same(demo, short, demo.score(prompts[4]))
+    assert [s.position for s in sessions] == [19, 1, 33, 40, 4]
+
+
+def test_more_rows_than_a_pass_takes_are_cut(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", chunk_tokens=16) as model:
+        prompts = [ids_of(model, n, n) for n in (50, 3, 17, 100)]
+        results = model.forward_batch([model.session() for _ in prompts], prompts, output="logits")
+        for prompt, logits in zip(prompts, results, strict=True):
+            np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))
+
+
+@pytest.mark.parametrize("name", ["gqa 3", "gemma3", "values wider than keys", "biases"])
+@pytest.mark.parametrize("compute", ["int8", "f32"])
+def test_every_kind_of_model_computes_sequences_together(tmp_path: Path, name: str, compute: str) -> None:
+    path = write(tmp_path / "model.gguf", MODELS[name])
+    with Model(path, device="cpu", compute=compute) as model:
+        prompts = [ids_of(model, n, n) for n in (5, 70, 130, 64, 1)]
+        sessions = [model.session() for _ in prompts]
+        results = model.forward_batch(sessions, prompts, output="logits")
+        for logits, prompt, session in zip(results, prompts, sessions, strict=True):
+            with model.session() as other:
+                np.testing.assert_array_equal(logits, other.forward_prompt_logits(prompt))
+                for rows, wanted in zip(cache_of(session), cache_of(other), strict=True):
+                    np.testing.assert_array_equal(rows, wanted)
+
+
+@pytest.mark.parametrize("position", [1, 15, 16, 63, 64, 65, 127, 128])
+def test_a_fork_and_its_origin_go_their_own_ways_from_any_position(demo: Model, position: int) -> None:
+    start = ids_of(demo, position)
+    origin = alone(demo, start)
+    forks = [origin.fork() for _ in range(3)]
+    sessions = [origin, *forks]
+    following = [ids_of(demo, 70, 10 + i) for i in range(4)]
+    results = demo.forward_batch(sessions, following, output="logits")
+    for result, tokens, session in zip(results, following, sessions, strict=True):
+        with alone(demo, start) as other:
+            assert_same(demo, result, other.forward_prompt_logits(tokens))
+            assert session.tokens == other.tokens
+
+
+def test_forks_share_the_pages_of_what_they_have_in_common(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        with alone(model, ids_of(model, 5 * PAGE)) as origin:
+            one = model.stats()["kv_pool_bytes"]
+            forks = [origin.fork() for _ in range(20)]
+            assert model.stats()["kv_pool_bytes"] == one
+            forks[0].forward_token_greedy(1)
+            assert model.stats()["kv_pool_bytes"] == one + one / 5
+            forks[1].rewind(3 * PAGE - 1)
+            forks[1].forward_token_greedy(1)  # writes to a page that others hold: to a copy of it
+            assert model.stats()["kv_pool_bytes"] == one + 2 * one / 5
+            for fork in forks:
+                fork.close()
+            assert model.stats()["kv_pool_bytes"] == one
+        assert model.stats()["kv_pool_bytes"] == 0
+
+
+def test_rows_that_nobody_wrote_are_never_read(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Poisoned(_core.EngineOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.poison_cache = True
+
+    def scores(model: Model) -> list[Any]:
+        first = alone(model, ids_of(model, 70))
+        second = first.fork()
+        first.rewind(65)
+        batch = model.forward_batch(
+            [first, second, model.session()],
+            [ids_of(model, 3), ids_of(model, 66), ids_of(model, 40)],
+            output="logits",
+        )
+        return [*batch, model.score(ids_of(model, 130)), first.forward_token(3)]
+
+    with Model(demo_path, device="cpu") as model:
+        wanted = scores(model)
+    monkeypatch.setattr(_core, "EngineOptions", Poisoned)
+    with Model(demo_path, device="cpu") as model:
+        for _ in range(2):  # the second time with pages that were used before
+            for result, expected in zip(scores(model), wanted, strict=True):
+                np.testing.assert_array_equal(result, expected)
+
+
+def test_a_failure_ends_one_sequence_and_leaves_the_others_as_they_were(demo: Model) -> None:
+    with demo.session(max_context=30) as short:
+        short.forward_prompt(ids_of(demo, 25))
+        others = [demo.session() for _ in range(3)]
+        tokens = [ids_of(demo, n, n) for n in (10, 20, 40)]
+        sessions = [others[0], short, *others[1:]]
+        results = demo.forward_batch(
+            sessions, [tokens[0], ids_of(demo, 6), *tokens[1:]], output="logits", return_errors=True
+        )
+        assert isinstance(results[1], ContextOverflowError)
+        assert short.tokens == ids_of(demo, 25).tolist()
+        for i, n in ((0, 0), (2, 1), (3, 2)):
+            assert_same(demo, results[i], demo.session().forward_prompt_logits(tokens[n]))
+        with pytest.raises(ContextOverflowError, match="session 0: position 25"):
+            demo.forward_batch([short, others[0]], [ids_of(demo, 6), [1]])
+        assert others[0].position == 11  # the others are computed all the same
+
+
+def test_nothing_is_computed_when_arguments_are_wrong(demo: Model, demo_path: Path) -> None:
+    session = demo.session()
+    with pytest.raises(ValueError, match="a session appears twice"):
+        demo.forward_batch([session, session], [[1], [2]])
+    with pytest.raises(ValueError, match="2 sessions, 1 lists of tokens and 2 outputs"):
+        demo.forward_batch([session, demo.session()], [[1]])
+    with pytest.raises(ValueError, match=r"session 1: token id .* outside the vocabulary"):
+        demo.forward_batch([session, demo.session()], [[1], [1 << 30]])
+    with pytest.raises(ValueError, match="output must be one of none, greedy, logits, log_probs"):
+        demo.forward_batch([session], [[1]], output="best")  # type: ignore[arg-type]
+    with Model(demo_path, device="cpu") as other, pytest.raises(ValueError, match="sessions of one model"):
+        demo.forward_batch([session, other.session()], [[1], [2]])
+    assert session.position == 0
+
+
+def test_the_limit_of_memory_is_named_and_nothing_changes(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    with Model(demo_path, device="cpu", kv_memory=4 * page) as model:
+        first = alone(model, ids_of(model, 3 * PAGE))
+        second = model.session()
+        with pytest.raises(KVMemoryError, match=f"exceeds kv_memory of {4 * page} bytes"):
+            second.forward_prompt(ids_of(model, 2 * PAGE))
+        assert (first.position, second.position) == (3 * PAGE, 0)
+        results = model.forward_batch(
+            [first, second], [ids_of(model, 1), ids_of(model, 1)], return_errors=True
+        )
+        assert isinstance(results[0], int)
+        assert isinstance(results[1], KVMemoryError)
+        first.rewind(PAGE)
+        second.forward_prompt(ids_of(model, 2 * PAGE))
+
+
+def test_random_histories_are_what_they_would_be_one_by_one(demo_path: Path) -> None:
+    """Joins, leaves, forks, rewinds and mixed outputs, against sessions that compute alone."""
+    rng = random.Random(5)
+    with (
+        Model(demo_path, device="cpu", chunk_tokens=48) as model,
+        Model(demo_path, device="cpu", threads=1, prefix_memory=0) as reference,
+    ):
+        pairs: list[tuple[Session, Session]] = []
+        for step in range(40):
+            choice = rng.random()
+            if choice < 0.3 or not pairs:
+                pairs.append((model.session(), reference.session()))
+            elif choice < 0.45:
+                a, b = rng.choice(pairs)
+                pairs.append((a.fork(), b.fork()))
+            elif choice < 0.55:
+                a, b = rng.choice(pairs)
+                position = rng.randint(0, a.position)
+                a.rewind(position)
+                b.rewind(position)
+            elif choice < 0.65 and len(pairs) > 1:
+                for session in pairs.pop(rng.randrange(len(pairs))):
+                    session.close()
+            chosen = rng.sample(pairs, rng.randint(1, len(pairs)))
+            tokens = [
+                ids_of(model, rng.choice([1, 1, 2, 17, 64, 90]), step * 100 + i) for i in range(len(chosen))
+            ]
+            outputs: list[Any] = [rng.choice(["greedy", "logits", "none"]) for _ in chosen]
+            results = model.forward_batch([a for a, _ in chosen], tokens, output=outputs)
+            for (a, b), ids, output, result in zip(chosen, tokens, outputs, results, strict=True):
+                wanted = b.forward_prompt_logits(ids)
+                assert a.tokens == b.tokens
+                if output == "logits":
+                    np.testing.assert_array_equal(result, wanted)
+                elif output == "greedy":
+                    assert result == int(np.argmax(wanted))
+        for a, b in pairs:
+            for rows, expected in zip(cache_of(a), cache_of(b), strict=True):
+                np.testing.assert_array_equal(rows, expected)
+            a.close()
+            b.close()
+        assert model.stats()["kv_pool_bytes"] == 0
+
+
+# Shared beginnings.
+
+
+@pytest.mark.parametrize("shared", [20, 64, 100, 128])
+def test_a_living_session_lends_its_full_pages(demo_path: Path, shared: int) -> None:
+    with Model(demo_path, device="cpu") as model:
+        start = ids_of(model, shared)
+        first, second = model.session(), model.session()
+        first.forward_prompt(np.concatenate([start, ids_of(model, 40, 1)]), reuse=True)
+        prompt = np.concatenate([start, ids_of(model, 30, 2)])
+        logits = second.forward_prompt_logits(prompt, reuse=True)
+        known = (shared + 40) // PAGE * PAGE  # what lies in full pages
+        assert second.stats()["tokens_reused"] == min(known, shared)
+        np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))
+
+
+def test_a_finished_session_leaves_all_it_had(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        prompt = ids_of(model, 100)
+        with model.session() as session:
+            session.forward_prompt(prompt, reuse=True)
+        later = model.session()
+        logits = later.forward_prompt_logits(np.concatenate([prompt, [7]]), reuse=True)
+        assert later.stats()["tokens_reused"] == 100
+        np.testing.assert_array_equal(
+            logits, model.session().forward_prompt_logits(np.concatenate([prompt, [7]]))
+        )
+
+
+def test_prompts_of_one_batch_compute_their_common_beginning_once(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", prefix_memory=0) as model:
+        start = ids_of(model, 150)
+        prompts = [np.concatenate([start, ids_of(model, n, n)]) for n in (1, 9, 30, 64, 5, 90)]
+        sessions = [model.session() for _ in prompts]
+        results = model.forward_batch(sessions, prompts, output="logits", reuse=True)
+        for prompt, logits in zip(prompts, results, strict=True):
+            np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))
+        followers = [s for s in sessions if s.stats()["tokens_reused"] >= 150]
+        assert len(followers) == len(prompts) - 1
+
+
+def test_what_is_remembered_is_bounded_and_the_oldest_leaves_first(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    with Model(demo_path, device="cpu", prefix_memory=3 * page) as model:
+        for seed in range(5):
+            with model.session() as session:
+                session.forward_prompt(ids_of(model, PAGE + 1, seed), reuse=True)
+            assert model.stats()["prefix_bytes"] <= 3 * page
+        reused = []
+        for seed in (4, 0):
+            with model.session() as session:
+                session.forward_prompt(np.concatenate([ids_of(model, PAGE + 1, seed), [1]]), reuse=True)
+                reused.append(session.stats()["tokens_reused"])
+        assert reused == [PAGE + 1, 0]
+
+
+def test_remembered_pages_make_room_for_prompts(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    with Model(demo_path, device="cpu", kv_memory=4 * page, prefix_memory=4 * page) as model:
+        for seed in range(6):
+            with model.session() as session:
+                session.forward_prompt(ids_of(model, 3 * PAGE, seed), reuse=True)
+
+
+def test_forward_prompts_is_forward_prompt_of_each(demo: Model) -> None:
+    prompts = [ids_of(demo, n, n % 5) for n in (1, 3, 40, 17, 40, 90)]
+    expected = [demo.session().forward_prompt_logits(p) for p in prompts]
+    tokens = demo.forward_prompts(prompts)
+    assert tokens.tolist() == [int(np.argmax(e)) for e in expected]
+    logits = demo.forward_prompts(prompts, return_logits=True)
+    assert logits.dtype == np.float32
+    for result, wanted in zip(logits, expected, strict=True):
+        assert_same(demo, result, wanted)
+    assert demo.forward_prompts([]).shape == (0,)
+    assert demo.position == 0
+    with pytest.raises(ValueError, match="prompt 1: the prompt is empty"):
+        demo.forward_prompts([[1], []])
+
+
+def test_pages_are_found_at_their_positions_only(demo_path: Path) -> None:
+    """What followed a whole page is not taken for what follows a part of it."""
+    with Model(demo_path, device="cpu") as model:
+        first, second = ids_of(model, PAGE, 1), ids_of(model, PAGE, 2)
+        with model.session() as session:
+            session.forward_prompt(np.concatenate([first, second]), reuse=True)
+        prompt = np.concatenate([first[:40], second, [5]])
+        with model.session() as session:
+            logits = session.forward_prompt_logits(prompt, reuse=True)
+            assert session.stats()["tokens_reused"] == 40
+        np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))

@@ -1,0 +1,235 @@
+"""Continuous batching: every stream gets the text it would get alone, and none waits for long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_prefill import ClosedError, ContextOverflowError, KVMemoryError, Model, Scheduler
+from metal_prefill.scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream
+
+TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
+
+
+@pytest.fixture
+def cpu(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="cpu") as model:
+        yield model
+
+
+def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
+    """Continue a prompt in a session of its own."""
+    with model.session() as session:
+        return "".join(session.generate(prompt, max_tokens, **options))
+
+
+def texts_of(pieces: Any, n: int) -> list[str]:
+    """Join what belongs to each prompt."""
+    texts = [""] * n
+    for index, piece in pieces:
+        texts[index] += piece
+    return texts
+
+
+@pytest.mark.parametrize("max_streams", [1, 3, 32])
+def test_the_texts_are_those_of_each_prompt_alone(cpu: Model, max_streams: int) -> None:
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.8 if i % 2 else 0.0, "seed": i, "max_tokens": 5 + 3 * i} for i in range(8)
+    ]
+    prompts = [TEXTS[i % 4] for i in range(8)]
+    expected = [alone(cpu, p, **o) for p, o in zip(prompts, options, strict=True)]
+    pieces = cpu.generate_many(zip(prompts, options, strict=True), max_streams=max_streams)
+    assert texts_of(pieces, 8) == expected
+    assert cpu.position == 0
+
+
+def test_metal_generates_for_many_prompts_too(demo: Model) -> None:
+    n = 3 if demo.backend == "metal" else 8
+    texts = texts_of(demo.generate_many(TEXTS[:3], n), 3)
+    assert texts == [alone(demo, p, n) for p in TEXTS[:3]]
+
+
+def test_stop_strings_end_a_text_as_they_do_alone(cpu: Model) -> None:
+    whole = alone(cpu, TEXTS[0], 40)
+    stop = whole[10:13]
+    assert texts_of(cpu.generate_many([TEXTS[0]], 40, stop=stop), 1) == [whole[: whole.index(stop)]]
+
+
+def test_each_end_has_its_reason(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", max_context=30) as model:
+        scheduler = Scheduler(model)
+        length = scheduler.submit([1, 2, 3], 4)
+        context = scheduler.submit([1] * 20, 40)
+        stopped = scheduler.submit([1, 2, 3], 20, stop=alone(model, [1, 2, 3], 20)[5])
+        cancelled = scheduler.submit([4], 100)
+        cancelled.cancel()
+        while scheduler.streams:
+            scheduler.step()
+        reasons = [s.finish_reason for s in (length, context, stopped, cancelled)]
+        assert reasons == ["length", "context", "stop", "cancelled"]
+        assert model.stats()["kv_pool_bytes"] == model.stats()["prefix_bytes"]
+
+
+def test_prompts_enter_as_others_end(cpu: Model) -> None:
+    taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal taken
+        for i in range(100):
+            taken += 1
+            yield [i + 1, 5]
+
+    begun = set()
+    for index, _ in cpu.generate_many(prompts(), 4, max_streams=4):
+        begun.add(index)
+        assert taken <= max(begun) + 1 + 5  # they are not all read at once
+
+
+def test_a_writing_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit([1, 2, 3], 60)
+    scheduler.step()
+    for i in range(5):
+        scheduler.submit([i + 1] * 500, 2)
+    passes = 0
+    while writing.finish_reason is None:
+        before = len(writing._made)
+        scheduler.step()
+        passes += 1
+        assert len(writing._made) == before + 1
+    assert passes == 59
+
+
+def test_no_prompt_waits_for_more_passes_than_there_are_turns(cpu: Model) -> None:
+    n = 24
+    scheduler = Scheduler(cpu, max_streams=n)
+    streams = [scheduler.submit(np.random.default_rng(i).integers(1, 900, 400), 2) for i in range(n)]
+    longest = 0
+    while scheduler.streams:
+        scheduler.step()
+        longest = max(longest, *(s.passes_waited for s in streams))
+    assert 0 < longest <= n / (LEAST_PROMPT_ROWS / PROMPT_TURN)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    long = scheduler.submit(np.random.default_rng(1).integers(1, 900, 1000), 2)
+    scheduler.step()
+    short = scheduler.submit([1, 2, 3], 2)
+    scheduler.step()
+    assert len(short._made) == 1
+    assert long._made == []
+
+
+def test_memory_that_runs_out_makes_streams_wait_instead_of_fail(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        with model.session() as session:
+            session.forward_prompt([1])
+            page = int(session.stats()["kv_cache_bytes"])
+        prompts = [np.random.default_rng(i).integers(1, 900, 100) for i in range(6)]
+        expected = [alone(model, p, 40) for p in prompts]
+    with Model(demo_path, device="cpu", kv_memory=5 * page, prefix_memory=0) as model:
+        assert texts_of(model.generate_many(prompts, 40), 6) == expected
+        with pytest.raises(KVMemoryError, match=r"prompt 0: .* exceeds kv_memory"):
+            list(model.generate_many([[1] * 400], 3))
+
+
+def test_errors_of_single_prompts_are_raised_or_returned(cpu: Model) -> None:
+    prompts: list[Any] = [[1, 2], [1 << 20], [3] * 2000, [4, 5]]
+    with pytest.raises(ValueError, match="prompt 1: token id"):
+        list(cpu.generate_many(prompts, 3))
+    results = list(cpu.generate_many(prompts, 3, errors="return"))
+    errors = {index: type(item) for index, item in results if isinstance(item, Exception)}
+    assert errors == {1: ValueError, 2: ContextOverflowError}
+    assert {index for index, item in results if isinstance(item, str)} == {0, 3}
+    with pytest.raises(ValueError, match="errors must be"):
+        cpu.generate_many([], errors="ignore")
+
+
+def test_progress_counts_prompts_that_ended(cpu: Model) -> None:
+    seen: list[tuple[int, int]] = []
+    list(cpu.generate_many([[i + 1] for i in range(5)], 3, progress=lambda *counts: seen.append(counts)))
+    assert seen[-1] == (5, 5)
+    assert [done for done, _ in seen] == [1, 2, 3, 4, 5]
+
+
+def test_tasks_share_one_engine_loop(cpu: Model) -> None:
+    expected = [alone(cpu, p, 20) for p in TEXTS]
+
+    async def text(prompt: str) -> str:
+        return "".join([piece async for piece in cpu.generate_async(prompt, 20)])
+
+    async def all_texts() -> list[str]:
+        return await asyncio.gather(*(text(p) for p in TEXTS))
+
+    assert asyncio.run(all_texts()) == expected
+    assert asyncio.run(all_texts()) == expected  # in another event loop
+
+
+def test_tasks_of_several_event_loops_run_at_the_same_time(cpu: Model) -> None:
+    expected = [alone(cpu, p, 15) for p in TEXTS]
+    texts = [""] * len(TEXTS)
+
+    def run(i: int) -> None:
+        async def text() -> str:
+            return "".join([piece async for piece in cpu.generate_async(TEXTS[i], 15)])
+
+        texts[i] = asyncio.run(text())
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(TEXTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == expected
+
+
+def test_leaving_the_loop_cancels_the_rest(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Stream] = []
+    submit = Scheduler.submit
+
+    def noting(self: Scheduler, *args: Any, **options: Any) -> Stream:
+        streams.append(submit(self, *args, **options))
+        return streams[-1]
+
+    monkeypatch.setattr(Scheduler, "submit", noting)
+
+    async def first_piece() -> str:
+        pieces = cpu.generate_async(TEXTS[0], 900)
+        async for piece in pieces:
+            await pieces.aclose()  # type: ignore[attr-defined]
+            return piece
+        return ""
+
+    async def run() -> None:
+        assert await first_piece()
+        for _ in range(500):
+            if streams[0].finish_reason is not None:
+                break
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert streams[0].finish_reason == "cancelled"
+
+
+def test_errors_reach_the_task(cpu: Model) -> None:
+    async def run() -> None:
+        with pytest.raises(ContextOverflowError, match="a prompt of 2000 tokens"):
+            async for _ in cpu.generate_async([1] * 2000, 3):
+                pass
+
+    asyncio.run(run())
+    cpu.close()
+
+    async def closed() -> None:
+        with pytest.raises(ClosedError):
+            async for _ in cpu.generate_async([1], 3):
+                pass
+
+    asyncio.run(closed())
