@@ -180,7 +180,7 @@ def test_what_is_larger_takes_longer(smollm: Shape) -> None:
 
 
 def test_the_goals_on_an_m4(smollm: Shape) -> None:
-    """What the design aims at, by this model; docs/performance.md says how far it can be trusted."""
+    """What the design aims at, by this model; docs/cost_model.md says how far it can be trusted."""
     m4 = find_chip("m4")
     assert predict(m4, plan(smollm, 512), 512).tokens_per_second > 10_000
     assert predict(m4, plan(smollm, 32), 32).tokens_per_second > 5_000

@@ -1,6 +1,6 @@
 """Measure what sessions save: reuse, forks, saved state, shared beginnings, and the memory of each.
 
-Prints the table of ``docs/performance.md``. Times are medians of samples taken in turns::
+Prints the table of ``docs/measurements/2026-11-21-sessions.md``. Times are medians of samples taken in turns::
 
     python tools/measure_sessions.py               # SmolLM-135M's shape, written on first use
     python tools/measure_sessions.py model.gguf -n 1000 -r 5
@@ -20,7 +20,7 @@ import numpy as np
 from metal_prefill import Model
 from metal_prefill._bench.model_file import smollm_shape
 
-NEW = 16  # tokens behind what is shared
+NEW = 16  # tokens after what is shared
 ANSWERS = 8  # prompts that share their beginning
 
 

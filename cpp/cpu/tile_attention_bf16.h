@@ -1,7 +1,7 @@
 // Causal attention with online softmax on products of bfloat16 pairs (AVX512_BF16), for a cache in f16.
 //
 // Queries, keys, weights of the softmax and values are rounded to 8 significant bits, which logits do not
-// show beside the rounding of activations to 8-bit integers (docs/performance.md has the figures); sums stay
+// show next to the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures); sums stay
 // in float32. That halves the number of products. A strip of query rows (tokens times the heads of a group)
 // goes through the keys together, so that each span of 64 positions is converted once for all of them. As in
 // tile_attention.h, what a row computes does not depend on the rows beside it.
