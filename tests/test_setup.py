@@ -1,4 +1,4 @@
-"""What is installed of the system: announced in one line, by one script, and only as root."""
+"""Packages of the system: installed by one script, which says so in one line, and only as root."""
 
 from __future__ import annotations
 
@@ -101,6 +101,6 @@ def test_a_failure_of_apt_get_is_said_and_does_not_end_the_build(system: System)
 
 
 def test_no_other_script_installs_packages() -> None:
-    scripts = [ROOT / "Makefile", *(f for name in ("tools", ".ci", ".github") for f in files(ROOT / name))]
+    scripts = [ROOT / "Makefile", *(f for name in ("tools", ".ci") for f in files(ROOT / name))]
     runs = re.compile(r"^[^#\n]*apt-get +(-\S+ +)*(update|install) +-", re.MULTILINE)
     assert [path for path in scripts if runs.search(path.read_text(errors="replace"))] == [SETUP]
