@@ -34,10 +34,10 @@ Session::Session(std::shared_ptr<Engine> engine, int max_context)
           }) {}
 
 Session::~Session() {
-  if (turn_.lost()) static_cast<void>(cache_.release());  // another thread was changing it: of no known form
-}
-
-Session::~Session() {
+  if (turn_.lost()) {
+    static_cast<void>(cache_.release());  // another thread was changing it: of no known form
+    return;
+  }
   PrefixTree* tree = engine_->prefixes();
   if (tree && remembers_) tree->insert(tokens_, cache_->pages());
 }

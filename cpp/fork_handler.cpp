@@ -25,10 +25,10 @@ struct ForkHandlers {
 
   void before() {
     mutex.lock();
-    for (ForkHandler* handler : all) handler->before_();
+    for (auto handler = all.rbegin(); handler != all.rend(); ++handler) (*handler)->before_();
   }
   void after(bool child) {
-    for (auto handler = all.rbegin(); handler != all.rend(); ++handler) (*handler)->after_(child);
+    for (ForkHandler* handler : all) handler->after_(child);
     mutex.unlock();
   }
 };

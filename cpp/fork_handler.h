@@ -17,7 +17,8 @@ struct ForkError : std::runtime_error {
 class ForkHandler {
  public:
   // `before` takes the locks that others hold for moments only, so that what they guard is whole in the
-  // child; `after` gives them back, in parent and child. Neither may throw, nor make or destroy a
+  // child; `after` gives them back, in parent and child. The youngest handler takes its locks first: what
+  // uses a thing under a lock of its own is made after it. Neither may throw, nor make or destroy a
   // ForkHandler.
   ForkHandler(std::function<void()> before, std::function<void(bool child)> after);
   ~ForkHandler();

@@ -66,6 +66,7 @@ class PrefixTree {
   Node root_;
   std::size_t count_ = 0;
   std::uint64_t clock_ = 0;
+  const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 
 }  // namespace metal_prefill
