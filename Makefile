@@ -10,9 +10,9 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || sysctl -n hw.n
 # Where a missing emulator is a failure, so it is for the emulator's own tests.
 export METAL_EMULATOR_REQUIRED ?= $(METAL_PREFILL_REQUIRE_EMULATOR)
 
-SOURCES := $(shell git ls-files cpp emulator shaders cmake CMakeLists.txt pyproject.toml python \
+SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLists.txt pyproject.toml python \
   ':!emulator/*.md' ':!emulator/tests/*.py' ':!emulator/tools' ':!emulator/examples')
-NATIVE := $(shell git ls-files {cpp,emulator}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
+NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
 .PHONY: demo setup test test-emulator test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
@@ -38,15 +38,20 @@ $(VENV)/.dev-tools: pyproject.toml $(VENV)/.ready
 # The package as a user gets it.
 build/.plain: $(VENV)/.build-tools $(SOURCES)
 	$(PIP) install --no-build-isolation . -C build-dir=build/plain
-	@rm -f build/.emulator build/.cuda && touch $@
+	@rm -f build/.emulator build/.cuda build/.testing && touch $@
+
+# The same with the modules through which tests and benchmarks call single kernels.
+build/.testing: $(VENV)/.build-tools $(SOURCES)
+	$(PIP) install --no-build-isolation . -C build-dir=build/testing -C cmake.define.METAL_PREFILL_TESTING=ON
+	@rm -f build/.plain build/.emulator build/.cuda && touch $@
 
 # The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is available.
 build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
 	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test,plot]" $$options
-	@rm -f build/.plain build/.cuda && touch $@
+	@rm -f build/.plain build/.testing build/.cuda && touch $@
 
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
-ARM_SOURCES := $(shell git ls-files cpp/cpu 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.inc' shaders/quants.h tests/arm cmake/cross_arm.cmake)
+ARM_SOURCES := $(shell git ls-files cpp/cpu 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.inc' shaders/quants.h tests/arm 'tests/native/kernel_calls.*' cmake/cross_arm.cmake)
 build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/setup_arm.sh | setup
 	tools/setup_arm.sh
 	@mkdir -p build && touch $@
@@ -66,7 +71,7 @@ test-emulator: build/.emulator
 	$(BIN)/ctest --test-dir build/emulator-alone --output-on-failure
 
 # The CPU engine on the processor at hand: each instruction set that it has, in under two minutes.
-test-processor: build/.plain
+test-processor: build/.testing
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
 	$(BIN)/python tools/test_processor.py
 
@@ -87,8 +92,8 @@ bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench
 
 # The CPU engine's products and attention, each against the measured limits of the machine.
-bench-kernels: build/.plain
-	$(BIN)/python -m metal_prefill.bench.kernels
+bench-kernels: build/.testing
+	$(BIN)/python tools/bench_kernels.py
 
 # Tables, rows and charts of the comparison with other engines, on all cores and on one.
 REPORT ?= build/report
@@ -110,7 +115,7 @@ bench-report: $(VENV)/.peers
 build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
 	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $${options/emulator/cuda} \
 	  -C cmake.define.METAL_PREFILL_EMULATOR_CUDA=ON
-	@rm -f build/.plain build/.emulator && touch $@
+	@rm -f build/.plain build/.testing build/.emulator && touch $@
 
 bench-gpu: build/.cuda
 	mkdir -p $(REPORT)
@@ -126,7 +131,7 @@ lint: build/.emulator $(VENV)/.dev-tools
 # Static analysis of what the build compiled. It takes minutes, so it is no part of lint.
 tidy: build/.emulator $(VENV)/.dev-tools
 	$(BIN)/python tools/tidy.py $$(if [ -d build/metal ]; then echo build/metal; elif [ -d build/emulator ]; then \
-	  echo build/emulator; else echo build/plain; fi)
+	  echo build/emulator; elif [ -d build/testing ]; then echo build/testing; else echo build/plain; fi)
 
 format: $(VENV)/.dev-tools
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

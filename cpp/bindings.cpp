@@ -491,8 +491,9 @@ NB_MODULE(_core, m) {
   bind_engine(m);
   bind_dispatch(m);
   bind_session(m);
-  nb::module_ kernels = m.def_submodule("cpu", "Kernels of the CPU engine, for tests.");
-  cpu::bind_cpu_kernels(kernels);
+  nb::module_ machine =
+      m.def_submodule("cpu", "What the processor can do: kernel sets, and limits to be timed.");
+  cpu::bind_machine(machine);
   m.def("metal_available", &metal_available,
         "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
 #ifdef METAL_PREFILL_EMULATOR

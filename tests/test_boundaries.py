@@ -23,7 +23,7 @@ Rule = Callable[[Sources], list[str]]
 
 BINDINGS = "cpp/bindings.cpp"
 THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
-KERNELS_FOR_TESTS = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # single kernels as Python functions
+MACHINE_IN_PYTHON = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # kernel sets and limits of the machine
 SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/quants.h")
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -68,7 +68,7 @@ def what_engines_share_knows_no_engine(sources: Sources) -> list[str]:
         for path, target in includes(sources, "cpp/")
         if posixpath.dirname(path) == "cpp"
         and target.startswith(("cpp/cpu/", "cpp/metal/"))
-        and (path, target) != (BINDINGS, KERNELS_FOR_TESTS[0])
+        and (path, target) != (BINDINGS, MACHINE_IN_PYTHON[0])
     ]
 
 
@@ -77,7 +77,7 @@ def the_bindings_alone_know_python(sources: Sources) -> list[str]:
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
         if target.startswith(("nanobind/", "Python.h"))
-        and path not in (BINDINGS, THE_LOCK_OF_PYTHON, *KERNELS_FOR_TESTS)
+        and path not in (BINDINGS, THE_LOCK_OF_PYTHON, *MACHINE_IN_PYTHON)
     ]
 
 
@@ -155,7 +155,7 @@ def imports(sources: Sources) -> dict[str, set[str]]:
 NATIVE = ("_core", "_metal_testing")
 COMMAND_LINE = ("metal_prefill.cli", "metal_prefill._commands")
 BENCHMARKS = ("metal_prefill.bench", "metal_prefill._bench")
-PROGRAMS = ("metal_prefill.bench.__main__", "metal_prefill.bench.kernels")  # run by `python -m`
+PROGRAMS = ("metal_prefill.bench.__main__",)  # run by `python -m`
 
 
 def belongs(module: str, packages: tuple[str, ...]) -> bool:

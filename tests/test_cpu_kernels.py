@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from support.arm_machine import SETS as ARM_SETS
 from support.arm_machine import Kernels
+from support.cpu_testing import cpu_testing
 
 from metal_prefill import _core
 
@@ -379,5 +380,5 @@ def test_products_are_exact_on_a_thread_that_measured_the_limits(isa: str) -> No
 def test_team_computes_each_item_once_and_phases_in_order(threads: int) -> None:
     phases = [1, 7, 0, 64, 3, 1, 1, 1000, 2, 0]
     jobs = 200
-    for items, counts in zip(phases, _core.cpu.run_team(threads, phases, jobs), strict=True):
+    for items, counts in zip(phases, cpu_testing().run_team(threads, phases, jobs), strict=True):
         assert counts == [jobs] * items

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 
 import metal_prefill
+from metal_prefill import _core
 
 # Modules, and names in them, that README, guide, benchmarking page and docstrings mention.
 PUBLIC = {
@@ -28,7 +30,7 @@ PUBLIC = {
     "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
     "metal_prefill.tokenizer": ["Tokenizer"],
 }
-PROGRAMS = {"metal_prefill.bench.__main__", "metal_prefill.bench.kernels"}  # run by `python -m`
+PROGRAMS = {"metal_prefill.bench.__main__"}  # run by `python -m`
 # What looks into a pass of the GPU, and predicts it: reached by the commands `trace` and `predict`.
 OF_THE_GPU = ("metal_prefill.cost_model", "metal_prefill.dispatches", "metal_prefill.trace")
 
@@ -47,3 +49,9 @@ def test_everything_else_says_that_it_is_private() -> None:
     assert open_names >= PUBLIC.keys() - {"metal_prefill"}
     unlisted = open_names - PUBLIC.keys() - PROGRAMS
     assert {name for name in unlisted if not name.startswith(OF_THE_GPU)} == set()
+
+
+def test_what_only_tests_and_benchmarks_call_is_not_in_the_package() -> None:
+    of_the_processor = {name for name in vars(_core.cpu) if not name.startswith("_")}
+    assert of_the_processor == {"Workload", "built_sets", "kernel_sets", "peak_workload", "peaks"}
+    assert list(Path(metal_prefill.__file__).parent.glob("*_testing*")) == []

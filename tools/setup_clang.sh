@@ -15,5 +15,5 @@ elif [ -n "${METAL_PREFILL_REQUIRE_EMULATOR:-}" ]; then
   exit 1
 else
   echo "No clang 19 found: building without the Metal emulator; its tests will be skipped." >&2
-  echo "-C build-dir=build/plain"
+  echo "-C build-dir=build/testing -C cmake.define.METAL_PREFILL_TESTING=ON"
 fi

@@ -1,9 +1,9 @@
 """Test the CPU engine on the processor at hand and say which instruction sets were run.
 
-``python tools/test_processor.py`` needs the installed package, the folder of tests and pytest, but no
-compiler. It runs the tests of all kernels that this processor has and those of the engine, then both
-benchmarks, whose figures after so few samples say only that they run. On an idle machine that takes less than
-two minutes.
+``python tools/test_processor.py`` needs the package from a build with ``METAL_PREFILL_TESTING``, the folder
+of tests and pytest, but no compiler. It runs the tests of all kernels that this processor has and those of
+the engine, then both benchmarks, whose figures after so few samples say only that they run. On an idle
+machine that takes less than two minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
+BENCH_KERNELS = Path(__file__).with_name("bench_kernels.py")
 FILES = ("test_machine_code.py", "test_cpu_kernels.py", "test_engine.py")
 DEAD = "its process died"  # as `BenchError` says it
 TIME_LIMIT_S = 600  # of a step: what takes longer hangs
@@ -47,7 +48,7 @@ def steps(sets: list[str], tests: Path, threads: int) -> list[Step]:
     others = "not metal" if any("neon" in isa for isa in sets) else "not metal and not neon"
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-k", others, *parallel)
     files = tuple(str(tests / name) for name in FILES)
-    kernels = ("-m", "metal_prefill.bench.kernels", "--types", "Q4_0,Q6_K", "--tokens", "1,32", "-r", "1")
+    kernels = (str(BENCH_KERNELS), "--types", "Q4_0,Q6_K", "--tokens", "1,32", "-r", "1")
     short = ("--patience", "0", "-r", "2", "-n", "16")
     bench = ("-m", "metal_prefill.bench", "--demo", "--device", "cpu", "-p", "32,128", *short)
     return [
@@ -95,6 +96,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", type=Path, default=TESTS, help="folder of tests (default: %(default)s)")
     options = parser.parse_args()
+    if importlib.util.find_spec("_cpu_testing") is None:
+        parser.error("the package lacks what calls single kernels: run `make test-processor`")
 
     import metal_prefill
     from metal_prefill import _core

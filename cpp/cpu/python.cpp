@@ -1,22 +1,15 @@
-// The kernels of each instruction set, for tests: every function names a set of _core.cpu.kernel_sets().
+// What the machine can do: its kernel sets, and limits to be timed.
 #include "python.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
-#include <memory>
-#include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "../gil.h"
-#include "kernel_calls.h"
 #include "kernels.h"
-#include "threads.h"
 #include "workload.h"
 
 namespace nb = nanobind;
@@ -25,85 +18,17 @@ using namespace nb::literals;
 namespace metal_prefill::cpu {
 namespace {
 
-// What stands for a parameter in Python: arrays for views of them, all else as it is.
-template <typename T>
-struct Python {
-  using Type = T;
-  static T view(T value) { return value; }
-};
-template <typename T, int kDimensions>
-struct Python<calls::Array<T, kDimensions>> {
-  using Type = nb::ndarray<T, nb::ndim<kDimensions>, nb::c_contig, nb::device::cpu>;
-  static calls::Array<T, kDimensions> view(const Type& array) {
-    return {array.data(), array.shape(0), kDimensions > 1 ? array.shape(kDimensions - 1) : 1};
-  }
-};
-
-template <typename Result, typename... Parameters>
-auto on_arrays(Result (*call)(Parameters...)) {
-  return [call](const typename Python<std::decay_t<Parameters>>::Type&... arguments) {
-    return call(Python<std::decay_t<Parameters>>::view(arguments)...);
-  };
-}
-
-// (q [tokens, cols], scale, scaled_sum, start, start_half [tokens, blocks]), float64.
-nb::tuple quantize(const std::string& set, const Python<calls::Matrix>::Type& x, int first) {
-  auto rows =
-      std::make_unique<calls::QuantizedRows>(calls::quantize(set, Python<calls::Matrix>::view(x), first));
-  calls::QuantizedRows& r = *rows;
-  nb::capsule owner(rows.release(), [](void* p) noexcept { delete static_cast<calls::QuantizedRows*>(p); });
-  const auto array = [&](std::vector<double>& values) {
-    return nb::ndarray<nb::numpy, double, nb::ndim<2>>(
-        values.data(), {r.tokens, r.tokens > 0 ? values.size() / r.tokens : 0}, owner);
-  };
-  return nb::make_tuple(array(r.q), array(r.scale), array(r.scaled_sum), array(r.start), array(r.start_half));
-}
-
-// How often each item of each phase was computed, when a team runs `phases` in each of `jobs` calls; one list
-// per phase, its length the number of items. An item of a phase sees the count of the same item of the phase
-// before.
-std::vector<std::vector<int>> run_team(int threads, const std::vector<int>& phases, int jobs) {
-  std::vector<std::vector<int>> counts;
-  for (const int items : phases) counts.emplace_back(std::size_t(items));
-  const GilRelease release;
-  Team team(threads);
-  for (int job = 0; job < jobs; ++job) {
-    std::atomic<bool> in_order{true};
-    team.run([&](Worker& worker) {
-      for (std::size_t p = 0; p < phases.size(); ++p) {
-        worker.for_each(phases[p], [&](int i) {
-          ++counts[p][std::size_t(i)];
-          if (p > 0 && i < phases[p - 1] && counts[p - 1][std::size_t(i)] != job + 1) in_order = false;
-        });
-      }
-    });
-    if (!in_order) throw std::runtime_error("a phase began before the one before it was over");
-  }
-  return counts;
+std::vector<std::string> kernel_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+  return names;
 }
 
 }  // namespace
 
-void bind_cpu_kernels(nb::module_& m) {
-  m.def("kernel_sets", calls::kernel_sets, "Names of the sets that this machine runs, fastest first.");
+void bind_machine(nb::module_& m) {
+  m.def("kernel_sets", kernel_sets, "Names of the sets that this machine runs, fastest first.");
   m.def("built_sets", built_sets, "Names of the sets that the compiler built, fastest first.");
-  m.def("quantize", quantize, "set"_a, "x"_a, "first"_a = 0,
-        "Activations in 8 bits: (q, scale, scaled_sum, start, start_half).");
-  m.def("multiply_int8", on_arrays(calls::multiply_int8), "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a,
-        "first"_a, "out"_a, "Product of a packed matrix and quantized activations.");
-  m.def("multiply_float", on_arrays(calls::multiply_float), "set"_a, "weight"_a, "cols"_a, "x"_a, "out"_a,
-        "Product of 32 rows and activations in float32.");
-  m.def("rms_norm", on_arrays(calls::rms_norm), "set"_a, "x"_a, "weight"_a, "eps"_a, "out"_a,
-        "RMSNorm of a row.");
-  m.def("rope", on_arrays(calls::rope), "set"_a, "head"_a, "cos_sin"_a, "neox"_a,
-        "Rotation of a head, in place.");
-  m.def("gated", on_arrays(calls::gated), "set"_a, "gate"_a, "up"_a, "gelu"_a, "out"_a, "SwiGLU or GeGLU.");
-  m.def("sum_exp", on_arrays(calls::sum_exp), "set"_a, "x"_a, "shift"_a, "Sum of exp(x - shift).");
-  m.def("half_to_float", on_arrays(calls::half_to_float), "set"_a, "values"_a, "bfloat16"_a, "out"_a,
-        "Conversion of 16-bit floats.");
-  m.def("attention", on_arrays(calls::attention), "set"_a, "q"_a, "keys"_a, "values"_a, "half"_a, "window"_a,
-        "scale"_a, "first"_a, "count"_a, "out"_a, "exact"_a = false,
-        "Causal attention of one group of heads.");
   nb::class_<Workload>(m, "Workload", "A step of the engine, or a limit of the machine, to be timed.")
       .def("run", &Workload::run, "repetitions"_a, nb::call_guard<GilRelease>(),
            "Seconds that the repetitions take.")
@@ -112,11 +37,6 @@ void bind_cpu_kernels(nb::module_& m) {
   m.def("peak_workload", peak_workload, "set"_a, "what"_a, "threads"_a,
         "Products in registers (int8, float32, bfloat16) or reading of memory.");
   m.def("peaks", peaks, "set"_a, "Names of the limits that a set has.");
-  m.def("product_workload", product_workload, "set"_a, "type"_a, "rows"_a, "cols"_a, "tokens"_a, "threads"_a,
-        "A matrix by a chunk of activations, weights from memory.");
-  m.def("attention_workload", attention_workload, "set"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
-        "threads"_a, "Causal attention of a prompt in one layer.");
-  m.def("run_team", run_team, "threads"_a, "phases"_a, "jobs"_a, "How often a team computes each item.");
 }
 
 }  // namespace metal_prefill::cpu

@@ -1,10 +1,10 @@
-// The kernels of the CPU engine in the Python module, for tests.
+// What the machine can do, in a Python module: its kernel sets, and limits to be timed.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace metal_prefill::cpu {
 
-void bind_cpu_kernels(nanobind::module_& m);
+void bind_machine(nanobind::module_& m);
 
 }  // namespace metal_prefill::cpu

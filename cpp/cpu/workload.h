@@ -1,7 +1,7 @@
-// Single steps of the engine and the limits of the machine, each to be timed on a team of its own: what
-// `make bench-kernels` measures.
+// The limits of the machine, each timed on a team of its own: benchmarks compare the engine with them.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
@@ -10,6 +10,8 @@
 #include "threads.h"
 
 namespace metal_prefill::cpu {
+
+inline constexpr std::size_t kColdBytes = std::size_t(128) << 20;  // more than any cache before memory holds
 
 class Workload {
  public:
@@ -32,11 +34,5 @@ class Workload {
 // "memory" that is read.
 std::vector<std::string> peaks(const std::string& set);
 std::unique_ptr<Workload> peak_workload(const std::string& set, const std::string& what, int threads);
-// One matrix by `tokens` activations, with weights enough that they come from memory, as in a model.
-std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
-                                           int tokens, int threads);
-// Causal attention of a whole prompt in one layer, f16 cache.
-std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens, int heads, int kv_heads,
-                                             int head_dim, int threads);
 
 }  // namespace metal_prefill::cpu

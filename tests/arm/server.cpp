@@ -23,8 +23,8 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/kernel_calls.h"
 #include "engine.h"
+#include "kernel_calls.h"
 #include "tensors.h"
 
 namespace metal_prefill {

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 from support.bench_fakes import ILLEGAL_INSTRUCTION
+from support.cpu_testing import cpu_testing
 
-from metal_prefill import _core
 from metal_prefill._bench import peak
 from metal_prefill._bench.errors import BenchError
 from metal_prefill._bench.summary import Spread
-from metal_prefill.bench import kernels
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import bench_kernels as kernels
 
 
 class FakeWorkload:
@@ -71,6 +75,7 @@ def test_a_limit_that_dies_ends_no_measurement(runs: int) -> None:
 def test_the_kernel_benchmark_says_which_limits_are_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cpu_testing()
     monkeypatch.setattr(peak, "COMMAND", ILLEGAL_INSTRUCTION)
     small = partial(kernels.run, shapes=((33, 64),), attention_tokens=())
     monkeypatch.setattr(kernels, "run", small)
@@ -83,6 +88,7 @@ def test_the_kernel_benchmark_says_which_limits_are_missing(
 def test_kernel_benchmark_measures_all_cases_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cpu_testing()
     monkeypatch.setattr(kernels, "SAMPLE_S", 1e-5)
     monkeypatch.setattr(kernels, "LIMIT_S", 1e-5)
     small = partial(kernels.run, shapes=((33, 64), (576, 1536)), attention_tokens=(20,))
@@ -121,4 +127,4 @@ def test_kernel_benchmark_measures_all_cases_and_writes_json(
 )
 def test_impossible_workloads_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _core.cpu.product_workload(*arguments)
+        cpu_testing().product_workload(*arguments)

@@ -1,4 +1,4 @@
-"""The CPU engine on emulated 64-bit Arm processors: `tests/arm` run by qemu, called like `_core.cpu`."""
+"""The CPU engine on emulated 64-bit Arm processors: `tests/arm` run by qemu, called like `_cpu_testing`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from metal_prefill import _core
+from support.cpu_testing import cpu_testing
 
 SERVER = Path(__file__).parents[2] / "build/arm/arm_server"
 MISSING = (
@@ -114,12 +115,12 @@ def machine_of(isa: str) -> ArmMachine:
 
 
 class Kernels:
-    """The functions of `_core.cpu`; the name of the set, their first argument, says where they run."""
+    """The functions of `_cpu_testing`; the name of the set, their first argument, says where they run."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(isa: str, *arguments: Any, **options: bool) -> Any:
             if isa not in SETS:
-                return getattr(_core.cpu, name)(isa, *arguments, **options)
+                return getattr(cpu_testing(), name)(isa, *arguments, **options)
             if name == "attention":
                 arguments = (*arguments, options.get("exact", False))
             return machine_of(isa).call(name, isa, *arguments)

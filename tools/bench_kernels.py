@@ -1,6 +1,6 @@
 """Steps of the CPU engine one by one, each against what this machine can do at most.
 
-``python -m metal_prefill.bench.kernels`` times products and attention beside loops of nothing but products in
+``python tools/bench_kernels.py`` times products and attention beside loops of nothing but products in
 registers, and beside plain reading of memory: the share of these limits says how good a kernel is, whatever
 the machine is doing at that moment.
 """
@@ -8,13 +8,14 @@ the machine is doing at that moment.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from rich.console import Console
@@ -244,12 +245,20 @@ def _cases(
                 if n_rows == SHAPES[-1][0] and n > MAX_HEAD_ROWS:
                     continue
 
-                make = partial(_core.cpu.product_workload, isa, int(kind), n_rows, n_cols, n, threads)
+                make = partial(_steps().product_workload, isa, int(kind), n_rows, n_cols, n, threads)
                 yield f"{name} {n_rows}x{n_cols}", "int8" if block > 1 else "float32", n, make
     for n in attention_tokens:
-        make = partial(_core.cpu.attention_workload, isa, n, HEADS, KV_HEADS, HEAD_DIM, threads)
+        make = partial(_steps().attention_workload, isa, n, HEADS, KV_HEADS, HEAD_DIM, threads)
         limit = "bfloat16" if "bfloat16" in _core.cpu.peaks(isa) else "float32"
         yield f"attention {HEADS}/{KV_HEADS} heads of {HEAD_DIM}", limit, n, make
+
+
+def _steps() -> Any:
+    """Return the module that makes steps of the engine."""
+    try:
+        return importlib.import_module("_cpu_testing")
+    except ImportError:
+        raise BenchError("needs a build with METAL_PREFILL_TESTING: run `make bench-kernels`") from None
 
 
 def _percent(share: Spread | None) -> str:
@@ -280,7 +289,7 @@ def render(rows: Sequence[KernelRow]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m metal_prefill.bench.kernels", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--types",
         type=lambda text: text.split(","),
@@ -317,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 isa=options.isa,
                 progress=status.update,
             )
-        except ValueError as error:
+        except (ValueError, BenchError) as error:
             parser.error(str(error))
     text = json.dumps([asdict(row) for row in rows], indent=2)
     if options.json == "-":

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "buffer.h"
-#include "kernels.h"
-#include "packing.h"
+#include "cpu/buffer.h"
+#include "cpu/kernels.h"
+#include "cpu/packing.h"
 
 namespace metal_prefill::cpu::calls {
 

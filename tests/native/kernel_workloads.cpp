@@ -1,0 +1,168 @@
+#include "kernel_workloads.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/kv_pages.h"
+#include "cpu/ops.h"
+
+namespace metal_prefill::cpu {
+
+namespace {
+
+constexpr std::size_t kMaxWorkload = std::size_t(1) << 30;
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+FloatRows random_rows(Buffer& memory, int rows, int cols) {
+  const std::size_t stride = round_up(std::size_t(cols), kFloatPad);
+  memory = Buffer(std::size_t(rows) * stride * sizeof(float), "rows");
+  std::minstd_rand random(1);
+  std::uniform_real_distribution<float> values(-1.0f, 1.0f);
+  const FloatRows out{memory.as<float>(), stride};
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < cols; ++c) out.row(r)[c] = values(random);
+  return out;
+}
+
+struct ProductState {
+  const Kernels& kernels;
+  Buffer file, packed, input, tiles, output;
+  std::vector<Linear> copies;
+  std::vector<Scratch> scratch;
+  Activations x;
+  FloatRows out;
+  int tokens;
+};
+
+struct AttentionState {
+  const Kernels& kernels;
+  Config config;
+  LayerWeights weights;
+  std::unique_ptr<KvPages> cache;
+  std::vector<std::byte*> pages;
+  std::vector<QueryTile> tiles;
+  Buffer q_memory, k_memory, v_memory, out_memory;
+  FloatRows q, k, v, out;
+  std::vector<Scratch> scratch;
+};
+
+}  // namespace
+
+std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
+                                           int tokens, int threads) {
+  const Kernels& kernels = kernels_named(set);
+  require(rows >= 1 && tokens >= 1 && threads >= 1, "rows, tokens and threads must be positive");
+  require(cols >= kBlockCols && cols % kBlockCols == 0, "cols must be a multiple of 32");
+  auto work = std::make_shared<ProductState>(ProductState{.kernels = kernels, .tokens = tokens});
+  ProductState& w = *work;
+  const std::size_t bytes = row_bytes(TensorType(type), std::size_t(cols)) * std::size_t(rows);
+  require(bytes < kMaxWorkload && std::size_t(rows) * std::size_t(tokens) * sizeof(float) < kMaxWorkload,
+          "the workload takes more than 1 GiB");
+  w.file = Buffer(bytes, "weights");
+  std::minstd_rand random(1);
+  // Any two of these bytes are a normal float16: scales are neither infinite nor subnormal.
+  for (std::size_t i = 0; i < bytes; ++i) w.file.data()[i] = std::byte(0x20 | (random() >> 8 & 0x1f));
+  const Tensor tensor{"weight", TensorType(type), rows, cols, w.file.data(), bytes};
+
+  PackedMatrix matrix = packed_matrix(tensor);
+  const std::size_t packed = matrix.group_bytes() * std::size_t(matrix.groups());
+  const std::size_t n_copies = packed > 0 ? 1 + kColdBytes / packed : 1;
+  w.packed = Buffer(packed * n_copies, "packed weights");
+  for (std::size_t i = 0; i < n_copies; ++i) {
+    std::byte* blocks = w.packed.data() + i * packed;
+    matrix.blocks = blocks;
+    if (i > 0) {
+      std::memcpy(blocks, w.packed.data(), packed);
+    } else if (packed > 0) {
+      for (int group = 0; group < matrix.groups(); ++group) pack_group(tensor, group, matrix.group(group));
+    }
+    w.copies.push_back({tensor, matrix});
+  }
+
+  w.x.f32 = random_rows(w.input, tokens, cols);
+  w.x.int8.blocks = cols / kBlockCols;
+  const std::size_t n_tiles = std::size_t(tokens + kTileTokens - 1) / kTileTokens;
+  w.tiles = Buffer(n_tiles * std::size_t(w.x.int8.blocks) * sizeof(ActivationTile), "activations");
+  w.x.int8.tiles = w.tiles.as<ActivationTile>();
+  for (int t = 0; t < tokens; ++t)
+    kernels.quantize(w.x.f32.row(t), w.x.f32.stride, t % kTileTokens, 1, w.x.int8.blocks, w.x.int8.tile(t));
+  w.out = random_rows(w.output, tokens, rows);
+  w.scratch.resize(std::size_t(threads));
+  for (Scratch& scratch : w.scratch)
+    scratch.weights = Buffer(kGroupRows * round_up(std::size_t(cols), kFloatPad) * sizeof(float), "weights");
+  return std::make_unique<Workload>(
+      threads,
+      [work](Worker& worker, int i) {
+        const Context c{worker, work->kernels, work->scratch[std::size_t(worker.index())]};
+        multiply(c, {{work->copies[std::size_t(i) % work->copies.size()], work->out}}, work->x, work->tokens);
+      },
+      double(rows) * double(cols) * double(tokens), double(packed > 0 ? packed : bytes));
+}
+
+std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens, int heads, int kv_heads,
+                                             int head_dim, int threads) {
+  const Kernels& kernels = kernels_named(set);
+  require(tokens >= 1 && kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0 && threads >= 1,
+          "tokens, heads, kv_heads and threads must be positive, and heads a multiple of kv_heads");
+  require(head_dim >= 1 && head_dim <= 512, "head_dim must lie in 1 to 512");
+  auto work = std::make_shared<AttentionState>(AttentionState{.kernels = kernels});
+  AttentionState& w = *work;
+  w.config.n_layers = 1;
+  w.config.n_heads = heads;
+  w.config.n_kv_heads = kv_heads;
+  w.config.key_dim = w.config.value_dim = head_dim;
+  w.cache = std::make_unique<KvPages>(w.config, KvType::kF16, false);
+  std::vector<PageId> pages(pages_of(tokens));
+  std::iota(pages.begin(), pages.end(), PageId(0));
+  w.cache->grow(pages.size());
+  w.pages.resize(pages.size());
+  w.cache->addresses(pages, w.pages.data());
+  std::vector<Row> rows;
+  for (int t = 0; t < tokens; ++t) rows.push_back({0, t, t, w.pages.data()});
+  add_tiles(w.tiles, rows, 0, tokens);
+  std::reverse(w.tiles.begin(), w.tiles.end());  // as in a pass: those that see the most first
+  w.q = random_rows(w.q_memory, tokens, heads * head_dim);
+  w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim);
+  w.v = random_rows(w.v_memory, tokens, kv_heads * head_dim);
+  w.out = random_rows(w.out_memory, tokens, heads * head_dim);
+  for (int t = 0; t < tokens; ++t) {
+    std::byte* page = w.pages[std::size_t(t / kPagePositions)];
+    const int in_page = t % kPagePositions;
+    for (int h = 0; h < kv_heads; ++h) {
+      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, true,
+                        page + w.cache->keys(0, h) + w.cache->key_block(in_page), t % kKeyBlock);
+      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, true,
+                          page + w.cache->values(0, h) + w.cache->value_row(in_page));
+    }
+  }
+  w.scratch.resize(std::size_t(threads));
+  const double pairs = double(tokens) * (double(tokens) + 1) / 2;  // of a query and a key that it sees
+  return std::make_unique<Workload>(
+      threads,
+      [work](Worker& worker, int) {
+        const Context c{worker, work->kernels, work->scratch[std::size_t(worker.index())]};
+        const AttentionStep step{
+            .config = work->config,
+            .weights = work->weights,
+            .cache = *work->cache,
+            .layer = 0,
+            .exact = false,
+            .rotations = nullptr,
+            .q = work->q,
+            .k = work->k,
+            .v = work->v,
+        };
+        attend(c, step, work->tiles, work->out);
+      },
+      pairs * heads * 2 * head_dim, 0);
+}
+
+}  // namespace metal_prefill::cpu

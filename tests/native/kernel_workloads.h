@@ -1,0 +1,19 @@
+// Single steps of the engine, each timed on a team of its own: `make bench-kernels` measures them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "cpu/workload.h"
+
+namespace metal_prefill::cpu {
+
+// One matrix by `tokens` activations, with weights enough that they come from memory, as in a model.
+std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
+                                           int tokens, int threads);
+// Causal attention of a whole prompt in one layer, f16 cache.
+std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens, int heads, int kv_heads,
+                                             int head_dim, int threads);
+
+}  // namespace metal_prefill::cpu
