@@ -1,4 +1,4 @@
-"""What is measured: prompts of some lengths, and decoding."""
+"""The tests of a benchmark: prompts of some lengths, and decoding."""
 
 from __future__ import annotations
 
