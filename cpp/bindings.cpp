@@ -282,9 +282,10 @@ nb::object exception_of(const std::exception_ptr& error) {
 }
 
 // For each session what its output is: an id, an array, None, or the exception that ended it.
-nb::list forward_batch(Engine& engine, const std::vector<Session*>& sessions,
-                       const std::vector<TokenArray>& tokens, const std::vector<Output>& outputs, bool reuse,
-                       nb::object progress) {
+nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Session*>& sessions,
+                                           const std::vector<TokenArray>& tokens,
+                                           const std::vector<Output>& outputs, bool reuse,
+                                           nb::object progress) {
   if (sessions.size() != tokens.size() || sessions.size() != outputs.size())
     throw std::invalid_argument("a batch needs tokens and an output for each session");
   const std::size_t n = sessions.size(), vocab_size = std::size_t(engine.config().vocab_size);

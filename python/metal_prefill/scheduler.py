@@ -30,7 +30,7 @@ WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computi
 
 
 class SharedEngine(Protocol):
-    """The part of a model that its schedulers need."""
+    """What a scheduler needs of the model whose engine it drives."""
 
     @property
     def config(self) -> ModelConfig:
@@ -76,6 +76,12 @@ class Stream:
         """End the stream; its memory is given back before the next pass."""
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
+
+    @property
+    def _session(self) -> _core.Session:
+        """The native session of a stream that is under way."""
+        assert self._core is not None
+        return self._core
 
     def _restart(self) -> None:
         """Give the memory back; what was made so far becomes part of the prompt."""
@@ -176,7 +182,7 @@ class Scheduler:
         if not chosen:
             return []
         results = self._engine.forward_batch(
-            [s._core for s, _ in chosen],
+            [s._session for s, _ in chosen],
             [tokens for _, tokens in chosen],
             [self._output(s, tokens) for s, tokens in chosen],
         )
@@ -195,8 +201,7 @@ class Scheduler:
         ends: dict[Stream, int] = {}
         starts: dict[Stream, int] = {}
         for stream in prompts:
-            assert stream._core is not None
-            start = stream._core.reuse(stream._ids)  # what other streams have computed since counts too
+            start = stream._session.reuse(stream._ids)  # what other streams have computed since counts too
             end = min(start + PROMPT_TURN, start + room, len(stream._ids))
             stream.passes_waited += 1
             if end == start or any(
@@ -217,8 +222,7 @@ class Scheduler:
         return [(s, s._ids[starts[s] : ends[s]]) for s in ends]
 
     def _output(self, stream: Stream, tokens: npt.NDArray[np.int32]) -> _core.Output:
-        assert stream._core is not None
-        if not stream._writing and stream._core.position + len(tokens) < len(stream._ids):
+        if not stream._writing and stream._session.position + len(tokens) < len(stream._ids):
             return _core.Output.NONE
         return _core.Output.GREEDY if stream._text.greedy else _core.Output.LOGITS
 
@@ -239,8 +243,7 @@ class Scheduler:
         stream._writing = True
         text = stream._text.take(result)
         stream._made.append(stream._text.token)
-        assert stream._core is not None
-        if stream._text.ended is None and stream._core.position >= self._model.max_context:
+        if stream._text.ended is None and stream._session.position >= self._model.max_context:
             text += stream._text.end("context")
         stream.finish_reason = stream.finish_reason or stream._text.ended
         return text
