@@ -1,4 +1,4 @@
-"""``metal-prefill run``: continue a prompt and say how fast it went."""
+"""``metal-prefill run``: continue a prompt, or many together, and say how fast it went."""
 
 from __future__ import annotations
 
@@ -15,8 +15,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_arguments(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument(
+        "-p",
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; several are continued together",
+    )
     prompt.add_argument("-f", "--file", metavar="FILE", help="file that holds the prompt; - is stdin")
+    prompt.add_argument(
+        "--prompts",
+        metavar="JSONL",
+        help='file of prompts, one in each line: a string, or an object with "prompt" and options such as '
+        '"max_tokens"; - is stdin. Results are JSON lines',
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="JSONL",
+        help="write results as JSON lines, in the order of the prompts; a file that holds the first ones is "
+        "continued",
+    )
+    parser.add_argument(
+        "--streams",
+        type=common.positive,
+        default=32,
+        metavar="N",
+        help="most prompts under way at a time (default: 32)",
+    )
     parser.add_argument(
         "-n",
         "--max-tokens",
@@ -46,7 +72,7 @@ class Timing:
     decoded: int = 0
 
     def line(self) -> str:
-        """Both rates in tokens per second, measured separately."""
+        """Both rates in tokens per second, measured apart."""
         prompt_s, decode_s = self.prompt_done - self.begin, self.end - self.prompt_done
         text = f"prompt: {_tokens(self.prompt_tokens)}, {self.prompt_tokens / prompt_s:.1f} tok/s"
         if self.decoded and decode_s > 0:
@@ -61,7 +87,7 @@ def _tokens(count: int) -> str:
 def read_prompt(arguments: argparse.Namespace) -> str:
     """Return the prompt's text from the option, a file or stdin."""
     if arguments.file is None:
-        return str(arguments.prompt)
+        return str(arguments.prompt[0])
     if arguments.file == "-":
         return sys.stdin.read()
     try:
@@ -71,6 +97,17 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> None:
+    """Continue one prompt as text that appears while it is made, or many together."""
+    if arguments.prompts is not None or arguments.output is not None or len(arguments.prompt or []) > 1:
+        from metal_prefill._commands import run_many
+
+        texts = [read_prompt(arguments)] if arguments.file is not None else arguments.prompt
+        run_many.execute(arguments, texts)
+    else:
+        continue_one(arguments)
+
+
+def continue_one(arguments: argparse.Namespace) -> None:
     """Stream the prompt and its continuation to stdout, and the rates to stderr."""
     prompt = read_prompt(arguments)
     with common.open_model(arguments) as model:

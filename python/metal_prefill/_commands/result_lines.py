@@ -1,0 +1,163 @@
+"""Prompts from JSON lines, and their results as JSON lines in a file that a killed run leaves usable."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from metal_prefill._commands.common import UsageError
+from metal_prefill._replacing import check_target
+
+if os.name == "posix":
+    import fcntl
+
+Number = (int, float)
+OPTIONS: Mapping[str, tuple[type, ...]] = {
+    "max_tokens": (int,),
+    "temperature": Number,
+    "top_k": (int,),
+    "top_p": Number,
+    "min_p": Number,
+    "repeat_penalty": Number,
+    "seed": (int, type(None)),
+    "stop": (str, list),
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with options of its own, or why a line is none.
+
+    Attributes
+    ----------
+    text : str, list of int or None
+        The prompt; None where the line has none.
+    options : dict
+        Options of :meth:`metal_prefill.Scheduler.submit`.
+    error : str
+        Why it cannot be continued; empty where it can.
+    """
+
+    text: str | list[int] | None
+    options: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    def line(self, **result: Any) -> str:
+        """Return its line of the results, with the end of line."""
+        return json.dumps({"prompt": self.text} | result) + "\n"
+
+
+def parse(line: bytes) -> Prompt:
+    """Read a line: a string, or an object with ``"prompt"`` and options."""
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return Prompt(None, error=f"the line is not JSON: {error}")
+    if isinstance(value, str):
+        return Prompt(value)
+    if not isinstance(value, dict) or "prompt" not in value:
+        return Prompt(None, error='the line is neither a string nor an object with "prompt"')
+    text = value.pop("prompt")
+    if isinstance(text, list) and all(type(token) is int for token in text):
+        pass
+    elif not isinstance(text, str):
+        return Prompt(None, error="the prompt is neither a string nor a list of token ids")
+    for name, option in value.items():
+        if name not in OPTIONS:
+            return Prompt(text, error=f"unknown option {name!r}; known are {', '.join(OPTIONS)}")
+        right = isinstance(option, OPTIONS[name]) and not isinstance(option, bool)
+        if right and isinstance(option, list):
+            right = all(isinstance(item, str) for item in option)
+        if not right:
+            return Prompt(text, error=f"option {name!r} has the wrong type: {json.dumps(option)}")
+    return Prompt(text, value)
+
+
+@contextmanager
+def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
+    """Give the number of prompts in a file of JSON lines, ``-`` for stdin, and the prompts.
+
+    Lines that are blank count for nothing. The prompts of a file are read as they are asked for.
+    """
+    with io.BytesIO(sys.stdin.read().encode()) if path == "-" else open(path, "rb") as file:
+        count = sum(1 for line in file if line.strip())
+        file.seek(0)
+        yield count, (parse(line) for line in file if line.strip())
+
+
+@dataclass
+class Continued:
+    """A file of results that is written on where it ends.
+
+    Attributes
+    ----------
+    file : text file
+        Stands at the end of the last whole line.
+    done : int
+        Results that were in the file.
+    prompts : iterator of Prompt
+        Those that have no result yet.
+    """
+
+    file: IO[str]
+    done: int
+    prompts: Iterator[Prompt]
+
+
+@contextmanager
+def continued(path: str, prompts: Iterator[Prompt]) -> Iterator[Continued]:
+    """Open a file of results, which need not exist, to write on where it ends.
+
+    A line that was cut when the process that wrote it was killed is dropped.
+
+    Raises
+    ------
+    UsageError
+        The file holds something else than results of these prompts, or another process writes it. It is as it
+        was.
+    OutputError, OSError
+        It cannot be written.
+    """
+    descriptor = os.open(check_target(path), os.O_RDWR | os.O_CREAT, 0o666)
+    with open(descriptor, "r+b") as file:
+        if os.name == "posix":
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{path}: another process is writing it") from None
+        done = end = 0
+        for line in file:
+            prompt = next(prompts, None)
+            if prompt is None or not _is_result(line, prompt):
+                raise UsageError(
+                    f"{path}: line {done + 1} is no result of prompt {done + 1}; name a new file, or the "
+                    "prompts that this one was made of"
+                )
+            if not line.endswith(b"\n"):
+                prompts = itertools.chain([prompt], prompts)
+                break
+            done += 1
+            end += len(line)
+        file.seek(end)
+        file.truncate()
+        with io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+            yield Continued(text, done, prompts)
+
+
+def _is_result(line: bytes, prompt: Prompt) -> bool:
+    """Whether a line, or what is there of a line that was cut, is a result of a prompt."""
+    if not line.endswith(b"\n"):
+        whole = prompt.line().encode()[:-2]  # without the closing brace: results follow
+        return line[: len(whole)] == whole[: len(line)]
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and value.get("prompt", value) == prompt.text

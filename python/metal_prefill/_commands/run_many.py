@@ -1,0 +1,163 @@
+"""``metal-prefill run`` with many prompts: continuous batches, results in the order of the prompts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from metal_prefill._commands import common
+from metal_prefill._commands.result_lines import Prompt, continued, read_prompts
+from metal_prefill._continuation import stop_strings
+from metal_prefill.errors import MetalPrefillError
+from metal_prefill.sampling import Options
+from metal_prefill.scheduler import Scheduler, Stream
+
+# Results that may wait for an earlier prompt, which is slower than they were: bounds their memory.
+MOST_WAITING = 1024
+
+
+@dataclass
+class Result:
+    """What became of a prompt.
+
+    Attributes
+    ----------
+    prompt : Prompt
+    pieces : list of str
+        The text that follows it.
+    finish_reason : str
+        See :class:`metal_prefill.Stream`; empty while there may be more text.
+    error : str
+        Where `finish_reason` is ``"error"``.
+    """
+
+    prompt: Prompt
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+    error: str = ""
+
+    def fail(self, error: str) -> None:
+        """End it with an error."""
+        self.finish_reason, self.error = "error", error
+
+    def line(self) -> str:
+        """As a line of JSON."""
+        if self.error:
+            return self.prompt.line(error=self.error)
+        return self.prompt.line(continuation="".join(self.pieces), finish_reason=self.finish_reason)
+
+
+def in_order(scheduler: Scheduler, prompts: Iterator[Prompt], options: Mapping[str, Any]) -> Iterator[Result]:
+    """Continue prompts together; yield the result of each once those before it are done.
+
+    Parameters
+    ----------
+    scheduler
+        Without streams.
+    prompts
+        Read as they enter.
+    options
+        Of all prompts, which those of a prompt override.
+    """
+    waiting: deque[Result] = deque()
+    under_way: dict[Stream, Result] = {}
+    more = True
+    while more or waiting:
+        # One prompt more than there is room for: the next one enters with the pass after the one that ends.
+        while more and scheduler.streams <= scheduler.max_streams and len(waiting) < MOST_WAITING:
+            prompt = next(prompts, None)
+            if prompt is None:
+                more = False
+                break
+            result = Result(prompt)
+            waiting.append(result)
+            try:
+                under_way[_submit(scheduler, prompt, options)] = result
+            except (TypeError, ValueError) as error:
+                result.fail(str(error))
+        for stream, piece in scheduler.step():
+            under_way[stream].pieces.append(piece)
+        for stream in [s for s in under_way if s.finish_reason is not None]:
+            result = under_way.pop(stream)
+            result.finish_reason = stream.finish_reason or ""
+            if stream.error is not None:
+                result.fail(str(stream.error) or type(stream.error).__name__)
+        while waiting and waiting[0].finish_reason:
+            yield waiting.popleft()
+
+
+def _submit(scheduler: Scheduler, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
+    if prompt.text is None or prompt.error:
+        raise ValueError(prompt.error)
+    return scheduler.submit(prompt.text, **{**options, **prompt.options})
+
+
+def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of all prompts; wrong ones are an error of the command, not of each prompt."""
+    if arguments.max_tokens < 1:
+        raise common.UsageError("many prompts are continued by at least 1 token: -n 1 or more")
+    options = common.sampling_options(arguments)
+    Options(**{name: value for name, value in options.items() if name != "seed"})
+    return {**options, "max_tokens": arguments.max_tokens, "stop": stop_strings(arguments.stop)}
+
+
+def execute(arguments: argparse.Namespace, texts: Sequence[str] | None) -> None:
+    """Continue prompts; lines of JSON go to a file or stdout, texts of several ``-p`` to stdout.
+
+    Parameters
+    ----------
+    arguments
+        Of the command.
+    texts
+        The prompts; None where ``--prompts`` names a file of them.
+    """
+    options = checked_options(arguments)
+    done_before = failed = 0
+    as_lines = arguments.prompts is not None or arguments.output is not None
+    out: IO[str] = sys.stdout  # which the bar takes for itself
+    with ExitStack() as stack:
+        if texts is None:
+            total, prompts = stack.enter_context(read_prompts(arguments.prompts))
+        else:
+            total, prompts = len(texts), (Prompt(text) for text in texts)
+        if arguments.output is not None:
+            results = stack.enter_context(continued(arguments.output, prompts))
+            out, prompts, done_before = results.file, results.prompts, results.done
+        model = stack.enter_context(common.open_model(arguments))
+        bar = total > 1 and not out.isatty()  # texts that appear show how far it is
+        progress = stack.enter_context(common.progress_bar("prompts", "prompts", bar))
+        begin = time.perf_counter()
+        done = done_before
+        for result in in_order(Scheduler(model, max_streams=arguments.streams), prompts, options):
+            done += 1
+            failed += bool(result.error)
+            if as_lines:
+                print(result.line(), end="", file=out, flush=True)
+            elif result.error:
+                print(f"error: prompt {done}: {result.error}", file=sys.stderr)
+            else:
+                print(result.prompt.text, *result.pieces, sep="", file=out, flush=True)
+            if progress is not None:
+                progress(done, total)
+        seconds = time.perf_counter() - begin
+    print(summary(done - done_before, failed, done_before, seconds), file=sys.stderr)
+    if failed and not as_lines:
+        raise MetalPrefillError(f"{failed} of {total} prompts failed")
+
+
+def summary(done: int, failed: int, done_before: int, seconds: float) -> str:
+    """Say how many prompts were continued, how long that took, and how many failed or were done before."""
+    text = f"{_prompts(done)} in {seconds:.1f} s"
+    if failed:
+        text += f", {failed} failed"
+    return text + (f"; {_prompts(done_before)} done before" if done_before else "")
+
+
+def _prompts(count: int) -> str:
+    return "1 prompt" if count == 1 else f"{count:,} prompts"

@@ -1,0 +1,325 @@
+"""``metal-prefill run`` with many prompts: order, options, errors, and a file that survives kills."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metal_prefill import Model, Scheduler, cli
+from metal_prefill._commands import run_many
+from metal_prefill._commands.result_lines import Prompt
+from metal_prefill._commands.run_many import in_order
+
+COMMAND = [sys.executable, "-m", "metal_prefill.cli", "run", "--device", "cpu"]
+SPEAKERS = ["ROMEO:\n", "JULIET:\n", "HAMLET:\n", "First Citizen:\n", "MENENIUS:\n"]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("METAL_PREFILL_TRACEBACK", raising=False)
+    monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
+
+
+def alone(prompt: str | list[int], max_tokens: int, **options: Any) -> str:
+    """Return what the model makes of a prompt by itself."""
+    with Model(device="cpu") as model:
+        return "".join(model.generate(prompt, max_tokens, **options))
+
+
+def write_lines(path: Path, *values: Any) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def run(*arguments: str | Path) -> int:
+    return cli.main(["run", "--device", "cpu", *map(str, arguments)])
+
+
+@pytest.fixture(name="uneven")
+def uneven_prompts(tmp_path: Path) -> Path:
+    """Prompts of which later ones end before earlier ones."""
+    return write_lines(
+        tmp_path / "uneven.jsonl",
+        *({"prompt": speaker, "max_tokens": 40 - 9 * i} for i, speaker in enumerate(SPEAKERS)),
+    )
+
+
+def test_several_prompts_print_what_each_prints_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-p", SPEAKERS[0], "-p", SPEAKERS[1], "-p", SPEAKERS[2], "-n", "12") == 0
+    expected = "".join(f"{speaker}{alone(speaker, 12)}\n" for speaker in SPEAKERS[:3])
+    assert capsys.readouterr().out == expected
+
+
+def test_a_file_of_prompts_gives_lines_in_its_order(uneven: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--prompts", uneven, "--streams", "3") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == SPEAKERS
+    for i, line in enumerate(lines):
+        assert line["continuation"] == alone(SPEAKERS[i], 40 - 9 * i)
+        assert line["finish_reason"] == "length"
+
+
+def test_options_of_a_line_override_those_of_the_command(tmp_path: Path) -> None:
+    sampled = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repeat_penalty": 1.1, "seed": 7}
+    prompts = write_lines(
+        tmp_path / "prompts.jsonl",
+        SPEAKERS[0],
+        {"prompt": SPEAKERS[0], "max_tokens": 3},
+        {"prompt": SPEAKERS[1], **sampled},
+        {"prompt": SPEAKERS[0], "stop": ["tell", "never"]},
+        {"prompt": [1, 2, 3]},
+    )
+    assert run("--prompts", prompts, "-n", "9", "--seed", "3", "-o", tmp_path / "out.jsonl") == 0
+    assert [line["continuation"] for line in read_lines(tmp_path / "out.jsonl")] == [
+        alone(SPEAKERS[0], 9),
+        alone(SPEAKERS[0], 3),
+        alone(SPEAKERS[1], 9, **sampled),
+        alone(SPEAKERS[0], 9, stop=["tell", "never"]),
+        alone([1, 2, 3], 9),
+    ]
+    assert read_lines(tmp_path / "out.jsonl")[3]["finish_reason"] == "stop"
+
+
+def test_prompts_come_from_stdin(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--prompts", uneven) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" + uneven.read_text() + "  \n"))
+    assert run("--prompts", "-") == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_one_prompt_with_an_output_file_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-p", SPEAKERS[0], "-n", "5", "-o", tmp_path / "out.jsonl") == 0
+    assert capsys.readouterr().out == ""
+    assert read_lines(tmp_path / "out.jsonl") == [
+        {"prompt": SPEAKERS[0], "continuation": alone(SPEAKERS[0], 5), "finish_reason": "length"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("5", 'object with "prompt"'),
+        ('{"text": "a"}', 'object with "prompt"'),
+        ('{"prompt": 5}', "neither a string nor a list"),
+        ('{"prompt": []}', "empty"),
+        ('{"prompt": [1, 5000]}', "token id 5000"),
+        ('{"prompt": [1, 1e3]}', "neither a string nor a list"),
+        (json.dumps([1] * 1025), 'object with "prompt"'),
+        (json.dumps({"prompt": [1] * 1025}), "context of 1024"),
+        ('{"prompt": "a", "max_token": 5}', "unknown option 'max_token'"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1"),
+        ('{"prompt": "a", "max_tokens": true}', "'max_tokens' has the wrong type"),
+        ('{"prompt": "a", "temperature": "hot"}', "'temperature' has the wrong type"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature must be finite"),
+        ('{"prompt": "a", "stop": [""]}', "stop string is empty"),
+        ('{"prompt": "a", "stop": [1]}', "'stop' has the wrong type"),
+        ('{"prompt": "\\ud800"}', "surrogates"),
+    ],
+)
+def test_an_error_of_a_prompt_is_a_line_and_the_others_continue(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(f'"{SPEAKERS[0][:-1]}"\n{line}\n"{SPEAKERS[1][:-1]}"\n', encoding="utf-8")
+    assert run("--prompts", prompts, "-n", "4", "-o", out) == 0
+    assert "1 failed" in capsys.readouterr().err
+    first, failed, last = read_lines(out)
+    assert message in failed["error"]
+    assert "continuation" not in failed
+    assert first["continuation"] == alone(SPEAKERS[0][:-1], 4)
+    assert last["continuation"] == alone(SPEAKERS[1][:-1], 4)
+
+
+def test_an_error_among_several_prompts_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-p", SPEAKERS[0], "-p", "long " * 1025, "-n", "4") == 1
+    captured = capsys.readouterr()
+    assert captured.out == f"{SPEAKERS[0]}{alone(SPEAKERS[0], 4)}\n"
+    assert "exceeds the context of 1024" in captured.err.splitlines()[0]
+    assert "1 of 2 prompts failed" in captured.err
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 0.3, 0.5, 0.8, -2, -1])
+def test_a_file_that_was_cut_anywhere_is_completed(uneven: Path, tmp_path: Path, cut: float) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run("--prompts", uneven, "-o", whole) == 0
+    data = whole.read_bytes()
+    out.write_bytes(data[: int(cut * len(data)) if 0 < cut < 1 else int(cut)])
+    assert run("--prompts", uneven, "-o", out) == 0
+    assert out.read_bytes() == data
+
+
+def test_results_that_are_there_are_not_computed_again(
+    uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    there = [
+        {"prompt": SPEAKERS[0], "continuation": "of an earlier run"},
+        {"prompt": SPEAKERS[1], "error": "x"},
+    ]
+    write_lines(out, *there)
+    assert run("--prompts", uneven, "-o", out) == 0
+    assert read_lines(out)[:2] == there
+    assert [line["prompt"] for line in read_lines(out)] == SPEAKERS
+    assert "3 prompts in" in (err := capsys.readouterr().err)
+    assert "2 prompts done before" in err
+
+
+def test_a_killed_run_continues_where_its_file_ends(tmp_path: Path) -> None:
+    prompts = write_lines(
+        tmp_path / "prompts.jsonl",
+        *({"prompt": f"{SPEAKERS[i % 5]}{i} ", "max_tokens": 20 + i % 37} for i in range(600)),
+    )
+    killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    command = [*COMMAND, "--prompts", str(prompts), "-o"]
+    with subprocess.Popen([*command, str(killed)], stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (killed.exists() and killed.read_bytes().count(b"\n") >= 5):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    lines = killed.read_bytes().count(b"\n")
+    assert 5 <= lines < 600
+    again = subprocess.run([*command, str(killed)], capture_output=True, text=True, check=True)
+    assert f"{lines} prompts done before" in again.stderr
+    subprocess.run([*command, str(whole)], stderr=subprocess.DEVNULL, check=True)
+    assert killed.read_bytes() == whole.read_bytes()
+    assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(600)]
+
+
+def test_an_interrupted_run_keeps_what_is_done(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run("--prompts", uneven, "-o", whole) == 0
+
+    def interrupted(*arguments: Any) -> Iterator[run_many.Result]:
+        results = in_order(*arguments)
+        yield next(results)
+        yield next(results)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_many, "in_order", interrupted)
+    assert run("--prompts", uneven, "-o", out) == 130
+    assert out.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:2])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt": "another", "continuation": ""}\n',
+        b'{"prompt": "another", "conti',
+        b"{}\n",
+        b"[]\n",
+        b"notes of mine\n",
+        b"GGUF\x03\x00\x00\x00 a model without any line end",
+        b"".join(json.dumps({"prompt": p, "error": ""}).encode() + b"\n" for p in [*SPEAKERS, "more"]),
+        b"".join(json.dumps({"prompt": p, "error": ""}).encode() + b"\n" for p in SPEAKERS) + b'{"p',
+    ],
+    ids=["another prompt", "cut", "no prompt", "list", "text", "binary", "a line more", "a cut line more"],
+)
+def test_a_file_of_something_else_is_refused_and_stays(
+    content: bytes, uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(content)
+    assert run("--prompts", uneven, "-o", out) == 2
+    assert f"{out}: line" in capsys.readouterr().err
+    assert out.read_bytes() == content
+
+
+def test_a_file_that_another_process_writes_is_refused(
+    uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(tmp_path / "out.jsonl", "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run("--prompts", uneven, "-o", tmp_path / "out.jsonl") == 2
+    assert "another process is writing it" in capsys.readouterr().err
+
+
+def test_devices_are_no_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-p", "a", "-o", "/dev/null") == 1
+    assert "/dev/null: is a device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-p", "a", "--prompts", "b"],
+        ["-p", "a", "-p", "b", "-n", "0"],
+        ["-p", "a", "-p", "b", "--temperature", "-1"],
+        ["-p", "a", "-p", "b", "--stop", ""],
+        ["-p", "a", "-p", "b", "--streams", "0"],
+    ],
+)
+def test_wrong_use_is_no_error_of_prompts(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert "prompt 1" not in capsys.readouterr().err
+
+
+def test_a_result_comes_as_soon_as_those_before_it_are_done() -> None:
+    lengths = [4, 30, 2, 2]
+    prompts = iter([Prompt(SPEAKERS[i], {"max_tokens": n}) for i, n in enumerate(lengths)])
+    with Model(device="cpu") as model:
+        scheduler = Scheduler(model)
+        results = in_order(scheduler, prompts, {})
+        assert next(results).prompt.text == SPEAKERS[0]
+        assert scheduler.streams == 1  # the long one: those after it are done, and wait for it
+        assert [next(results).prompt.text for _ in range(3)] == SPEAKERS[1:4]
+        assert next(results, None) is None
+
+
+def test_few_results_wait_for_a_slow_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_many, "MOST_WAITING", 6)
+    read = 0
+
+    def prompts() -> Iterator[Prompt]:
+        nonlocal read
+        for i in range(40):
+            read += 1
+            yield Prompt(SPEAKERS[0], {"max_tokens": 60 if i == 0 else 1})
+
+    with Model(device="cpu") as model:
+        for given, _ in enumerate(in_order(Scheduler(model, max_streams=3), prompts(), {})):
+            assert read - given <= 6
+    assert given == 39
+
+
+def test_a_terminal_shows_a_bar_and_the_results_go_where_they_belong(uneven: Path) -> None:
+    terminal, end = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(
+        [*COMMAND, "--prompts", str(uneven)], stdout=subprocess.PIPE, stderr=end, env=environment
+    ) as process:
+        os.close(end)
+        assert process.stdout is not None
+        out = process.stdout.read()
+        shown = b""
+        try:
+            while part := os.read(terminal, 4096):
+                shown += part
+        except OSError:  # how Linux says that the other end is closed
+            pass
+    os.close(terminal)
+    assert process.returncode == 0
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == SPEAKERS
+    assert b"5/5 prompts" in shown
+    assert b"continuation" not in shown
