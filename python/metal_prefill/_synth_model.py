@@ -112,7 +112,7 @@ class ModelShape:
 
 
 class Role(Enum):
-    """Distribution from which the values of a tensor are drawn."""
+    """What the values of a tensor are drawn from."""
 
     MATRIX = "around 0"
     BIAS = "around 0, in F32"

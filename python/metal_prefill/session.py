@@ -27,7 +27,7 @@ __all__ = ["Logits", "Progress", "Session", "TokenIds", "token_array", "token_id
 
 
 class _SharedModel(Protocol):
-    """The part of a model that its sessions need."""
+    """What sessions need of the model whose weights they share."""
 
     @property
     def config(self) -> ModelConfig:
@@ -39,7 +39,7 @@ class _SharedModel(Protocol):
 
     @property
     def _state_owner(self) -> _state.Owner:
-        """Identity that saved sessions of the model carry."""
+        """What saved sessions of the model belong to."""
 
 
 # One for each generator: see `Claim` in cpp/engine.h.

@@ -29,6 +29,7 @@ class FakeWorker:
     ns_per_token: int
     device: str = "CPU (fake)"
     switches: Iterator[int] | None = None
+    times: Iterator[int] | None = None  # nanoseconds of each sample, instead of `ns_per_token`
     log: list[str] = field(default_factory=list)
     load_ns: int = 5_000_000
     closed: bool = False
@@ -40,6 +41,8 @@ class FakeWorker:
     def sample(self, case: Case) -> tuple[int, int]:
         self.log.append(self.name)
         switches = next(self.switches) if self.switches is not None else 0
+        if self.times is not None:
+            return next(self.times), switches
         return case.timed_tokens * self.ns_per_token, switches
 
     def peak_rss(self) -> int:

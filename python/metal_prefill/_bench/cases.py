@@ -1,4 +1,4 @@
-"""The tests of a benchmark: prompts of some lengths, and decoding."""
+"""What is measured: prompts of some lengths, decoding, and both for many sequences together."""
 
 from __future__ import annotations
 
@@ -9,44 +9,56 @@ import numpy as np
 import numpy.typing as npt
 
 DECODE_DEPTH = 32  # tokens in the context before decoding is timed
+SHORT_PROMPT = 16  # tokens of each prompt where many are processed together
+SHORT_PROMPTS = 64  # how many they are
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test, named as llama-bench names it: ``pp512`` or ``tg64``.
+    """One test, named as llama-bench names it: ``pp512`` or ``tg64``; ``tg64x8`` is 8 streams together.
 
     Attributes
     ----------
     n_prompt : int
-        Tokens of the timed prompt, from an empty context; 0 in a decode test.
+        Tokens of the timed prompt, from an empty context; 0 in a decode test. Of each stream, if there are
+        several, as are `n_gen` and `n_depth`.
     n_gen : int
         Tokens that are timed one by one; 0 in a prompt test.
     n_depth : int
         Tokens in the context before the clock starts.
+    n_streams : int
+        Sequences that go through the model together, each with a context of its own; 0: one sequence, by the
+        calls for one.
     """
 
     n_prompt: int
     n_gen: int
     n_depth: int
+    n_streams: int = 0
 
     @property
     def name(self) -> str:
-        """``pp<n>`` for a prompt, ``tg<n>`` for decoding."""
-        return f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        """``pp<n>`` for a prompt, ``tg<n>`` for decoding, ``x<streams>`` after it for several together."""
+        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return f"{name}x{self.n_streams}" if self.n_streams else name
 
     @property
     def timed_tokens(self) -> int:
-        """Tokens that go through the model while the clock runs."""
-        return self.n_prompt + self.n_gen
+        """Tokens that go through the model while the clock runs, those of all streams."""
+        return (self.n_prompt + self.n_gen) * (self.n_streams or 1)
 
     @property
     def context(self) -> int:
-        """Positions that the test needs."""
-        return self.n_depth + self.timed_tokens
+        """Positions that the test needs, in each stream."""
+        return self.n_depth + self.n_prompt + self.n_gen
 
 
-def make_cases(prompts: Iterable[int], n_gen: int, depth: int = DECODE_DEPTH) -> list[Case]:
+def make_cases(
+    prompts: Iterable[int], n_gen: int, depth: int = DECODE_DEPTH, streams: Iterable[int] = ()
+) -> list[Case]:
     """Return a test for each prompt length and, unless `n_gen` is 0, one for decoding.
+
+    With `streams` there is also one of decoding for each number of streams, and one of many short prompts.
 
     Raises
     ------
@@ -63,6 +75,14 @@ def make_cases(prompts: Iterable[int], n_gen: int, depth: int = DECODE_DEPTH) ->
     cases = [Case(n, 0, 0) for n in lengths]
     if n_gen:
         cases.append(Case(0, n_gen, depth))
+    counts = list(streams)
+    if any(n < 1 for n in counts) or len(set(counts)) != len(counts):
+        raise ValueError(f"numbers of streams are at least 1 and differ, got {','.join(map(str, counts))}")
+    if counts and not n_gen:
+        raise ValueError("streams decode tokens, of which there are none: n_gen is 0")
+    cases += [Case(0, n_gen, depth, n) for n in counts]
+    if counts:
+        cases.append(Case(SHORT_PROMPT, 0, 0, SHORT_PROMPTS))
     if not cases:
         raise ValueError("there is nothing to measure: no prompt length and no token to decode")
     return cases
@@ -72,3 +92,8 @@ def token_ids(count: int, vocab_size: int) -> npt.NDArray[np.int32]:
     """Return the ids that every engine gets, ``[count]``; a longer prompt begins with the shorter ones."""
     rng = np.random.default_rng(seed=135)
     return rng.integers(0, vocab_size, size=count, dtype=np.int32)
+
+
+def stream_ids(case: Case, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return the ids that every engine gets for the streams of a test, ``[n_streams, context]``."""
+    return token_ids(case.n_streams * case.context, vocab_size).reshape(case.n_streams, case.context)

@@ -22,7 +22,7 @@ class Worker(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """Device, settings and build, as the engine reports them."""
+        """What it says of itself."""
 
     @property
     def load_ns(self) -> int:

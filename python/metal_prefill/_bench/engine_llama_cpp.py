@@ -3,14 +3,19 @@
 At its best for this comparison: flash attention, the whole prompt in one micro-batch, weights repacked at
 load (its default where the CPU has the instructions), logits for the last token only. The high-level class
 would copy logits into Python and evaluate them; the C calls below are what llama.cpp's own llama-bench makes.
+
+Several sequences go through the model in one batch, as in llama.cpp's own batched-bench. Each has a cache of
+its own (``kv_unified = False``, which llama.cpp recommends for sequences that share nothing).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import llama_cpp as llama
 import numpy as np
 
-from metal_prefill._bench.engines import Engine, Identity, Ids, Options
+from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options
 from metal_prefill._bench.errors import BenchError
 from metal_prefill._bench.machine import available_threads, counted, cpu_name
 
@@ -19,6 +24,7 @@ ALL_LAYERS = 999
 # Of what llama.cpp says it was built with, what decides the speed of its products; the best comes first.
 FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MATMUL_INT8", "DOTPROD", "NEON")
 FLASH_ATTENTION_ON = 1
+MOST_ROWS = 1024  # of a batch of several sequences, unless there are more of them
 
 
 def _best_feature() -> str:
@@ -26,10 +32,106 @@ def _best_feature() -> str:
     return next((name for name in FEATURES if f"{name} = 1" in built_with), "scalar")
 
 
-class LlamaCpp(Engine):
-    """A llama.cpp context."""
+class _Context:
+    """A llama.cpp context for some sequences, and a batch that is filled for it.
+
+    Parameters
+    ----------
+    model
+        The loaded model.
+    options
+        How it is to run.
+    threads
+        CPU threads.
+    sequences
+        How many there are.
+    positions
+        Of each sequence.
+    rows
+        Most tokens that go through the model at once, all in one micro-batch.
+    """
+
+    def __init__(
+        self, model: Any, options: Options, threads: int, sequences: int, positions: int, rows: int
+    ) -> None:
+        params = llama.llama_context_default_params()
+        params.n_ctx = sequences * positions
+        params.n_seq_max = sequences
+        params.kv_unified = False
+        params.n_batch = params.n_ubatch = rows
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = FLASH_ATTENTION_ON
+        params.type_k = params.type_v = GGML_TYPE_F32 if options.kv_dtype == "f32" else GGML_TYPE_F16
+        self._context = llama.llama_init_from_model(model, params)
+        if not self._context:
+            raise BenchError(
+                f"llama.cpp cannot make a context of {sequences} sequences of {positions} positions"
+            )
+        self._memory = llama.llama_get_memory(self._context)
+        self._sequences = sequences
+        self._rows = rows
+        self._batch = llama.llama_batch_init(rows, 0, 1)
+        # The batch's arrays are C memory: filled through views, since a loop in Python would be timed too.
+        view = np.ctypeslib.as_array
+        self._token, self._pos = view(self._batch.token, (rows,)), view(self._batch.pos, (rows,))
+        self._logits = view(self._batch.logits, (rows,))
+        view(self._batch.n_seq_id, (rows,))[:] = 1
+        # Each row's sequence stands behind a pointer: a loop, which is done while no clock runs.
+        self._seq_id = [view(self._batch.seq_id[i], (1,)) for i in range(rows)]
+        self._arranged = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the cache of all sequences."""
+        llama.llama_memory_clear(self._memory, False)
+        self._position = 0
+
+    def arrange(self, n: int) -> None:
+        """Say which sequence each row belongs to, and whose logits count, for `n` tokens of each."""
+        if n != self._arranged:
+            for row in range(self._sequences * n):
+                self._seq_id[row][0] = row // n
+                self._logits[row] = row % n == n - 1
+            self._arranged = n
+
+    def run(self, ids: Ids) -> None:
+        """Append tokens, ``[sequences, n]``, and compute the logits of the last of each sequence.
+
+        More than go into a batch are split, with logits for the last of each part.
+        """
+        step = self._rows // self._sequences
+        for begin in range(0, ids.shape[1], step):
+            self._run(ids[:, begin : begin + step])
+
+    def _run(self, ids: Ids) -> None:
+        sequences, n = ids.shape
+        self.arrange(n)
+        self._batch.n_tokens = ids.size
+        self._token[: ids.size] = ids.ravel()
+        self._pos[: ids.size].reshape(sequences, n)[:] = np.arange(self._position, self._position + n)
+        status = llama.llama_decode(self._context, self._batch)
+        if status != 0:
+            raise BenchError(f"llama_decode failed with status {status} at position {self._position}")
+        llama.llama_synchronize(self._context)
+        self._position += n
+
+    def logits(self, row: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return the logits of a row of the last batch, ``[vocab_size]``."""
+        model = llama.llama_get_model(self._context)
+        size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        return np.array(np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, row), (size,)))
+
+    def close(self) -> None:
+        """Free it."""
+        llama.llama_batch_free(self._batch)
+        llama.llama_free(self._context)
+
+
+class LlamaCpp(BatchEngine):
+    """A llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:
+        self._options = options
         self._threads = options.threads or available_threads()
         self._gpu = options.device != "cpu" and bool(llama.llama_supports_gpu_offload())
         llama.llama_backend_init()
@@ -38,19 +140,12 @@ class LlamaCpp(Engine):
         self._model = llama.llama_model_load_from_file(options.path.encode(), model_params)
         if not self._model:
             raise BenchError(f"llama.cpp cannot load {options.path}")
-        params = llama.llama_context_default_params()
-        params.n_ctx = options.max_context
-        params.n_batch = params.n_ubatch = max(options.max_prompt, 32)
-        params.n_threads = params.n_threads_batch = self._threads
-        params.flash_attn_type = FLASH_ATTENTION_ON
-        params.type_k = params.type_v = GGML_TYPE_F32 if options.kv_dtype == "f32" else GGML_TYPE_F16
-        self._kv = options.kv_dtype
-        self._context = llama.llama_init_from_model(self._model, params)
-        if not self._context:
-            raise BenchError(f"llama.cpp cannot make a context of {options.max_context} positions")
-        self._memory = llama.llama_get_memory(self._context)
-        self._batch = llama.llama_batch_init(params.n_batch, 0, 1)
-        self._position = 0
+        self._single = self._open(1, options.max_context, max(options.max_prompt, 32))
+        self._streams: _Context | None = None
+        self._shape = (0, 0)  # sequences and positions of `_streams`
+
+    def _open(self, sequences: int, positions: int, rows: int) -> _Context:
+        return _Context(self._model, self._options, self._threads, sequences, positions, rows)
 
     def identity(self) -> Identity:
         """Say what this is and how it runs."""
@@ -58,46 +153,43 @@ class LlamaCpp(Engine):
             build=f"llama.cpp (llama-cpp-python {llama.__version__})",
             device="GPU" if self._gpu else f"CPU ({cpu_name()}, {counted(self._threads, 'thread')})",
             threads=self._threads,
-            settings=f"{_best_feature()}, flash attention, KV {self._kv}, one micro-batch",
+            settings=f"{_best_feature()}, flash attention, KV {self._options.kv_dtype}, one micro-batch",
         )
 
     def clear(self) -> None:
         """Empty the context."""
-        llama.llama_memory_clear(self._memory, False)
-        self._position = 0
+        self._single.clear()
 
     def prefill(self, ids: Ids) -> None:
         """Append a prompt and compute the logits of its last token."""
-        count, batch = len(ids), self._batch
-        batch.n_tokens = count
-        # The batch's arrays are C memory: filled through views, since a loop in Python would be timed too.
-        np.ctypeslib.as_array(batch.token, (count,))[:] = ids
-        np.ctypeslib.as_array(batch.pos, (count,))[:] = np.arange(self._position, self._position + count)
-        np.ctypeslib.as_array(batch.n_seq_id, (count,))[:] = 1
-        for i in range(count):
-            batch.seq_id[i][0] = 0
-        logits = np.ctypeslib.as_array(batch.logits, (count,))
-        logits[:] = 0
-        logits[-1] = 1
-        self._run()
+        self._single.run(ids[None])
 
     def decode(self, ids: Ids) -> None:
         """Append tokens one at a time, computing logits after each."""
-        batch = self._batch
-        batch.n_tokens = 1
-        batch.n_seq_id[0], batch.seq_id[0][0], batch.logits[0] = 1, 0, 1
-        for token in ids.tolist():
-            batch.token[0], batch.pos[0] = token, self._position
-            self._run()
+        for token in ids.reshape(-1, 1, 1):
+            self._single.run(token)
 
-    def _run(self) -> None:
-        status = llama.llama_decode(self._context, self._batch)
-        if status != 0:
-            raise BenchError(f"llama_decode failed with status {status} at position {self._position}")
-        llama.llama_synchronize(self._context)
-        self._position += self._batch.n_tokens
+    def open_streams(self, count: int, context: int) -> None:
+        """Make `count` empty contexts of `context` positions each."""
+        if self._streams is None or self._shape != (count, context):
+            if self._streams is not None:
+                self._streams.close()
+            self._streams = self._open(count, context, max(count, min(count * context, MOST_ROWS)))
+            self._shape = (count, context)
+        self._streams.clear()
+
+    def prefill_streams(self, ids: Ids) -> None:
+        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
+        assert self._streams is not None
+        self._streams.run(ids)
+
+    def decode_streams(self, ids: Ids) -> None:
+        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
+        assert self._streams is not None
+        for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
+            self._streams.run(column)
 
 
-def load(options: Options) -> Engine:
+def load(options: Options) -> BatchEngine:
     """Load the model."""
     return LlamaCpp(options)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from metal_prefill import Model, __version__
-from metal_prefill._bench.engines import Engine, Identity, Ids, Options
+from metal_prefill import Model, Session, __version__
+from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options
 from metal_prefill._bench.machine import available_threads
 
 
-class Ours(Engine):
+class Ours(BatchEngine):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._streams: list[Session] = []
         self._model = Model(
             options.path,
             device=options.device,
@@ -44,7 +45,22 @@ class Ours(Engine):
         for token in ids.tolist():
             self._model.forward_token_greedy(token)
 
+    def open_streams(self, count: int, context: int) -> None:
+        """Make `count` empty contexts of `context` positions each."""
+        for session in self._streams:
+            session.close()
+        self._streams = [self._model.session(max_context=context) for _ in range(count)]
 
-def load(options: Options) -> Engine:
+    def prefill_streams(self, ids: Ids) -> None:
+        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
+        self._model.forward_batch(self._streams, list(ids))
+
+    def decode_streams(self, ids: Ids) -> None:
+        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
+        for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
+            self._model.forward_batch(self._streams, list(column))
+
+
+def load(options: Options) -> BatchEngine:
     """Load the model."""
     return Ours(options)

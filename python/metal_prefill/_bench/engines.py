@@ -1,8 +1,9 @@
-"""The engines that can be measured, each by the same three calls.
+"""The engines that can be measured, each behind the same calls.
 
 A worker process makes one of them. An engine gets the same token ids as the others, starts from an empty
 context, and computes logits for the last token of a prompt only and for every decoded token. None samples:
-the ids to decode are given. (Ours also finds the largest logit, since that is what its calls return.)
+the ids to decode are given. (Ours also finds the largest logit, since that is what its calls return.) Where
+several sequences go through the model together, each has tokens of its own and they share nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._bench.cases import Case
 from metal_prefill.errors import MissingExtraError
 
 Ids = npt.NDArray[np.int32]
@@ -56,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Identity:
-    """An engine's report of itself.
+    """What an engine says of itself.
 
     Attributes
     ----------
@@ -95,19 +97,52 @@ class Engine(ABC):
         """Append tokens one at a time, computing logits after each."""
 
 
+class BatchEngine(Engine):
+    """An engine that takes several sequences through the model together."""
+
+    @abstractmethod
+    def open_streams(self, count: int, context: int) -> None:
+        """Make `count` empty contexts of `context` positions each."""
+
+    @abstractmethod
+    def prefill_streams(self, ids: Ids) -> None:
+        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
+
+    @abstractmethod
+    def decode_streams(self, ids: Ids) -> None:
+        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
+
+
 class Kind(NamedTuple):
-    """Where an engine's adapter is, and what has to be installed for it."""
+    """Where an engine's adapter is, and what has to be installed for it.
+
+    Attributes
+    ----------
+    adapter : str
+        Module that makes it.
+    modules : tuple of str
+        What the adapter imports.
+    package : str
+        What to install.
+    without_streams : str
+        Why it is not measured with several sequences together; empty where it is.
+    """
 
     adapter: str
     modules: tuple[str, ...]
     package: str
+    without_streams: str = ""
 
 
 KINDS = {
     OURS: Kind("metal_prefill._bench.engine_ours", (), "metal_prefill"),
     "llama.cpp": Kind("metal_prefill._bench.engine_llama_cpp", ("llama_cpp",), "llama-cpp-python"),
     "openvino": Kind(
-        "metal_prefill._bench.engine_openvino", ("openvino", "openvino_genai"), "openvino and openvino-genai"
+        "metal_prefill._bench.engine_openvino",
+        ("openvino", "openvino_genai"),
+        "openvino and openvino-genai",
+        "its graph holds one sequence; OpenVINO GenAI's batches choose tokens by themselves and take none "
+        "given",
     ),
 }
 
@@ -132,6 +167,11 @@ def check_installed(name: str) -> None:
                 f"comparing with {name} needs {kind.package}, which is not installed: "
                 "pip install 'metal_prefill[bench]'"
             )
+
+
+def takes(name: str, case: Case) -> bool:
+    """Whether an engine can be measured in a test."""
+    return not (case.n_streams and name in KINDS and KINDS[name].without_streams)
 
 
 def load(name: str, options: Options) -> Engine:

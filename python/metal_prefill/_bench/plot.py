@@ -13,7 +13,7 @@ from metal_prefill._bench.rows import Row, Rows
 from metal_prefill._replacing import check_target, replacing
 from metal_prefill.errors import MissingExtraError
 
-# The first is ours. Colours that colour-blind readers can distinguish (Okabe and Ito).
+# The first is ours. Colours that stay apart for colour-blind readers (Okabe and Ito).
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v")
 
@@ -56,13 +56,25 @@ def _label(row: Row) -> str:
     return row.engine + emulated
 
 
+def _is_prompt(row: Row) -> bool:
+    return bool(row.n_prompt) and not row.n_streams
+
+
+def _is_decode(row: Row) -> bool:
+    return bool(row.n_gen) and not row.n_streams
+
+
+def _is_stream(row: Row) -> bool:
+    return bool(row.n_gen and row.n_streams) and row.measured
+
+
 def _draw_prompts(axes: Any, results: Rows) -> None:
     from matplotlib.ticker import ScalarFormatter
 
-    lengths = sorted({row.n_prompt for row in results.rows if row.n_prompt})
+    lengths = sorted({row.n_prompt for row in results.rows if _is_prompt(row)})
     for engine, colour, marker in zip(results.engines, COLOURS, MARKERS, strict=False):
         rows = sorted(
-            (r for r in results.rows if r.engine == engine and r.n_prompt), key=lambda r: r.n_prompt
+            (r for r in results.rows if r.engine == engine and _is_prompt(r)), key=lambda r: r.n_prompt
         )
         axes.errorbar(
             [row.n_prompt for row in rows],
@@ -73,7 +85,7 @@ def _draw_prompts(axes: Any, results: Rows) -> None:
             capsize=3,
             label=_label(rows[0]),
         )
-    limits = {row.n_prompt: row.limit_ts for row in results.rows if row.n_prompt and row.limit_ts}
+    limits = {row.n_prompt: row.limit_ts for row in results.rows if _is_prompt(row) and row.limit_ts}
     if limits:
         axes.plot(
             sorted(limits),
@@ -93,7 +105,7 @@ def _draw_prompts(axes: Any, results: Rows) -> None:
 
 
 def _draw_decode(axes: Any, results: Rows) -> None:
-    rows = [row for row in results.rows if row.n_gen]
+    rows = [row for row in results.rows if _is_decode(row)]
     names = [_label(row) for row in rows]
     axes.bar(
         names, [row.median_ts for row in rows], yerr=_errors(rows), color=COLOURS[: len(rows)], capsize=3
@@ -102,8 +114,32 @@ def _draw_decode(axes: Any, results: Rows) -> None:
     axes.tick_params(axis="x", rotation=20)
 
 
+def _draw_streams(axes: Any, results: Rows) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    streams = [row for row in results.rows if _is_stream(row)]
+    for engine, colour, marker in zip(results.engines, COLOURS, MARKERS, strict=False):
+        rows = sorted((r for r in streams if r.engine == engine), key=lambda r: r.n_streams)
+        if rows:
+            axes.errorbar(
+                [row.n_streams for row in rows],
+                [row.median_ts for row in rows],
+                yerr=_errors(rows),
+                color=colour,
+                marker=marker,
+                capsize=3,
+                label=_label(rows[0]),
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row.n_streams for row in streams}))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("streams")
+    axes.set_ylabel("decode of all streams, tok/s (median, min to max)")
+    axes.legend()
+
+
 def draw(results: Rows, path: str | os.PathLike[str]) -> None:
-    """Draw prefill speed over prompt length, with decoding next to it; peers and limit in the same axes.
+    """Draw prefill speed over prompt length, and decoding beside it; peers and limit in the same axes.
 
     Parameters
     ----------
@@ -123,8 +159,9 @@ def draw(results: Rows, path: str | os.PathLike[str]) -> None:
     panels = [
         (panel, width)
         for panel, width, present in (
-            (_draw_prompts, 2, any(row.n_prompt for row in results.rows)),
-            (_draw_decode, 1, any(row.n_gen for row in results.rows)),
+            (_draw_prompts, 2, any(map(_is_prompt, results.rows))),
+            (_draw_decode, 1, any(map(_is_decode, results.rows))),
+            (_draw_streams, 2, any(map(_is_stream, results.rows))),
         )
         if present
     ]

@@ -58,11 +58,17 @@ def _speeds(results: Rows) -> Grid:
     rows = []
     for engine in results.engines:
         of_engine = [results.row(engine, test) for test in results.tests]
-        cells = [f"{rate(r.median_ts)} ({rate(r.spread.low)}-{rate(r.spread.high)})" for r in of_engine]
+        cells = [_speed_cell(row) for row in of_engine]
         first = of_engine[0]
         rows.append([engine, *cells, f"{first.load_ns / 1e9:.2f}", f"{first.peak_rss / MIB:.0f}"])
     title = f"{_headline(results)}\ntok/s, median (min-max)"
     return Grid(title, ["engine", *results.tests, "load s", "peak MiB"], rows)
+
+
+def _speed_cell(row: Row) -> str:
+    if not row.measured:
+        return ""
+    return f"{rate(row.median_ts)} ({rate(row.spread.low)}-{rate(row.spread.high)})"
 
 
 def _ratio_cell(row: Row) -> str:
@@ -104,9 +110,12 @@ def _captions(results: Rows) -> Iterator[str]:
         row = results.row(engine, results.tests[0])
         yield f"{engine}: {row.build}, {row.device}, {row.settings}"
     for row in results.rows:
-        if row.n_depth:
+        if row.n_depth and not row.n_streams:
             yield f"{row.test}: tokens one by one, from a context of {row.n_depth} on"
             break
+    streams = max((row.n_streams for row in results.rows), default=0)
+    if streams:
+        yield f"x{streams}: {counted(streams, 'sequence')} in each pass; tok/s counts the tokens of all"
     limits = {row.test: row.limit_ts for row in results.rows if row.limit_ts}
     if limits:
         cells = ", ".join(f"{test} {rate(limit)}" for test, limit in limits.items())

@@ -24,15 +24,17 @@ class Row:
     Attributes
     ----------
     engine, test : str
-        ``metal_prefill`` or a peer; ``pp512`` or ``tg64``.
+        ``metal_prefill`` or a peer; ``pp512`` or ``tg64``, ``tg64x8`` for 8 streams together.
     build, device : str
         Name and version of the engine; where it ran.
     n_prompt, n_gen, n_depth : int
-        Timed prompt tokens, timed decoded tokens, tokens in the context before.
+        Timed prompt tokens, timed decoded tokens, tokens in the context before; of each stream.
+    n_streams : int
+        Sequences that go through the model together; 0 where there is one, by the calls for one.
     avg_ns, stddev_ns, median_ns : float
-        Of `samples_ns`, the durations in nanoseconds.
+        Of `samples_ns`, the durations in nanoseconds; 0 where there are none, and `note` says why.
     avg_ts, stddev_ts, median_ts : float
-        Of `samples_ts`, the speeds in tokens per second.
+        Of `samples_ts`, the speeds in tokens per second, of all streams together.
     n_dropped, n_degraded : int
         Samples that were taken in a degraded state of the machine: left out, and kept for want of better
         ones.
@@ -80,6 +82,12 @@ class Row:
     note: str = ""
     limit_ts: float | None = None
     ratio: Spread | None = None
+    n_streams: int = 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are samples."""
+        return bool(self.samples_ns)
 
     @property
     def spread(self) -> Spread:
@@ -98,9 +106,10 @@ def make_row(
     limit_ts: float | None,
     note: str = "",
 ) -> Row:
-    """Summarize the samples of one test of one engine; `note` joins what is said of them."""
+    """Summarize the samples of one test of one engine, if any; `note` joins what is said of them."""
     samples_ns = [sample.ns for sample in selection.kept]
     samples_ts = [case.timed_tokens * NANO / ns for ns in samples_ns]
+    of_ns, of_ts = samples_ns or [0], samples_ts or [0.0]
     identity = worker.identity
     notes = [note] if note else []
     if "emulat" in identity.device.lower():
@@ -125,12 +134,12 @@ def make_row(
         n_gen=case.n_gen,
         n_depth=case.n_depth,
         test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        avg_ns=sum(samples_ns) / len(samples_ns),
-        stddev_ns=stddev(samples_ns),
-        median_ns=spread(samples_ns).median,
-        avg_ts=sum(samples_ts) / len(samples_ts),
-        stddev_ts=stddev(samples_ts),
-        median_ts=spread(samples_ts).median,
+        avg_ns=sum(of_ns) / len(of_ns),
+        stddev_ns=stddev(of_ns),
+        median_ns=spread(of_ns).median,
+        avg_ts=sum(of_ts) / len(of_ts),
+        stddev_ts=stddev(of_ts),
+        median_ts=spread(of_ts).median,
         samples_ns=samples_ns,
         samples_ts=samples_ts,
         n_dropped=selection.n_dropped,
@@ -140,6 +149,7 @@ def make_row(
         peak_rss=worker.peak_rss(),
         note="; ".join(notes),
         limit_ts=limit_ts,
+        n_streams=case.n_streams,
     )
 
 
@@ -158,7 +168,7 @@ class Rows:
     def __post_init__(self) -> None:
         ours = {row.test: row for row in self.rows if row.engine == OURS}
         for row in self.rows:
-            if row.engine != OURS and row.test in ours:
+            if row.engine != OURS and row.test in ours and row.measured and ours[row.test].measured:
                 row.ratio = ratios(ours[row.test].samples_ts, row.samples_ts)
 
     @property
@@ -179,7 +189,7 @@ class Rows:
         raise KeyError(f"{engine} has no test {test}")
 
     def notes(self) -> list[str]:
-        """Return the notes that a reader needs together with the numbers."""
+        """Return what a reader has to know beside the numbers."""
         tests: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.note:

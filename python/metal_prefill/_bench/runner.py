@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from metal_prefill._bench import machine
 from metal_prefill._bench.cases import Case
 from metal_prefill._bench.client import Worker
+from metal_prefill._bench.engines import takes
 from metal_prefill._bench.machine import Calibrator
 from metal_prefill._bench.samples import Sample, Selection, is_clean, select
 
 ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
 WAIT_S = 1.0  # how long one sample waits for a degraded machine to recover
-REST_S = 0.05  # after a sample: some engines' threads spin for 10 ms, waiting for more work
+REST_S = 0.05  # behind a sample: some engines' threads spin on for 10 ms, waiting for more work
 PATIENCE_S = 60.0  # what a degraded machine may cost in all
 
 Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
@@ -26,7 +27,7 @@ class Runner:
     """Interleaves the engines.
 
     The engines take turns sample by sample, so that what disturbs the machine hits all alike; the order
-    rotates, so that none always runs after the same neighbour. Samples from a degraded machine are repeated,
+    rotates, so that none always runs behind the same neighbour. Samples from a degraded machine are repeated,
     up to `ATTEMPTS` times as many as are wanted.
 
     Attributes
@@ -56,7 +57,7 @@ class Runner:
         those found wanting are repeated, in a second pass over the tests.
         """
         for case in cases:
-            for worker in self.workers:
+            for worker in self._of(case):
                 self._report(f"{case.name}: warming up {worker.name}", case)
                 worker.sample(case)
             self._collect(case)
@@ -67,6 +68,9 @@ class Runner:
         """Return the samples that count."""
         return select(self.samples[worker.name, case], self.repetitions, self._limit())
 
+    def _of(self, case: Case) -> list[Worker]:
+        return [worker for worker in self.workers if takes(worker.name, case)]
+
     def _limit(self) -> float:
         return machine.TOLERANCE * self.calibrator.reference_ns
 
@@ -76,7 +80,7 @@ class Runner:
 
     def _collect(self, case: Case) -> None:
         turn = 0
-        while lacking := [worker for worker in self.workers if self._wants(worker, case)]:
+        while lacking := [worker for worker in self._of(case) if self._wants(worker, case)]:
             # Whoever has enough sits out, unless all still want more: then the order rotates.
             shift = turn % len(lacking)
             for worker in lacking[shift:] + lacking[:shift]:
@@ -107,5 +111,5 @@ class Runner:
 
     def _report(self, what: str, case: Case) -> None:
         if self.progress is not None:
-            counts = [min(self._clean(worker, case), self.repetitions) for worker in self.workers]
-            self.progress(what, sum(counts), self.repetitions * len(self.workers))
+            counts = [min(self._clean(worker, case), self.repetitions) for worker in self._of(case)]
+            self.progress(what, sum(counts), self.repetitions * len(counts))

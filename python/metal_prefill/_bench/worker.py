@@ -1,4 +1,4 @@
-"""One engine in a process of its own, so that memory and threads of engines are separate.
+"""One engine in a process of its own, so that memory and threads of engines are apart.
 
 ``python -m metal_prefill._bench.worker NAME OPTIONS`` loads the engine and answers requests: one JSON object
 in each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
@@ -15,18 +15,25 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from metal_prefill._bench import engines, machine
-from metal_prefill._bench.cases import Case, token_ids
-from metal_prefill._bench.engines import Engine
+from metal_prefill._bench.cases import Case, stream_ids, token_ids
+from metal_prefill._bench.engines import BatchEngine, Engine
 
 
 def timed_run(engine: Engine, case: Case, vocab_size: int) -> dict[str, int]:
     """Run a test once; return its nanoseconds and the involuntary context switches meanwhile."""
-    ids = token_ids(case.context, vocab_size)
-    engine.clear()
+    if case.n_streams:
+        assert isinstance(engine, BatchEngine)
+        ids = stream_ids(case, vocab_size)
+        engine.open_streams(case.n_streams, case.context)
+        prefill, decode = engine.prefill_streams, engine.decode_streams
+    else:
+        ids = token_ids(case.context, vocab_size)
+        engine.clear()
+        prefill, decode = engine.prefill, engine.decode
     if case.n_depth:
-        engine.prefill(ids[: case.n_depth])
-    timed = ids[case.n_depth :]
-    call = engine.prefill if case.n_prompt else engine.decode
+        prefill(ids[..., : case.n_depth])
+    timed = ids[..., case.n_depth :]
+    call = prefill if case.n_prompt else decode
     switches = machine.involuntary_switches()
     begin = time.perf_counter_ns()
     call(timed)

@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens in the context before decoding is timed (default: {DECODE_DEPTH})",
     )
     parser.add_argument(
+        "--streams",
+        type=_lengths,
+        default=[],
+        metavar="N,N,...",
+        help="also decode so many sequences together, and process 64 prompts of 16 tokens together",
+    )
+    parser.add_argument(
         "-r",
         "--repetitions",
         type=common.positive,
@@ -94,7 +101,7 @@ def execute(arguments: argparse.Namespace) -> None:
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:
         raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
-    # A file that cannot be written is reported before minutes of measuring, not after.
+    # What cannot be written is said before minutes of measuring, not after.
     if arguments.plot:
         plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":
@@ -110,6 +117,7 @@ def execute(arguments: argparse.Namespace) -> None:
             prompts=arguments.prompts,
             n_gen=arguments.n_gen,
             depth=arguments.depth,
+            streams=arguments.streams,
             repetitions=arguments.repetitions,
             threads=arguments.threads,
             device=arguments.device,

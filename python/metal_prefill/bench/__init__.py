@@ -1,4 +1,4 @@
-"""Benchmarks: prompt processing and decoding, measured separately, alone or against peers on the same file.
+"""Benchmarks: prompt processing and decoding, measured apart, alone or against peers on the same file.
 
 >>> from metal_prefill import bench
 >>> results = bench.run(prompts=[32, 512], compare=["llama.cpp"])   # a table in a notebook
@@ -18,10 +18,19 @@ from metal_prefill._bench.results import BenchResults
 from metal_prefill._bench.rows import Row
 
 if TYPE_CHECKING:
+    from metal_prefill._bench.cases import Case
     from metal_prefill._bench.client import WorkerFactory
     from metal_prefill._bench.runner import Progress
 
 __all__ = ["BenchError", "BenchResults", "Row", "run"]
+
+
+def _note(engine: str, case: Case, unlimited: str) -> str:
+    from metal_prefill._bench.engines import KINDS, OURS, takes
+
+    if not takes(engine, case):
+        return f"not measured: {KINDS[engine].without_streams}"
+    return unlimited if engine == OURS and case.n_prompt else ""
 
 
 def run(
@@ -30,6 +39,7 @@ def run(
     prompts: Sequence[int] = (32, 128, 512),
     n_gen: int = 64,
     depth: int = 32,
+    streams: Sequence[int] = (),
     repetitions: int = 5,
     threads: int | None = None,
     device: str = "auto",
@@ -56,6 +66,9 @@ def run(
         Tokens that are decoded one by one; 0 leaves decoding out.
     depth
         Tokens in the context before decoding is timed.
+    streams
+        Numbers of sequences that decode `n_gen` tokens together, each from a context of `depth` tokens of its
+        own (``tg64x8``). With any, 64 prompts of 16 tokens are also processed together (``pp16x64``).
     repetitions
         Samples that count, of each test of each engine.
     threads
@@ -94,7 +107,7 @@ def run(
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
-    tests = cases.make_cases(prompts, n_gen, depth)
+    tests = cases.make_cases(prompts, n_gen, depth, streams)
     names = [engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         engines.check_installed(name)
@@ -133,7 +146,7 @@ def run(
         limits: dict[int, float] = {}
         unlimited = ""  # why there are none
         if resolve_device(device) == "cpu" and compute == "int8":
-            lengths = [case.n_prompt for case in tests if case.n_prompt]
+            lengths = list({case.n_prompt for case in tests if case.n_prompt})
             try:
                 limits = limit.prompt_limits(path, lengths, threads or machine.available_threads())
             except BenchError as error:
@@ -148,7 +161,7 @@ def run(
                 calibrator.reference_ns,
                 cpu,
                 limits.get(case.n_prompt),
-                unlimited if worker.name == engines.OURS and case.n_prompt else "",
+                _note(worker.name, case, unlimited),
             )
             for worker in workers
             for case in tests

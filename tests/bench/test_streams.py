@@ -1,0 +1,169 @@
+"""Several sequences together: what engines are given, what rows say, and who cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.bench_fakes import compare, fakes
+
+from metal_prefill import Model, bench
+from metal_prefill._bench import engine_ours, engines, worker
+from metal_prefill._bench.cases import Case, stream_ids
+from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options
+from metal_prefill._bench.results import BenchResults
+
+VOCAB = 1024  # of the bundled model
+
+
+class Recorder(BatchEngine):
+    """An engine that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def identity(self) -> Identity:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        self.calls.append(("clear",))
+
+    def prefill(self, ids: Ids) -> None:
+        self.calls.append(("prefill", ids.tolist()))
+
+    def decode(self, ids: Ids) -> None:
+        self.calls.append(("decode", ids.tolist()))
+
+    def open_streams(self, count: int, context: int) -> None:
+        self.calls.append(("open", count, context))
+
+    def prefill_streams(self, ids: Ids) -> None:
+        self.calls.append(("prefill", ids.tolist()))
+
+    def decode_streams(self, ids: Ids) -> None:
+        self.calls.append(("decode", ids.tolist()))
+
+
+def options_for(path: Path) -> Options:
+    return Options(path=str(path), max_context=64, max_prompt=32, threads=1, device="cpu", compute="f32")
+
+
+def test_each_stream_decodes_behind_a_context_of_its_own() -> None:
+    case, engine = Case(0, 3, 5, 4), Recorder()
+    worker.timed_run(engine, case, VOCAB)
+    ids = stream_ids(case, VOCAB)
+    assert ids.shape == (4, 8)
+    assert engine.calls == [
+        ("open", 4, 8),
+        ("prefill", ids[:, :5].tolist()),
+        ("decode", ids[:, 5:].tolist()),
+    ]
+
+
+def test_prompts_begin_in_empty_contexts() -> None:
+    case, engine = Case(6, 0, 0, 3), Recorder()
+    worker.timed_run(engine, case, VOCAB)
+    assert engine.calls == [("open", 3, 6), ("prefill", stream_ids(case, VOCAB).tolist())]
+
+
+def test_our_streams_end_where_each_ends_alone(demo_path: Path) -> None:
+    ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
+    engine = engine_ours.Ours(options_for(demo_path))
+    for _ in range(2):  # a second sample finds nothing of the first one
+        engine.open_streams(4, 9)
+        engine.prefill_streams(ids[:, :5])
+        engine.decode_streams(ids[:, 5:])
+        with Model(demo_path, device="cpu", compute="f32") as model:
+            for session, row in zip(engine._streams, ids, strict=True):
+                assert session.tokens == row.tolist()
+                assert session.stats()["tokens_reused"] == 0
+                model.reset()
+                model.forward_prompt(row)
+                assert (session.forward_token(7) == model.forward_token(7)).all()
+
+
+def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from metal_prefill._bench.engine_llama_cpp import LlamaCpp
+
+    ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
+    engine = LlamaCpp(options_for(demo_path))
+    for _ in range(2):
+        engine.open_streams(4, 8)
+        engine.prefill_streams(ids[:, :5])
+        engine.decode_streams(ids[:, 5:])
+        assert engine._streams is not None
+        for i, row in enumerate(ids):
+            engine.clear()
+            engine.prefill(row[:5])
+            engine.decode(row[5:])
+            alone, together = engine._single.logits(0), engine._streams.logits(i)
+            # Its products of one and of several rows round in different orders: activations have 8 bits.
+            assert np.corrcoef(alone, together)[0, 1] > 0.999
+    engine.open_streams(2, 16)  # another shape
+    engine.prefill_streams(ids.reshape(2, 16))
+    engine.clear()
+    engine.prefill(ids.ravel()[16:])
+    assert np.corrcoef(engine._single.logits(15), engine._streams.logits(31))[0, 1] > 0.999
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_the_figures_of_a_row_are_those_of_its_samples(demo_path: Path) -> None:
+    workers = fakes(ours=1)
+    milliseconds = [9, 8, 1, 2, 10, 4]  # the first of each test is the warm-up
+    workers[engines.OURS].times = iter(ms * 1_000_000 for ms in 3 * milliseconds)
+    row = compare(workers, demo_path, prompts=[], n_gen=4, streams=[10], repetitions=5).row(
+        engines.OURS, "tg4x10"
+    )
+    assert row.samples_ns == [8_000_000, 1_000_000, 2_000_000, 10_000_000, 4_000_000]
+    assert row.samples_ts == pytest.approx([5000, 40_000, 20_000, 4000, 10_000])  # 40 tokens each
+    assert (row.median_ns, row.avg_ns) == (4_000_000, 5_000_000)
+    assert row.stddev_ns == pytest.approx(1e6 * ((9 + 16 + 9 + 25 + 1) / 4) ** 0.5)
+    assert row.median_ts == pytest.approx(10_000)
+    assert row.avg_ts == pytest.approx(15_800)
+    assert (row.spread.low, row.spread.high) == pytest.approx((4000, 40_000))
+    html = BenchResults([row])._repr_html_()
+    cells = ["10,000", "4,000", "40,000", "15,800 ± 14,940", "4.00"]  # median, min, max, mean, ms
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in html
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_who_takes_one_sequence_is_not_measured_and_says_why(demo_path: Path) -> None:
+    workers = fakes(ours=10, llama=40, openvino=20)
+    results = compare(workers, demo_path, prompts=[8], n_gen=4, streams=[2, 3])
+    tests = ["pp8", "tg4", "tg4x2", "tg4x3", "pp16x64"]
+    assert results.tests == tests
+    assert len(workers["openvino"].log) == 2 * (3 + 1)  # pp8 and tg4, each warmed up
+    assert len(workers["llama.cpp"].log) == 5 * (3 + 1)
+    for name in tests[2:]:
+        ours, llama, openvino = (results.row(engine, name) for engine in results.engines)
+        assert ours.measured
+        assert llama.ratio is not None
+        assert llama.ratio.median == pytest.approx(4.0)
+        assert not openvino.measured
+        assert (openvino.samples_ns, openvino.median_ts, openvino.ratio) == ([], 0.0, None)
+        assert openvino.note.startswith("not measured: its graph holds one sequence")
+    assert any("tg4x2, tg4x3, pp16x64: not measured" in note for note in results.notes())
+    assert "x64: 64 sequences in each pass" in results._repr_html_()
+    assert BenchResults.from_dicts(json.loads(results.to_json())).to_dicts() == results.to_dicts()
+
+
+def test_streams_are_measured_in_a_real_process(demo_path: Path) -> None:
+    results = bench.run(
+        demo_path, prompts=[4], n_gen=2, depth=3, streams=[1, 3], repetitions=1, threads=1, device="cpu"
+    )
+    assert results.tests == ["pp4", "tg2", "tg2x1", "tg2x3", "pp16x64"]
+    assert [row.n_streams for row in results.rows] == [0, 0, 1, 3, 64]
+    row = results.row(engines.OURS, "tg2x3")
+    assert row.samples_ts == pytest.approx([6e9 / row.samples_ns[0]])
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_streams_are_drawn(demo_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = compare(fakes(ours=10, openvino=20), demo_path, streams=[1, 4])
+    results.plot(str(tmp_path / "speed.png"))
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
