@@ -70,7 +70,7 @@ test-emulator: build/.emulator
 	$(BIN)/cmake --build build/emulator-alone
 	$(BIN)/ctest --test-dir build/emulator-alone --output-on-failure
 
-# The CPU engine on the processor at hand: each instruction set that it has, in under two minutes.
+# The CPU engine on this processor: each instruction set that it has, in under two minutes.
 test-processor: build/.testing
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
 	$(BIN)/python tools/test_processor.py

@@ -69,7 +69,7 @@ void Batch::begin(Item& item) const {
   const Claim claim = item.request.claim;
   if (claim != 0 && !item.reuses() && claim != session.claim_)
     throw SessionBusyError(
-        "another call changed the session while text was generated with it: it stands at " +
+        "another call changed the session while text was generated with it: its position is " +
         std::to_string(session.tokens_.size()) + "; give each generator a session of its own");
   {
     const std::scoped_lock lock(session.state_mutex_);

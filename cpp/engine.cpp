@@ -85,7 +85,7 @@ void Session::check_room(std::size_t position, std::size_t tokens) const {
 void Session::require_dispatches() const {
   if (!engine_->makes_dispatches())
     throw DeviceError("the engine '" + engine_->backend() +
-                      "' makes no dispatches that could be listed or timed; use device='metal'");
+                      "' makes no dispatches to list or to time; use device='metal'");
 }
 
 PromptResult Session::run(const char* call, Request request, const Progress& progress) {
@@ -188,7 +188,7 @@ void Session::rewind(int position) {
   const Turn::Hold turn(turn_, "rewind");
   if (position < 0 || std::size_t(position) > tokens_.size())
     throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
-                                ": the session stands at " + std::to_string(tokens_.size()));
+                                ": the position of the session is " + std::to_string(tokens_.size()));
   cache_->truncate(position);
   remembered_ = std::min(remembered_, std::size_t(position) / kPagePositions);
   const std::scoped_lock state(state_mutex_);

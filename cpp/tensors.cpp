@@ -27,7 +27,7 @@ Groups groups_of(Extent extent, const Config& c) {
     case Extent::kRotatedPairs:
       return {1, c.rope_dim / 2};
   }
-  throw std::logic_error("an extent that is none");
+  throw std::logic_error("not an extent");
 }
 
 Tensor* find_tensor(Model& model, std::string_view role, int layer) {

@@ -130,10 +130,10 @@ INTEGERS = (
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (integer(0), "is 0, it must lie in 1 to 2147483647"),
-        ((I32, scalar(I32, -1)), "is -1, it must lie in 1 to"),
-        (integer(2**31), "is 2147483648, it must lie in 1 to"),
-        ((U64, scalar(U64, 2**64 - 1)), "is 18446744073709551615, it must lie"),
+        (integer(0), "is 0, it must be between 1 and 2147483647"),
+        ((I32, scalar(I32, -1)), "is -1, it must be between 1 and"),
+        (integer(2**31), "is 2147483648, it must be between 1 and"),
+        ((U64, scalar(U64, 2**64 - 1)), "is 18446744073709551615, it must be between"),
         (number(2.0), "has type float32, expected an integer"),
         (string("2"), "has type string, expected an integer"),
         ((BOOL, b"\1"), "has type bool, expected an integer"),
@@ -222,7 +222,7 @@ def test_numbers_per_layer_must_be_the_same_in_each(open_model: Open, key: str) 
         read_config(open_model({name: per_layer(U32, 4, 4, 4)}))
     with pytest.raises(GGUFError, match=rf"{name} has type array\[float32\], expected an integer"):
         read_config(open_model({name: per_layer(F32, 4, 4)}))
-    with pytest.raises(GGUFError, match=f"{name} is 0, it must lie"):
+    with pytest.raises(GGUFError, match=f"{name} is 0, it must be between"):
         read_config(open_model({name: per_layer(U32, 0, 0)}))
 
 

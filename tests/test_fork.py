@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -25,13 +26,13 @@ PROMPT = list(range(100, 140))
 HANGS = 60
 
 
-def in_child(work: Callable[[], str]) -> str:
+def in_child(work: Callable[[], object]) -> str:
     """Return what `work` returns in a forked process, or the error that it raises there."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            answer = work()
+            answer = str(work())
         except BaseException as error:
             answer = f"{type(error).__name__}: {error}"
         os.write(writing, answer.encode())
@@ -140,10 +141,10 @@ def test_a_session_in_use_by_another_thread_is_lost_in_the_child(model: Model) -
         expected = (
             "ForkError: {}: this process was forked while another thread was in the session's forward_prompt"
         )
-        calls: dict[str, Callable[[], str]] = {
-            "forward_token": lambda: str(session.forward_token(1)),
-            "rewind": lambda: str(session.rewind(0) or ""),
-            "fork": lambda: str(session.fork()),
+        calls: dict[str, Callable[[], object]] = {
+            "forward_token": lambda: session.forward_token(1),
+            "rewind": session.reset,
+            "fork": session.fork,
         }
         for name, call in calls.items():
             assert in_child(call).startswith(expected.format(name))
@@ -195,6 +196,29 @@ def test_a_gpu_does_not_come_along(demo_path: Path) -> None:
 
         assert in_child(work) == str(expected)
         assert session.position == len(PROMPT)
+
+
+def test_a_child_generates_though_the_engine_loop_ran_in_its_parent(model: Model) -> None:
+    """The loop's thread is not in the child, which must not wait for it."""
+
+    async def text(tokens: int) -> str:
+        return "".join([piece async for piece in model.generate_async("ROMEO:", tokens)])
+
+    expected = asyncio.run(text(8))
+    begun = threading.Event()
+
+    async def stream() -> None:
+        async for _ in model.generate_async("JULIET:", 300):
+            begun.set()
+
+    thread = threading.Thread(target=asyncio.run, args=(stream(),))
+    thread.start()
+    begun.wait(HANGS)
+    answers = [in_child(lambda: asyncio.run(text(8))) for _ in range(4)]
+    thread.join()
+    answers.append(in_child(lambda: asyncio.run(text(8))))
+    assert answers[-1] == expected
+    assert all(a == expected or a.startswith("ForkError: ") for a in answers), answers
 
 
 EXITING_CHILD = """

@@ -79,7 +79,7 @@ def client(server: Hub, tmp_path: Path) -> Client:
 
 
 def test_a_repository_without_a_file_is_told_how_to_name_one(tmp_path: Path) -> None:
-    with pytest.raises(HubError, match=r"no file owner/repo; one of the Hub is named like owner/repo:"):
+    with pytest.raises(HubError, match=r"no file owner/repo; a file on the Hub is named like owner/repo:"):
         hub.resolve_model("owner/repo")
     assert hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
 

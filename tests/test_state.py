@@ -430,7 +430,7 @@ def test_a_state_that_is_truncated_while_it_is_read_is_damaged(
 def test_a_fifo_is_refused_without_waiting_for_a_writer(demo: Model, tmp_path: Path) -> None:
     path = tmp_path / "fifo"
     os.mkfifo(path)
-    with pytest.raises(StateError, match="no regular file"):
+    with pytest.raises(StateError, match="not a regular file"):
         demo.load_session(path)
 
 
@@ -439,14 +439,14 @@ def test_a_fifo_is_refused_without_waiting_for_a_writer(demo: Model, tmp_path: P
     [
         (b"[" * 100_000, "damaged"),
         (b'{"a": 1}', "damaged"),
-        (b'{"__metadata__": {"format": 1}}', "metadata that are not text"),
+        (b'{"__metadata__": {"format": 1}}', "metadata is not text"),
         (b'{"__metadata__": []}', "damaged"),
         (b'{"a": {"dtype": ["F16"], "shape": [1], "data_offsets": [0, 2]}}', "damaged"),
-        (b'{"a": {"dtype": "F16", "shape": [true], "data_offsets": [0, 2]}}', "sizes that are no counts"),
-        (b'{"a": {"dtype": "F16", "shape": [-1, -1], "data_offsets": [0, 2]}}', "sizes that are no counts"),
+        (b'{"a": {"dtype": "F16", "shape": [true], "data_offsets": [0, 2]}}', "sizes that are not counts"),
+        (b'{"a": {"dtype": "F16", "shape": [-1, -1], "data_offsets": [0, 2]}}', "sizes that are not counts"),
         (
             b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 2]}}',
-            r"lies at \[0, 2\], not at \[0, 4\]",
+            r"is at \[0, 2\], not at \[0, 4\]",
         ),
         (b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}', "dtype F64"),
         (b'{"a": {"dtype": "F16", "shape": [1]}}', "damaged"),

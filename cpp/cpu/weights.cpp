@@ -24,7 +24,7 @@ Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kDim) return dim_input;
   if (cols == Extent::kAttention) return attention_input;
   if (cols == Extent::kFfn) return ffn_input;
-  throw std::logic_error("a matrix multiplies what no step puts out");
+  throw std::logic_error("no step computes the input of a matrix");
 }
 
 Weights::Weights(const Model& model, Compute compute, Team& team) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -27,12 +28,18 @@ class EngineLoop:
 
     def __init__(self, model: SharedEngine) -> None:
         self._model = model
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._new: list[_Request] = []
         self._running = False
 
     async def generate(self, prompt: Any, max_tokens: int, **options: Any) -> AsyncIterator[str]:
         """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
+        if self._process != os.getpid():  # a forked process has neither the thread nor who waits for it
+            self._begin()
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Any] = asyncio.Queue()
 

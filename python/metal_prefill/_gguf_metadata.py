@@ -168,7 +168,7 @@ class Cursor:
 
     def _skip_strings(self, count: int, what: str) -> None:
         # A vocabulary has 10^5 strings, and this loop is most of the time that opening a file takes. So it
-        # checks nothing: a length that leads out of the file makes the next read, or the check behind the
+        # checks nothing: a length that leads out of the file makes the next read, or the check after the
         # loop, fail.
         data, pos, unpack, index = self.data, self.pos, _U64.unpack_from, 0
         try:

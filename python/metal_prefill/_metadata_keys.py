@@ -99,7 +99,7 @@ class Keys:
 
     def _positive(self, key: str, value: bool | int | float | str) -> int:
         if not 0 < int(value) <= MAX_INT:
-            raise self.error(f"{key} is {value}, it must lie in 1 to {MAX_INT}")
+            raise self.error(f"{key} is {value}, it must be between 1 and {MAX_INT}")
         return int(value)
 
     def _wrong_type(self, key: str, types: tuple[str, ...]) -> GGUFError:

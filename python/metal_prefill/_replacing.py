@@ -68,7 +68,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a new file that takes the place of `path` in one step, or vanishes when the block fails.
 
     The file is empty and has the name of `path`, in a folder of its own next to it. A file that is replaced
-    hands on its permissions. What processes that were killed here left behind is removed.
+    hands on its permissions. Files that killed processes left here are removed.
 
     Raises
     ------

@@ -17,7 +17,7 @@ Prompts = Sequence[npt.NDArray[np.int32]]
 
 
 def prefix_order(prompts: Sequence[npt.NDArray[Any]]) -> list[int]:
-    """Return indices in lexicographic order: each prompt stands beside what it shares most with."""
+    """Return indices in lexicographic order: each prompt is next to the one that it shares most with."""
     return sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
 
 
@@ -36,7 +36,7 @@ def check_prompt(prompt: TokenIds, vocab_size: int, least: int, limit: int) -> n
     prompt
         Token ids.
     vocab_size
-        Ids must lie in ``[0, vocab_size)``.
+        Ids must be in ``[0, vocab_size)``.
     least, limit
         How many tokens there must and may be.
 

@@ -77,7 +77,7 @@ def fingerprint(gguf: GGUFFile) -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """What a state belongs to.
+    """Identity of the model that a state belongs to.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class Owner:
 
 
 class State(NamedTuple):
-    """What a session holds.
+    """Contents of a session.
 
     Attributes
     ----------
@@ -205,7 +205,7 @@ def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
     """Read what stands before the tensors, and hold that they fill the rest of the file without a gap."""
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
-        raise StateError(f"{path}: not a saved session: it is no regular file")
+        raise StateError(f"{path}: not a saved session: it is not a regular file")
     try:
         length = int.from_bytes(_read_exactly(file, 8), "little")
         if length > _MAX_HEADER_BYTES:
@@ -213,22 +213,22 @@ def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
         header = json.loads(_read_exactly(file, length).decode(), object_pairs_hook=_without_duplicates)
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("metadata that are not text")
+            raise ValueError("metadata is not text")
         tensors, end = {}, 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
             if dtype not in _NUMPY_DTYPES:
                 raise ValueError(f"tensor {name!r} has dtype {dtype}")
             if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
-                raise ValueError(f"tensor {name!r} has sizes that are no counts")
+                raise ValueError(f"tensor {name!r} has sizes that are not counts")
             begin, end = end, end + math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize
             if offsets != [begin, end]:
-                raise ValueError(f"tensor {name!r} lies at {offsets}, not at [{begin}, {end}]")
+                raise ValueError(f"tensor {name!r} is at {offsets}, not at [{begin}, {end}]")
             tensors[name] = (dtype, tuple(shape))
         size = 8 + length + end
         if size != status.st_size:
             raise ValueError(f"the file has {status.st_size} bytes, its header says {size}")
-    # What else a header of any other form runs into; RecursionError: deep nesting.
+    # Errors that a header of any other form causes; RecursionError: deep nesting.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{path}: damaged, or not a saved session: {error}") from None
     if metadata.get("format") != FORMAT:
@@ -274,7 +274,7 @@ def _read_exactly(file: io.FileIO, n: int) -> bytes:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a name stands twice in the header")
+        raise ValueError("a name appears twice in the header")
     return entries
 
 

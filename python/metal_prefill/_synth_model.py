@@ -112,7 +112,7 @@ class ModelShape:
 
 
 class Role(Enum):
-    """What the values of a tensor are drawn from."""
+    """Distribution from which the values of a tensor are drawn."""
 
     MATRIX = "around 0"
     BIAS = "around 0, in F32"

@@ -22,7 +22,7 @@ _SPM_SPECIALS = ("<unk>", "<s>", "</s>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the metadata of a GGUF file says of a tokenizer.
+    """A tokenizer, as the metadata of a GGUF file describe it.
 
     Attributes
     ----------
@@ -124,4 +124,4 @@ def llama_vocabulary(size: int) -> Vocabulary:
 
 
 VOCABULARIES = {"gpt2": gpt2_vocabulary, "llama": llama_vocabulary}
-"""What makes a vocabulary of a given size, by the name of its model in GGUF."""
+"""Functions that make a vocabulary of a given size, by the name of its model in GGUF."""

@@ -22,7 +22,7 @@ def token_array(tokens: TokenIds, vocab_size: int) -> npt.NDArray[np.int32]:
     tokens
         One-dimensional integer array of any width, or a sequence of ints.
     vocab_size
-        Ids must lie in ``[0, vocab_size)``.
+        Ids must be in ``[0, vocab_size)``.
 
     Raises
     ------

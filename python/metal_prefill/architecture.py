@@ -108,7 +108,7 @@ def _gemma3_attention_scale(config: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What distinguishes an architecture from `llama`.
+    """Differences of an architecture from `llama`.
 
     Attributes
     ----------

@@ -82,7 +82,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
-    if isinstance(error, OSError) and error.strerror:  # such as a full disk behind stdout
+    if isinstance(error, OSError) and error.strerror:  # such as a full disk that stdout is written to
         print(f"error: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, (MetalPrefillError, OSError, MemoryError)):

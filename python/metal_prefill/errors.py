@@ -18,7 +18,7 @@ class UnsupportedModelError(MetalPrefillError):
 
 
 class ContextOverflowError(MetalPrefillError, ValueError):
-    """The tokens do not fit into the context behind the current position. Nothing was computed or changed."""
+    """The tokens do not fit into the context after the current position. Nothing was computed or changed."""
 
 
 class StateError(MetalPrefillError, ValueError):
@@ -34,7 +34,7 @@ class OutputError(MetalPrefillError, OSError):
 
 
 class HubError(MetalPrefillError, RuntimeError):
-    """The model cannot be had from the Hugging Face Hub, nor from its cache."""
+    """The model is available neither from the Hugging Face Hub nor from its cache."""
 
 
 class MissingExtraError(MetalPrefillError, ImportError):

@@ -40,7 +40,7 @@ def resolve_model(spec: str | os.PathLike[str]) -> Path:
     path = Path(spec)
     remote = _SPEC.fullmatch(os.fspath(spec))
     if _REPO.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
-        raise HubError(f"there is no file {spec}; one of the Hub is named like {spec}:*Q4_0.gguf")
+        raise HubError(f"there is no file {spec}; a file on the Hub is named like {spec}:*Q4_0.gguf")
     if remote is None or path.exists():
         return path
     return fetch(remote["repo"], remote["file"])

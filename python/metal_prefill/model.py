@@ -1,4 +1,4 @@
-"""Models: a GGUF file behind an engine."""
+"""Models: a GGUF file, opened on an engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def resolve_device(device: str) -> str:
     ValueError
         If the name is none of ``auto``, ``cpu``, ``metal``.
     DeviceError
-        If ``metal`` is asked for where it is not to be had.
+        If ``metal`` is asked for where it is not available.
     """
     global _announced_fallback
     override = os.environ.get("METAL_PREFILL_DEVICE")
@@ -133,7 +133,7 @@ class Model:
     UnsupportedModelError
         The architecture or a feature of it is not supported.
     DeviceError
-        The device is not to be had.
+        The device is not available.
     ValueError
         An argument is out of range.
 
@@ -164,10 +164,10 @@ class Model:
         options.compute = _one_of("compute", compute, _COMPUTE)
         options.kv_type = _one_of("kv_dtype", kv_dtype, _KV_DTYPE)
         if threads is not None and not 1 <= threads <= 1024:
-            raise ValueError(f"threads must lie in 1 to 1024, got {threads}")
+            raise ValueError(f"threads must be between 1 and 1024, got {threads}")
         options.threads = threads or 0
         if not 1 <= chunk_tokens <= 2048:
-            raise ValueError(f"chunk_tokens must lie in 1 to 2048, got {chunk_tokens}")
+            raise ValueError(f"chunk_tokens must be between 1 and 2048, got {chunk_tokens}")
         options.chunk_tokens = chunk_tokens
         if kv_memory is not None and kv_memory < 1:
             raise ValueError(f"kv_memory must be positive, got {kv_memory}")
@@ -280,7 +280,7 @@ class Model:
         return _state.Owner(self._config, self._kv_dtype, _state.fingerprint(self._gguf), self._path.name)
 
     def load_session(self, path: str | os.PathLike[str], *, max_context: int | None = None) -> Session:
-        """Make a session that goes on where a saved one stood.
+        """Make a session that continues where a saved one stood.
 
         Parameters
         ----------
@@ -511,7 +511,7 @@ class Model:
             Most prompts that are under way at a time.
         errors
             ``"raise"``: the first error ends the iteration; its message names the prompt. ``"return"``: an
-            exception takes the place of the text of the prompt that failed, and the others go on.
+            exception takes the place of the text of the prompt that failed, and the others continue.
         progress
             Called with the number of prompts that ended and the number that began.
         options

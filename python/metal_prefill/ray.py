@@ -40,7 +40,7 @@ Batch: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 class _PromptMapper:
-    """What scoring and continuing share: the model, the columns, and what becomes of bad prompts.
+    """Shared by scoring and continuing: the model, the columns, and what becomes of bad prompts.
 
     Parameters
     ----------

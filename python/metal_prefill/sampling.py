@@ -60,9 +60,9 @@ class Options:
         if operator.index(self.top_k) < 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie above 0 and at most at 1, got {self.top_p}")
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in 0 to 1, got {self.min_p}")
+            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
         if not 0 < self.repeat_penalty < math.inf:
             raise ValueError(f"repeat_penalty must be positive and finite, got {self.repeat_penalty}")
 

@@ -30,7 +30,7 @@ WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computi
 
 
 class SharedEngine(Protocol):
-    """What a scheduler needs of the model whose engine it drives."""
+    """The part of a model that its schedulers need."""
 
     @property
     def config(self) -> ModelConfig:

@@ -27,7 +27,7 @@ __all__ = ["Logits", "Progress", "Session", "TokenIds", "token_array", "token_id
 
 
 class _SharedModel(Protocol):
-    """What sessions need of the model whose weights they share."""
+    """The part of a model that its sessions need."""
 
     @property
     def config(self) -> ModelConfig:
@@ -39,7 +39,7 @@ class _SharedModel(Protocol):
 
     @property
     def _state_owner(self) -> _state.Owner:
-        """What saved sessions of the model belong to."""
+        """Identity that saved sessions of the model carry."""
 
 
 # One for each generator: see `Claim` in cpp/engine.h.

@@ -2,7 +2,7 @@
 
 They are for benchmarks, whose speed depends on the shape and not on the words, and for tests. A file is valid
 throughout: it has a working tokenizer, and its weights are scaled so that activations keep their size through
-all layers, attention looks back, and the logits tell tokens apart.
+all layers, attention looks back, and the logits differ from token to token.
 """
 
 from __future__ import annotations

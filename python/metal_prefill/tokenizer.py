@@ -18,8 +18,8 @@ from metal_prefill.gguf_file import GGUFFile
 if TYPE_CHECKING:
     from metal_prefill.chat_template import ChatTemplate
 
-# Control tokens that end a turn or a text in the models at hand, for files whose metadata does not name them
-# all.
+# Control tokens that end a turn or a text in the supported models, for files whose metadata does not
+# name them all.
 END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -35,7 +35,7 @@ _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
 class _Piece(NamedTuple):
-    """What a token is in a text."""
+    """Role of a token in a text."""
 
     raw: bytes
     special: bool  # a control token or the unknown one

@@ -28,7 +28,7 @@ HOST_CLOCK = "the host's, on the CPU emulator: durations say nothing about a GPU
 
 @dataclass(frozen=True)
 class Step:
-    """What was computed at once: the prompt, or a token behind it.
+    """One call: the prompt, or a token after it.
 
     Attributes
     ----------
@@ -80,7 +80,9 @@ def _run(session: Session, tokens: TokenIds, count: bool, progress: Progress | N
     token, dispatches = session.trace(tokens, progress=progress)
     records = [record for buffer in _emulator.history() for record in buffer.dispatches]
     if [record.kernel for record in records] != [d.kernel for d in dispatches]:
-        raise RuntimeError("the emulator's history is not that of the trace: something else ran beside it")
+        raise RuntimeError(
+            "the emulator's history is not that of the trace: something else ran at the same time"
+        )
     return token, Step(n, dispatches, [_counted(record) for record in records])
 
 
@@ -109,7 +111,7 @@ def trace_session(
     device_name: str,
     progress: Progress | None = None,
 ) -> list[Step]:
-    """Process a prompt and go on greedily, with each dispatch run alone.
+    """Process a prompt and continue it greedily, with each dispatch run alone.
 
     On the emulator's CPU executor what kernels read and write is counted, which is slow.
 
@@ -120,7 +122,7 @@ def trace_session(
     tokens
         The prompt.
     decode
-        Tokens to add behind it.
+        Tokens to add after it.
     device_name
         Of the session's engine.
     progress

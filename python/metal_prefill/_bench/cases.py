@@ -1,4 +1,4 @@
-"""What is measured: prompts of some lengths, decoding, and both for many sequences together."""
+"""The tests of a benchmark: prompts of some lengths, decoding, and both for many sequences together."""
 
 from __future__ import annotations
 

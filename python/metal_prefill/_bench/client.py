@@ -22,7 +22,7 @@ class Worker(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """What it says of itself."""
+        """Device, settings and build, as the engine reports them."""
 
     @property
     def load_ns(self) -> int:

@@ -46,7 +46,7 @@ def convert(path: Path) -> Path:
     if done.exists():
         return graph
     folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "model.gguf"  # the graph is saved beside the file that was read
+    link = folder / "model.gguf"  # the graph is saved next to the file that was read
     link.unlink(missing_ok=True)
     link.symlink_to(path.resolve())
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""The engines that can be measured, each behind the same calls.
+"""The engines that can be measured, each by the same calls.
 
 A worker process makes one of them. An engine gets the same token ids as the others, starts from an empty
 context, and computes logits for the last token of a prompt only and for every decoded token. None samples:
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Identity:
-    """What an engine says of itself.
+    """An engine's report of itself.
 
     Attributes
     ----------

@@ -6,4 +6,4 @@ from metal_prefill.errors import MetalPrefillError
 
 
 class BenchError(MetalPrefillError):
-    """A benchmark cannot begin or go on; names the engine."""
+    """A benchmark cannot begin or continue; names the engine."""

@@ -23,7 +23,7 @@ TOLERANCE = 1.25  # a calibration that takes this many times the best one marks 
 REFERENCE_RUNS = 40
 POLL_S = 0.02
 KERNEL_VALUES = 4096  # float64 values, 32 KiB: within L1
-KERNEL_PASSES = 1024  # about 2 ms: short beside a sample, long beside the start of a thread
+KERNEL_PASSES = 1024  # about 2 ms: short compared with a sample, long compared with the start of a thread
 
 
 def counted(count: int, noun: str) -> str:
@@ -126,7 +126,7 @@ def peak_rss_bytes() -> int:
 
 
 def involuntary_switches() -> int:
-    """How often this process's threads were taken off their cores although they wanted to go on."""
+    """How often this process's threads were taken off their cores although they had work to do."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

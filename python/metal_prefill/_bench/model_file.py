@@ -40,7 +40,7 @@ def smollm_shape() -> Path:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the rows of a benchmark say of a model, with llama-bench's names."""
+    """Columns of a benchmark that describe the model, with llama-bench's names."""
 
     model_filename: str
     model_type: str

@@ -1,4 +1,4 @@
-"""What the machine does at most, measured in a process of its own: nothing there can end a benchmark.
+"""The highest rates of the machine, measured in a process of its own: nothing there can end a benchmark.
 
 ``python -m metal_prefill._bench.peak SET LIMIT THREADS`` answers requests on stdin with times on stdout, one
 JSON object a line.

@@ -13,7 +13,7 @@ from metal_prefill._bench.rows import Row, Rows
 from metal_prefill._replacing import check_target, replacing
 from metal_prefill.errors import MissingExtraError
 
-# The first is ours. Colours that stay apart for colour-blind readers (Okabe and Ito).
+# The first is ours. Colours that colour-blind readers can distinguish (Okabe and Ito).
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v")
 
@@ -139,7 +139,7 @@ def _draw_streams(axes: Any, results: Rows) -> None:
 
 
 def draw(results: Rows, path: str | os.PathLike[str]) -> None:
-    """Draw prefill speed over prompt length, and decoding beside it; peers and limit in the same axes.
+    """Draw prefill speed over prompt length, with decoding next to it; peers and limit in the same axes.
 
     Parameters
     ----------

@@ -189,7 +189,7 @@ class Rows:
         raise KeyError(f"{engine} has no test {test}")
 
     def notes(self) -> list[str]:
-        """Return what a reader has to know beside the numbers."""
+        """Return the notes that a reader needs together with the numbers."""
         tests: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.note:

@@ -16,7 +16,7 @@ from metal_prefill._bench.samples import Sample, Selection, is_clean, select
 
 ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
 WAIT_S = 1.0  # how long one sample waits for a degraded machine to recover
-REST_S = 0.05  # behind a sample: some engines' threads spin on for 10 ms, waiting for more work
+REST_S = 0.05  # after a sample: some engines' threads spin for 10 ms, waiting for more work
 PATIENCE_S = 60.0  # what a degraded machine may cost in all
 
 Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
@@ -27,7 +27,7 @@ class Runner:
     """Interleaves the engines.
 
     The engines take turns sample by sample, so that what disturbs the machine hits all alike; the order
-    rotates, so that none always runs behind the same neighbour. Samples from a degraded machine are repeated,
+    rotates, so that none always runs after the same neighbour. Samples from a degraded machine are repeated,
     up to `ATTEMPTS` times as many as are wanted.
 
     Attributes

@@ -37,7 +37,7 @@ def stddev(values: Sequence[float]) -> float:
 def ratios(ours: Sequence[float], peer: Sequence[float]) -> Spread:
     """Spread of our speed over the peer's, from samples in the order in which they were taken.
 
-    The engines take turns, so the i-th sample of one lies beside the i-th of the other in time: the ratio of
+    The engines take turns, so the i-th sample of one is next to the i-th of the other in time: the ratio of
     such a pair is free of what slows both. A value below 1 is a loss.
 
     Parameters

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, so that memory and threads of engines are apart.
+"""One engine in a process of its own, so that memory and threads of engines are separate.
 
 ``python -m metal_prefill._bench.worker NAME OPTIONS`` loads the engine and answers requests: one JSON object
 in each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.

@@ -101,7 +101,7 @@ def execute(arguments: argparse.Namespace) -> None:
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:
         raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
-    # What cannot be written is said before minutes of measuring, not after.
+    # A file that cannot be written is reported before minutes of measuring, not after.
     if arguments.plot:
         plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":

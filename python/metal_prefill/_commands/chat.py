@@ -17,7 +17,7 @@ from metal_prefill.errors import MetalPrefillError
 HELP = """\
 /reset       forget the conversation
 /save FILE   write the conversation and its cache
-/load FILE   go on with a saved one
+/load FILE   continue a saved one
 /help        this list
 /quit        end; so does Ctrl-D
 Ctrl-C stops an answer."""

@@ -1,4 +1,4 @@
-"""What several commands share: options of the engine, a progress bar for prompts."""
+"""Shared by several commands: options of the engine, a progress bar for prompts."""
 
 from __future__ import annotations
 

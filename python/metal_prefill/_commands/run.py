@@ -72,7 +72,7 @@ class Timing:
     decoded: int = 0
 
     def line(self) -> str:
-        """Both rates in tokens per second, measured apart."""
+        """Both rates in tokens per second, measured separately."""
         prompt_s, decode_s = self.prompt_done - self.begin, self.end - self.prompt_done
         text = f"prompt: {_tokens(self.prompt_tokens)}, {self.prompt_tokens / prompt_s:.1f} tok/s"
         if self.decoded and decode_s > 0:

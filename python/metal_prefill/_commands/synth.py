@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rope-base", type=float, metavar="X", help="base of RoPE's frequencies")
     parser.add_argument("--rope-dims", type=int, metavar="N", help="rotated dimensions of a head")
     parser.add_argument("--rope-scaling", choices=ROPE_SCALINGS, help="how the context was extended")
-    parser.add_argument("--rope-factor", type=float, metavar="X", help="by how much it was extended")
+    parser.add_argument(
+        "--rope-factor", type=float, metavar="X", help="factor by which the context was extended"
+    )
     parser.add_argument(
         "--architecture",
         default="llama",
@@ -64,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--value-dim", type=int, metavar="N", help="width of a value head")
     parser.add_argument("--window", type=int, metavar="N", help="positions that a sliding window holds")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides all weights")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: 0)"
+    )
 
 
 def run(arguments: argparse.Namespace, progress: Progress | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Benchmarks: prompt processing and decoding, measured apart, alone or against peers on the same file.
+"""Benchmarks: prompt processing and decoding, measured separately, alone or against peers on the same file.
 
 >>> from metal_prefill import bench
 >>> results = bench.run(prompts=[32, 512], compare=["llama.cpp"])   # a table in a notebook

@@ -1,4 +1,4 @@
-"""How long a prompt should take on a GPU that is not at hand: a prediction, never a measurement.
+"""How long a prompt should take on a GPU that is not available: a prediction, never a measurement.
 
 For each dispatch of the engine::
 
@@ -145,7 +145,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """All of them, one behind the other."""
+        """All of them, one after the other."""
         return sum(time.total for time in self.times) / 1e6
 
     @property
@@ -187,7 +187,7 @@ class KernelTime:
 
 
 def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Prediction:
-    """Predict the time of dispatches that run one behind the other.
+    """Predict the time of dispatches that run one after the other.
 
     Parameters
     ----------

@@ -43,7 +43,7 @@ class Cycles:
     alu
         FMA, add, multiply, compare, bitwise.
     slow, exp, rcp, rsqrt
-        On the pipeline for complex instructions, beside which others run: conversion, shift, bit field and
+        On the pipeline for complex instructions, while others run: conversion, shift, bit field and
         integer multiplication; exponential; reciprocal; reciprocal square root.
     complex_issue
         What one of these takes from the scheduler.
@@ -128,7 +128,7 @@ class Chip:
     local_cycles
         From a load of threadgroup memory to its value; 0 where nobody published it.
     dispatch_us
-        From one dispatch to the next that waits for it, beside the work.
+        From one dispatch to the next that waits for it, in addition to the work.
     threads, groups, threadgroup_bytes
         Most threads and threadgroups resident on a core, and its threadgroup memory.
     """
