@@ -384,7 +384,7 @@ void import_state(Session& session, const TokenArray& tokens, const std::vector<
 void bind_dispatch(nb::module_& m) {
   nb::class_<Dispatch>(m, "Dispatch", "One dispatch of a GPU.")
       .def_ro("kernel", &Dispatch::kernel)
-      .def_ro("layer", &Dispatch::layer, "-1 before the layers and behind them.")
+      .def_ro("layer", &Dispatch::layer, "-1 before the layers and after them.")
       .def_prop_ro(
           "grid", [](const Dispatch& self) { return std::tuple(self.grid[0], self.grid[1], self.grid[2]); },
           "Threadgroups.")
@@ -484,7 +484,7 @@ NB_MODULE(_core, m) {
   Turn::while_waiting = check_signals;
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
     interpreter_exits();
-    // What other threads hold at exit is no leak.
+    // Objects that other threads hold at exit are not leaks.
     if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1)
       nb::set_leak_warnings(false);
   }));

@@ -7,7 +7,7 @@
 
 namespace metal_prefill {
 
-// What the call needs was in use by another thread when this process was forked.
+// A lock or object that the call needs was in use by another thread when this process was forked.
 struct ForkError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

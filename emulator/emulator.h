@@ -1,4 +1,4 @@
-// What a test sees and steers of the emulator, beside the Metal API itself. Plain C++.
+// The part of the emulator that a test sees and steers, in addition to the Metal API. Plain C++.
 #pragma once
 
 #include <cstdint>

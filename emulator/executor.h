@@ -1,4 +1,4 @@
-// What stands between the emulated Metal classes and the machine that runs the shaders.
+// The interface between the emulated Metal classes and the machine that runs the shaders.
 //
 // Shaders are compiled ahead of time. Each translation unit registers a ShaderLibrary: its source text (for
 // lookups by newLibraryWithSource), its kernels and its function constants. An Executor allocates memory and
@@ -119,7 +119,7 @@ class Allocation {
 // between the end and the next alignment boundary are watched by intact(). Filled with `fill`. Null: out of
 // memory.
 std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill);
-// The caller's memory. With `guarded`, host() is a second view of the same pages with a guard behind it where
+// The caller's memory. With `guarded`, host() is a second view of the same pages with a guard after it where
 // the kernel can give one (shared mappings), else the memory itself.
 std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded);
 

@@ -65,7 +65,7 @@ struct Queries {
     }
   }
 
-  // Joins the four keys' worth of a simdgroup: [kHeads][kChunks * 32 + 2], the maximum and the sum behind the
+  // Joins the four keys' worth of a simdgroup: [kHeads][kChunks * 32 + 2], the maximum and the sum after the
   // values.
   void join(threadgroup float* mine, ushort lane) {
 #pragma unroll
@@ -123,7 +123,7 @@ template <typename T, ushort kChunks>
 struct CachedKeys {
   vec<T, 4> keys[kChunks], values[kChunks];
 
-  // From `first` on; lanes whose key would lie behind `last` get that one.
+  // From `first` on; lanes whose key would lie after `last` get that one.
   void load(device const T* k, device const T* v, constant AttentionArgs& args, uint kv_head, uint first,
             uint last, ushort lane) {
     const ushort dim = lane % kLanes * 4;
@@ -138,7 +138,8 @@ struct CachedKeys {
   }
 };
 
-// Keys [first, end) of the cache, four at a time and `step` apart, of which `cached` has the first four.
+// Keys [first, end) of the cache, four at a time, one such four every `step`, of which `cached` has the first
+// four.
 template <typename T, ushort kChunks>
 static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKeys<T, kChunks>& cached,
                                device const T* k, device const T* v, constant AttentionArgs& args,
@@ -157,7 +158,7 @@ static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKe
 }
 
 // Joins the simdgroups, whose parts are in `shared`. With one split `out` is [token][n_heads][value_dim];
-// else, for attention_combine, [token][n_heads][splits][value_dim + 2] with the maximum and the sum behind
+// else, for attention_combine, [token][n_heads][splits][value_dim + 2] with the maximum and the sum after
 // the values.
 template <ushort kChunks>
 static inline void store(threadgroup const float* shared, device float* out, constant AttentionArgs& args,

@@ -1,4 +1,4 @@
-// SwiGLU of projections that were computed apart: out = activation(gate) * up.
+// SwiGLU of projections that were computed separately: out = activation(gate) * up.
 #include <metal_stdlib>
 
 #include "args.h"

@@ -9,7 +9,7 @@
 using namespace metal;
 
 // y[row] = w[row] . rmsnorm(x). The norm's factor is common to all columns, so the lanes of a row sum the
-// squares of x beside their products, and multiply at the end: x is read once.
+// squares of x together with their products, and multiply at the end: x is read once.
 template <typename W>
 static inline void rmsnorm_matvec(device const uchar* w, device const float* norm, device const float* x,
                                   device float* y, constant MatvecArgs& args, uint first_row, ushort lane) {

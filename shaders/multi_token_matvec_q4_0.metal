@@ -56,7 +56,7 @@ static inline void rows_times_tokens(device const uchar* w, device const float* 
   constexpr ushort kRounds = 2;  // whose weights are asked for before the first is needed
   constexpr ushort kPadded = kTokens > 4 ? 8 : kTokens > 2 ? 4 : kTokens;
   constexpr ushort kValues = 2 * kPadded;  // two rows of tokens
-  // What is added to is read ahead, by the thread that will write the sum.
+  // The values to add to are read ahead, by the thread that will write the sum.
   const uint row = first_row + thread_index % MULTI_TOKEN_ROWS;
   const ushort token = thread_index / MULTI_TOKEN_ROWS;
   const bool writes = token < kTokens && row < args.out_dim;
@@ -69,7 +69,7 @@ static inline void rows_times_tokens(device const uchar* w, device const float* 
   const uint items = args.in_dim / 8, middle = items / 8 * 4;  // whole blocks
   const uint begin = simdgroup % 2 ? middle : 0, end = simdgroup % 2 ? items : middle;
   const uint whole = begin + ((end - begin) & ~31u);
-  // What is left after full rounds is less than one item for each lane (4 items at in_dim 576): shared out by
+  // The rest after full rounds is less than one item for each lane (4 items at in_dim 576): shared out by
   // single bytes, which hold two values each, it keeps more lanes busy.
   const uint bytes = end * 4, last_byte = items * 4 - 1;
   uint rest = whole * 4 + lane;

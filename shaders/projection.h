@@ -1,4 +1,4 @@
-// What the kernels that multiply by weights have in common.
+// Shared by the kernels that multiply by weights.
 #pragma once
 
 #include <metal_stdlib>

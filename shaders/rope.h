@@ -7,7 +7,7 @@
 
 using namespace metal;
 
-// Dimensions of pair `i`: of a rotated one, or two neighbours behind the rotated ones.
+// Dimensions of pair `i`: of a rotated one, or two neighbours after the rotated ones.
 static inline ushort2 pair_of(ushort i, ushort rope_dim, uint style) {
   return i >= rope_dim / 2 || style == ROPE_INTERLEAVED ? ushort2(2 * i, 2 * i + 1)
                                                         : ushort2(i, i + rope_dim / 2);

@@ -27,7 +27,7 @@ struct alignas(64) PairTile {
   float scaled_sum[kTilePairs][4];
 };
 
-// Pairs of `count` tokens from `token` on; an odd one has itself for a partner. Pairs behind the last stay as
+// Pairs of `count` tokens from `token` on; an odd one has itself for a partner. Pairs after the last stay as
 // they were: what a product makes of them is not stored.
 void zip_tokens(const ActivationTile& x, int token, int count, PairTile& out) {
   for (int pair = 0; 2 * pair < count; ++pair) {

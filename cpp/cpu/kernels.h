@@ -1,7 +1,7 @@
-// The operations that are written once per instruction set, behind one table of functions.
+// The operations that are written once per instruction set, in one table of functions.
 //
 // All of them work on rows of single tokens or on tiles whose values do not depend on the tile: the sum
-// behind each output runs over its inputs in one fixed order. That is what makes results independent of how a
+// of each output runs over its inputs in one fixed order. That is what makes results independent of how a
 // prompt is split.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace metal_prefill::cpu {
 
 constexpr int kTileTokens = 16;  // tokens in a tile of quantized activations
 
-// 32 columns of 16 tokens in 8 bits, x = scale * q, with what a product needs to know besides. Tokens lie
+// 32 columns of 16 tokens in 8 bits, x = scale * q, with what else a product needs to know. Tokens lie
 // together so that a product reads one linear stream, whether it takes them one by one or as a matrix.
 struct alignas(64) ActivationTile {
   std::int8_t q[kTileTokens][kBlockCols];

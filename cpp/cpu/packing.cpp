@@ -117,7 +117,7 @@ template <typename Block>
 void put_codes(const RowBlock& in, int r, Block& out) {
   const int panel = r / kPanelRows, lane = r % kPanelRows;
   if constexpr (Block::kBits == 4) {
-    std::uint8_t pairs[16];  // apart from where they go, so that all are computed at once
+    std::uint8_t pairs[16];  // computed all at once, before they are spread
     for (int i = 0; i < 16; ++i) pairs[i] = std::uint8_t(in.codes[i] | in.codes[i + 16] << 4);
     for (int j = 0; j < 4; ++j) std::memcpy(out.codes[panel][j][lane], pairs + 4 * j, 4);
   } else {

@@ -4,7 +4,7 @@
 // show next to the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures); sums stay
 // in float32. That halves the number of products. A strip of query rows (tokens times the heads of a group)
 // goes through the keys together, so that each span of 64 positions is converted once for all of them. As in
-// tile_attention.h, what a row computes does not depend on the rows beside it.
+// tile_attention.h, what a row computes does not depend on the rows next to it.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
 struct alignas(64) AttentionStrip {
   std::uint16_t keys[kMaxHeadDim / 2][kKeySpan][2];  // pairs of dimensions
-  // Pairs of positions, [pairs][value_stride][2]: rows that were as far apart as the longest head needs would
+  // Pairs of positions, [pairs][value_stride][2]: rows at the distance that the longest head needs would
   // fall on few sets of the L1 cache.
   std::uint16_t values[kPairsOfSpan * kMaxHeadDim * 2];
   std::uint16_t q[kStripValues];           // [rows][key_dim], scaled: scores are base-2 logarithms

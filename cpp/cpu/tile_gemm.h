@@ -24,7 +24,7 @@ struct Fetch {
 
 // kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of a tile.
 // The integer sum of a block is exact in any order; the float sum over the blocks runs in the order of the
-// columns. `fetch` is the part of the group behind this one that is asked for meanwhile.
+// columns. `fetch` is the part of the next group that is prefetched meanwhile.
 template <class Block, int kRows, int kTokens>
 inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
                       std::size_t stride, Fetch fetch) {
@@ -184,7 +184,7 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
                  std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
-  // The group behind this one will be wanted next. It is asked for in the last few passes over this one,
+  // The group after this one is needed next. It is prefetched in the last few passes over this one,
   // spread over them: in one pass of few tokens, memory could not keep up. A single pass leaves it to the
   // processor, which does it better.
   constexpr int kFetchPasses = 4;

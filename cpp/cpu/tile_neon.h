@@ -1,4 +1,4 @@
-// What the NEON kernels for 8-bit products share: codes as signed bytes, and the product by 4-way dot
+// Shared by the NEON kernels for 8-bit products: codes as signed bytes, and the product by 4-way dot
 // products (sdot).
 //
 // A quad is four weight rows; a vector of codes holds four columns of each. A tile of one quad keeps the 8
@@ -111,7 +111,7 @@ struct TileTokens {
   constexpr bool wanted(int t) const { return t >= skip && t < skip + count; }
 };
 
-// Ends a sum before anything behind it is loaded. Compilers would load for many tokens first, and spill sums.
+// Ends a sum before anything after it is loaded. Compilers would load for many tokens first, and spill sums.
 inline __attribute__((always_inline)) void finish(float32x4_t& sum) {
   asm volatile("" : "+w"(sum) : : "memory");
 }

@@ -13,7 +13,7 @@ namespace {
 using F = Simd::F;
 using I = Simd::I;
 
-// Zeros behind the last full vector take part where a row is not a multiple of the lanes.
+// Zeros after the last full vector take part where a row is not a multiple of the lanes.
 inline F load_part(const float* p, int n) {
   if (n >= Simd::kLanes) return Simd::load(p);
   float lanes[Simd::kLanes] = {};
@@ -97,7 +97,7 @@ concept ReducesFour = requires(const typename S::I (&a)[4], std::int32_t (&sums)
   S::reduce_add4(a, sums);
 };
 
-// Four blocks, with the same values as one by one. Block i lies `step` floats behind block i - 1 and goes to
+// Four blocks, with the same values as one by one. Block i lies `step` floats after block i - 1 and goes to
 // out[i * tile_step], token + i * token_step.
 template <ReducesFour S>
 inline void quantize_four(const float* x, std::size_t step, int token, int token_step, ActivationTile* out,

@@ -25,7 +25,7 @@ struct Widening {
   bool unchanged() const { return size == wide; }
 };
 
-// Collects the padded tensors one behind the other, and lays them out as a mapping.
+// Collects the padded tensors one after another, and lays them out as a mapping.
 class Arena {
  public:
   // Rows and columns of `t` spread over wider groups, zeros between them.

@@ -1,4 +1,4 @@
-// What compiled shaders and the CPU executor share: plain types, without any header of the standard library,
+// Shared by compiled shaders and the CPU executor: plain types, without any header of the standard library,
 // whose global functions would join the overload sets of a shader.
 //
 // The executor runs each thread of a threadgroup on a fiber. All fibers of a host thread have their stacks in
@@ -52,7 +52,7 @@ struct Operation {
 };
 
 // A matrix product that all lanes of a simdgroup have asked for, or some so far. Lanes do not wait for it:
-// they go on and the product is computed before any of them waits for anything, or looks at its result.
+// they continue, and the product is computed before any of them waits for anything, or looks at its result.
 struct alignas(64) MatrixProduct {
   float a[64], b[64], c[64];  // operands, row by row; c where `addend` is below 0
   void* targets[kLanes];      // the simdgroup_matrix of each lane that takes the result; null: none any more

@@ -97,8 +97,8 @@ void AccessRecorder::add_threadgroup_variable(const char* name, std::uintptr_t b
   variables_.push_back({name, begin, begin + bytes});
 }
 
-// Of several bindings that hold the range, the one that begins last: two tensors of one buffer are told
-// apart.
+// Of several bindings that hold the range, the one that begins last: two tensors of one buffer are
+// distinguished.
 const Binding* AccessRecorder::find(std::uintptr_t address, std::size_t bytes) const {
   const Binding* found = nullptr;
   for (const Binding& binding : *bindings_) {

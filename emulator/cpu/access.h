@@ -20,8 +20,8 @@ struct Binding {
   std::size_t offset = 0;  // of begin in its allocation
 };
 
-// What the running kernel reads and writes, by binding. Each host thread has its own; their ranges are
-// merged.
+// Collects what the running kernel reads and writes, by binding. Each host thread has its own; their ranges
+// are merged.
 class AccessRecorder {
  public:
   AccessRecorder() = default;
@@ -68,7 +68,7 @@ class AccessRecorder {
 // The recorder of the threadgroup that the calling host thread runs.
 void set_current_recorder(AccessRecorder* recorder);
 
-// "file:line" of an instruction where debug information and a symbolizer are at hand, else the module and
+// "file:line" of an instruction where debug information and a symbolizer are available, else the module and
 // offset.
 std::string source_location(const void* instruction);
 

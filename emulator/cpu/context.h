@@ -13,7 +13,7 @@
 #include <sanitizer/tsan_interface.h>
 #endif
 
-// Saves the callee-saved registers on the stack and the stack pointer in *from, and goes on at `to`.
+// Saves the callee-saved registers on the stack and the stack pointer in *from, and continues at `to`.
 extern "C" void metal_emulator_switch(void** from, void* to) asm("metal_emulator_switch");
 
 namespace metal_emulator::cpu {

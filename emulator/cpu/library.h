@@ -8,7 +8,7 @@
 
 namespace metal_emulator::cpu {
 
-// What Kernel::entry points to.
+// The object that Kernel::entry points to.
 struct KernelEntry {
   const abi::Kernel* plain = nullptr;
   const abi::Kernel* checked = nullptr;  // null where the shaders were built without

@@ -97,7 +97,8 @@ void ThreadgroupRunner::reset_fibers() {
   }
 }
 
-// What suspended threads did, who never come to an end that the next threadgroup is behind.
+// Destroys the sanitizer's fibers: those of suspended threads never end, so the next threadgroup could not
+// come after them.
 void ThreadgroupRunner::forget() {
 #if METAL_EMULATOR_TSAN
   for (void*& fiber : tsan_fibers_) {
@@ -176,7 +177,7 @@ void ThreadgroupRunner::place_threadgroup_memory() {
   }
 }
 
-// What all threads of the threadgroup are told of it, and the place of each.
+// Sets the built-in arguments: those that all threads of the threadgroup share, and the place of each.
 void ThreadgroupRunner::place_threads() {
   const Dim3 full = work_->group, grid = work_->grid, total = work_->threads;
   abi::Invocation& invocation = header_->invocation;
@@ -215,8 +216,8 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   place_threads();
 #if METAL_EMULATOR_TSAN
   reset_fibers();  // a fiber for each thread, so that no order is seen where there is none
-  // Each is made here: one that another fiber made would begin behind all that the other did so far. They
-  // serve later threadgroups, too, which begin behind the end of this one.
+  // Each is made here: one that another fiber made would begin after all that the other did so far. They
+  // serve later threadgroups, too, which begin after the end of this one.
   for (unsigned i = 0; i < count_; i++) {
     if (!tsan_fibers_[i]) tsan_fibers_[i] = __tsan_create_fiber(0);
     threads_[i].simdgroup_barriers = 0;
@@ -515,8 +516,8 @@ void ThreadgroupRunner::release_barrier() {
   barriers_++;
 }
 
-// Nobody can run. In active-lane mode, the lanes that wait at the foremost line of a simdgroup go on without
-// the others, and a barrier opens when all that have not returned wait for it or for lanes behind it.
+// Nobody can run. In active-lane mode, the lanes that wait at the foremost line of a simdgroup continue
+// without the others, and a barrier opens when all that have not returned wait for it or for lanes that do.
 int ThreadgroupRunner::resolve() {
   if (!active_lanes_) fail_waiting("deadlock: not all threads reach the same operation");
   bool progress = false;

@@ -1,10 +1,10 @@
-// What shaders compiled for NVIDIA GPUs and the CUDA executor share: plain types, without any header of the
+// Shared by shaders compiled for NVIDIA GPUs and the CUDA executor: plain types, without any header of the
 // standard library.
 //
 // A kernel takes one structure by value: where its threadgroups lie in the grid, then a slot for each buffer
 // or threadgroup argument in the order of its declaration, then the bytes of `constant` references. A slot is
 // an address, or an offset into threadgroup memory. Every kernel is compiled twice: an entry that takes its
-// `constant` references by value, as setBytes gives them, and one that finds all of them behind addresses.
+// `constant` references by value, as setBytes gives them, and one that takes the address of each.
 #pragma once
 
 namespace metal_emulator::cuda {
@@ -22,7 +22,7 @@ struct Geometry {
 
 inline constexpr unsigned kSlotBytes = 8;
 inline constexpr unsigned kInlineAlignment = 16;
-inline constexpr unsigned kMaxInlineBytes = 1024;  // of one reference; larger ones are behind an address
+inline constexpr unsigned kMaxInlineBytes = 1024;  // of one reference; larger ones are passed by address
 
 constexpr unsigned align_up(unsigned value) {
   return (value + kInlineAlignment - 1) / kInlineAlignment * kInlineAlignment;

@@ -183,8 +183,8 @@ class CudaExecutor final : public Executor {
     std::function<void(Completion)> done;
     Completion completion;
     Event start = nullptr, end = nullptr;
-    std::vector<Event> marks;    // in timed mode, before each dispatch and behind the last
-    std::vector<Address> bytes;  // of setBytes that kernels find behind an address
+    std::vector<Event> marks;    // in timed mode, before each dispatch and after the last
+    std::vector<Address> bytes;  // of setBytes that kernels take by address
   };
 
   std::shared_ptr<Program> program_of(const ShaderLibrary& library, const Kernel& kernel,
@@ -198,7 +198,7 @@ class CudaExecutor final : public Executor {
     return program;
   }
 
-  // What is freed now need not be when somebody waits for the end.
+  // Memory that is freed now need not be freed when somebody waits for the end.
   static void keep_memory_alone(Running& running) {
     const auto keep = [&](BoundBuffer& buffer) {
       if (buffer.allocation) running.memory.push_back(std::move(buffer.allocation));
@@ -264,7 +264,7 @@ class CudaExecutor final : public Executor {
     }
   }
 
-  // The first command behind the barrier that follows `count` commands.
+  // The first command after the barrier that follows `count` commands.
   static std::size_t end_of_stage(const std::vector<Command>& commands, std::size_t count) {
     std::size_t end = std::min(count, commands.size());
     while (end < commands.size() && !commands[end].after_barrier) end++;
@@ -328,7 +328,7 @@ class CudaExecutor final : public Executor {
                              command.pipeline->kernel->name + "': " + why);
   }
 
-  // Puts the bytes of setBytes where a kernel finds them behind an address.
+  // Puts the bytes of setBytes where a kernel takes them by address.
   Address upload(Running& running, const std::vector<std::byte>& bytes) {
     Address address = 0;
     METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), stream_);
@@ -446,7 +446,7 @@ class CudaExecutor final : public Executor {
     Completion completion = std::move(running.completion);
     const Result result = Driver::get().cuEventSynchronize(running.end);
     if (result != 0 && completion.error.empty()) {
-      completion.error = "a kernel failed on the GPU, which cannot go on: " + describe(result);
+      completion.error = "a kernel failed on the GPU, which cannot continue: " + describe(result);
     }
     completion.end_seconds = completion.start_seconds;
     if (result != 0) return completion;

@@ -72,7 +72,7 @@ Function Program::compile(Variant variant) const {
   replace_all(assembly, "%nsmid", variant.partial ? "1" : "0");
   if (device_.capability() >= 90) {
     // The next kernel is brought to the multiprocessors while this one runs, and waits for its memory there.
-    // Not before this one's own memory is ready: else those behind the next come as well, and take places.
+    // Not before this one's own memory is ready: else those after the next come as well, and take places.
     replace_all(assembly, ".target sm_80", ".target sm_90");
     replace_all(assembly, "// await", "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
   }

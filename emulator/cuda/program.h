@@ -19,7 +19,7 @@ struct Variant {
   auto operator<=>(const Variant&) const = default;
 };
 
-// What the parameters of a kernel are: see abi.h.
+// The kinds of parameters of a kernel: see abi.h.
 struct ParameterLayout {
   struct Place {
     unsigned slot;       // offset of the slot

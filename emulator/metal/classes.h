@@ -1,5 +1,5 @@
-// The Objective-C classes behind Metal's protocols, as they see each other. Encoding is on the way of every
-// token, so encoders look at what others have instead of sending them messages.
+// The Objective-C classes that implement Metal's protocols, as they see each other. Encoding is on the way of
+// every token, so encoders look at what others have instead of sending them messages.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -39,7 +39,7 @@ inline std::string to_string(NSString* text) {
   return text ? text.UTF8String : "";
 }
 NSError* make_error(NSErrorDomain domain, NSInteger code, const std::string& message);
-// The object behind a protocol; throws ValidationError when it is none of the emulator's.
+// The object that implements a protocol; throws ValidationError when it is none of the emulator's.
 template <typename T>
 T* checked_cast(id object, const char* call) {
   static const Class exact = [T class];

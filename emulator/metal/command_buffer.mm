@@ -148,7 +148,7 @@ struct Running {
 - (void)submit {
   State& state = State::get();
   state.begin_work();
-  // What is found out when they have run needs the commands.
+  // Checks after they have run need the commands.
   std::vector<Command> commands = _describes ? _encoded.commands : std::exchange(_encoded, {}).commands;
   const auto fault = state.next_command_buffer_fault();
   if (fault) truncate(commands, fault->dispatches);
@@ -267,7 +267,7 @@ struct Running {
   if (_describes) _encoded.bindings.push_back(std::move(bindings));
 }
 - (void)encodeBarrier:(EncodedBarrier)barrier {
-  if (!_describes) return;  // commands say for themselves that they stand behind one
+  if (!_describes) return;  // commands say for themselves that they come after one
   _encoded.barriers.push_back(std::move(barrier));
 }
 - (BOOL)describesBindings {

@@ -1,4 +1,4 @@
-// What all encoders share, and the blit encoder.
+// The part that all encoders share, and the blit encoder.
 #include "classes.h"
 
 using metal_emulator::BufferState;

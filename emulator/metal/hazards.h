@@ -24,9 +24,9 @@ struct Access {
 
 class HazardTracker {
  public:
-  // What is known of a range. kBound: from the bound offset to the end of the buffer, of which a kernel uses
-  // what it likes; bindings of a buffer at different offsets are taken to be different parts of it, and only
-  // those at the same offset to meet. kTouched: the bytes that were really touched.
+  // How exactly a range is known. kBound: from the bound offset to the end of the buffer, of which a kernel
+  // uses what it likes; bindings of a buffer at different offsets are taken to be different parts of it, and
+  // only those at the same offset to meet. kTouched: the bytes that were really touched.
   enum class Known { kBound, kTouched };
   explicit HazardTracker(Known known) : known_(known) {}
 

@@ -1,4 +1,4 @@
-// Host memory for buffers, with guards behind its end.
+// Host memory for buffers, with guards after its end.
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -73,7 +73,7 @@ struct Guards {
   }
 };
 
-// Pages with an inaccessible stretch behind them. A whole megabyte of guard catches strided accesses as well.
+// Pages with an inaccessible stretch after them. A whole megabyte of guard catches strided accesses as well.
 constexpr std::size_t kGuardBytes = 1 << 20;
 
 class GuardedAllocation final : public Allocation {
@@ -137,7 +137,7 @@ void* map_inaccessible(std::size_t bytes) {
   return address == MAP_FAILED ? nullptr : address;
 }
 
-// A second view of shared pages with a guard behind it; null where they cannot be mapped twice.
+// A second view of shared pages with a guard after it; null where they cannot be mapped twice.
 void* map_again(void* memory, std::size_t bytes) {
 #if defined(__linux__)
   void* place = map_inaccessible(bytes + kGuardBytes);
@@ -152,7 +152,7 @@ void* map_again(void* memory, std::size_t bytes) {
   return nullptr;
 }
 
-// What the signal handler leaves for `landing`, which runs in the place of the faulting instruction.
+// Left by the signal handler for `landing`, which runs instead of the faulting instruction.
 struct Fault {
   GuardHandler handler = nullptr;
   const Allocation* missed = nullptr;

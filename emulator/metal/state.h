@@ -15,8 +15,8 @@
 
 namespace metal_emulator {
 
-// What a buffer is beside its Objective-C object: command buffers hold it while they run, whoever frees the
-// object.
+// The state of a buffer, separate from its Objective-C object: command buffers hold it while they run,
+// whoever frees the object.
 struct BufferState {
   std::shared_ptr<Allocation> allocation;
   BufferInfo info;
@@ -37,8 +37,8 @@ class State {
 
   Executor& executor() { return *executor_; }
   // Whether misuse that a Mac finds with its validation layer only, or not at all, is looked for: what
-  // commands without order do to the same memory, and what was done to buffers behind a command buffer's
-  // back.
+  // commands without order do to the same memory, and what was done to buffers without a command
+  // buffer's knowledge.
   bool validates() const { return validates_; }
   ExecutorOptions options();
   void set_options(const ExecutorOptions& options);

@@ -12,7 +12,7 @@
 
 namespace metal_emulator {
 
-// What one command buffer does to untracked buffers.
+// How one command buffer uses untracked buffers.
 class UntrackedUse {
  public:
   explicit UntrackedUse(const void* queue) : queue_(queue) {}

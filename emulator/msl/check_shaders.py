@@ -59,14 +59,14 @@ def diagnostics(lines: list[str]) -> list[str]:
 
 
 def precompile(folder: Path, metal_version: int) -> list[str]:
-    """Compile the shim, once for all sources, and return the command that checks a source behind it.
+    """Compile the shim, once for all sources, and return the command that checks a source after it.
 
     The syntax tree of such a source has no more of the shim than it uses.
     """
     header, compiled = folder / "prologue.h", folder / "prologue.pch"
     header.write_text(PROLOGUE, encoding="utf-8")
     flags = [find_clang(), *FLAGS, f"-D__METAL_VERSION__={metal_version}"]
-    with open(compiled, "wb") as output:  # beside -fsyntax-only, -o has no effect
+    with open(compiled, "wb") as output:  # together with -fsyntax-only, -o has no effect
         subprocess.run([*flags, "-Xclang", "-emit-pch", str(header)], stdout=output, check=True)
     return [*flags, "-Xclang", "-include-pch", "-Xclang", str(compiled)]
 

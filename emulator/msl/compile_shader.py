@@ -38,7 +38,7 @@ FLAGS = [*LANGUAGE, "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
 PTX_FLAGS = [*LANGUAGE, "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
              "-Xclang", "+ptx78", "--cuda-path=/dev/null", "-nostdinc", "-fconvergent-functions",
              "-mllvm", "-inline-threshold=100000", "-Wno-unknown-cuda-version", "-S"]  # fmt: skip
-# Without the last option the store of "+=" would go uncounted behind its load.
+# Without the last option the store of "+=" would go uncounted after its load.
 CHECKED = ["-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0",
            "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm",
            "-asan-kernel-mem-intrinsic-prefix=1", "-mllvm", "-asan-opt-same-temp=0"]  # fmt: skip

@@ -51,7 +51,7 @@ struct IvarList {
   Ivar ivars[];
 };
 
-// What objc_slot_lookup_super returns; compiled code reads `implementation`.
+// The result of objc_slot_lookup_super; compiled code reads `implementation`.
 struct Slot {
   Class* owner;
   Class* cached_for;

@@ -123,7 +123,7 @@ void run_on_ivars(Class* cls, Object* object, const char* name, bool superclass_
   if (!superclass_first) run_on_ivars(cls->superclass, object, name, superclass_first);
 }
 
-// What messages found last, by class and selector.
+// Methods that messages found last, by class and selector.
 constexpr std::size_t kCachedMethods = 1024;
 std::array<std::atomic<const FoundMethod*>, kCachedMethods> method_cache;
 

@@ -1,4 +1,4 @@
-// What the parts of the test module share: Metal's objects as Python sees them.
+// Shared by the parts of the test module: Metal's objects as Python sees them.
 #pragma once
 
 // Python's headers first: they use names that Foundation defines as macros.
@@ -84,7 +84,7 @@ struct BlitEncoder {
   id<MTLBlitCommandEncoder> object;
 };
 
-// Sets an object free within a pool, so that nothing stays behind in one of an outer scope.
+// Sets an object free within a pool, so that nothing remains in one of an outer scope.
 template <typename T>
 void release(T& self) {
   const AutoreleasePool pool;

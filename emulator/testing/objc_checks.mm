@@ -1,4 +1,5 @@
-// What programs rely on in Objective-C and Foundation, each a function that throws when it does not hold.
+// Properties of Objective-C and Foundation that programs rely on, each a function that throws when it does
+// not hold.
 #include "metal_objects.h"
 
 #include <nanobind/stl/string.h>

@@ -44,7 +44,7 @@ def find_clang() -> str | None:
 
 
 class KernelError(Exception):
-    """What the executor said about a dispatch that failed."""
+    """The executor's report of a dispatch that failed."""
 
 
 class _Buffer(ctypes.Structure):
@@ -94,7 +94,7 @@ class Offset:
 
 @dataclass
 class Run:
-    """What a dispatch reports."""
+    """The report of a dispatch."""
 
     threads: int
     barriers: int

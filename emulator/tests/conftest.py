@@ -1,4 +1,4 @@
-"""What the tests of the emulator share."""
+"""Fixtures that the tests of the emulator share."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_kernels_need_nothing_but_the_driver(tmp_path: Path) -> None:
 
 
 def test_the_executor_compiles(tmp_path: Path) -> None:
-    """Builds leave it out unless they are asked for it, so that its code could fall behind the contract."""
+    """Builds leave it out unless asked, so that its code could miss changes of the contract."""
     folder = EMULATOR / "cuda"
     unit = tmp_path / "executor.cpp"
     unit.write_text("".join(f'#include "{path}"\n' for path in sorted(folder.glob("*.cpp"))))

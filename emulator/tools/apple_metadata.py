@@ -1,4 +1,4 @@
-"""What PyPI's bindings of Apple's frameworks know: selectors with their types, enum values, constants.
+"""The knowledge of PyPI's bindings of Apple's frameworks: selectors with their types, enum values, constants.
 
 The wheels of pyobjc are read as zip files; nothing in them is run or installed.
 """

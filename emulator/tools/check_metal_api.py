@@ -61,7 +61,7 @@ NOT_EXPORTED = {"NSMakeRange", "NSNotFound"}
 
 @dataclass
 class Declared:
-    """What the headers declare."""
+    """Declarations of the headers."""
 
     protocols: dict[str, dict[str, str]] = field(default_factory=dict)  # "-selector" to type encoding
     classes: dict[str, list[str]] = field(default_factory=dict)  # selectors

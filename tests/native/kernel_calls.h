@@ -9,7 +9,7 @@
 
 namespace metal_prefill::cpu::calls {
 
-// A view of rows that lie one behind the other; a vector has one dimension only.
+// A view of rows that lie one after another; a vector has one dimension only.
 template <typename T, int kDimensions>
 class Array {
  public:
@@ -43,7 +43,7 @@ QuantizedRows quantize(const std::string& set, const Matrix& x, int first);
 // out[i, 32 * g + r] for tokens first + i, i < len(x). `out` may be wider: what is beyond the groups stays.
 void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weight, int rows, const Matrix& x,
                    int first, OutMatrix out);
-// weight [32, padded], x [tokens, padded] with zeros behind `cols`.
+// weight [32, padded], x [tokens, padded] with zeros after `cols`.
 void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out);
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);

@@ -232,7 +232,7 @@ class CastRewriter:
             tokens[index].out, tokens[closing].out = "::msl::braced(", ")"
 
     def _rewrite_constructor(self, index: int, bodies: list[tuple[int, int]]) -> int:
-        """Rewrite ``T(...)`` or ``T name(...)`` at index; return where to go on."""
+        """Rewrite ``T(...)`` or ``T name(...)`` at index; return where to continue."""
         tokens = self.tokens
         if tokens[index].text in ("const", "return") or tokens.at(index) in EXPRESSION_WORDS:
             return index + 1

@@ -20,7 +20,7 @@ class Declaration:
     kind
         'namespace', 'class', 'enum', 'alias' (using, typedef), 'function' or 'variable'.
     head
-        Index of the first token behind template heads.
+        Index of the first token after template heads.
     head_end
         Index of the token that ends the head: ``{``, ``;``, ``=``, or the ``:`` of constructor initializers.
     body

@@ -114,7 +114,7 @@ class FunctionConstant:
 
 @dataclass(slots=True)
 class Program:
-    """What a source offers to the host."""
+    """Kernels and function constants that a source offers to the host."""
 
     kernels: list[Kernel] = field(default_factory=list)
     instantiations: list[Instantiation] = field(default_factory=list)

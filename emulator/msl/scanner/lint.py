@@ -1,4 +1,4 @@
-"""What Metal forbids and a C++ compiler would accept, found in the tokens of a source."""
+"""Finds in the tokens of a source what Metal forbids and a C++ compiler would accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the assembly of a source for NVIDIA GPUs apart: one module for each kernel.
+"""Splits the assembly of a source for NVIDIA GPUs: one module for each kernel.
 
 The driver compiles a module when it is loaded. With a module for each kernel it compiles those that are used.
 """

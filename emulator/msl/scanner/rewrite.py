@@ -88,7 +88,7 @@ def _opencl_keywords(tokens: TokenList) -> None:
 
 
 def _address_spaces(tokens: TokenList, check: bool) -> None:
-    """Translate or erase address spaces; those behind a member function's parameters qualify ``this``."""
+    """Translate or erase address spaces; those after a member function's parameters qualify ``this``."""
     for index, token in enumerate(tokens):
         if token.text not in ERASED_SPACES or tokens.at(index - 1) in (".", "->", "::"):
             continue
@@ -165,7 +165,7 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
         if token.text != "threadgroup" or before not in (";", "{", "}", ")", "const", "constexpr"):
             continue
         if tokens.at(index + 1) in ("=", ":", "{", ";", "const", "noexcept"):
-            continue  # behind a member function's parameters
+            continue  # after a member function's parameters
         end, pointer = index, False
         while end < len(tokens) and tokens[end].text not in (";", "{", "}", "(", ")", "="):
             pointer = pointer or tokens[end].text in ("*", "&")

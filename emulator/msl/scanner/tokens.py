@@ -1,7 +1,7 @@
 """Tokens of a preprocessed Metal source.
 
 Passes rewrite a source by changing the ``out`` text of its tokens. White space, comments and line markers
-travel with the token behind them and are never changed, so the output has the lines of the input.
+travel with the token after them and are never changed, so the output has the lines of the input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# Macros in the count of an unrolled loop are no longer known behind the preprocessor. It is a hint: it goes.
+# Macros in the count of an unrolled loop are no longer known after the preprocessor. The count is only a
+# hint, so it is removed.
 UNROLL_COUNT = re.compile(
     r"#\s*pragma\s+(?:clang\s+loop\s+)?unroll(?:_count)?\s*\(?\s*(?!enable|full|disable)[^()\s\d]"
 )

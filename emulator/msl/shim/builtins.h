@@ -71,7 +71,7 @@ MSL_INLINE T __metal_get_simdgroup_size(T) {
   return 32;
 }
 
-// What simdgroups exchange: numbers and vectors of them.
+// Types that simdgroups exchange: numbers and vectors of them.
 template <class T>
 struct __is_valid_simdgroup_type
     : metal::bool_constant<(msl::Shape<T>::width > 1 || metal::is_arithmetic_v<T>)&&!metal::is_same_v<T, bool>> {};

@@ -1,4 +1,4 @@
-// Matrix products on fibers. A lane puts its elements into the queue of its simdgroup and goes on; the
+// Matrix products on fibers. A lane puts its elements into the queue of its simdgroup and continues; the
 // products are computed, for all lanes at once, before a lane looks at a result or waits for anything else. A
 // loop of products then costs no switches between lanes.
 #pragma once
@@ -94,7 +94,7 @@ struct FragmentLayout {
   uint pending;
 };
 static_assert(__builtin_offsetof(FragmentLayout, pending) == 8,
-              "pending lies behind eight bytes of elements");
+              "pending lies after eight bytes of elements");
 
 template <class T>
 struct ElementType {

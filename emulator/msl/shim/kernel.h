@@ -106,7 +106,7 @@ MSL_INLINE T index_value(uint index, uint threads, uint dispatched) {
   return static_cast<T>(value);
 }
 
-// What a pointer or reference parameter points to.
+// The type that a pointer or reference parameter points to.
 template <class T>
 struct Pointee {
   typedef char type;

@@ -17,7 +17,7 @@ template <class T>
 MSL_INLINE ::vec<T, 2> transpose(::vec<T, 2> pair) {
   if constexpr (sizeof(T) == 2) {
     return __builtin_bit_cast(::vec<T, 2>, transpose_halves(__builtin_bit_cast(uint, pair)));
-  } else {  // low and high halves apart
+  } else {  // low and high halves separately
     const ::uint2 bits = __builtin_bit_cast(::uint2, pair);
     const uint low = transpose_halves((bits.x & 0xffffu) | bits.y << 16);
     const uint high = transpose_halves(bits.x >> 16 | (bits.y & 0xffff0000u));
