@@ -1,4 +1,4 @@
-"""What all tests share: devices, the model in the box, small synthetic models."""
+"""Shared by all tests: devices, the bundled model, small synthetic models."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
-    """Path of the model in the box."""
+    """Path of the bundled model."""
     return metal_prefill.default_model_path()
 
 
 @pytest.fixture
 def demo(device: str, demo_path: Path) -> Iterator[Model]:
-    """Open the model in the box on each device."""
+    """Open the bundled model on each device."""
     with Model(demo_path, device=device) as model:
         yield model

@@ -215,7 +215,7 @@ def errors_know_nothing_of_the_package(sources: Sources) -> list[str]:
     ]
 
 
-# What each rule must find where a line is added to a file.
+# For each rule, lines that it must find where they are added to a file.
 PLANTED: dict[Rule, list[tuple[str, str]]] = {
     the_engines_do_not_know_each_other: [
         ("cpp/cpu/engine.cpp", '#include "../metal/ops.h"'),

@@ -1,4 +1,4 @@
-"""What a build does with a compiler that cannot build the kernels of an instruction set."""
+"""Builds with a compiler that cannot build the kernels of an instruction set."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SYSTEM = {"role": "system", "content": "A room in the castle."}
 
 @pytest.fixture
 def model(demo_path: Path) -> Iterator[Model]:
-    """Open the model in the box on the CPU: most of what follows does not depend on the engine."""
+    """Open the bundled model on the CPU: most tests here do not depend on the engine."""
     with Model(demo_path, device="cpu") as opened:
         yield opened
 

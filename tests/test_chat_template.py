@@ -91,7 +91,7 @@ def test_a_conversation_becomes_the_tokens_of_its_template(tokenizer_with: GGUFM
 
 
 def test_a_later_turn_begins_with_the_earlier_ones(tokenizer_with: GGUFMaker) -> None:
-    """What makes the cache reusable turn by turn."""
+    """The cache is reusable turn by turn because of this."""
     tokenizer = tokenizer_with(CHATML)
     first = tokenizer.apply_chat_template(USER_HI)
     answered = [*USER_HI, {"role": "assistant", "content": "the answer"}, *USER_HI]

@@ -121,7 +121,7 @@ def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
     assert time_of(chip, replace(idle, core_bytes=64_000)).core == pytest.approx(1)
     # Four simdgroups on four schedulers: 1,000 FMA each are 1,000 cycles.
     assert time_of(chip, replace(idle, ops=Ops(alu=1000))).issue == pytest.approx(1)
-    # Conversions have a pipeline that gives one in four cycles, beside which two other instructions fit.
+    # Conversions have a pipeline that gives one in four cycles; two other instructions fit in that time.
     assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=500))).issue == pytest.approx(1)
     assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=600))).issue == pytest.approx(1.1)
     # Ten accesses, each waiting for the one before, at 342 ns.

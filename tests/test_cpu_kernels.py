@@ -62,8 +62,8 @@ def guarded(rows: int, cols: int) -> Floats:
 
 def inside(out: Floats, rows: int, cols: int) -> Floats:
     """Return the output of `guarded`; fails where the frame was written or a value was not."""
-    assert np.all(out[rows:] == SENTINEL), "wrote behind the last row"
-    assert np.all(out[:, cols:] == SENTINEL), "wrote behind the last column"
+    assert np.all(out[rows:] == SENTINEL), "wrote after the last row"
+    assert np.all(out[:, cols:] == SENTINEL), "wrote after the last column"
     assert not np.isnan(out[:rows, :cols]).any(), "left a value unwritten"
     return out[:rows, :cols]
 

@@ -1,4 +1,4 @@
-"""What becomes of calls under way when their process exits."""
+"""Calls under way when their process exits."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_views_outlive_the_file(write: Callable[[bytes], Path]) -> None:
     ids=[
         "nothing in it", "version 2", "no tensors", "key beyond ASCII", "longest key", "deepest array",
         "longest tensor name", "four dimensions", "offsets out of order", "gap between tensors",
-        "smallest alignment", "large alignment", "bytes behind the last tensor",
+        "smallest alignment", "large alignment", "bytes after the last tensor",
     ],
 )  # fmt: skip
 def test_unusual_but_valid_files_are_read(write: Callable[[bytes], Path], content: bytes) -> None:

@@ -96,7 +96,7 @@ def test_every_block_is_a_snippet_or_its_output() -> None:
     assert set(languages) == {"python", "sh", "text"}
     assert text.count("```") == 2 * len(languages)
     outputs = [s for s in snippets() if s.output is not None]
-    assert languages.count("text") == len(outputs), "an output stands behind no snippet"
+    assert languages.count("text") == len(outputs), "an output follows no snippet"
 
 
 def test_the_guide_runs_from_top_to_bottom(tmp_path: Path, demo_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the compiler made of the tile configurations of AMX, read from the extension: no processor needed."""
+"""Tile configurations of AMX as the compiler made them, read from the extension: no processor needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tools/test_processor.py` says of a step that fails."""
+"""Messages of `tools/test_processor.py` about a step that fails."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PUBLIC = {
     "metal_prefill.tokenizer": ["Tokenizer"],
 }
 PROGRAMS = {"metal_prefill.bench.__main__"}  # run by `python -m`
-# What looks into a pass of the GPU, and predicts it: reached by the commands `trace` and `predict`.
+# Modules that look into a pass of the GPU, and predict it: reached by the commands `trace` and `predict`.
 OF_THE_GPU = ("metal_prefill.cost_model", "metal_prefill.dispatches", "metal_prefill.trace")
 
 

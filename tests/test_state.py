@@ -1,4 +1,4 @@
-"""Saved sessions: what is loaded goes on bit for bit, and what does not belong is refused by name."""
+"""Saved sessions: a loaded one continues bit for bit, and one that does not belong is refused by name."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path)
     base = _state.fingerprint(demo.gguf)
     seen = {base}
     places = [
-        demo.path.read_bytes().index(b"general.name") + 12 + 4 + 8,  # behind key, type and length: a letter
+        demo.path.read_bytes().index(b"general.name") + 12 + 4 + 8,  # after key, type and length: a letter
         *(t.offset for t in demo.gguf.tensors.values()),
         *(t.offset + t.nbytes - 1 for t in demo.gguf.tensors.values()),
     ]

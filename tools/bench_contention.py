@@ -1,13 +1,13 @@
 """How much speed another process on one of the cores costs.
 
-Samples alternate: alone, then beside a process that keeps one core busy. The system gives that process half
-of its core, so what degrades in proportion keeps (cores - 1/2) / cores of its speed: three quarters on two
-cores. An engine whose threads wait for the one that is off its core keeps less than half, or far less where
-they spin.
+Samples alternate: alone, then together with a process that keeps one core busy. The system gives that
+process half of its core, so what degrades in proportion keeps (cores - 1/2) / cores of its speed: three
+quarters on two cores. An engine whose threads wait for the one that is off its core keeps less than half,
+or far less where they spin.
 
-What this machine really leaves is measured beside it, with work that cannot be divided better: loops of
-products in registers, in small pieces that depend on nothing, taken by as many threads. Where two of its
-processors share a core, or the scheduler is unfair, those lose more than their share too.
+The share that this machine really leaves is measured in the same way, with work that cannot be divided
+better: loops of products in registers, in small pieces that depend on nothing, taken by as many threads.
+Where two of its processors share a core, or the scheduler is unfair, those lose more than their share too.
 
     python tools/bench_contention.py [MODEL] [--prompt N] [--threads N] [--rounds N]
 """
@@ -128,7 +128,7 @@ def main() -> None:
     fair = (len(cores) - 0.5) / len(cores)
     engine, pieces = (kept(alone[name], beside[name]) for name in subjects)
     before, after = statistics.median(alone["engine"]), statistics.median(beside["engine"])
-    print(f"alone {before:.0f} tok/s, beside another {after:.0f} tok/s")
+    print(f"alone {before:.0f} tok/s, next to another {after:.0f} tok/s")
     print(f"kept {describe(engine)}; independent pieces kept {describe(pieces)}; in proportion: {fair:.2f}")
     print(f"({args.threads} threads on {len(cores)} cores)")
 

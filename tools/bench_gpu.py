@@ -95,7 +95,7 @@ def decode(session: Session, count: int) -> float:
 
 
 def measure_decoding(path: Path, repeats: int, fused_norm: bool) -> Record:
-    """Return the speed of decoding behind a short prompt."""
+    """Return the speed of decoding after a short prompt."""
     with Model(path, device="metal", fused_norm=fused_norm) as model, model.session() as session:
 
         def fill() -> None:

@@ -4,7 +4,7 @@ Prints the tables of ``docs/accuracy.md``. Every engine is given the same tokens
 compared with those of the tests' float64 reference over the same dequantized weights::
 
     pip install . llama-cpp-python
-    python tools/compare_accuracy.py                  # the model in the box, and SmolLM-135M's shape
+    python tools/compare_accuracy.py                  # the bundled model, and SmolLM-135M's shape
     python tools/compare_accuracy.py model.gguf -n 300
     python tools/compare_accuracy.py model.gguf -f text.txt   # perplexity, in windows of 512 tokens
 """
@@ -37,7 +37,7 @@ Engines: TypeAlias = dict[str, Callable[[Tokens], Logits]]
 
 
 def ours(path: Path, tokens: Tokens, compute: str, kv_dtype: str) -> Logits:
-    """Logits of this package's CPU engine behind every token."""
+    """Logits of this package's CPU engine after every token."""
     with Model(path, device="cpu", compute=compute, kv_dtype=kv_dtype) as model:
         return np.array([model.forward_token(int(token)) for token in tokens], dtype=np.float64)
 
@@ -125,7 +125,7 @@ def compare_logits(name: str, path: Path, tokens: Tokens) -> None:
         if engine != "llama.cpp":
             print("|", " | ".join([engine, "llama.cpp", *comparison(logits, found["llama.cpp"])]), "|")
     print(
-        "\nWhere an engine's greedy token is not float64's, float64 has that token behind its own by at most:"
+        "\nWhere an engine's greedy token is not float64's, float64 has that token below its own by at most:"
     )
     print(
         "; ".join(f"{engine} {margin_where_different(logits, exact):.4f}" for engine, logits in found.items())
@@ -174,9 +174,7 @@ def main() -> None:
         compare_logits(path.name, path, random_tokens(path))
     if not arguments.models:
         with Model(device="cpu") as box:
-            compare_logits(
-                "The model in the box", default_model_path(), np.array(box.tokenizer.encode(VERSE))
-            )
+            compare_logits("The bundled model", default_model_path(), np.array(box.tokenizer.encode(VERSE)))
         with tempfile.TemporaryDirectory() as folder:
             path = synth.synthesize(Path(folder) / "smollm.gguf", preset="smollm-135m")
             compare_logits("SmolLM-135M's shape, random weights, random tokens", path, random_tokens(path))

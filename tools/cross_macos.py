@@ -43,7 +43,7 @@ class CheckError(Exception):
 
 @dataclass
 class MachO:
-    """What the load commands of a Mach-O file say."""
+    """Facts that the load commands of a Mach-O file state."""
 
     cpu: int = 0
     kind: int = 0
@@ -123,7 +123,7 @@ def check_extension(data: bytes) -> list[str]:
 
 
 def write_tools(folder: Path) -> None:
-    """Write the commands that CMake calls: zig's compiler and archiver behind the names of Apple's."""
+    """Write the commands that CMake calls: zig's compiler and archiver under the names of Apple's."""
     folder.mkdir(parents=True, exist_ok=True)
     zig = f'exec "{sys.executable}" -m ziglang'
     target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)

@@ -125,7 +125,7 @@ def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
 
 
 def record_perplexity() -> None:
-    """Compute the perplexity of the verse under the model in the box, as llama.cpp's perplexity tool does.
+    """Compute the perplexity of the verse under the bundled model, as llama.cpp's perplexity tool does.
 
     The windows do not overlap and begin with the token of beginnings; of each, the tokens at n / 2 + 1 to
     n - 1 count.

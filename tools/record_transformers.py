@@ -97,7 +97,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
         prefix = f"model.layers.{layer[1]}." if layer else ""
         data = np.array(tensor.data, dtype=np.float32)
         if part in ("attn_q", "attn_k") and model.architecture in ("llama", "smollm3"):
-            # The file has the two values of a rotated pair beside each other, transformers half a head apart.
+            # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
             pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
             data = pairs.swapaxes(1, 2).reshape(data.shape)
         if model.architecture == "gemma3" and "norm" in part:

@@ -1,4 +1,4 @@
-# What the setup scripts share: what the system has; to be sourced.
+# Shared by the setup scripts, to be sourced: questions about the system.
 
 # The clang that shaders and Arm kernels are built with.
 find_clang() {

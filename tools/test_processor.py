@@ -1,4 +1,4 @@
-"""Test the CPU engine on the processor at hand and say which instruction sets were run.
+"""Test the CPU engine on this processor and say which instruction sets were run.
 
 ``python tools/test_processor.py`` needs the package from a build with ``METAL_PREFILL_TESTING``, the folder
 of tests and pytest, but no compiler. It runs the tests of all kernels that this processor has and those of

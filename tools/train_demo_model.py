@@ -1,6 +1,6 @@
 # torch has no types that mypy is given here, so its classes and decorators are unknown to it.
 # mypy: allow-subclassing-any, allow-untyped-decorators, no-warn-return-any
-"""Train the model in the box: a small Llama on Shakespeare, written as a Q4_0 GGUF file.
+"""Train the bundled model: a small Llama on Shakespeare, written as a Q4_0 GGUF file.
 
     python tools/train_demo_model.py shakespeare.txt OUT.gguf
 

@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share. No test depends on how fast anything is."""
+"""Shared by the tests of benchmarks. No test depends on how fast anything is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: the tests of a benchmark, and the tokens that every engine gets."""
+"""The cases of a benchmark: its tests, and the tokens that every engine gets."""
 
 from __future__ import annotations
 

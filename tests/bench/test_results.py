@@ -92,7 +92,7 @@ def test_rows_have_the_fields_of_llama_bench(measured: BenchResults) -> None:
         tokens = row["n_prompt"] + row["n_gen"]
         assert row["samples_ts"] == pytest.approx([tokens * 1e9 / ns for ns in row["samples_ns"]])
         assert row["avg_ns"] == pytest.approx(sum(row["samples_ns"]) / 2)
-        assert row["n_prompt"] == 0 or row["n_gen"] == 0  # prefill and decode are apart
+        assert row["n_prompt"] == 0 or row["n_gen"] == 0  # prefill and decode are separate
 
 
 def test_rows_say_what_was_measured(measured: BenchResults, demo_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.kernel_harness import CONSTANTS, Array, Doubles, Output, Run, ceil_div, close, make_args, near
 
-POISON = 8  # rows of the cache behind the last token, which hold NaN
+POISON = 8  # rows of the cache after the last token, which hold NaN
 
 
 class Case:

@@ -1,4 +1,4 @@
-"""What the emulator's compilers say of the shaders, without running them."""
+"""Messages of the emulator's compilers about the shaders, without running them."""
 
 from __future__ import annotations
 

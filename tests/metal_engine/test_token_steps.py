@@ -130,7 +130,7 @@ def test_rope_append(run: Run, case: str, cache: type, tokens: int, position: in
     close(v_cache.check()[position:-1], v, bound)
     for written in (k_cache.array, v_cache.array):
         assert np.isnan(written[:position]).all(), "wrote at positions before its own"
-        assert np.isnan(written[-1:]).all(), "wrote at positions behind its own"
+        assert np.isnan(written[-1:]).all(), "wrote at positions after its own"
 
     keys_alone, args["skip_queries"] = Output([rows, k_dim], cache), 1
     out.array[...] = qkv

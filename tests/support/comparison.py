@@ -1,4 +1,4 @@
-"""What is compared with llama.cpp and transformers: texts and vocabularies to tokenize, models to compute.
+"""Compared with llama.cpp and transformers: texts and vocabularies to tokenize, models to compute.
 
 The tools that record their answers and the tests that compare with them share these definitions.
 """
@@ -57,7 +57,7 @@ a_b@example.org.
 
 
 def texts() -> list[str]:
-    """Texts that tell tokenizers apart."""
+    """Texts that distinguish tokenizers."""
     whitespace = [
         "",
         " ",

@@ -1,4 +1,4 @@
-"""What the kernel tests share: argument structs, random weights, guarded outputs and one way to dispatch."""
+"""Shared by the kernel tests: argument structs, random weights, guarded outputs and one way to dispatch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Output:
             self.array[...] = initial
 
     def check(self) -> Array:
-        """Return the array, after a look at the sentinels behind it."""
+        """Return the array, after a look at the sentinels that follow it."""
         assert (self.buffer[self._bytes :] == SENTINEL).all(), "written beyond the end"
         array: Array = self.array
         return array

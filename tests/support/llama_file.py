@@ -10,7 +10,7 @@ from support.gguf_bytes import ARRAY, F32, STRING, U32, array, entry, gguf, scal
 LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64
 HEAD = DIM // HEADS
 
-# What a test asks of an entry: value type and bytes, or None to leave it out.
+# A test's change of an entry: value type and bytes, or None to leave it out.
 Metadata = Mapping[str, tuple[int, bytes] | None]
 # Shape in NumPy order and number of the tensor type, or None to leave it out.
 Tensors = Mapping[str, tuple[Sequence[int], int] | None]

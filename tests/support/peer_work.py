@@ -1,4 +1,4 @@
-"""What other programs make the GPU do, as far as it is published, for the cost model to be held against.
+"""Work that other programs give the GPU, as far as it is published, for the cost model to be held against.
 
 The kernels are described by their published geometry, not by their speed.
 """

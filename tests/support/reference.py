@@ -20,7 +20,7 @@ Array: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Result:
-    """What a forward pass leaves.
+    """Results of a forward pass.
 
     Attributes
     ----------
