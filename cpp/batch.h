@@ -12,7 +12,7 @@
 
 namespace metal_prefill {
 
-// What one session is to compute, and what came of it.
+// The task of one session, and its result.
 struct Request {
   Session* session = nullptr;
   std::span<const TokenId> tokens;

@@ -13,7 +13,7 @@ namespace {
 constexpr int kTiles = 8;
 constexpr int kTileRowBytes = 64;
 
-// What `ldtilecfg` reads.
+// The 64 bytes that `ldtilecfg` reads.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1;
   std::uint8_t start_row = 0;

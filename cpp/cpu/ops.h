@@ -20,7 +20,7 @@ struct Best {
   int index = -1;  // -1: nothing but NaN was seen
 };
 
-// What a thread needs to itself.
+// Memory that each thread needs for itself.
 struct alignas(128) Scratch {
   Buffer weights;            // kGroupRows rows in float32
   std::vector<Best> best;    // of each row whose largest logit is wanted, among those this thread computed
