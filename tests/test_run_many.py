@@ -168,6 +168,14 @@ def test_a_file_that_was_cut_anywhere_is_completed(uneven: Path, tmp_path: Path,
     assert out.read_bytes() == data
 
 
+def test_nothing_of_a_cut_line_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    cut = json.dumps({"prompt": SPEAKERS[0], "continuation": "long " * 1000})[:-2]
+    out.write_text(cut, encoding="utf-8")
+    assert run("-p", SPEAKERS[0], "-n", "3", "-o", out) == 0
+    assert [line["continuation"] for line in read_lines(out)] == [alone(SPEAKERS[0], 3)]
+
+
 def test_results_that_are_there_are_not_computed_again(
     uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
