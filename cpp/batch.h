@@ -21,7 +21,7 @@ struct Request {
   float* logits = nullptr;           // kLogits: [vocab_size]
   std::span<const TokenId> targets;  // kLogProbs: [tokens.size()]
   float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
-  std::vector<Dispatch>* trace = nullptr;
+  Trace* trace = nullptr;
   Claim claim = 0;
 
   PromptResult result = {};

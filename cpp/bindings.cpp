@@ -24,6 +24,8 @@
 #include "cpu/python.h"
 #include "engine.h"
 #include "gil.h"
+#include "inspection.h"
+#include "metal/python.h"
 #include "tensors.h"
 
 #ifdef METAL_PREFILL_EMULATOR
@@ -381,20 +383,23 @@ void import_state(Session& session, const TokenArray& tokens, const std::vector<
   });
 }
 
-void bind_dispatch(nb::module_& m) {
-  nb::class_<Dispatch>(m, "Dispatch", "One dispatch of a GPU.")
-      .def_ro("kernel", &Dispatch::kernel)
-      .def_ro("layer", &Dispatch::layer, "-1 before the layers and after them.")
-      .def_prop_ro(
-          "grid", [](const Dispatch& self) { return std::tuple(self.grid[0], self.grid[1], self.grid[2]); },
-          "Threadgroups.")
-      .def_ro("threads", &Dispatch::threads, "Of a threadgroup.")
-      .def_ro("threadgroup_bytes", &Dispatch::threadgroup_bytes)
-      .def_ro("after_barrier", &Dispatch::after_barrier)
-      .def_ro("buffers", &Dispatch::buffers, "Labels, by binding.")
-      .def_prop_ro("args", [](const Dispatch& self) { return nb::bytes(self.args.data(), self.args.size()); })
-      .def_ro("start", &Dispatch::start, "Seconds of the GPU's clock.")
-      .def_ro("end", &Dispatch::end);
+void bind_inspector(nb::module_& m) {
+  nb::class_<SessionInspector>(m, "SessionInspector", "Looks into the passes of a session.")
+      .def("plan", &SessionInspector::plan, "tokens"_a, nb::call_guard<GilRelease>())
+      .def(
+          "trace",
+          [](SessionInspector& self, TokenArray tokens, nb::object progress) {
+            ProgressGuard guard(std::move(progress));
+            Trace trace;
+            const PromptResult result =
+                without_gil([&] { return self.trace(view(tokens), trace, guard.function()); });
+            guard.raise_pending();
+            return std::pair(result.token, std::move(trace.dispatches));
+          },
+          "tokens"_a, "progress"_a = nb::none())
+      .def("intermediate", &SessionInspector::intermediate, "name"_a, nb::call_guard<GilRelease>(),
+           "Return a buffer of the last call by its name in the forward pass; with METAL_PREFILL_DEBUG=1 "
+           "only.");
 }
 
 void bind_session(nb::module_& m) {
@@ -441,18 +446,6 @@ void bind_session(nb::module_& m) {
             return logits.release();
           },
           "token"_a)
-      .def("plan", &Session::plan, "tokens"_a, nb::call_guard<GilRelease>())
-      .def(
-          "trace",
-          [](Session& self, TokenArray tokens, nb::object progress) {
-            ProgressGuard guard(std::move(progress));
-            std::vector<Dispatch> dispatches;
-            const PromptResult result =
-                without_gil([&] { return self.trace(view(tokens), dispatches, guard.function()); });
-            guard.raise_pending();
-            return std::pair(result.token, std::move(dispatches));
-          },
-          "tokens"_a, "progress"_a = nb::none())
       .def_prop_ro("position", &Session::position)
       .def(
           "reuse",
@@ -468,9 +461,8 @@ void bind_session(nb::module_& m) {
            nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
       .def("import_state", &import_state, "tokens"_a, "rows"_a)
       .def("memory_bytes", &Session::memory_bytes)
-      .def("intermediate", &Session::intermediate, "name"_a, nb::call_guard<GilRelease>(),
-           "Return a buffer of the last call by its name in the forward pass; Metal with "
-           "METAL_PREFILL_DEBUG=1 only.")
+      .def("inspector", &SessionInspector::of, nb::keep_alive<0, 1>(),
+           "What looks into the session's passes; None where the engine makes no dispatches.")
       .def("stats", &Session::stats);
 }
 
@@ -490,7 +482,8 @@ NB_MODULE(_core, m) {
   }));
   bind_config(m);
   bind_engine(m);
-  bind_dispatch(m);
+  metal::bind_recordings(m);
+  bind_inspector(m);
   bind_session(m);
   nb::module_ machine =
       m.def_submodule("cpu", "What the processor can do: kernel sets, and limits to be timed.");

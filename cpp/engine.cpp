@@ -82,12 +82,6 @@ void Session::check_room(std::size_t position, std::size_t tokens) const {
                                " tokens exceeds the context of " + std::to_string(max_context_));
 }
 
-void Session::require_dispatches() const {
-  if (!engine_->makes_dispatches())
-    throw DeviceError("the engine '" + engine_->backend() +
-                      "' makes no dispatches to list or to time; use device='metal'");
-}
-
 PromptResult Session::run(const char* call, Request request, const Progress& progress) {
   request.session = this;
   run_batch(*engine_, {&request, 1}, call, progress);
@@ -126,39 +120,6 @@ TokenId Session::forward_token_greedy(TokenId token) {
 
 void Session::forward_token(TokenId token, float* logits) {
   run("forward_token", {.tokens = {&token, 1}, .output = Output::kLogits, .logits = logits}, {});
-}
-
-std::vector<Dispatch> Session::plan(int tokens) {
-  require_dispatches();
-  if (tokens < 1)
-    throw std::invalid_argument("a plan needs at least one token, got " + std::to_string(tokens));
-  const Turn::Hold turn(turn_, "plan");
-  const std::size_t position = tokens_.size();
-  check_room(position, std::size_t(tokens));
-  CallCounters counters;
-  cache_->reserve(int(position), int(position) + tokens, counters);
-  const std::vector<TokenId> unread(std::size_t(tokens), 0);
-  std::vector<Dispatch> dispatches;
-  for (int done = 0; done < tokens;) {
-    const int n = std::min(engine_->pass_rows(), tokens - done);
-    Chunk chunk;
-    chunk.tokens = std::span(unread).first(std::size_t(n));
-    chunk.position = int(position) + done;
-    chunk.cache = cache_.get();
-    done += n;
-    if (done == tokens) chunk.output = Output::kGreedy;
-    engine_->plan_chunk(chunk, dispatches);
-  }
-  const std::scoped_lock state(state_mutex_);
-  counters_ = {};
-  cache_bytes_ = cache_->bytes();
-  return dispatches;
-}
-
-PromptResult Session::trace(std::span<const TokenId> tokens, std::vector<Dispatch>& trace,
-                            const Progress& progress) {
-  require_dispatches();
-  return run("trace", {.tokens = tokens, .output = Output::kGreedy, .trace = &trace}, progress);
 }
 
 int Session::reuse(std::span<const TokenId> tokens) {
@@ -259,19 +220,10 @@ Stats Session::stats() const {
   return stats;
 }
 
-std::vector<float> Session::intermediate(const std::string& name) const {
-  const Turn::Share turn(turn_, "intermediate");
-  return engine_->read_intermediate(*cache_, name);
-}
-
 void Engine::check_token(TokenId token, std::size_t index) const {
   if (token < 0 || token >= config().vocab_size)
     throw std::invalid_argument("token id " + std::to_string(token) + " at index " + std::to_string(index) +
                                 " is outside the vocabulary of " + std::to_string(config().vocab_size));
-}
-
-std::vector<float> Engine::read_intermediate(const Cache&, const std::string& name) const {
-  throw std::invalid_argument("the " + backend() + " engine keeps no intermediate '" + name + "'");
 }
 
 std::unique_ptr<Session> Engine::session(int max_context) {

@@ -8,7 +8,6 @@
 // engine computes passes.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -76,20 +75,9 @@ enum class Output {
   kLogProbs,  // for every token of the chunk, the log probability of its target
 };
 
-// One dispatch of a GPU: what runs, over what, and, where it ran alone, when.
-struct Dispatch {
-  std::string kernel;
-  int layer = -1;                     // -1: before the layers or behind them
-  std::array<std::size_t, 3> grid{};  // threadgroups
-  std::size_t threads = 0;            // of a threadgroup
-  std::size_t threadgroup_bytes = 0;
-  bool after_barrier = false;        // waits for those before it
-  std::vector<std::string> buffers;  // labels, by binding
-  std::vector<std::byte> args;       // the kernel's struct of shaders/args.h
-  double start = 0, end = 0;         // seconds of the GPU's clock
-};
-
 class Cache;
+class PassInspector;  // inspection.h
+struct Trace;         // inspection.h
 
 // The next tokens of one session in a pass.
 struct Chunk {
@@ -97,11 +85,11 @@ struct Chunk {
   int position = 0;        // of tokens[0]
   Cache* cache = nullptr;  // of the session, with room for the tokens
   Output output = Output::kNone;
-  float* logits = nullptr;                 // kLogits: [vocab_size]
-  std::span<const TokenId> targets;        // kLogProbs: target of each token; a negative one is not asked for
-  float* log_probs = nullptr;              // kLogProbs: [tokens.size()]
-  std::vector<Dispatch>* trace = nullptr;  // where given: each dispatch runs alone and is noted there
-  TokenId token = -1;                      // kGreedy: filled in; stays -1 where every logit is NaN
+  float* logits = nullptr;           // kLogits: [vocab_size]
+  std::span<const TokenId> targets;  // kLogProbs: target of each token; a negative one is not asked for
+  float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
+  Trace* trace = nullptr;            // where given: each dispatch runs alone and is noted there
+  TokenId token = -1;                // kGreedy: filled in; stays -1 where every logit is NaN
 };
 
 // What one call did, for Session::stats().
@@ -180,13 +168,6 @@ class Session {
   TokenId forward_token_greedy(TokenId token);
   void forward_token(TokenId token, float* logits);
 
-  // The dispatches that forward_prompt of so many tokens would make from here. Nothing is computed. This and
-  // trace throw DeviceError on an engine that makes no dispatches.
-  std::vector<Dispatch> plan(int tokens);
-  // As forward_prompt, with each dispatch run alone, so that its time can be read; appends them to `trace`.
-  PromptResult trace(std::span<const TokenId> tokens, std::vector<Dispatch>& trace,
-                     const Progress& progress = {});
-
   // Keeps the longest beginning of `tokens` that is known, here or from other sessions, as the whole content,
   // and returns its length: at most all but the last token. Computes nothing.
   int reuse(std::span<const TokenId> tokens);
@@ -209,14 +190,12 @@ class Session {
 
   std::size_t memory_bytes() const;  // of the KV cache as allocated now
   Stats stats() const;               // of the last call
-  // A buffer as the last call left it, by its name in the forward pass, for engines that can be told to keep
-  // them. Throws std::invalid_argument for one that is not kept.
-  std::vector<float> intermediate(const std::string& name) const;
   const Engine& engine() const { return *engine_; }
 
  private:
   friend class Engine;
   friend class Batch;
+  friend class SessionInspector;
 
   Session(std::shared_ptr<Engine> engine, int max_context);
   // The session's part of a prompt with kReuse; `cache_bytes_` and `reused_` follow.
@@ -226,7 +205,6 @@ class Session {
   void remember_pages();
   PromptResult run(const char* call, Request request, const Progress& progress);
   void check_room(std::size_t position, std::size_t tokens) const;
-  void require_dispatches() const;
 
   const std::shared_ptr<Engine> engine_;
   const int max_context_;
@@ -277,10 +255,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // hold before the chunks must be left intact when this throws.
   virtual void forward(std::span<Chunk> chunks, CallCounters& counters) = 0;
   virtual void add_call_stats(const CallCounters& counters, Stats& stats) const = 0;
-  virtual std::vector<float> read_intermediate(const Cache& cache, const std::string& name) const;
-  virtual bool makes_dispatches() const { return false; }
-  // Appends the dispatches of the chunk, whose tokens have no meaning. There is room for it in the cache.
-  virtual void plan_chunk(const Chunk&, std::vector<Dispatch>&) const {}
+  // What looks into the passes of an engine that makes dispatches; null for others.
+  virtual const PassInspector* inspector() const { return nullptr; }
 
  protected:
   Engine(Model model, EngineOptions options) : model_(std::move(model)), options_(options) {}

@@ -272,14 +272,13 @@ kernel void matmul_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
 
 // Wide tiles do 16 multiplications of 8x8 blocks for 8 loads, narrow ones 4 for 4 but fill the GPU with less
 // work.
-#define NARROW 32
-#define WIDE 64
-typedef decltype(matmul<F32, NARROW, NARROW>) matmul_t;
-typedef decltype(matmul_swiglu<F32, NARROW, NARROW>) matmul_swiglu_t;
-#define INSTANTIATE(name, W)                                                                   \
-  template [[host_name("matmul_" #name "_narrow")]] kernel matmul_t matmul<W, NARROW, NARROW>; \
-  template [[host_name("matmul_" #name "_wide")]] kernel matmul_t matmul<W, WIDE, WIDE>;       \
-  template [[host_name("matmul_swiglu_" #name                                                  \
-                       "_narrow")]] kernel matmul_swiglu_t matmul_swiglu<W, NARROW, NARROW>;   \
-  template [[host_name("matmul_swiglu_" #name "_wide")]] kernel matmul_swiglu_t matmul_swiglu<W, WIDE, WIDE>;
+typedef decltype(matmul<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_t;
+typedef decltype(matmul_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_swiglu_t;
+#define INSTANTIATE_SIZE(name, W, size, tile)                                              \
+  template [[host_name("matmul_" #name "_" #size)]] kernel matmul_t matmul<W, tile, tile>; \
+  template                                                                                 \
+      [[host_name("matmul_swiglu_" #name "_" #size)]] kernel matmul_swiglu_t matmul_swiglu<W, tile, tile>;
+#define INSTANTIATE(name, W)                            \
+  INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
+  INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE)
 EACH_TYPE(INSTANTIATE)

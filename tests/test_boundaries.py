@@ -24,7 +24,13 @@ Rule = Callable[[Sources], list[str]]
 BINDINGS = "cpp/bindings.cpp"
 THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
 MACHINE_IN_PYTHON = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # kernel sets and limits of the machine
-SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/quants.h")
+PASSES_FOR_PYTHON = ("cpp/metal/python.h", "cpp/metal/python.cpp")  # recorded passes as Python objects
+SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/args_fields.h", "shaders/quants.h")
+# What every build records the passes of the Metal engine with.
+RECORDING = tuple(
+    f"cpp/metal/{name}"
+    for name in ("forward_pass.mm", "forward_plan.mm", "ops.mm", "kernel_key.cpp", "recorder.cpp", "view.cpp")
+)
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
@@ -68,7 +74,7 @@ def what_engines_share_knows_no_engine(sources: Sources) -> list[str]:
         for path, target in includes(sources, "cpp/")
         if posixpath.dirname(path) == "cpp"
         and target.startswith(("cpp/cpu/", "cpp/metal/"))
-        and (path, target) != (BINDINGS, MACHINE_IN_PYTHON[0])
+        and (path, target) not in ((BINDINGS, MACHINE_IN_PYTHON[0]), (BINDINGS, PASSES_FOR_PYTHON[0]))
     ]
 
 
@@ -77,7 +83,7 @@ def the_bindings_alone_know_python(sources: Sources) -> list[str]:
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
         if target.startswith(("nanobind/", "Python.h"))
-        and path not in (BINDINGS, THE_LOCK_OF_PYTHON, *MACHINE_IN_PYTHON)
+        and path not in (BINDINGS, THE_LOCK_OF_PYTHON, *MACHINE_IN_PYTHON, *PASSES_FOR_PYTHON)
     ]
 
 
@@ -97,7 +103,7 @@ def the_engine_does_not_know_the_emulator(sources: Sources) -> list[str]:
     return included + asked
 
 
-def shaders_and_host_share_two_headers(sources: Sources) -> list[str]:
+def shaders_and_host_share_few_headers(sources: Sources) -> list[str]:
     host = [
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
@@ -109,6 +115,24 @@ def shaders_and_host_share_two_headers(sources: Sources) -> list[str]:
         if "/" in target and not target.startswith("shaders/")
     ]
     return host + shaders
+
+
+def recording_a_pass_needs_no_metal(sources: Sources) -> list[str]:
+    graph: dict[str, list[str]] = {}
+    for path, target in includes(sources, ""):
+        graph.setdefault(path, []).append(target)
+    reached = dict.fromkeys(RECORDING)
+    todo = list(RECORDING)
+    while todo:
+        new = [target for target in graph.get(todo.pop(), []) if target not in reached]
+        reached.update(dict.fromkeys(new))
+        todo += new
+    return [
+        f"{path} includes {target}"
+        for path in reached
+        for target in graph.get(path, [])
+        if target.startswith(("Metal/", "Foundation/", "objc/"))
+    ]
 
 
 @functools.cache
@@ -235,9 +259,13 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("cpp/engine.cpp", "#include <emulator.h>"),
         ("shaders/matmul.metal", "#ifdef METAL_PREFILL_EMULATOR"),
     ],
-    shaders_and_host_share_two_headers: [
+    shaders_and_host_share_few_headers: [
         ("cpp/metal/ops.mm", '#include "../../shaders/rope.h"'),
         ("shaders/rope.h", '#include "../cpp/model.h"'),
+    ],
+    recording_a_pass_needs_no_metal: [
+        ("cpp/metal/ops.mm", "#import <Metal/Metal.h>"),
+        ("cpp/metal/tuning.h", "#import <Foundation/Foundation.h>"),
     ],
     no_module_imports_itself_through_others: [
         ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),

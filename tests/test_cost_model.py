@@ -208,9 +208,11 @@ def test_plans_refuse_what_makes_no_sense(smollm: Shape) -> None:
     with pytest.raises(ValueError, match="unknown GPU family 6; known are 9, 8, 7"):
         plan(smollm, 1, family=6)
     odd = uniform_shape(replace(SMOLLM, dim=572), "f16", "f16")
-    with pytest.raises(UnsupportedModelError, match="dim 572: a plan needs a multiple of 8"):
+    with pytest.raises(
+        UnsupportedModelError, match="a plan needs dimensions that are multiples of 8, got dim 572"
+    ):
         plan(odd, 1)
-    with pytest.raises(UnsupportedModelError, match="attention heads of 264 dimensions: at most 256"):
+    with pytest.raises(UnsupportedModelError, match=r"attention heads of 264 dimensions: .* at most 256"):
         plan(uniform_shape(replace(SMOLLM, key_dim=264), "q4_0", "q8_0"), 1)
     with pytest.raises(ValueError, match="unknown chip 'm9'; known are m1, "):
         find_chip("m9")

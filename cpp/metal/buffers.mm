@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "../rounding.h"
@@ -36,7 +35,7 @@ WeightBuffers::WeightBuffers(const Device& device, const Model& model)
   map_file(model, tensors);
   for (const Tensor* t : tensors)
     if (offset_in_file(*t) % kAlignment != 0 && !copies_.contains(t->data))
-      copies_[t->data] = copy(t->name.c_str(), {t->data, t->bytes});
+      copies_[t->data] = copy(t->name, BufferName::kWeights, {t->data, t->bytes});
 }
 
 void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*>& tensors) {
@@ -64,73 +63,47 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
     if (!file.buffer)
       throw DeviceError("the GPU cannot map the model's file: " + std::to_string(file.end - file.begin) +
                         " bytes at " + std::to_string(file.begin));
-    file.buffer.label = @"weights";
+    file.buffer.label = to_ns(traits_of(BufferName::kWeights).label);
     files_.push_back(file);
     mapped_bytes_ += file.end - file.begin;
   }
 }
 
-View WeightBuffers::copy(const char* label, std::span<const std::byte> bytes) {
-  CallCounters ignored;
-  id<MTLBuffer> buffer = device_.allocate(label, bytes.size(), Access::kHost, ignored);
+View WeightBuffers::copy(const std::string& label, BufferName name, std::span<const std::byte> bytes) {
+  id<MTLBuffer> buffer = device_.allocate(label, bytes.size(), Access::kHost);
   std::memcpy(buffer.contents, bytes.data(), bytes.size());
   copied_bytes_ += bytes.size();
   copied_.push_back(buffer);
-  return {buffer, 0};
+  return view_of(buffer, name);
 }
 
 View WeightBuffers::view(const Tensor& tensor) const {
   if (const auto copied = copies_.find(tensor.data); copied != copies_.end()) return copied->second;
   const std::size_t begin = offset_in_file(tensor), end = begin + tensor.bytes;
   for (const FileView& file : files_)
-    if (file.begin <= begin && end <= file.end) return {file.buffer, begin - file.begin};
+    if (file.begin <= begin && end <= file.end)
+      return view_of(file.buffer, BufferName::kWeights, begin - file.begin);
   throw std::logic_error("the tensor '" + tensor.name + "' is in no buffer");
 }
 
-std::optional<WeightBuffers::Stack> WeightBuffers::stack(std::span<const Tensor* const> tensors) const {
-  Stack stack = {view(*tensors[0]), {}};
-  std::array<std::size_t, 3> offsets{};
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const Tensor& t = *tensors[i];
-    const View v = view(t);
-    if (v.buffer != stack.binding.buffer || t.type != tensors[0]->type || t.cols != tensors[0]->cols)
-      return std::nullopt;
-    offsets[i] = v.offset;
-    stack.weights.rows[i] = u32_t(t.rows);
-  }
-  stack.binding.offset = *std::min_element(offsets.begin(), offsets.begin() + std::ptrdiff_t(tensors.size()));
-  for (std::size_t i = 0; i < tensors.size(); ++i)
-    stack.weights.offset[i] = offsets[i] - stack.binding.offset;
-  stack.weights.row_bytes = u32_t(row_bytes(tensors[0]->type, std::size_t(tensors[0]->cols)));
-  return stack;
-}
-
-View WeightBuffers::concatenate(const char* label, std::span<const std::pair<const Tensor*, int>> vectors) {
+View WeightBuffers::concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors) {
   std::vector<float> all;
   for (const auto& [tensor, n] : vectors) {
     const std::size_t begin = all.size();
     all.resize(begin + std::size_t(n), 0.0f);
     if (*tensor) std::memcpy(all.data() + begin, tensor->data, tensor->bytes);
   }
-  return copy(label, std::as_bytes(std::span(all)));
+  return copy(traits_of(name).label, name, std::as_bytes(std::span(all)));
 }
 
-const char* name_of(Name name) {
-  static constexpr std::array<const char*, std::size_t(Name::kCount)> kNames = {
-      "ids", "x",      "normed",      "qkv",        "partial", "att",     "block",    "gate_up",
-      "ffn", "logits", "host_logits", "candidates", "result",  "targets", "log_probs"};
-  return kNames[std::size_t(name)];
-}
-
-View Batch::get(Name name, std::size_t bytes, CallCounters& counters) {
+View Batch::get(const Device& device, BufferName name, std::size_t bytes) {
   id<MTLBuffer> __strong& buffer = buffers_[std::size_t(name)];
   if (!buffer || buffer.length < bytes) {
-    const bool host = name == Name::kIds || name == Name::kHostLogits || name == Name::kResult ||
-                      name == Name::kTargets || name == Name::kLogProbs;
+    const BufferTraits traits = traits_of(name);
     buffer = nil;  // before the larger one is made: both need not fit
-    buffer = device_.allocate(name_of(name), bytes, host ? Access::kHost : Access::kGpu, counters);
+    buffer = device.allocate(traits.label, bytes, traits.host ? Access::kHost : Access::kGpu);
   }
-  return {buffer, 0};
+  return view_of(buffer, name);
 }
 
 std::size_t Batch::bytes() const {
@@ -141,7 +114,7 @@ std::size_t Batch::bytes() const {
 
 BatchPool::Lease BatchPool::take() {
   const std::scoped_lock lock(mutex_);
-  if (idle_.empty()) return {*this, std::make_unique<Batch>(device_)};
+  if (idle_.empty()) return {*this, std::make_unique<Batch>()};
   std::unique_ptr<Batch> batch = std::move(idle_.back());
   idle_.pop_back();
   return {*this, std::move(batch)};

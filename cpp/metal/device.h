@@ -4,12 +4,12 @@
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 
-#include <atomic>
 #include <cstdint>
 #include <string>
 
 #include "../engine.h"
 #include "tuning.h"
+#include "view.h"
 
 namespace metal_prefill::metal {
 
@@ -43,30 +43,43 @@ class Device {
  public:
   Device();  // throws DeviceError where there is no GPU of Apple's seventh family or later
 
+  // The same device, whose allocations and commands count for a call. `counters` must outlive it.
+  Device counting(CallCounters& counters) const;
+
   id<MTLDevice> mtl() const { return device_; }
   const Tuning& tuning() const { return tuning_; }
   bool debug() const { return debug_; }
   std::string name() const;
 
   // Throws DeviceError naming the buffer and its size.
-  id<MTLBuffer> allocate(const char* label, std::size_t bytes, Access access, CallCounters& counters) const;
+  id<MTLBuffer> allocate(const std::string& label, std::size_t bytes, Access access) const;
 
   // A command buffer that holds no references to what it uses: whoever runs it keeps that alive.
   id<MTLCommandBuffer> command_buffer(const std::string& label) const;
   // Commits and waits. Throws DeviceError with the label and Metal's words when the GPU failed.
-  void run(id<MTLCommandBuffer> commands, CallCounters& counters) const;
+  void run(id<MTLCommandBuffer> commands) const;
+  void count_dispatch() const {
+    if (counters_) ++counters_->dispatches;
+  }
 
   // Copies between the host and any buffer.
-  void upload(id<MTLBuffer> buffer, std::size_t offset, const void* from, std::size_t bytes,
-              CallCounters& counters) const;
-  void download(id<MTLBuffer> buffer, std::size_t offset, void* to, std::size_t bytes,
-                CallCounters& counters) const;
+  void upload(const View& to, const void* from, std::size_t bytes) const;
+  void download(const View& from, void* to, std::size_t bytes) const;
 
  private:
   id<MTLDevice> device_;
   id<MTLCommandQueue> queue_;
-  const bool debug_;
+  bool debug_;
   Tuning tuning_;
+  CallCounters* counters_ = nullptr;  // null: nothing is counted
 };
+
+// The buffer of a view that was made from one. Whoever keeps it must outlive the pointer.
+inline __unsafe_unretained id<MTLBuffer> buffer_of(const View& view) {
+  return (__bridge __unsafe_unretained id<MTLBuffer>)view.buffer;
+}
+inline View view_of(id<MTLBuffer> buffer, BufferName name, std::size_t offset = 0) {
+  return {(__bridge void*)buffer, offset, name};
+}
 
 }  // namespace metal_prefill::metal

@@ -28,8 +28,9 @@ id<MTLDevice> find_device() {
 }
 
 Tuning tuning_of(id<MTLDevice> device) {
+  static_assert(MTLGPUFamilyApple7 == 1007);
   for (const Tuning& tuning : kTunings)
-    if ([device supportsFamily:tuning.family]) return tuning;
+    if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
   throw DeviceError("the GPU '" + std::string(device.name.UTF8String) +
                     "' is not supported: Apple Silicon (M1 or later) is needed; use device='cpu'");
 }
@@ -61,12 +62,17 @@ Device::Device() : device_(find_device()), debug_(debug_requested()) {
   if (!queue_) throw DeviceError("the Metal device '" + name() + "' gave no command queue");
 }
 
+Device Device::counting(CallCounters& counters) const {
+  Device counted = *this;
+  counted.counters_ = &counters;
+  return counted;
+}
+
 std::string Device::name() const {
   return device_.name.UTF8String;
 }
 
-id<MTLBuffer> Device::allocate(const char* label, std::size_t bytes, Access access,
-                               CallCounters& counters) const {
+id<MTLBuffer> Device::allocate(const std::string& label, std::size_t bytes, Access access) const {
   const auto fail = [&](const std::string& why) {
     throw DeviceError("cannot allocate " + std::to_string(bytes) + " bytes on the GPU for '" + label +
                       "': " + why);
@@ -79,7 +85,7 @@ id<MTLBuffer> Device::allocate(const char* label, std::size_t bytes, Access acce
                                                                            : MTLResourceStorageModePrivate)];
   if (!buffer) fail("out of memory");
   buffer.label = to_ns(label);
-  ++counters.allocations;
+  if (counters_) ++counters_->allocations;
   return buffer;
 }
 
@@ -90,42 +96,48 @@ id<MTLCommandBuffer> Device::command_buffer(const std::string& label) const {
   return commands;
 }
 
-void Device::run(id<MTLCommandBuffer> commands, CallCounters& counters) const {
+void Device::run(id<MTLCommandBuffer> commands) const {
   [commands commit];
   [commands waitUntilCompleted];
-  ++counters.command_buffers;
+  if (counters_) ++counters_->command_buffers;
   if (commands.status != MTLCommandBufferStatusCompleted)
     throw DeviceError("the GPU failed in " + std::string(commands.label.UTF8String) + ": " +
                       describe(commands.error));
-  counters.gpu_seconds += commands.GPUEndTime - commands.GPUStartTime;
+  if (counters_) counters_->gpu_seconds += commands.GPUEndTime - commands.GPUStartTime;
 }
 
-void Device::upload(id<MTLBuffer> buffer, std::size_t offset, const void* from, std::size_t bytes,
-                    CallCounters& counters) const {
+void Device::upload(const View& to, const void* from, std::size_t bytes) const {
   if (bytes == 0) return;
-  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost, counters);
+  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost);
   for (std::size_t done = 0; done < bytes; done += kStagingBytes) {
     const std::size_t size = std::min(bytes - done, kStagingBytes);
     std::memcpy(staging.contents, static_cast<const std::byte*>(from) + done, size);
     id<MTLCommandBuffer> commands = command_buffer("an upload");
     id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
-    [blit copyFromBuffer:staging sourceOffset:0 toBuffer:buffer destinationOffset:offset + done size:size];
+    [blit copyFromBuffer:staging
+             sourceOffset:0
+                 toBuffer:buffer_of(to)
+        destinationOffset:to.offset + done
+                     size:size];
     [blit endEncoding];
-    run(commands, counters);
+    run(commands);
   }
 }
 
-void Device::download(id<MTLBuffer> buffer, std::size_t offset, void* to, std::size_t bytes,
-                      CallCounters& counters) const {
+void Device::download(const View& from, void* to, std::size_t bytes) const {
   if (bytes == 0) return;
-  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost, counters);
+  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost);
   for (std::size_t done = 0; done < bytes; done += kStagingBytes) {
     const std::size_t size = std::min(bytes - done, kStagingBytes);
     id<MTLCommandBuffer> commands = command_buffer("a download");
     id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
-    [blit copyFromBuffer:buffer sourceOffset:offset + done toBuffer:staging destinationOffset:0 size:size];
+    [blit copyFromBuffer:buffer_of(from)
+             sourceOffset:from.offset + done
+                 toBuffer:staging
+        destinationOffset:0
+                     size:size];
     [blit endEncoding];
-    run(commands, counters);
+    run(commands);
     std::memcpy(static_cast<std::byte*>(to) + done, staging.contents, size);
   }
 }

@@ -6,8 +6,11 @@
 #include <cstring>
 #include <memory>
 
-#include "forward_pass.h"
+#include "buffers.h"
+#include "kv_cache.h"
+#include "metal_encoder.h"
 #include "padding.h"
+#include "recorder.h"
 
 namespace metal_prefill {
 namespace metal {
@@ -16,15 +19,15 @@ namespace {
 // Rows of the rope tables that a session begins with, so that its first prompts need not wait for them.
 constexpr int kFirstRopePositions = 2048;
 
-class MetalEngine final : public Engine {
+class MetalEngine final : public Engine, private PassInspector {
  public:
   MetalEngine(Model model, const EngineOptions& options)
       : Engine(std::move(model), options),
         padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
-        forward_(device_, padded_, options_),
+        weights_(device_, padded_),
+        forward_(device_.tuning(), padded_, options_, weights_),
         kernels_(device_, forward_.kernels(), forward_.cache_shape()),
-        rope_tables_(device_, padded_),
-        batches_(device_) {}
+        rope_tables_(padded_) {}
 
   std::string device_name() const override {
     const AutoreleasePool pool;
@@ -34,8 +37,8 @@ class MetalEngine final : public Engine {
 
   Stats stats() const override {
     if (forked_) return {};
-    return {{"weights_mapped_bytes", double(forward_.weights().mapped_bytes())},
-            {"weights_copied_bytes", double(forward_.weights().copied_bytes())},
+    return {{"weights_mapped_bytes", double(weights_.mapped_bytes())},
+            {"weights_copied_bytes", double(weights_.copied_bytes())},
             {"batch_pool_bytes", double(batches_.bytes())},
             {"rope_table_bytes", double(rope_tables_.bytes())},
             {"pipelines", double(kernels_.count())}};
@@ -45,15 +48,16 @@ class MetalEngine final : public Engine {
   int pass_rows() const override { return options().chunk_tokens; }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
-  std::vector<float> read_intermediate(const Cache& cache, const std::string& name) const override;
-  bool makes_dispatches() const override { return true; }
-  void plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) const override;
+  const PassInspector* inspector() const override { return this; }
 
   // Neither a GPU nor the locks of its driver come along into a forked process: what is there of the engine
   // is not touched, not even to free it.
   bool forked() const { return forked_; }
 
  private:
+  std::vector<Dispatch> plan(int tokens, int position) const override;
+  std::vector<float> intermediate(const Cache& cache, const std::string& name) const override;
+
   class SessionCache;
   void require_unforked() const {
     if (forked_)
@@ -67,10 +71,11 @@ class MetalEngine final : public Engine {
 
   const Device device_;
   const Model padded_;  // the model itself, where its dimensions suit the kernels
+  WeightBuffers weights_;
   const ForwardPass forward_;
   const Kernels kernels_;
   RopeTables rope_tables_;
-  mutable BatchPool batches_;
+  BatchPool batches_;
   std::atomic<int> sessions_{0};
   bool forked_ = false;
   const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
@@ -81,8 +86,7 @@ class MetalEngine::SessionCache final : public Cache {
  public:
   SessionCache(MetalEngine& engine, int max_context)
       : metal_(engine),
-        cache_(std::make_unique<KvCache>(engine.device_, engine.padded_.config, engine.options().kv_type,
-                                         max_context)) {
+        cache_(std::make_unique<KvCache>(engine.padded_.config, engine.options().kv_type, max_context)) {
     ++metal_.sessions_;
   }
   ~SessionCache() override {
@@ -112,6 +116,7 @@ class MetalEngine::SessionCache final : public Cache {
     std::size_t count, bytes, padded_bytes;
   };
   Heads heads_of(bool values) const;
+  View rows_of(int layer, bool values) const;
 
   MetalEngine& metal_;
   std::unique_ptr<KvCache> cache_;  // until the destructor
@@ -122,63 +127,78 @@ void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
   for (Chunk& chunk : chunks) forward(chunk, counters);
 }
 
+// What a pass is given of a session, and of the pool.
+class MetalPassBuffers final : public PassBuffers {
+ public:
+  MetalPassBuffers(const Device& device, Batch& batch, const KvCache& cache, RopeTables::ByLayer rope_tables)
+      : device_(device), batch_(batch), cache_(cache), rope_tables_(std::move(rope_tables)) {}
+  View get(BufferName name, std::size_t bytes) override { return batch_.get(device_, name, bytes); }
+  LayerCache cache(int layer) override { return cache_.layer(layer); }
+  View rope_table(int layer) override {
+    return view_of((*rope_tables_)[std::size_t(layer)], BufferName::kRopeTable);
+  }
+
+ private:
+  const Device& device_;
+  Batch& batch_;
+  const KvCache& cache_;
+  const RopeTables::ByLayer rope_tables_;
+};
+
+PassShape shape_of(const Chunk& chunk) {
+  return {int(chunk.tokens.size()), chunk.position, chunk.output};
+}
+
 void MetalEngine::forward(Chunk& chunk, CallCounters& counters) {
   const AutoreleasePool pool;
+  const Device device = device_.counting(counters);
   const BatchPool::Lease lease = batches_.take();
   Batch& batch = *lease;
-  const std::vector<id<MTLBuffer>> rope_tables = rope_tables_.by_layer();
-
-  const View ids = batch.get(Name::kIds, chunk.tokens.size_bytes(), counters);
-  std::memcpy(ids.buffer.contents, chunk.tokens.data(), chunk.tokens.size_bytes());
-  if (chunk.output == Output::kLogProbs) {
-    const View targets = batch.get(Name::kTargets, chunk.targets.size_bytes(), counters);
-    std::memcpy(targets.buffer.contents, chunk.targets.data(), chunk.targets.size_bytes());
-  }
   const KvCache& cache = static_cast<const SessionCache&>(*chunk.cache).buffers();
-  const auto encode = [&](Encoder&& encoder) {
-    forward_.encode(encoder, chunk, batch, cache, rope_tables, counters);
+  MetalPassBuffers buffers(device, batch, cache, rope_tables_.by_layer());
+
+  const auto upload = [&](BufferName name, std::span<const TokenId> ids) {
+    std::memcpy(buffer_of(buffers.get(name, ids.size_bytes())).contents, ids.data(), ids.size_bytes());
   };
+  upload(BufferName::kIds, chunk.tokens);
+  if (chunk.output == Output::kLogProbs) upload(BufferName::kTargets, chunk.targets);
   if (chunk.trace) {
-    encode(Encoder(device_, kernels_, counters, *chunk.trace, true));
+    TracingEncoder encoder(device, kernels_, *chunk.trace);
+    forward_.encode(encoder, shape_of(chunk), buffers);
   } else {
-    id<MTLCommandBuffer> commands = device_.command_buffer(
+    id<MTLCommandBuffer> commands = device.command_buffer(
         std::to_string(chunk.tokens.size()) + " tokens at position " + std::to_string(chunk.position));
-    encode(Encoder(commands, kernels_, device_.tuning(), counters));
-    device_.run(commands, counters);
+    {
+      MetalEncoder encoder(commands, device, kernels_);
+      forward_.encode(encoder, shape_of(chunk), buffers);
+    }
+    device.run(commands);
   }
-  if (device_.debug()) keep_intermediates(chunk, batch);
+  if (device.debug()) keep_intermediates(chunk, batch);
   deliver(chunk, batch);
 }
 
-void MetalEngine::plan_chunk(const Chunk& chunk, std::vector<Dispatch>& plan) const {
-  require_unforked();
-  const AutoreleasePool pool;
-  const BatchPool::Lease lease = batches_.take();
-  Batch& batch = *lease;
-  CallCounters uncounted;
-  batch.get(Name::kIds, chunk.tokens.size_bytes(), uncounted);
-  Encoder encoder(device_, kernels_, uncounted, plan, false);
-  forward_.encode(encoder, chunk, batch, static_cast<const SessionCache&>(*chunk.cache).buffers(),
-                  rope_tables_.by_layer(), uncounted);
+std::vector<Dispatch> MetalEngine::plan(int tokens, int position) const {
+  return record_prompt(forward_, {tokens, position, Output::kGreedy});
 }
 
 // Brings what was asked for from the buffers that the host can read.
 void MetalEngine::deliver(Chunk& chunk, const Batch& batch) const {
-  const auto contents = [&](Name name) { return batch.peek(name).contents; };
+  const auto contents = [&](BufferName name) { return batch.peek(name).contents; };
   switch (chunk.output) {
     case Output::kNone:
       break;
     case Output::kGreedy: {
-      const auto* best = static_cast<const Candidate*>(contents(Name::kResult));
+      const auto* best = static_cast<const Candidate*>(contents(BufferName::kResult));
       chunk.token = best->index == ARGMAX_NONE ? -1 : TokenId(best->index);
       break;
     }
     case Output::kLogits:
-      std::memcpy(chunk.logits, contents(Name::kHostLogits),
+      std::memcpy(chunk.logits, contents(BufferName::kHostLogits),
                   std::size_t(config().vocab_size) * sizeof(float));
       break;
     case Output::kLogProbs:
-      std::memcpy(chunk.log_probs, contents(Name::kLogProbs), chunk.tokens.size() * sizeof(float));
+      std::memcpy(chunk.log_probs, contents(BufferName::kLogProbs), chunk.tokens.size() * sizeof(float));
       break;
   }
 }
@@ -186,10 +206,10 @@ void MetalEngine::deliver(Chunk& chunk, const Batch& batch) const {
 void MetalEngine::keep_intermediates(const Chunk& chunk, const Batch& batch) const {
   auto& intermediates = static_cast<SessionCache&>(*chunk.cache).intermediates;
   intermediates.clear();
-  for (const ForwardPass::Intermediate& wanted : forward_.intermediates(chunk)) {
+  for (const ForwardPass::Intermediate& wanted : forward_.intermediates(shape_of(chunk))) {
     const void* contents = batch.peek(wanted.name).contents;
-    std::vector<float>& kept = intermediates[name_of(wanted.name)];
-    if (wanted.half) {
+    std::vector<float>& kept = intermediates[traits_of(wanted.name).label];
+    if (wanted.precision == Precision::kF16) {
       const auto* bits = static_cast<const std::uint16_t*>(contents);
       for (std::size_t i = 0; i < wanted.elements; ++i) kept.push_back(half_to_float(bits[i]));
     } else {
@@ -199,7 +219,7 @@ void MetalEngine::keep_intermediates(const Chunk& chunk, const Batch& batch) con
   }
 }
 
-std::vector<float> MetalEngine::read_intermediate(const Cache& cache, const std::string& name) const {
+std::vector<float> MetalEngine::intermediate(const Cache& cache, const std::string& name) const {
   if (!device_.debug()) throw std::invalid_argument("intermediates are kept with METAL_PREFILL_DEBUG=1 only");
   const auto& intermediates = static_cast<const SessionCache&>(cache).intermediates;
   const auto kept = intermediates.find(name);
@@ -218,16 +238,16 @@ void MetalEngine::add_call_stats(const CallCounters& counters, Stats& stats) con
 std::unique_ptr<Cache> MetalEngine::make_cache(int max_context) {
   require_unforked();
   const AutoreleasePool pool;
-  CallCounters uncounted;  // of no call
-  rope_tables_.reserve(std::min(max_context, kFirstRopePositions), uncounted);
+  rope_tables_.reserve(device_, std::min(max_context, kFirstRopePositions));
   return std::make_unique<SessionCache>(*this, max_context);
 }
 
 void MetalEngine::SessionCache::reserve(int, int end, CallCounters& counters) {
   metal_.require_unforked();
   const AutoreleasePool pool;
-  metal_.rope_tables_.reserve(end, counters);
-  cache_->reserve(end, counters);
+  const Device device = metal_.device_.counting(counters);
+  metal_.rope_tables_.reserve(device, end);
+  cache_->reserve(device, end);
 }
 
 void MetalEngine::SessionCache::share(const Cache& from, int positions) {
@@ -248,14 +268,12 @@ void MetalEngine::SessionCache::share(const Cache& from, int positions) {
 void MetalEngine::SessionCache::read(int layer, bool values, int positions, std::byte* out) const {
   metal_.require_unforked();
   const AutoreleasePool pool;
-  CallCounters uncounted;
-  const View rows = values ? cache_->values(layer) : cache_->keys(layer);
+  const View rows = rows_of(layer, values);
   const Heads heads = heads_of(values);
   const std::size_t n = std::size_t(positions) * heads.count;
-  if (heads.bytes == heads.padded_bytes)
-    return metal_.device_.download(rows.buffer, rows.offset, out, n * heads.bytes, uncounted);
+  if (heads.bytes == heads.padded_bytes) return metal_.device_.download(rows, out, n * heads.bytes);
   std::vector<std::byte> padded(n * heads.padded_bytes);
-  metal_.device_.download(rows.buffer, rows.offset, padded.data(), padded.size(), uncounted);
+  metal_.device_.download(rows, padded.data(), padded.size());
   for (std::size_t i = 0; i < n; ++i)
     std::memcpy(out + i * heads.bytes, padded.data() + i * heads.padded_bytes, heads.bytes);
 }
@@ -263,16 +281,14 @@ void MetalEngine::SessionCache::read(int layer, bool values, int positions, std:
 void MetalEngine::SessionCache::write(int layer, bool values, int positions, const std::byte* in) {
   metal_.require_unforked();
   const AutoreleasePool pool;
-  CallCounters uncounted;
-  const View rows = values ? cache_->values(layer) : cache_->keys(layer);
+  const View rows = rows_of(layer, values);
   const Heads heads = heads_of(values);
   const std::size_t n = std::size_t(positions) * heads.count;
-  if (heads.bytes == heads.padded_bytes)
-    return metal_.device_.upload(rows.buffer, rows.offset, in, n * heads.bytes, uncounted);
+  if (heads.bytes == heads.padded_bytes) return metal_.device_.upload(rows, in, n * heads.bytes);
   std::vector<std::byte> padded(n * heads.padded_bytes);
   for (std::size_t i = 0; i < n; ++i)
     std::memcpy(padded.data() + i * heads.padded_bytes, in + i * heads.bytes, heads.bytes);
-  metal_.device_.upload(rows.buffer, rows.offset, padded.data(), padded.size(), uncounted);
+  metal_.device_.upload(rows, padded.data(), padded.size());
 }
 
 MetalEngine::SessionCache::Heads MetalEngine::SessionCache::heads_of(bool values) const {
@@ -281,6 +297,11 @@ MetalEngine::SessionCache::Heads MetalEngine::SessionCache::heads_of(bool values
   const std::size_t element = metal_.options().kv_type == KvType::kF16 ? 2 : 4;
   return {std::size_t(own.n_kv_heads), std::size_t(values ? own.value_dim : own.key_dim) * element,
           std::size_t(values ? padded.value_dim : padded.key_dim) * element};
+}
+
+View MetalEngine::SessionCache::rows_of(int layer, bool values) const {
+  const LayerCache rows = cache_->layer(layer);
+  return values ? rows.values : rows.keys;
 }
 
 }  // namespace

@@ -1,14 +1,40 @@
 // The forward pass over a chunk of tokens: which kernels run, in which order, on which buffers.
 #pragma once
 
-#include <memory>
-#include <string>
+#include <set>
+#include <span>
+#include <utility>
 #include <vector>
 
-#include "kv_cache.h"
 #include "ops.h"
 
 namespace metal_prefill::metal {
+
+// What the dispatches of a pass depend on: everything about its tokens but their ids.
+struct PassShape {
+  int tokens;
+  int position;  // of the first one
+  Output output;
+};
+
+// Where a model's weights lie.
+class WeightViews {
+ public:
+  virtual ~WeightViews() = default;
+  virtual View view(const Tensor& tensor) const = 0;
+  // A new buffer with float32 vectors one after the other; an absent one counts as `n` zeros.
+  virtual View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors) = 0;
+};
+
+// The buffers of one pass.
+class PassBuffers {
+ public:
+  virtual ~PassBuffers() = default;
+  // A buffer of activations, at least `bytes` long. Its contents are lost when it grows.
+  virtual View get(BufferName name, std::size_t bytes) = 0;
+  virtual LayerCache cache(int layer) = 0;
+  virtual View rope_table(int layer) = 0;
+};
 
 // Which kernels multiply by the weights, by the number of tokens.
 enum class Path {
@@ -17,84 +43,89 @@ enum class Path {
   kManyTokens,  // matmul, activations in half precision where it reads them
 };
 
-// A model, laid out for the kernels: see fits_kernels.
+// A model, laid out for the kernels: see fits_kernels. Refers to the model for as long as it lives.
 class ForwardPass {
  public:
-  ForwardPass(const Device& device, const Model& model, const EngineOptions& options);
+  ForwardPass(const Tuning& tuning, const Model& model, const EngineOptions& options, WeightViews& weights);
 
-  // Every kernel that a chunk of this model can need.
+  // Sends the dispatches of the pass to `e`. The ids are in the buffer kIds, the targets in kTargets; the
+  // results appear in kResult, kHostLogits or kLogProbs.
+  void encode(Encoder& e, const PassShape& pass, PassBuffers& buffers) const;
+
+  // Every kernel that a pass can need.
   std::set<KernelKey> kernels() const;
+  const Tuning& tuning() const { return tuning_; }
   const CacheShape& cache_shape() const { return cache_shape_; }
-  const WeightBuffers& weights() const { return weights_; }
+  int chunk_tokens() const { return options_.chunk_tokens; }
 
-  // Encodes the chunk. The ids are in batch's kIds buffer, the targets in kTargets; the results appear in
-  // kResult, kHostLogits or kLogProbs. `rope_tables` are those of the layers.
-  void encode(Encoder& e, const Chunk& chunk, Batch& batch, const KvCache& cache,
-              const std::vector<id<MTLBuffer>>& rope_tables, CallCounters& counters) const;
-
-  // A buffer as the chunk left it, when debugging: float32, or half precision.
+  // A buffer as the pass left it, when debugging.
   struct Intermediate {
-    Name name;
+    BufferName name;
     std::size_t elements;
-    bool half;
+    Precision precision;
   };
-  std::vector<Intermediate> intermediates(const Chunk& chunk) const;
+  std::vector<Intermediate> intermediates(const PassShape& pass) const;
 
  private:
   struct Layer {
-    View attn_norm, ffn_norm;
-    View post_attn_norm, post_ffn_norm;  // null: the block's output joins the residual stream as it is
+    Norm attn_norm, ffn_norm;
+    Norm post_attn_norm, post_ffn_norm;  // no weight: the block's output joins the residual stream as it is
     View bias, q_norm, k_norm;           // null: the model has none
     std::vector<Projection> qkv;         // merged as far as the weights allow
     std::vector<Projection> gate_up;     // one, merged, or two
     Projection wo, w_down;
   };
-  // The tokens of a chunk that a step works on.
+  // The tokens of a pass that a step works on.
   struct Rows {
     std::size_t first;
     int count;
     Path path;
-    bool half() const { return path == Path::kManyTokens; }
+    Precision precision() const { return path == Path::kManyTokens ? Precision::kF16 : Precision::kF32; }
   };
-  // The chunk's buffers.
   struct Activations {
     View x, normed, qkv, partial, att, block, gate_up, ffn;
   };
+  // A pass under way.
+  struct Pass {
+    Encoder& e;
+    const PassShape& shape;
+    PassBuffers& buffers;
+    Rows all;
+    Rows wanted;  // those whose output is asked for
+    Activations a;
+  };
 
-  Layer layer_of(const LayerWeights& weights);
-  Projection projection(const Tensor& tensor) const;
-  std::vector<Projection> merge(std::vector<const Tensor*> tensors) const;
+  Layer layer_of(const LayerWeights& w, WeightViews& weights) const;
   Path path_of(int tokens) const;
-  Rows wanted_rows(const Chunk& chunk) const;
-  Activations activations(const Chunk& chunk, Batch& batch, CallCounters& counters) const;
+  Rows wanted_rows(const PassShape& pass) const;
+  Activations activations(const PassShape& pass, PassBuffers& buffers) const;
   bool fuses_norm(const std::vector<Projection>& projections) const;
   bool fuses_silu(const Layer& w) const;
   // Whether gate and up are computed before SwiGLU, not together with it.
   bool gate_up_apart(const Layer& w, Path path) const;
+  RopeArgs rope_args(int layer, const Pass& pass, const Rows& queries) const;
   AttentionArgs attention_args(int layer, int position, int tokens) const;
 
-  void encode_layer(Encoder& e, int layer, const Activations& a, const KvCache& cache, const View& rope_table,
-                    const Chunk& chunk, const Rows& all, const Rows& wanted) const;
-  void normed_projections(Encoder& e, const View& norm, const std::vector<Projection>& projections,
-                          const View& x, const View& normed, const View& y, int out_stride,
-                          const Rows& rows) const;
-  void project(Encoder& e, const Projection& w, const View& x, const View& y, int out_stride,
-               const Rows& rows, bool accumulate) const;
-  void add_block(Encoder& e, const Projection& w, const View& x, const View& post_norm, const View& block,
+  void encode_layer(Pass& pass, int layer, const Rows& wanted) const;
+  void normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
+                          const View& x, const View& normed, const StridedRows& y, const Rows& rows) const;
+  void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,
+               Write write) const;
+  // Adds a block's output, w x, to the residual stream.
+  void add_block(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
                  const View& residual, const Rows& rows) const;
-  void feed_forward(Encoder& e, const Layer& w, const Activations& a, const View& x, const Rows& rows) const;
-  void head(Encoder& e, const View& x, const Activations& a, const View& logits) const;
-  void score(Encoder& e, const Chunk& chunk, Batch& batch, const Activations& a,
-             CallCounters& counters) const;
+  void feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
+  void head(const Pass& pass, const View& logits) const;
+  void score(const Pass& pass) const;
 
   const Config& config_;
-  const Tuning& tuning_;
-  const EngineOptions& options_;
+  const Tuning tuning_;
+  const EngineOptions options_;
   const int few_tokens_;  // most tokens of Path::kFewTokens; 1: there is no such path
-  CacheShape cache_shape_;
-  WeightBuffers weights_;
-  Projection embedding_, output_;
-  View output_norm_;
+  const CacheShape cache_shape_;
+  Projection embedding_;
+  std::vector<Projection> output_;  // one
+  Norm output_norm_;
   std::vector<Layer> layers_;
   int qkv_dim_, att_dim_;
   u32_t activation_;

@@ -1,69 +1,20 @@
-// The kernels of a model: which it can need, and their pipelines, all built when the model is loaded.
+// The pipelines of the kernels that a model can need, all built when it is loaded.
 #pragma once
 
 #include <array>
-#include <map>
 #include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "device.h"
+#include "kernel_key.h"
 
 namespace metal_prefill::metal {
-
-// Named as in the shaders. Those of the first group exist once for every tensor type.
-enum class Kernel {
-  kEmbed,
-  kMatvec,
-  kMatvecSwiglu,
-  kMatmulNarrow,
-  kMatmulWide,
-  kMatmulSwigluNarrow,
-  kMatmulSwigluWide,
-  kRmsnormMatvec,  // Q4_0 and F32 only
-  kLastTyped = kRmsnormMatvec,
-
-  kMultiTokenMatvecQ4_0,
-  kMultiTokenMatvecQ4_0Accumulate,
-  kSiluMatvecQ4_0Accumulate,
-  kRmsnormF32,
-  kRmsnormF16,
-  kRmsnormAdd,
-  kRopeAppend,
-  kRopeAttentionDecode,
-  kAttentionDecode,
-  kAttentionCombine,
-  kAttentionPrefill,
-  kSwigluF32,
-  kSwigluF16,
-  kArgmaxStage1,
-  kArgmaxStage2,
-  kLogProb,
-  kCount,
-};
-
-// What the names of the cache's kernels depend on.
-struct CacheShape {
-  KvType type = KvType::kF16;
-  int head_dim = 0;  // the larger one of key_dim and value_dim
-
-  // Largest head that the variant of a kernel holds. Throws UnsupportedModelError beyond 256.
-  int decode_size() const;
-  int prefill_size() const;
-};
-
-using KernelKey = std::pair<Kernel, TensorType>;  // the type is kF32 for kernels that have no types
-
-std::string kernel_name(const KernelKey& key, const CacheShape& cache);
 
 class Kernels {
  public:
   // Builds the pipelines concurrently. Throws DeviceError naming the first kernel that failed.
   Kernels(const Device& device, const std::set<KernelKey>& wanted, const CacheShape& cache);
 
-  const id<MTLComputePipelineState>& pipeline(Kernel kernel, TensorType type = TensorType::kF32) const;
-  std::string name_of(id<MTLComputePipelineState> pipeline) const;
+  const id<MTLComputePipelineState>& pipeline(const KernelKey& key) const;
   const CacheShape& cache() const { return cache_; }
   std::size_t count() const { return count_; }
 

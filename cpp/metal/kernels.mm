@@ -2,60 +2,18 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
-#include <cctype>
 #include <condition_variable>
 #include <filesystem>
+#include <map>
 #include <mutex>
+#include <string>
+#include <vector>
 
 #include "embedded_shaders.h"
 
 namespace metal_prefill::metal {
 
 namespace {
-
-// Function names by Kernel. $type is the tensor type, $cache the type of the cache, $decode and $prefill the
-// head size.
-constexpr std::array<const char*, std::size_t(Kernel::kCount)> kNames = {
-    "embed_$type",
-    "matvec_$type",
-    "matvec_swiglu_$type",
-    "matmul_$type_narrow",
-    "matmul_$type_wide",
-    "matmul_swiglu_$type_narrow",
-    "matmul_swiglu_$type_wide",
-    "rmsnorm_matvec_$type",
-    "multi_token_matvec_q4_0",
-    "multi_token_matvec_q4_0_accumulate",
-    "silu_matvec_q4_0_accumulate",
-    "rmsnorm_f32",
-    "rmsnorm_f16",
-    "rmsnorm_add",
-    "rope_append_$cache",
-    "rope_attention_decode_$cache_$decode",
-    "attention_decode_$cache_$decode",
-    "attention_combine",
-    "attention_prefill_$cache_$prefill",
-    "swiglu_f32",
-    "swiglu_f16",
-    "argmax_stage1",
-    "argmax_stage2",
-    "log_prob",
-};
-
-void replace(std::string& text, const std::string& from, const std::string& to) {
-  const std::size_t at = text.find(from);
-  if (at != std::string::npos) text.replace(at, from.size(), to);
-}
-
-template <std::size_t N>
-int smallest_holding(const std::array<int, N>& sizes, int head_dim) {
-  const auto size = std::find_if(sizes.begin(), sizes.end(), [&](int s) { return s >= head_dim; });
-  if (size == sizes.end())
-    throw UnsupportedModelError("attention heads of " + std::to_string(head_dim) +
-                                " dimensions: the Metal engine does at most " + std::to_string(sizes.back()));
-  return *size;
-}
 
 // Starts `n` asynchronous jobs and waits for all of them. A job gets its index and must call `done` once,
 // with an error message or an empty one; it must not throw. Throws DeviceError with the first message.
@@ -133,26 +91,6 @@ std::map<std::string, id<MTLLibrary>> open_libraries(id<MTLDevice> device) {
 
 }  // namespace
 
-int CacheShape::decode_size() const {
-  return smallest_holding(std::array{32, 64, 96, 128, 256}, head_dim);
-}
-
-int CacheShape::prefill_size() const {
-  return smallest_holding(std::array{64, 128, 256}, head_dim);
-}
-
-std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
-  std::string name = kNames[std::size_t(key.first)];
-  std::string type(type_info(key.second).name);
-  std::transform(type.begin(), type.end(), type.begin(),
-                 [](unsigned char c) { return char(std::tolower(c)); });
-  replace(name, "$type", type);
-  replace(name, "$cache", cache.type == KvType::kF16 ? "f16" : "f32");
-  replace(name, "$decode", std::to_string(cache.decode_size()));
-  replace(name, "$prefill", std::to_string(cache.prefill_size()));
-  return name;
-}
-
 Kernels::Kernels(const Device& device, const std::set<KernelKey>& wanted, const CacheShape& cache)
     : cache_(cache), count_(wanted.size()), pipelines_{} {
   const auto libraries = open_libraries(device.mtl());
@@ -164,7 +102,7 @@ Kernels::Kernels(const Device& device, const std::set<KernelKey>& wanted, const 
         library == libraries.end() ? nil : [library->second newFunctionWithName:to_ns(name)];
     if (!function) return done("there is no kernel '" + name + "' in the shaders");
     id<MTLComputePipelineState> __strong* slot =
-        &pipelines_[std::size_t(keys[i].first)][std::size_t(keys[i].second)];
+        &pipelines_[std::size_t(keys[i].kernel)][std::size_t(keys[i].type)];
     const auto finish = [slot, name, &done](id<MTLComputePipelineState> state, NSError* error) {
       *slot = state;
       done(state ? "" : "the kernel '" + name + "' cannot be built: " + describe(error));
@@ -176,20 +114,11 @@ Kernels::Kernels(const Device& device, const std::set<KernelKey>& wanted, const 
   });
 }
 
-const id<MTLComputePipelineState>& Kernels::pipeline(Kernel kernel, TensorType type) const {
-  const id<MTLComputePipelineState>& state = pipelines_[std::size_t(kernel)][std::size_t(type)];
+const id<MTLComputePipelineState>& Kernels::pipeline(const KernelKey& key) const {
+  const id<MTLComputePipelineState>& state = pipelines_[std::size_t(key.kernel)][std::size_t(key.type)];
   if (!state)
-    throw std::logic_error("the pipeline of '" + kernel_name({kernel, type}, cache_) +
-                           "' was not built at load");
+    throw std::logic_error("the pipeline of '" + kernel_name(key, cache_) + "' was not built at load");
   return state;
-}
-
-std::string Kernels::name_of(id<MTLComputePipelineState> pipeline) const {
-  for (std::size_t kernel = 0; kernel < pipelines_.size(); ++kernel)
-    for (std::size_t type = 0; type < kTypes; ++type)
-      if (pipelines_[kernel][type] == pipeline)
-        return kernel_name({Kernel(kernel), TensorType(type)}, cache_);
-  throw std::logic_error("a dispatch uses a pipeline that is not among the kernels");
 }
 
 }  // namespace metal_prefill::metal

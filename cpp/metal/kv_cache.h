@@ -13,14 +13,15 @@ namespace metal_prefill::metal {
 // K and V of every layer, [layer][position][kv_head][head_dim]. Grows by use, up to `max_positions`.
 class KvCache {
  public:
-  KvCache(const Device& device, const Config& config, KvType type, int max_positions);
+  KvCache(const Config& config, KvType type, int max_positions);
 
   // Makes room for `positions`, keeping what is there. Throws DeviceError without a change.
-  void reserve(int positions, CallCounters& counters);
+  void reserve(const Device& device, int positions);
 
-  View keys(int layer) const { return {keys_.buffer, std::size_t(layer) * capacity_ * keys_.row_bytes}; }
-  View values(int layer) const {
-    return {values_.buffer, std::size_t(layer) * capacity_ * values_.row_bytes};
+  LayerCache layer(int layer) const {
+    const std::size_t row = std::size_t(layer) * capacity_;
+    return {view_of(keys_.buffer, BufferName::kKeys, row * keys_.row_bytes),
+            view_of(values_.buffer, BufferName::kValues, row * values_.row_bytes)};
   }
   std::size_t bytes() const { return n_layers_ * capacity_ * (keys_.row_bytes + values_.row_bytes); }
 
@@ -29,7 +30,6 @@ class KvCache {
     id<MTLBuffer> buffer;
     std::size_t row_bytes;  // of one position in one layer
   };
-  const Device& device_;
   const std::size_t n_layers_, max_capacity_;
   std::size_t capacity_ = 0;  // positions
   Half keys_, values_;
@@ -40,24 +40,24 @@ class KvCache {
 // they have come. Layers with the same frequencies share a table.
 class RopeTables {
  public:
-  RopeTables(const Device& device, const Model& model);
+  explicit RopeTables(const Model& model);
 
   // Throws DeviceError without a change.
-  void reserve(int positions, CallCounters& counters);
-  // The table of each layer, valid for the reserved positions however it grows later.
-  std::vector<id<MTLBuffer>> by_layer() const;
+  void reserve(const Device& device, int positions);
+  // The table of each layer, valid for the reserved positions however the tables grow later.
+  using ByLayer = std::shared_ptr<const std::vector<id<MTLBuffer>>>;
+  ByLayer by_layer() const;
   std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  private:
   struct Table {
     std::vector<float> frequencies;  // [rope_dim / 2] radians per position
     float magnitude;
-    id<MTLBuffer> buffer;
   };
-  const Device& device_;
-  mutable std::mutex mutex_;
   std::vector<Table> tables_;
   std::vector<std::size_t> table_of_;  // by layer
+  mutable std::mutex mutex_;
+  ByLayer by_layer_;
   std::size_t capacity_ = 0;
   std::atomic<std::size_t> bytes_{0};  // stats() reads it while another thread uploads
 };

@@ -16,25 +16,24 @@ constexpr std::size_t kFirstCapacity = 64;
 
 }  // namespace
 
-KvCache::KvCache(const Device& device, const Config& c, KvType type, int max_positions)
-    : device_(device),
-      n_layers_(std::size_t(c.n_layers)),
-      max_capacity_(round_up(std::size_t(max_positions), kBlock)) {
+KvCache::KvCache(const Config& c, KvType type, int max_positions)
+    : n_layers_(std::size_t(c.n_layers)), max_capacity_(round_up(std::size_t(max_positions), kBlock)) {
   const std::size_t element = type == KvType::kF16 ? 2 : 4;
   keys_ = {nil, std::size_t(c.n_kv_heads) * std::size_t(c.key_dim) * element};
   values_ = {nil, std::size_t(c.n_kv_heads) * std::size_t(c.value_dim) * element};
 }
 
-void KvCache::reserve(int positions, CallCounters& counters) {
+void KvCache::reserve(const Device& device, int positions) {
   if (std::size_t(positions) <= capacity_) return;
   const std::size_t wanted = std::max({std::size_t(positions), 2 * capacity_, kFirstCapacity});
   const std::size_t capacity = std::min(round_up(wanted, kBlock), max_capacity_);
-  id<MTLBuffer> keys =
-      device_.allocate("k_cache", n_layers_ * capacity * keys_.row_bytes, Access::kGpu, counters);
-  id<MTLBuffer> values =
-      device_.allocate("v_cache", n_layers_ * capacity * values_.row_bytes, Access::kGpu, counters);
+  const auto allocate = [&](BufferName name, const Half& half) {
+    return device.allocate(traits_of(name).label, n_layers_ * capacity * half.row_bytes, Access::kGpu);
+  };
+  id<MTLBuffer> keys = allocate(BufferName::kKeys, keys_);
+  id<MTLBuffer> values = allocate(BufferName::kValues, values_);
   if (capacity_ > 0) {
-    id<MTLCommandBuffer> commands = device_.command_buffer("the growth of the KV cache");
+    id<MTLCommandBuffer> commands = device.command_buffer("the growth of the KV cache");
     id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
     const auto copy = [&](const Half& from, id<MTLBuffer> to) {
       for (std::size_t layer = 0; layer < n_layers_; ++layer)
@@ -47,14 +46,14 @@ void KvCache::reserve(int positions, CallCounters& counters) {
     copy(keys_, keys);
     copy(values_, values);
     [blit endEncoding];
-    device_.run(commands, counters);
+    device.run(commands);
   }
   keys_.buffer = keys;
   values_.buffer = values;
   capacity_ = capacity;
 }
 
-RopeTables::RopeTables(const Device& device, const Model& model) : device_(device) {
+RopeTables::RopeTables(const Model& model) {
   for (int layer = 0; layer < model.config.n_layers; ++layer) {
     Table table;
     table.frequencies = rope_frequencies(model, layer, &table.magnitude);
@@ -66,11 +65,12 @@ RopeTables::RopeTables(const Device& device, const Model& model) : device_(devic
   }
 }
 
-void RopeTables::reserve(int positions, CallCounters& counters) {
+void RopeTables::reserve(const Device& device, int positions) {
   const std::scoped_lock lock(mutex_);
   if (std::size_t(positions) <= capacity_) return;
   const std::size_t capacity = std::max({std::size_t(positions), 2 * capacity_, kFirstCapacity});
   std::vector<id<MTLBuffer>> grown;
+  std::size_t grown_bytes = 0;
   for (const Table& table : tables_) {
     std::vector<float> values;
     for (std::size_t position = 0; position < capacity; ++position) {
@@ -82,24 +82,21 @@ void RopeTables::reserve(int positions, CallCounters& counters) {
     }
     if (values.empty()) values.resize(2);  // rope_dim may be 0, a buffer's length may not
     const std::size_t bytes = values.size() * sizeof(float);
-    id<MTLBuffer> buffer = device_.allocate("rope_table", bytes, Access::kGpu, counters);
-    device_.upload(buffer, 0, values.data(), bytes, counters);
+    id<MTLBuffer> buffer = device.allocate(traits_of(BufferName::kRopeTable).label, bytes, Access::kGpu);
+    device.upload(view_of(buffer, BufferName::kRopeTable), values.data(), bytes);
     grown.push_back(buffer);
+    grown_bytes += bytes;
   }
-  std::size_t bytes = 0;
-  for (std::size_t i = 0; i < tables_.size(); ++i) {
-    tables_[i].buffer = grown[i];
-    bytes += grown[i].length;
-  }
+  auto by_layer = std::make_shared<std::vector<id<MTLBuffer>>>();
+  for (const std::size_t table : table_of_) by_layer->push_back(grown[table]);
+  by_layer_ = std::move(by_layer);
   capacity_ = capacity;
-  bytes_.store(bytes, std::memory_order_relaxed);
+  bytes_.store(grown_bytes, std::memory_order_relaxed);
 }
 
-std::vector<id<MTLBuffer>> RopeTables::by_layer() const {
+RopeTables::ByLayer RopeTables::by_layer() const {
   const std::scoped_lock lock(mutex_);
-  std::vector<id<MTLBuffer>> buffers;
-  for (const std::size_t table : table_of_) buffers.push_back(tables_[table].buffer);
-  return buffers;
+  return by_layer_;
 }
 
 }  // namespace metal_prefill::metal

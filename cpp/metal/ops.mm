@@ -1,7 +1,6 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "../rounding.h"
 
@@ -10,85 +9,8 @@ namespace metal_prefill::metal {
 namespace {
 
 constexpr std::size_t kSimd = 32;
-constexpr std::size_t kNarrowTile = 32, kWideTile = 64;  // tokens and rows of a matmul's tile
 
 }  // namespace
-
-Encoder::Encoder(id<MTLCommandBuffer> commands, const Kernels& kernels, const Tuning& tuning,
-                 CallCounters& counters)
-    : encoder_([commands computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent]),
-      kernels_(kernels),
-      tuning_(tuning),
-      counters_(counters) {
-  if (!encoder_)
-    throw DeviceError("the GPU gave no compute encoder for " + std::string(commands.label.UTF8String));
-}
-
-Encoder::Encoder(const Device& device, const Kernels& kernels, CallCounters& counters,
-                 std::vector<Dispatch>& trace, bool run)
-    : kernels_(kernels),
-      tuning_(device.tuning()),
-      counters_(counters),
-      run_on_(run ? &device : nullptr),
-      trace_(&trace) {}
-
-Encoder::~Encoder() {
-  [encoder_ endEncoding];
-}
-
-Encoder::Overlap::Overlap(Encoder& encoder) : encoder_(encoder) {
-  encoder_.overlap_ = true;
-}
-
-Encoder::Overlap::~Overlap() {
-  encoder_.overlap_ = false;
-  encoder_.needs_barrier_ = true;
-}
-
-void Encoder::dispatch(const id<MTLComputePipelineState>& pipeline, std::initializer_list<View> buffers,
-                       const void* args, std::size_t args_bytes, const Grid& grid) {
-  const bool barrier = std::exchange(needs_barrier_, !overlap_);
-  if (trace_) return note(pipeline, buffers, args, args_bytes, grid, barrier);
-  // Not retained for every message; this is on the way of every token.
-  __unsafe_unretained const id<MTLComputeCommandEncoder> encoder = encoder_;
-  if (barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-  [encoder setComputePipelineState:pipeline];
-  NSUInteger index = 0;
-  for (const View& view : buffers) [encoder setBuffer:view.buffer offset:view.offset atIndex:index++];
-  [encoder setBytes:args length:args_bytes atIndex:index];
-  if (grid.threadgroup_bytes > 0) [encoder setThreadgroupMemoryLength:grid.threadgroup_bytes atIndex:0];
-  [encoder dispatchThreadgroups:MTLSizeMake(grid.x, grid.y, grid.z)
-          threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
-  ++counters_.dispatches;
-}
-
-void Encoder::note(id<MTLComputePipelineState> pipeline, std::initializer_list<View> buffers,
-                   const void* args, std::size_t args_bytes, const Grid& grid, bool after_barrier) {
-  const AutoreleasePool pool;
-  Dispatch noted = {.kernel = kernels_.name_of(pipeline),
-                    .layer = layer_,
-                    .grid = {grid.x, grid.y, grid.z},
-                    .threads = grid.threads,
-                    .threadgroup_bytes = grid.threadgroup_bytes,
-                    .after_barrier = after_barrier};
-  for (const View& view : buffers) {
-    NSString* label = view.buffer.label;
-    noted.buffers.push_back(label ? label.UTF8String : "");
-  }
-  const auto* bytes = static_cast<const std::byte*>(args);
-  noted.args.assign(bytes, bytes + args_bytes);
-  if (run_on_) {
-    id<MTLCommandBuffer> commands = run_on_->command_buffer(noted.kernel);
-    {
-      Encoder alone(commands, kernels_, tuning_, counters_);
-      alone.dispatch(pipeline, buffers, args, args_bytes, grid);
-    }
-    run_on_->run(commands, counters_);
-    noted.start = commands.GPUStartTime;
-    noted.end = commands.GPUEndTime;
-  }
-  trace_->push_back(std::move(noted));
-}
 
 namespace ops {
 
@@ -104,7 +26,7 @@ std::size_t lanes_per_row(const Tuning& tuning, std::size_t rows) {
 
 struct MatvecPlan {
   MatvecArgs args;
-  Encoder::Grid grid;
+  Grid grid;
 };
 
 MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t rows) {
@@ -119,47 +41,54 @@ std::size_t norm_threads(int dim) {
   return std::min<std::size_t>(1024, round_up(std::size_t(dim) / 4, kSimd));
 }
 
+// Where the rows of `w` begin in y.
+View output_of(const Projection& w, const View& y) {
+  return y.at(std::size_t(w.column) * sizeof(float));
+}
+
 }  // namespace
 
 void embed(Encoder& e, const Projection& table, const View& ids, const View& x, int tokens, float scale) {
   const EmbedArgs args = {u32_t(table.in_dim), table.stack.row_bytes, u32_t(tokens), scale};
   e.dispatch(
-      e.kernels().pipeline(Kernel::kEmbed, table.type), {table.weights, ids, x}, args,
+      {Kernel::kEmbed, table.type}, {table.weights, ids, x}, args,
       {.x = ceil_div(std::size_t(table.in_dim) / 8, kSimd), .y = std::size_t(tokens), .threads = kSimd});
 }
 
-void rmsnorm(Encoder& e, const View& weight, const View& x, const View& y, int dim, float eps, int tokens,
-             bool half_out) {
-  e.dispatch(e.kernels().pipeline(half_out ? Kernel::kRmsnormF16 : Kernel::kRmsnormF32), {weight, x, y},
-             RmsnormArgs{u32_t(dim), eps}, {.x = std::size_t(tokens), .threads = norm_threads(dim)});
+namespace {
+
+void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, const View& x, const View& y, int tokens) {
+  e.dispatch(kernel, {norm.weight, x, y}, RmsnormArgs{u32_t(norm.dim), norm.eps},
+             {.x = std::size_t(tokens), .threads = norm_threads(norm.dim)});
 }
 
-void rmsnorm_add(Encoder& e, const View& weight, const View& x, const View& y, int dim, float eps,
-                 int tokens) {
-  e.dispatch(e.kernels().pipeline(Kernel::kRmsnormAdd), {weight, x, y}, RmsnormArgs{u32_t(dim), eps},
-             {.x = std::size_t(tokens), .threads = norm_threads(dim)});
+}  // namespace
+
+void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision) {
+  dispatch_norm(e, precision == Precision::kF16 ? Kernel::kRmsnormF16 : Kernel::kRmsnormF32, norm, x, y,
+                tokens);
 }
 
-void matvec(Encoder& e, const Projection& w, const View& x, const View& y, bool accumulate) {
+void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens) {
+  dispatch_norm(e, Kernel::kRmsnormAdd, norm, x, y, tokens);
+}
+
+void matvec(Encoder& e, const Projection& w, const View& x, const View& y, Write write) {
   MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim));
-  plan.args.accumulate = accumulate;
-  e.dispatch(e.kernels().pipeline(Kernel::kMatvec, w.type),
-             {w.weights, x, {y.buffer, y.offset + std::size_t(w.column) * sizeof(float)}}, plan.args,
-             plan.grid);
+  plan.args.accumulate = write == Write::kAccumulate;
+  e.dispatch({Kernel::kMatvec, w.type}, {w.weights, x, output_of(w, y)}, plan.args, plan.grid);
 }
 
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, u32_t activation) {
   MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim) / 2);
   plan.args.activation = activation;
-  e.dispatch(e.kernels().pipeline(Kernel::kMatvecSwiglu, w.type), {w.weights, x, y}, plan.args, plan.grid);
+  e.dispatch({Kernel::kMatvecSwiglu, w.type}, {w.weights, x, y}, plan.args, plan.grid);
 }
 
-void rmsnorm_matvec(Encoder& e, const Projection& w, const View& norm, const View& x, const View& y,
-                    float eps) {
+void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y) {
   MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim));
-  plan.args.eps = eps;
-  e.dispatch(e.kernels().pipeline(Kernel::kRmsnormMatvec, w.type),
-             {w.weights, norm, x, {y.buffer, y.offset + std::size_t(w.column) * sizeof(float)}}, plan.args,
+  plan.args.eps = norm.eps;
+  e.dispatch({Kernel::kRmsnormMatvec, w.type}, {w.weights, norm.weight, x, output_of(w, y)}, plan.args,
              plan.grid);
 }
 
@@ -167,62 +96,59 @@ void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& ga
                                  u32_t activation) {
   MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim));
   plan.args.activation = activation;
-  e.dispatch(e.kernels().pipeline(Kernel::kSiluMatvecQ4_0Accumulate), {w.weights, gate_up, y}, plan.args,
-             plan.grid);
+  e.dispatch(Kernel::kSiluMatvecQ4_0Accumulate, {w.weights, gate_up, y}, plan.args, plan.grid);
 }
 
-void multi_token_matvec_q4_0(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
-                             int out_stride, bool accumulate) {
-  const MultiTokenArgs args = {w.stack, u32_t(w.in_dim), u32_t(w.out_dim), u32_t(tokens), u32_t(out_stride)};
-  e.dispatch(e.kernels().pipeline(accumulate ? Kernel::kMultiTokenMatvecQ4_0Accumulate
-                                             : Kernel::kMultiTokenMatvecQ4_0),
-             {w.weights, x, {y.buffer, y.offset + std::size_t(w.column) * sizeof(float)}}, args,
-             {.x = ceil_div(std::size_t(w.out_dim), MULTI_TOKEN_ROWS),
-              .y = ceil_div(std::size_t(tokens), MULTI_TOKEN_TILE),
-              .threads = MULTI_TOKEN_ROWS * kSimd});
-}
-
-bool uses_wide_tiles(const Tuning& tuning, int rows, int tokens) {
-  const std::size_t tiles = ceil_div(std::size_t(rows), kWideTile) * ceil_div(std::size_t(tokens), kWideTile);
-  return std::size_t(tokens) > kNarrowTile && tiles >= std::size_t(tuning.wide_groups);
+void multi_token_matvec_q4_0(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens,
+                             Write write) {
+  const MultiTokenArgs args = {w.stack, u32_t(w.in_dim), u32_t(w.out_dim), u32_t(tokens), u32_t(y.stride)};
+  e.dispatch(
+      write == Write::kAccumulate ? Kernel::kMultiTokenMatvecQ4_0Accumulate : Kernel::kMultiTokenMatvecQ4_0,
+      {w.weights, x, output_of(w, y.view)}, args,
+      {.x = ceil_div(std::size_t(w.out_dim), MULTI_TOKEN_ROWS),
+       .y = ceil_div(std::size_t(tokens), MULTI_TOKEN_TILE),
+       .threads = MULTI_TOKEN_ROWS * kSimd});
 }
 
 namespace {
 
-Encoder::Grid matmul_grid(bool wide, std::size_t rows, std::size_t tokens) {
-  const std::size_t tile = wide ? kWideTile : kNarrowTile;
-  return {.x = ceil_div(rows, tile), .y = ceil_div(tokens, tile), .threads = MATMUL_THREADS};
+// Wide tiles where there are enough of them for the whole GPU. Never again narrow with more tokens, which
+// ForwardPass::kernels relies on.
+bool uses_wide_tiles(const Tuning& tuning, std::size_t rows, std::size_t tokens) {
+  const std::size_t tiles = ceil_div(rows, MATMUL_WIDE_TILE) * ceil_div(tokens, MATMUL_WIDE_TILE);
+  return tokens > MATMUL_NARROW_TILE && tiles >= std::size_t(tuning.wide_groups);
+}
+
+struct MatmulKernels {
+  Kernel narrow, wide;
+};
+
+void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection& w, const View& x,
+                     const View& y, MatmulArgs args) {
+  const std::size_t rows = std::size_t(w.out_dim);
+  const bool wide = uses_wide_tiles(e.tuning(), rows, args.tokens);
+  const std::size_t tile = wide ? MATMUL_WIDE_TILE : MATMUL_NARROW_TILE;
+  args.weights = w.stack;
+  args.in_dim = u32_t(w.in_dim);
+  e.dispatch({wide ? kernels.wide : kernels.narrow, w.type}, {w.weights, x, y}, args,
+             {.x = ceil_div(rows, tile), .y = ceil_div(args.tokens, tile), .threads = MATMUL_THREADS});
 }
 
 }  // namespace
 
-void matmul(Encoder& e, const Projection& w, const View& x, const View& y, int tokens, int out_stride,
-            bool accumulate) {
-  const std::size_t rows = std::size_t(w.out_dim);
-  const bool wide = uses_wide_tiles(e.tuning(), w.out_dim, tokens);
-  const MatmulArgs args = {.weights = w.stack,
-                           .in_dim = u32_t(w.in_dim),
-                           .out_dim = u32_t(rows),
-                           .tokens = u32_t(tokens),
-                           .out_stride = u32_t(out_stride),
-                           .accumulate = accumulate};
-  e.dispatch(e.kernels().pipeline(wide ? Kernel::kMatmulWide : Kernel::kMatmulNarrow, w.type),
-             {w.weights, x, {y.buffer, y.offset + std::size_t(w.column) * sizeof(float)}}, args,
-             matmul_grid(wide, rows, std::size_t(tokens)));
+void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {
+  dispatch_matmul(e, {Kernel::kMatmulNarrow, Kernel::kMatmulWide}, w, x, output_of(w, y.view),
+                  {.out_dim = u32_t(w.out_dim),
+                   .tokens = u32_t(tokens),
+                   .out_stride = u32_t(y.stride),
+                   .accumulate = write == Write::kAccumulate});
 }
 
 void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation) {
-  const std::size_t rows = std::size_t(w.out_dim);  // of gate and up, which share the tiles
-  const bool wide = uses_wide_tiles(e.tuning(), w.out_dim, tokens);
-  const MatmulArgs args = {.weights = w.stack,
-                           .in_dim = u32_t(w.in_dim),
-                           .out_dim = u32_t(rows / 2),
-                           .tokens = u32_t(tokens),
-                           .out_stride = u32_t(rows / 2),
-                           .activation = activation};
-  e.dispatch(e.kernels().pipeline(wide ? Kernel::kMatmulSwigluWide : Kernel::kMatmulSwigluNarrow, w.type),
-             {w.weights, x, y}, args, matmul_grid(wide, rows, std::size_t(tokens)));
+  const u32_t rows = u32_t(w.out_dim) / 2;  // gate and up share the tiles
+  dispatch_matmul(e, {Kernel::kMatmulSwigluNarrow, Kernel::kMatmulSwigluWide}, w, x, y,
+                  {.out_dim = rows, .tokens = u32_t(tokens), .out_stride = rows, .activation = activation});
 }
 
 namespace {
@@ -238,13 +164,13 @@ std::size_t rope_simdgroups(std::size_t heads) {
 
 }  // namespace
 
-void rope_append(Encoder& e, const View& bias, const View& q_norm, const View& k_norm, const View& table,
-                 const View& qkv, const View& k_cache, const View& v_cache, const RopeArgs& args,
-                 int tokens) {
+void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const LayerCache& cache,
+                 const RopeArgs& args, int tokens) {
   const std::size_t heads = 2 * args.n_kv_heads + (args.skip_queries ? 0 : args.n_heads);
   const std::size_t simdgroups = rope_simdgroups(heads);
-  e.dispatch(e.kernels().pipeline(Kernel::kRopeAppend), {bias, q_norm, k_norm, table, qkv, k_cache, v_cache},
-             args, {.x = heads / simdgroups, .y = std::size_t(tokens), .threads = simdgroups * kSimd});
+  e.dispatch(Kernel::kRopeAppend,
+             {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, cache.keys, cache.values}, args,
+             {.x = heads / simdgroups, .y = std::size_t(tokens), .threads = simdgroups * kSimd});
 }
 
 DecodeSplits decode_splits(const Tuning& tuning, int tokens, int position) {
@@ -259,8 +185,8 @@ std::size_t decode_partial_bytes(const AttentionArgs& args) {
 
 namespace {
 
-Encoder::Grid decode_grid(const Encoder& e, const AttentionArgs& args) {
-  const int chunks = e.kernels().cache().decode_size() / 32;
+Grid decode_grid(const Encoder& e, const AttentionArgs& args) {
+  const int chunks = e.cache().decode_size() / 32;
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
   // Four keys for each simdgroup at a time: no more simdgroups than have keys.
   const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(args.split_keys, 4), 1, DECODE_SIMDGROUPS);
@@ -268,38 +194,42 @@ Encoder::Grid decode_grid(const Encoder& e, const AttentionArgs& args) {
       .x = args.splits, .y = args.n_kv_heads * head_blocks, .z = args.tokens, .threads = simdgroups * kSimd};
 }
 
-void attention_combine(Encoder& e, const View& partial, const View& out, const AttentionArgs& args) {
-  e.dispatch(e.kernels().pipeline(Kernel::kAttentionCombine), {partial, out}, args,
+// Where attention_decode itself writes.
+const View& first_output(const AttentionOutput& output, const AttentionArgs& args) {
+  return args.splits > 1 ? output.partial : output.out;
+}
+
+void attention_combine(Encoder& e, const AttentionOutput& output, const AttentionArgs& args) {
+  if (args.splits == 1) return;
+  e.dispatch(Kernel::kAttentionCombine, {output.partial, output.out}, args,
              {.x = args.n_heads, .y = args.tokens, .threads = round_up(args.value_dim, kSimd)});
 }
 
 }  // namespace
 
-void attention_decode(Encoder& e, const View& q, const View& k, const View& v, const View& partial,
-                      const View& out, const AttentionArgs& args) {
-  const bool combine = args.splits > 1;
-  e.dispatch(e.kernels().pipeline(Kernel::kAttentionDecode), {q, k, v, combine ? partial : out}, args,
+void attention_decode(Encoder& e, const View& q, const LayerCache& cache, const AttentionOutput& output,
+                      const AttentionArgs& args) {
+  e.dispatch(Kernel::kAttentionDecode, {q, cache.keys, cache.values, first_output(output, args)}, args,
              decode_grid(e, args));
-  if (combine) attention_combine(e, partial, out, args);
+  attention_combine(e, output, args);
 }
 
-void rope_attention_decode(Encoder& e, const View& bias, const View& q_norm, const View& k_norm,
-                           const View& table, const View& qkv, const View& k_cache, const View& v_cache,
-                           const View& partial, const View& out, const RopeAttentionArgs& args) {
-  const bool combine = args.attention.splits > 1;
-  e.dispatch(e.kernels().pipeline(Kernel::kRopeAttentionDecode),
-             {bias, q_norm, k_norm, table, qkv, k_cache, v_cache, combine ? partial : out}, args,
-             decode_grid(e, args.attention));
-  if (combine) attention_combine(e, partial, out, args.attention);
+void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const LayerCache& cache,
+                           const AttentionOutput& output, const RopeAttentionArgs& args) {
+  e.dispatch(Kernel::kRopeAttentionDecode,
+             {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, cache.keys, cache.values,
+              first_output(output, args.attention)},
+             args, decode_grid(e, args.attention));
+  attention_combine(e, output, args.attention);
 }
 
-void attention_prefill(Encoder& e, const View& q, const View& k, const View& v, const View& out,
+void attention_prefill(Encoder& e, const View& q, const LayerCache& cache, const View& out,
                        const AttentionArgs& args) {
-  const CacheShape& cache = e.kernels().cache();
-  const std::size_t row_blocks = PREFILL_ROW_BLOCKS(cache.prefill_size(), cache.type == KvType::kF16 ? 2 : 4);
+  const std::size_t row_blocks =
+      PREFILL_ROW_BLOCKS(e.cache().prefill_size(), e.cache().type == KvType::kF16 ? 2 : 4);
   const std::size_t simdgroups = std::size_t(e.tuning().prefill_simdgroups);
   const std::size_t rows = args.n_heads / args.n_kv_heads * args.tokens;
-  e.dispatch(e.kernels().pipeline(Kernel::kAttentionPrefill), {q, k, v, out}, args,
+  e.dispatch(Kernel::kAttentionPrefill, {q, cache.keys, cache.values, out}, args,
              {.x = ceil_div(rows, simdgroups * row_blocks * 8),
               .y = args.n_kv_heads,
               .threads = simdgroups * kSimd,
@@ -307,9 +237,9 @@ void attention_prefill(Encoder& e, const View& q, const View& k, const View& v, 
 }
 
 void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int tokens, u32_t activation,
-            bool half_out) {
+            Precision precision) {
   constexpr std::size_t kThreads = 256;
-  e.dispatch(e.kernels().pipeline(half_out ? Kernel::kSwigluF16 : Kernel::kSwigluF32), {gate_up, out},
+  e.dispatch(precision == Precision::kF16 ? Kernel::kSwigluF16 : Kernel::kSwigluF32, {gate_up, out},
              SwigluArgs{u32_t(ffn_dim), u32_t(tokens), activation},
              {.x = ceil_div(std::size_t(ffn_dim), kThreads), .y = std::size_t(tokens), .threads = kThreads});
 }
@@ -320,15 +250,15 @@ std::size_t candidates_bytes(const Tuning& tuning) {
 
 void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n) {
   const std::size_t groups = std::size_t(e.tuning().argmax_groups);
-  e.dispatch(e.kernels().pipeline(Kernel::kArgmaxStage1), {logits, candidates}, ArgmaxArgs{u32_t(n)},
+  e.dispatch(Kernel::kArgmaxStage1, {logits, candidates}, ArgmaxArgs{u32_t(n)},
              {.x = groups, .threads = 256});
-  e.dispatch(e.kernels().pipeline(Kernel::kArgmaxStage2), {candidates, result}, ArgmaxArgs{u32_t(groups)},
+  e.dispatch(Kernel::kArgmaxStage2, {candidates, result}, ArgmaxArgs{u32_t(groups)},
              {.x = 1, .threads = kSimd});
 }
 
 void log_prob(Encoder& e, const View& logits, const View& targets, const View& out, int vocab_size,
               int tokens) {
-  e.dispatch(e.kernels().pipeline(Kernel::kLogProb), {logits, targets, out}, LogProbArgs{u32_t(vocab_size)},
+  e.dispatch(Kernel::kLogProb, {logits, targets, out}, LogProbArgs{u32_t(vocab_size)},
              {.x = std::size_t(tokens), .threads = 256});
 }
 

@@ -282,25 +282,33 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
     return found
 
 
-def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
+    """Yield every tensor that a model can have: its row of the table, its layer and its presence.
+
+    The presence is ``"required"``, ``"optional"``, or ``"tied"``, where the embedding can take its place.
+    """
     traits = ARCHITECTURES[config.architecture]
     specs = _core.tensors(core_config(config))
-    embedding = next(spec.name for spec in specs if spec.role == "token_embedding")
     for layer in range(-1, config.n_layers):
         for spec in specs:
             stated = spec.presence in ("required", "optional", "tied")
             presence = spec.presence if stated else getattr(traits, spec.presence)
-            if spec.per_layer != (layer >= 0) or presence == "absent":
-                continue
-            name = spec.name.format(layer=layer)
-            tensor = gguf.tensors.get(name)
-            if tensor is not None:
-                _check_tensor(gguf, tensor, spec.shape)
-                yield spec.role, layer, tensor
-            elif presence == "required":
-                raise GGUFError(f"{gguf.path}: tensor {name} is missing")
-            elif presence == "tied":
-                yield spec.role, layer, gguf.tensors[embedding]
+            if spec.per_layer == (layer >= 0) and presence != "absent":
+                yield spec, layer, presence
+
+
+def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
+    embedding = next(s.name for s in _core.tensors(core_config(config)) if s.role == "token_embedding")
+    for spec, layer, presence in expected_tensors(config):
+        name = spec.name.format(layer=layer)
+        tensor = gguf.tensors.get(name)
+        if tensor is not None:
+            _check_tensor(gguf, tensor, spec.shape)
+            yield spec.role, layer, tensor
+        elif presence == "required":
+            raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+        elif presence == "tied":
+            yield spec.role, layer, gguf.tensors[embedding]
 
 
 def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from metal_prefill._continuation import Continuation, stop_strings
 from metal_prefill._tokens import Logits, Progress, TokenIds, token_array, token_id
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.dispatches import Dispatch, from_core
-from metal_prefill.errors import ClosedError
+from metal_prefill.errors import ClosedError, DeviceError
 
 if TYPE_CHECKING:
     from metal_prefill import _core
@@ -32,6 +32,10 @@ class _SharedModel(Protocol):
     @property
     def config(self) -> ModelConfig:
         """Hyperparameters."""
+
+    @property
+    def backend(self) -> str:
+        """``cpu`` or ``metal``."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -209,6 +213,15 @@ class Session:
         tokens, rows = self._open().export_state()
         _state.write(path, self._model._state_owner, _state.State(tokens, rows, self.notes))
 
+    def _inspector(self) -> _core.SessionInspector:
+        inspector = self._open().inspector()
+        if inspector is None:
+            raise DeviceError(
+                f"the engine '{self._model.backend}' makes no dispatches to list or to time; "
+                "use device='metal'"
+            )
+        return inspector
+
     def plan(self, tokens: int) -> list[Dispatch]:
         """Return the dispatches that a prompt of `tokens` tokens would make from here.
 
@@ -223,7 +236,7 @@ class Session:
         ValueError
             If `tokens` is less than 1.
         """
-        return from_core(self._open().plan(operator.index(tokens)))
+        return from_core(self._inspector().plan(operator.index(tokens)))
 
     def trace(self, tokens: TokenIds, *, progress: Progress | None = None) -> tuple[int, list[Dispatch]]:
         """Process a prompt with each dispatch in a command buffer of its own, and say when it ran.
@@ -244,7 +257,7 @@ class Session:
             Also where the engine makes no dispatches: it is the CPU's.
         """
         ids = token_array(tokens, self._model.config.vocab_size)
-        token, dispatches = self._open().trace(ids, progress)
+        token, dispatches = self._inspector().trace(ids, progress)
         return token, from_core(dispatches)
 
     def stats(self) -> dict[str, float]:

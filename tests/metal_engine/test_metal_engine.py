@@ -171,7 +171,7 @@ def test_debug_mode_makes_every_intermediate_readable(
     with Model(demo_path, device="metal") as plain:
         expected = plain.forward_prompt(prompt(40))
         with pytest.raises(ValueError, match="METAL_PREFILL_DEBUG"):
-            native(plain).intermediate("x")
+            native(plain).inspector().intermediate("x")
     monkeypatch.setenv(variable, "1")
     with Model(demo_path, device="metal") as model:
         assert model.forward_prompt(prompt(40)) == expected
@@ -188,12 +188,12 @@ def test_debug_mode_makes_every_intermediate_readable(
             "logits": config.vocab_size,
         }
         for name, size in sizes.items():
-            values = np.array(session.intermediate(name))
+            values = np.array(session.inspector().intermediate(name))
             assert values.size == size
             assert np.isfinite(values).all()
-        assert int(np.argmax(session.intermediate("logits"))) == expected
+        assert int(np.argmax(session.inspector().intermediate("logits"))) == expected
         with pytest.raises(ValueError, match="nonsense"):
-            session.intermediate("nonsense")
+            session.inspector().intermediate("nonsense")
 
 
 def test_debug_mode_is_off_where_the_variable_is_zero(

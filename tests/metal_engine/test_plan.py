@@ -1,21 +1,22 @@
-"""The plan that the cost model makes without an engine is what the engine encodes."""
+"""Recorded passes: what the engine says it would dispatch is what reaches the GPU, and nothing else can."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import kernel_harness as harness
+from metal_kernels import KernelLibrary
 from support import small_models
+from support.kernel_harness import TYPES
 
 from metal_prefill import Model, _core, synth
-from metal_prefill.cost_model import plan, shape_of
-from metal_prefill.cost_model.planner import TUNINGS, Shape, Tuning
-from metal_prefill.dispatches import STRUCTS, Dispatch, decode_args, from_core
+from metal_prefill.architecture import ModelConfig
+from metal_prefill.cost_model import plan, shape_of, uniform_shape
+from metal_prefill.cost_model.shapes import Shape
+from metal_prefill.dispatches import Dispatch, decode_args
 from metal_prefill.gguf_file import GGUFFile
 
 pytestmark = pytest.mark.emulator
@@ -24,14 +25,15 @@ if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
 
 gpu = _core.emulator
+FAMILIES = (7, 8, 9)
 
-MODELS = {
-    "as SmolLM-135M": {"preset": "smollm-135m", "layers": 3},
-    "larger norms": {"preset": "tinyllama-1.1b", "layers": 2, "vocab": 512},
-    "another type of V": {"overrides": {"*.attn_v.weight": "Q8_0"}, "layers": 2, "vocab": 512},
-    "F16": {"tensor_type": "F16", "layers": 2, "vocab": 512},
-    "gate and up apart": {"overrides": {"*.ffn_up.weight": "Q5_0"}, "layers": 2, "vocab": 512},
+MODELS: dict[str, dict[str, Any]] = {
+    "as SmolLM": {"preset": "smollm-135m", "layers": 2, "vocab": 512},
+    "another type of V": {"preset": "tiny", "overrides": {"*.attn_v.weight": "Q8_0"}, "vocab": 512},
+    "F16": {"preset": "tiny", "tensor_type": "F16", "vocab": 512},
+    "gate and up apart": {"preset": "tiny", "overrides": {"*.ffn_up.weight": "Q5_0"}, "vocab": 512},
     "wide heads": {
+        "preset": "tiny",
         "dim": 512,
         "heads": 4,
         "kv_heads": 2,
@@ -41,15 +43,22 @@ MODELS = {
         "vocab": 512,
     },
 }
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"fused_norm": True, "fused_silu": True},
+    {"kv_dtype": "f32", "chunk_tokens": 40},
+]
 
 
-@pytest.fixture
-def family() -> Iterator[Any]:
-    def claim(n: int) -> None:
-        gpu.set_limits(gpu.Limits(apple_family=n))
-
-    yield claim
+@pytest.fixture(autouse=True)
+def settled() -> Iterator[None]:
+    yield
+    gpu.set_history_depth(0)
     gpu.set_limits(gpu.Limits())
+
+
+def claim_family(n: int) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=n))
 
 
 def shape_in(path: Path) -> Shape:
@@ -57,96 +66,180 @@ def shape_in(path: Path) -> Shape:
         return shape_of(gguf)
 
 
-def native(model: Model) -> Any:
-    return model._open()._core
+def planned(shape: Shape, tokens: int, **options: Any) -> list[Dispatch]:
+    kv_type = options.pop("kv_dtype", "f16")
+    return plan(shape, tokens, kv_type=kv_type, **options)
 
 
-def comparable(dispatches: list[Dispatch]) -> list[Dispatch]:
-    """Leave out what a plan does not know, and round what is a float32 in the engine's arguments."""
-
-    def rounded(value: Any) -> Any:
-        return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
-
+def encoded(model: Model, tokens: int) -> list[tuple[Any, ...]]:
+    """Return what reached the GPU when a prompt was processed."""
+    gpu.set_history_depth(0)  # forget what ran before
+    gpu.set_history_depth(64)
+    model.forward_prompt([(5 + 7 * i) % model.config.vocab_size for i in range(tokens)])
+    buffers = [buffer.dispatches for buffer in gpu.history() if buffer.dispatches]
     return [
-        replace(d, buffers=(), start=0.0, end=0.0, args={k: rounded(v) for k, v in d.args.items()})
+        (d.kernel, tuple(d.grid), tuple(d.group), d.after_barrier or first)
+        for dispatches in buffers
+        for first, d in zip([True] + [False] * len(dispatches), dispatches, strict=False)
+    ]
+
+
+def comparable(dispatches: list[Dispatch]) -> list[tuple[Any, ...]]:
+    """Return the same of a plan; the first dispatch of a chunk, the embedding, has nothing to wait for."""
+    return [
+        (d.kernel, d.grid, (d.threads, 1, 1), d.after_barrier or d.kernel.startswith("embed"))
         for d in dispatches
     ]
 
 
-@pytest.mark.parametrize("n", sorted(TUNINGS))
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_plan_is_what_the_engine_encodes(tmp_path: Path, family: Any, name: str, n: int) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", **MODELS[name])  # type: ignore[arg-type]
+def test_a_plan_is_what_reaches_the_gpu(tmp_path: Path, name: str, family: int) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", **MODELS[name])
     shape = shape_in(path)
-    family(n)
-    choices: list[dict[str, Any]] = [
-        {},
-        {"fused_norm": True, "fused_silu": True},
-        {"kv_dtype": "f32", "chunk_tokens": 100},
-    ]
-    for options in choices:
+    claim_family(family)
+    for options in OPTIONS:
         with Model(path, device="metal", **options) as model:
-            for tokens in (1, 2, 8, 9, 32, 33, 100, 300, 512, 1100):
-                planned = plan(
-                    shape,
-                    tokens,
-                    family=n,
-                    kv_type=options.get("kv_dtype", "f16"),
-                    chunk_tokens=options.get("chunk_tokens", 512),
-                    fused_norm="fused_norm" in options,
-                    fused_silu="fused_silu" in options,
-                )
-                engine = from_core(native(model).plan(tokens))
-                assert planned == comparable(engine), f"{tokens} tokens, {options}"
+            for tokens in (1, 2, 8, 9, 33, 100):
+                model.reset()
+                expected = comparable(planned(shape, tokens, family=family, **options))
+                assert encoded(model, tokens) == expected, f"{tokens} tokens, {options}"
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", "smollm3"])
-def test_plans_of_other_architectures(tmp_path: Path, family: Any, name: str) -> None:
+def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
     found = [model for model in small_models.MODELS.values() if model.architecture == name]
     assert found
     path = small_models.write(tmp_path / "m.gguf", found[0])
-    family(9)
+    claim_family(9)
     with Model(path, device="metal") as model:
         for tokens in (1, 5, 40):
-            assert plan(shape_in(path), tokens) == comparable(from_core(native(model).plan(tokens)))
+            model.reset()
+            assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
 
 
-def test_a_plan_goes_on_from_the_position(demo_path: Path, family: Any) -> None:
-    family(9)
-    with Model(demo_path, device="metal") as model:
-        model.forward_prompt(range(1, 301))
+def test_a_session_plans_from_its_position_and_computes_nothing(demo_path: Path) -> None:
+    claim_family(9)
+    shape = shape_in(demo_path)
+    with Model(demo_path, device="metal") as model, model.session() as session:
+        session.forward_prompt(range(1, 301))
+        before = session.stats(), gpu.counters().dispatches, gpu.counters().buffers
         for tokens in (1, 20):
-            engine = from_core(native(model).plan(tokens))
-            assert plan(shape_in(demo_path), tokens, position=300) == comparable(engine)
-        assert model.position == 300
-        assert model.stats()["dispatches"] == 0
-    assert "attention_combine" in {d.kernel for d in engine}
+            assert session.plan(tokens) == plan(shape, tokens, position=300)
+        assert session.position == 300
+        assert (session.stats(), gpu.counters().dispatches, gpu.counters().buffers) == before
+        assert comparable(plan(shape, 1, position=300)) == encoded_by(session)
+    assert "attention_combine" in {d.kernel for d in plan(shape, 1, position=300)}
 
 
-def test_tunings_are_the_engine_s() -> None:
-    text = (harness.SHADERS.parent / "cpp" / "metal" / "tuning.h").read_text()
-    rows = re.findall(r"\{MTLGPUFamilyApple(\d), ([\d, ]+)\}", text)
-    assert {int(n): Tuning(*map(int, values.split(","))) for n, values in rows} == TUNINGS
+def encoded_by(session: Any) -> list[tuple[Any, ...]]:
+    gpu.set_history_depth(1)
+    session.forward_token_greedy(3)
+    return [(d.kernel, tuple(d.grid), tuple(d.group), d.after_barrier) for d in gpu.history()[-1].dispatches]
 
 
-def test_arguments_are_laid_out_as_the_shaders_have_them() -> None:
-    structs = {
-        "embed": "EmbedArgs",
-        "matvec": "MatvecArgs",
-        "rmsnorm_matvec": "MatvecArgs",
-        "silu_matvec": "MatvecArgs",
-        "multi_token_matvec": "MultiTokenArgs",
-        "matmul": "MatmulArgs",
-        "rmsnorm": "RmsnormArgs",
-        "rope_append": "RopeArgs",
-        "rope_attention": "RopeAttentionArgs",
-        "attention": "AttentionArgs",
-        "swiglu": "SwigluArgs",
-        "argmax": "ArgmaxArgs",
-        "log_prob": "LogProbArgs",
-    }
-    assert {stem: harness.STRUCTS[name] for stem, name in structs.items()} == STRUCTS
-    with pytest.raises(ValueError, match="arguments of rmsnorm_f16 have 8 bytes, got 3"):
-        decode_args("rmsnorm_f16", b"abc")
-    with pytest.raises(ValueError, match="unknown kernel 'conv2d'"):
-        decode_args("conv2d", b"")
+SMALL = ModelConfig(
+    architecture="llama",
+    n_layers=2,
+    dim=256,
+    n_heads=4,
+    n_kv_heads=2,
+    key_dim=64,
+    value_dim=64,
+    ffn_dim=768,
+    vocab_size=320,
+    context_length=300,
+    norm_eps=1e-5,
+    rope_dim=64,
+)
+
+
+def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) -> set[str]:
+    """Return every kernel of passes of these lengths, with each output, at the first and last positions."""
+    context = shape.config.context_length
+    found: set[str] = set()
+    engine = _core.EngineOptions()
+    engine.kv_type = _core.KvType[options.get("kv_dtype", "f16").upper()]
+    engine.chunk_tokens = chunk_tokens
+    engine.fused_norm = options.get("fused_norm", False)
+    engine.fused_silu = options.get("fused_silu", False)
+    for tokens in lengths:
+        positions = range(context) if tokens == 1 else (0, context - tokens)
+        for position in positions:
+            for output in _core.Output:
+                passes = shape.core.plan(tokens, position, output, options["family"], engine)
+                found.update(d.kernel for d in passes)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 8, 9, 40, 512])
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_norm": True}, {"fused_silu": True, "kv_dtype": "f32"}], ids=str
+)
+def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(
+    tmp_path: Path, family: int, chunk_tokens: int, options: dict[str, Any]
+) -> None:
+    shape: dict[str, Any] = {"dim": 256, "heads": 4, "head_dim": 64, "ffn": 768, "vocab": 320}
+    models: list[dict[str, Any]] = [
+        {},
+        {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q5_K"}},
+    ]
+    claim_family(family)
+    for features in models:
+        path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=300, **(shape | features))
+        with Model(path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
+            built = model.stats()["pipelines"]
+        # The engine builds what passes of a few lengths need, which are among these: as many are the same.
+        lengths = range(1, min(chunk_tokens, 300) + 1)
+        assert len(kernels_of(shape_in(path), lengths, chunk_tokens, family=family, **options)) == built
+
+
+def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
+    libraries: Mapping[str, KernelLibrary],
+) -> None:
+    found: set[str] = set()
+    for kind in TYPES:
+        shape = uniform_shape(SMALL, kind, kind)
+        for fused in (False, True):
+            for tokens in (1, 2, 9, 300):
+                for output in ("none", "greedy", "logits", "log_probs"):
+                    options: dict[str, Any] = {"fused_norm": fused, "fused_silu": fused, "output": output}
+                    found |= {d.kernel for d in plan(shape, tokens, **options)}
+    for head_dim in (32, 64, 96, 128, 256):
+        heads = uniform_shape(replace(SMALL, key_dim=head_dim, value_dim=head_dim, rope_dim=32), "f32", "f32")
+        for kv_type in ("f16", "f32"):
+            for tokens in (1, 2, 300):
+                found |= {d.kernel for d in plan(heads, tokens, kv_type=kv_type)}
+    # Tiles are wide where there are enough of them; rmsnorm_add and two halves of gate and up need what a
+    # plain Llama does not have.
+    large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
+    for kind in TYPES:
+        found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), 512)}
+    found |= {d.kernel for d in plan(uniform_shape(replace(SMALL, architecture="gemma3"), "f16", "f16"), 9)}
+    mixed = uniform_shape(SMALL, "q4_0", "q4_0")
+    up = [replace(t, type=8) if t.role == "w_up" else t for t in mixed.tensors]
+    for tokens in (1, 300):
+        found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens)}
+        found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens, output="log_probs")}
+    assert found == set(libraries)
+
+
+def test_arguments_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="RmsnormArgs has 8 bytes, got 3"):
+        decode_args("RmsnormArgs", b"abc")
+
+
+def test_arguments_are_read_by_name() -> None:
+    first = planned(uniform_shape(SMALL, "q4_0", "q8_0"), 7)[0]
+    assert first.kernel == "embed_q8_0"
+    assert first.args == {"dim": 256, "row_bytes": 256 // 32 * 34, "tokens": 7, "scale": 1.0}
+    assert first.buffers == ("weights", "ids", "x")
+    decode = planned(uniform_shape(SMALL, "q4_0", "q8_0"), 1, position=20)
+    attention = next(d for d in decode if d.kernel.startswith("rope_attention"))
+    assert attention.args["position"] == 20
+    assert attention.args["n_heads"] == 4
+    assert attention.args["scale"] == 0.125
+    qkv = next(d for d in decode if d.kernel == "matvec_q4_0")
+    assert qkv.args["rows"] == [256, 128, 128]
+    assert "offset" not in qkv.args

@@ -1,17 +1,13 @@
-"""The shaders as a whole: what Apple's compiler asks of a source, and that the engine knows every kernel."""
+"""The shaders as a whole: what Apple's compiler asks of a source."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from metal_kernels import KernelLibrary
-from support.kernel_harness import SHADERS, TYPES
+from support.kernel_harness import SHADERS
 
-ENGINE = Path(__file__).parents[2] / "cpp" / "metal"
 SOURCES = sorted(SHADERS.glob("*.metal"))
 # Attributes that may be scalars or vectors; those of one kernel must have as many components as each other.
 GRID_ATTRIBUTES = (
@@ -34,24 +30,3 @@ def test_every_source_includes_what_it_needs_by_itself(path: Path) -> None:
     assert "#include <metal_stdlib>" in text
     assert "using namespace metal;" in text
     assert "bfloat" not in re.sub(r"//.*", "", text), "needs Metal 3.1; the minimum is 3.0"
-
-
-def test_the_engine_has_a_name_for_every_kernel(libraries: Mapping[str, KernelLibrary]) -> None:
-    table = (ENGINE / "kernels.mm").read_text().split("kNames = {")[1].split("};")[0]
-    patterns = re.findall(r'"([^"]+)"', table)
-    choices = {
-        "$type": [kind.lower() for kind in TYPES],
-        "$cache": ["f16", "f32"],
-        "$decode": ["32", "64", "96", "128", "256"],
-        "$prefill": ["64", "128", "256"],
-    }
-    names = set()
-    for pattern in patterns:
-        used = [key for key in choices if key in pattern]
-        for values in itertools.product(*(choices[key] for key in used)):
-            name = pattern
-            for key, value in zip(used, values, strict=True):
-                name = name.replace(key, value)
-            names.add(name)
-    names -= {f"rmsnorm_matvec_{kind.lower()}" for kind in TYPES if kind not in ("Q4_0", "F32")}
-    assert names == set(libraries)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from metal_prefill import _core
 from metal_prefill._synth_blocks import random_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake"))
@@ -47,24 +47,22 @@ class Run(Protocol):
     ) -> None: ...
 
 
-def _args_header() -> tuple[dict[str, np.dtype[Any]], dict[str, int]]:
-    text = re.sub(r"//[^\n]*", "", (SHADERS / "args.h").read_text())
-    constants = {n: int(v.rstrip("u"), 0) for n, v in re.findall(r"#define (\w+) +(0x\w+|\d+)u?\s", text)}
-    types: dict[str, Any] = {"u32_t": np.uint32, "u64_t": np.uint64, "float": np.float32}
-    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.S):
-        fields = []
-        for kind, field, count in re.findall(r"(\w+) (\w+)(?:\[(\d+)\])?;", body):
-            fields.append((field, types[kind], (int(count),)) if count else (field, types[kind]))
-        types[name] = np.dtype(fields, align=True)
-    return types, constants
+def _dtype(name: str) -> np.dtype[Any]:
+    size, fields = _core.args_structs[name]
+    scalars: dict[str, Any] = {"u32_t": np.uint32, "u64_t": np.uint64, "float": np.float32}
+    formats = [scalars.get(kind) or _dtype(kind) for _, kind, _, _ in fields]
+    shaped = [(f, (count,)) if count > 1 else f for f, (_, _, _, count) in zip(formats, fields, strict=True)]
+    names, offsets = [field for field, _, _, _ in fields], [offset for _, _, offset, _ in fields]
+    return np.dtype({"names": names, "formats": shaped, "offsets": offsets, "itemsize": size})
 
 
-STRUCTS, CONSTANTS = _args_header()
+STRUCTS = {name: _dtype(name) for name in _core.args_structs}
+CONSTANTS = _core.shader_constants
 CANDIDATE = STRUCTS["Candidate"]
 
 
 def make_args(struct: str, **fields: Any) -> Array:
-    """Make an argument struct of shaders/args.h. Every field must be given."""
+    """Make an argument struct of shaders/args_fields.h. Every field must be given."""
     dtype = STRUCTS[struct]
     assert dtype.names is not None
     assert set(fields) == set(dtype.names), f"{struct} has the fields {dtype.names}"

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from metal_prefill.cost_model.chips import CHIPS, Chip, find_chip
-from metal_prefill.cost_model.planner import Shape, plan, shape_of, uniform_shape
+from metal_prefill.cost_model.shapes import Shape, plan, shape_of, uniform_shape
 from metal_prefill.cost_model.work import Ops, Work, work_of
 from metal_prefill.dispatches import Dispatch
 

@@ -12,16 +12,11 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import Any
 
-from metal_prefill.cost_model.planner import (
-    MATMUL_THREADS,
-    MULTI_TOKEN_TILE,
-    NARROW,
-    PREFILL_KEYS,
-    SIMD,
-    WIDE,
-    prefill_row_blocks,
-)
+from metal_prefill import _core
 from metal_prefill.dispatches import Dispatch
+
+SIMD = 32
+PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +102,32 @@ _HALF, _FLOAT = 2, 4
 _BLOCK = 64  # values of an 8x8 block
 
 
+def _work(
+    d: Dispatch,
+    ops: Ops,
+    trips: float,
+    *,
+    dram: float = 0,
+    cached: float,
+    fetched: float | None = None,
+    core: float | None = None,
+    **others: Any,
+) -> Work:
+    """Return the work of a dispatch; unless given, bytes are fetched once, and moved as often as fetched."""
+    once = dram + cached if fetched is None else fetched
+    return Work(
+        groups=d.groups,
+        simdgroups=d.threads // SIMD,
+        ops=ops,
+        trips=trips,
+        dram_bytes=dram,
+        cached_bytes=cached,
+        fetched_bytes=once,
+        core_bytes=once if core is None else core,
+        **others,
+    )
+
+
 def _item(kernel: str) -> tuple[float, Ops]:
     kinds = [kind for kind in _ITEMS if f"_{kind}" in kernel]
     return _ITEMS[max(kinds, key=len)]
@@ -120,16 +141,16 @@ def _matvec(d: Dispatch) -> Work:
     a = d.args
     item_bytes, dequantize = _item(d.kernel)
     lanes, items = a["lanes_per_row"], a["in_dim"] // 8
-    matrices = 2 if d.stem == "matvec" and "swiglu" in d.kernel else 1
+    matrices = 2 if "swiglu" in d.kernel else 1
     rounds = ceil(items / lanes)
     round_ops = (dequantize + Ops(alu=8)) * matrices + Ops(memory=2) + _LOOP
     x_bytes = a["in_dim"] * _FLOAT
-    ahead = 1 if d.stem == "silu_matvec" else 3  # rounds asked for at once; those beyond the end as well
+    ahead = 1 if d.kernel.startswith("silu") else 3  # rounds asked for at once; those beyond the end as well
     rounds = ceil(rounds / ahead) * ahead
-    if d.stem == "silu_matvec":
+    if d.kernel.startswith("silu"):
         round_ops += Ops(alu=24, exp=8, rcp=8, memory=6)
         x_bytes *= 2
-    if d.stem == "rmsnorm_matvec":
+    if d.kernel.startswith("rmsnorm"):
         round_ops += Ops(alu=16, memory=2)
         x_bytes *= 2  # and the norm's weights
     ops = round_ops * rounds + Ops(alu=6 + log2(lanes), shuffle=log2(lanes)) * matrices
@@ -138,26 +159,23 @@ def _matvec(d: Dispatch) -> Work:
     simdgroups = d.threads // SIMD
     rows_of_group = d.threads // lanes
     weights = matrices * a["out_dim"] * a["row_bytes"]
-    out = a["out_dim"] * _FLOAT * (2 if a["accumulate"] or d.stem == "silu_matvec" else 1)
-    return Work(
-        groups=d.groups,
-        simdgroups=simdgroups,
+    out = a["out_dim"] * _FLOAT * (2 if a["accumulate"] or d.kernel.startswith("silu") else 1)
+    return _work(
+        d,
         ops=ops,
         trips=ceil(rounds / ahead) + 1,
-        dram_bytes=weights,
-        cached_bytes=x_bytes + out,
-        fetched_bytes=weights + d.groups * x_bytes + out,
+        dram=weights,
+        cached=x_bytes + out,
+        fetched=weights + d.groups * x_bytes + out,
         # Rows of a simdgroup share what it reads of x.
-        core_bytes=rows_of_group * d.groups * items * item_bytes * matrices
-        + d.groups * simdgroups * x_bytes
-        + out,
+        core=rows_of_group * d.groups * items * item_bytes * matrices + d.groups * simdgroups * x_bytes + out,
     )
 
 
 def _multi_token(d: Dispatch) -> Work:
     a = d.args
     item_bytes, dequantize = _item(d.kernel)
-    tokens = min(a["batch_size"], MULTI_TOKEN_TILE)
+    tokens = min(a["batch_size"], _core.shader_constants["MULTI_TOKEN_TILE"])
     items = a["in_dim"] // 8
     half = items - items // 8 * 4  # of the columns: two simdgroups share two rows
     whole, rest = half // SIMD, ceil(half % SIMD * 4 / SIMD)
@@ -169,19 +187,18 @@ def _multi_token(d: Dispatch) -> Work:
     x = a["batch_size"] * a["in_dim"] * _FLOAT
     out = a["batch_size"] * a["out_dim"] * _FLOAT * (2 if d.kernel.endswith("accumulate") else 1)
     tiles = d.grid[1]
-    return Work(
-        groups=d.groups,
-        simdgroups=d.threads // SIMD,
+    return _work(
+        d,
         ops=ops,
         # The weights of two rounds are asked for at once, those of the rest with the first of them. Values
         # of four tokens, 32 registers, are on their way together: a lane needs as many for sums and weights,
         # and those of the next four wait for them.
         trips=ceil(whole / 2) + 1 + (whole + rest) * (ceil(tokens / 4) - 1),
         local_trips=2,
-        dram_bytes=weights,
-        cached_bytes=x + out,
-        fetched_bytes=weights * tiles + d.grid[0] * x + out,
-        core_bytes=a["out_dim"] * (tiles * items * item_bytes + x / 2) + out,
+        dram=weights,
+        cached=x + out,
+        fetched=weights * tiles + d.grid[0] * x + out,
+        core=a["out_dim"] * (tiles * items * item_bytes + x / 2) + out,
     )
 
 
@@ -189,10 +206,11 @@ def _matmul(d: Dispatch) -> Work:
     a = d.args
     item_bytes, dequantize = _item(d.kernel)
     swiglu = "swiglu" in d.kernel
-    tile = WIDE if d.kernel.endswith("wide") else NARROW
-    steps = ceil(a["in_dim"] / 32)
+    wide = d.kernel.endswith("wide")
+    tile = _core.shader_constants["MATMUL_WIDE_TILE" if wide else "MATMUL_NARROW_TILE"]
+    steps = ceil(a["in_dim"] / _core.shader_constants["MATMUL_K"])
     blocks = tile // 16  # 8x8 blocks of a simdgroup, each way
-    items = tile * 4 // MATMUL_THREADS  # of weights and of tokens, for each thread
+    items = tile * 4 // d.threads  # of weights and of tokens, for each thread
     step = (dequantize + Ops(memory=2)) * items + Ops(memory=4) * items + _LOOP
     step += Ops(mma=4 * blocks * blocks, memory=4 * 2 * blocks)
     sums = blocks * blocks
@@ -206,17 +224,16 @@ def _matmul(d: Dispatch) -> Work:
     staged = 2 * tile * 32 * _HALF  # bytes of a step, stored once by the group
     loaded = 4 * 4 * 2 * blocks * _BLOCK * _HALF  # and loaded by its four simdgroups
     fetched = steps * tile * (4 * item_bytes + 32 * _HALF)
-    return Work(
-        groups=d.groups,
-        simdgroups=4,
+    return _work(
+        d,
         ops=ops,
         trips=steps + 1,
         local_trips=5 * steps,  # a barrier, and the blocks of four times 8 columns
         covered=True,
-        dram_bytes=weights,
-        cached_bytes=x + out,
-        fetched_bytes=weights * d.grid[1] + x * d.grid[0] + out,
-        core_bytes=d.groups * (steps * (staged + loaded) + fetched) + out,
+        dram=weights,
+        cached=x + out,
+        fetched=weights * d.grid[1] + x * d.grid[0] + out,
+        core=d.groups * (steps * (staged + loaded) + fetched) + out,
         threadgroup_bytes=2 * 2 * tile * 40 * _HALF,
     )
 
@@ -225,15 +242,12 @@ def _embed(d: Dispatch) -> Work:
     a = d.args
     _, dequantize = _item(d.kernel)
     table, out = a["tokens"] * a["row_bytes"], a["tokens"] * a["dim"] * _FLOAT
-    return Work(
-        groups=d.groups,
-        simdgroups=1,
+    return _work(
+        d,
         ops=dequantize + Ops(alu=8, memory=3) + _LOOP,
         trips=2,
-        dram_bytes=table,
-        cached_bytes=out,
-        fetched_bytes=table + out,
-        core_bytes=table + out,
+        dram=table,
+        cached=out,
     )
 
 
@@ -245,16 +259,15 @@ def _rmsnorm(d: Dispatch) -> Work:
     simdgroups = d.threads // SIMD
     reduce = Ops(alu=5, shuffle=5) * (1 if simdgroups == 1 else 2)
     ops = (Ops(alu=4, memory=1) + Ops(alu=8, memory=3) + _LOOP * 2) * rounds + reduce
-    return Work(
-        groups=tokens,
-        simdgroups=simdgroups,
+    return _work(
+        d,
         ops=ops + Ops(alu=2, rcp=1, rsqrt=1),
         # The first round with what it is multiplied by; then two at a time, to sum and again to multiply.
         trips=1 + 2 * ceil((rounds - 1) / 2),
-        dram_bytes=row,
-        cached_bytes=tokens * (row + out),
-        fetched_bytes=tokens * (2 * row + out),
-        core_bytes=tokens * (3 * row + out),
+        dram=row,
+        cached=tokens * (row + out),
+        fetched=tokens * (2 * row + out),
+        core=tokens * (3 * row + out),
     )
 
 
@@ -276,15 +289,12 @@ def _rope(d: Dispatch) -> Work:
     queries = 0 if a["skip_queries"] else a["n_heads"] * a["key_dim"]
     row = (2 * queries + kv) * _FLOAT + kv * _cache_bytes(d.kernel)
     table = tokens * a["rope_dim"] * _FLOAT
-    return Work(
-        groups=d.groups,
-        simdgroups=simdgroups,
+    return _work(
+        d,
         ops=ops,
         trips=2,
-        dram_bytes=0,
-        cached_bytes=tokens * row + table,
-        fetched_bytes=tokens * row + table * heads,
-        core_bytes=tokens * row + table * heads,
+        cached=tokens * row + table,
+        fetched=tokens * row + table * heads,
     )
 
 
@@ -320,16 +330,15 @@ def _attention_decode(d: Dispatch) -> Work:
     out = tokens * a["n_heads"] * (a["value_dim"] + (2 if splits > 1 else 0)) * splits * _FLOAT
     q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
     blocks = groups_y / a["n_kv_heads"]
-    return Work(
-        groups=d.groups,
-        simdgroups=simdgroups,
+    return _work(
+        d,
         ops=ops,
         trips=steps + 2,
         # Since keys of earlier calls were last read, all the weights went through the caches.
-        dram_bytes=all_keys * row - own,
-        cached_bytes=own + q + out,
-        fetched_bytes=kv * tokens * blocks + q * splits + out,
-        core_bytes=kv * tokens * blocks + q * splits * simdgroups + out,
+        dram=all_keys * row - own,
+        cached=own + q + out,
+        fetched=kv * tokens * blocks + q * splits + out,
+        core=kv * tokens * blocks + q * splits * simdgroups + out,
         threadgroup_bytes=8 * heads * (size + 2) * _FLOAT,
     )
 
@@ -359,24 +368,20 @@ def _attention_combine(d: Dispatch) -> Work:
     a = d.args
     partial = a["splits"] * (a["value_dim"] + 2) * _FLOAT
     out = a["value_dim"] * _FLOAT
-    return Work(
-        groups=d.groups,
-        simdgroups=d.threads // SIMD,
+    return _work(
+        d,
         ops=(Ops(alu=8, exp=2, memory=4) + _LOOP * 3) * a["splits"] + Ops(rcp=1),
         trips=3 * a["splits"] / 4,
-        dram_bytes=0,
-        cached_bytes=d.groups * (partial + out),
-        fetched_bytes=d.groups * (partial + out),
-        core_bytes=d.groups * (3 * partial + out),
+        cached=d.groups * (partial + out),
+        core=d.groups * (3 * partial + out),
     )
 
 
 def _attention_prefill(d: Dispatch) -> Work:
     a = d.args
     size = int(d.kernel.rsplit("_", 1)[1])
-    kv_type = "f16" if "_f16" in d.kernel else "f32"
     element = _cache_bytes(d.kernel)
-    row_blocks, dim_blocks = prefill_row_blocks(size, kv_type), size // 8
+    row_blocks, dim_blocks = _core.prefill_row_blocks(size, element), size // 8
     key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8
     whole = key_blocks == value_blocks == dim_blocks
     shared, tokens = a["n_heads"] // a["n_kv_heads"], a["tokens"]
@@ -409,9 +414,8 @@ def _attention_prefill(d: Dispatch) -> Work:
     out = tokens * a["n_heads"] * a["value_dim"] * _HALF
     all_steps = sum(key_steps) * a["n_kv_heads"]
     before = kv * a["position"] / keys
-    return Work(
-        groups=d.groups,
-        simdgroups=simdgroups,
+    return _work(
+        d,
         # Groups hold `simdgroups` tiles; those beyond the rows end at once.
         ops=(step * mean + around) * (tiles / (simdgroups * d.grid[0])),
         # Eight keys come one behind the other, and then as many values; where heads do not fill the variant,
@@ -419,10 +423,10 @@ def _attention_prefill(d: Dispatch) -> Work:
         trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 2,
         local_trips=(blocks + 3) * mean,
         longest=longest / mean,
-        dram_bytes=before,
-        cached_bytes=kv - before + q + out,
-        fetched_bytes=all_steps * kv_step / simdgroups + q + out,
-        core_bytes=all_steps * (kv_step + scores) + q + out,
+        dram=before,
+        cached=kv - before + q + out,
+        fetched=all_steps * kv_step / simdgroups + q + out,
+        core=all_steps * (kv_step + scores) + q + out,
         threadgroup_bytes=d.threadgroup_bytes,
     )
 
@@ -430,48 +434,38 @@ def _attention_prefill(d: Dispatch) -> Work:
 def _swiglu(d: Dispatch) -> Work:
     values = d.args["ffn_dim"] * d.args["tokens"]
     moved = values * (2 * _FLOAT + (_HALF if d.kernel.endswith("f16") else _FLOAT))
-    return Work(
-        groups=d.groups,
-        simdgroups=d.threads // SIMD,
+    return _work(
+        d,
         ops=Ops(alu=6, exp=1, rcp=1, memory=3) + _LOOP,
         trips=1,
-        dram_bytes=0,
-        cached_bytes=moved,
-        fetched_bytes=moved,
-        core_bytes=moved,
+        cached=moved,
     )
 
 
 def _argmax(d: Dispatch) -> Work:
     rounds = ceil(d.args["n"] / (d.groups * d.threads))
     moved = d.args["n"] * (_FLOAT if "stage1" in d.kernel else 8) + d.groups * 8
-    return Work(
-        groups=d.groups,
-        simdgroups=d.threads // SIMD,
+    return _work(
+        d,
         ops=(Ops(alu=8, memory=1) + _LOOP) * rounds + Ops(alu=40, shuffle=20, memory=3),
         trips=rounds,
-        dram_bytes=0,
-        cached_bytes=moved,
-        fetched_bytes=moved,
-        core_bytes=moved,
+        cached=moved,
     )
 
 
 def _log_prob(d: Dispatch) -> Work:
     rounds = ceil(d.args["vocab_size"] / d.threads)
     row = d.args["vocab_size"] * _FLOAT
-    return Work(
-        groups=d.groups,
-        simdgroups=d.threads // SIMD,
+    return _work(
+        d,
         ops=(Ops(alu=3, exp=1, memory=2) + _LOOP * 2) * rounds + Ops(alu=20, shuffle=20),
         trips=2 * rounds,
-        dram_bytes=0,
-        cached_bytes=d.groups * row,
-        fetched_bytes=2 * d.groups * row,
-        core_bytes=2 * d.groups * row,
+        cached=d.groups * row,
+        fetched=2 * d.groups * row,
     )
 
 
+# By the beginning of a kernel's name.
 _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "embed": _embed,
     "matvec": _matvec,
@@ -481,7 +475,10 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "matmul": _matmul,
     "rmsnorm": _rmsnorm,
     "rope_append": _rope,
-    "rope_attention": _rope_attention_decode,
+    "rope_attention_decode": _rope_attention_decode,
+    "attention_decode": _attention_decode,
+    "attention_combine": _attention_combine,
+    "attention_prefill": _attention_prefill,
     "swiglu": _swiglu,
     "argmax": _argmax,
     "log_prob": _log_prob,
@@ -496,12 +493,7 @@ def work_of(dispatch: Dispatch) -> Work:
     ValueError
         If its kernel is not known.
     """
-    if dispatch.stem == "attention":
-        for name, work in (
-            ("attention_decode", _attention_decode),
-            ("attention_combine", _attention_combine),
-            ("attention_prefill", _attention_prefill),
-        ):
-            if dispatch.kernel.startswith(name):
-                return work(dispatch)
-    return _WORK[dispatch.stem](dispatch)
+    known = [stem for stem in _WORK if dispatch.kernel.startswith(stem)]
+    if not known:
+        raise ValueError(f"unknown kernel {dispatch.kernel!r}; known are {', '.join(_WORK)}")
+    return _WORK[max(known, key=len)](dispatch)

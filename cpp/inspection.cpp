@@ -1,0 +1,30 @@
+#include "inspection.h"
+
+#include "batch.h"
+
+namespace metal_prefill {
+
+std::unique_ptr<SessionInspector> SessionInspector::of(Session& session) {
+  const PassInspector* passes = session.engine().inspector();
+  return std::unique_ptr<SessionInspector>(passes ? new SessionInspector(session, *passes) : nullptr);
+}
+
+std::vector<Dispatch> SessionInspector::plan(int tokens) const {
+  if (tokens < 1)
+    throw std::invalid_argument("a plan needs at least one token, got " + std::to_string(tokens));
+  const int position = session_.position();
+  session_.check_room(std::size_t(position), std::size_t(tokens));
+  return passes_.plan(tokens, position);
+}
+
+PromptResult SessionInspector::trace(std::span<const TokenId> tokens, Trace& trace,
+                                     const Progress& progress) {
+  return session_.run("trace", {.tokens = tokens, .output = Output::kGreedy, .trace = &trace}, progress);
+}
+
+std::vector<float> SessionInspector::intermediate(const std::string& name) const {
+  const Turn::Share turn(session_.turn_, "intermediate");
+  return passes_.intermediate(*session_.cache_, name);
+}
+
+}  // namespace metal_prefill

@@ -1,0 +1,64 @@
+// Looking into the passes of an engine that makes dispatches: what they are, when they ran, what they left.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+
+namespace metal_prefill {
+
+// One dispatch of a GPU: what runs, over what, and, where it ran alone, when.
+struct Dispatch {
+  std::string kernel;
+  int layer = -1;                     // -1: before the layers or after them
+  std::array<std::size_t, 3> grid{};  // threadgroups
+  std::size_t threads = 0;            // of a threadgroup
+  std::size_t threadgroup_bytes = 0;
+  bool after_barrier = false;        // waits for those before it
+  std::vector<std::string> buffers;  // labels, by binding
+  std::vector<std::byte> args;       // the kernel's struct of shaders/args_fields.h
+  std::string args_struct;           // its name
+  double start = 0, end = 0;         // seconds of the GPU's clock
+};
+
+struct Trace {
+  std::vector<Dispatch> dispatches;
+};
+
+// Of an engine.
+class PassInspector {
+ public:
+  virtual ~PassInspector() = default;
+  // The dispatches that a prompt of so many tokens would make.
+  virtual std::vector<Dispatch> plan(int tokens, int position) const = 0;
+  // A buffer as the last pass over the cache left it, by its name in the forward pass, where the engine was
+  // told to keep them. Throws std::invalid_argument for one that is not kept.
+  virtual std::vector<float> intermediate(const Cache& cache, const std::string& name) const = 0;
+};
+
+// Of a session, which must outlive it.
+class SessionInspector {
+ public:
+  // Null where the engine makes no dispatches.
+  static std::unique_ptr<SessionInspector> of(Session& session);
+
+  // The dispatches that forward_prompt of so many tokens would make from where the session stands. Nothing is
+  // computed, and nothing changes.
+  std::vector<Dispatch> plan(int tokens) const;
+  // As forward_prompt, with each dispatch run alone, so that its time can be read.
+  PromptResult trace(std::span<const TokenId> tokens, Trace& trace, const Progress& progress);
+  // As that of PassInspector, for the last call.
+  std::vector<float> intermediate(const std::string& name) const;
+
+ private:
+  SessionInspector(Session& session, const PassInspector& passes) : session_(session), passes_(passes) {}
+  Session& session_;
+  const PassInspector& passes_;
+};
+
+}  // namespace metal_prefill

@@ -1,0 +1,82 @@
+// Where the forward pass sends its dispatches: to a GPU, or to a list.
+#pragma once
+
+#include <cstddef>
+#include <initializer_list>
+#include <span>
+#include <utility>
+
+#include "args_layout.h"
+#include "kernel_key.h"
+#include "tuning.h"
+#include "view.h"
+
+namespace metal_prefill::metal {
+
+struct Grid {
+  std::size_t x, y = 1, z = 1;  // threadgroups
+  std::size_t threads;          // of a threadgroup
+  std::size_t threadgroup_bytes = 0;
+};
+
+// One dispatch, as an encoder gets it. Valid for the length of the call.
+struct Step {
+  KernelKey kernel;
+  std::span<const View> buffers;  // by binding; the arguments come after them
+  const void* args;
+  const ArgsLayout& layout;  // of the arguments
+  const Grid& grid;
+  bool after_barrier;  // waits for those before it
+  int layer;           // -1: before the layers or after them
+};
+
+// Dispatches run in order, but for those of an Overlap, which may run at the same time.
+class Encoder {
+ public:
+  Encoder(const Tuning& tuning, const CacheShape& cache) : tuning_(tuning), cache_(cache) {}
+  virtual ~Encoder() = default;
+  Encoder(const Encoder&) = delete;
+  Encoder& operator=(const Encoder&) = delete;
+
+  // The dispatches in its scope do not depend on each other.
+  class Overlap {
+   public:
+    explicit Overlap(Encoder& encoder) : encoder_(encoder) { encoder_.overlap_ = true; }
+    ~Overlap() {
+      encoder_.overlap_ = false;
+      encoder_.needs_barrier_ = true;
+    }
+    Overlap(const Overlap&) = delete;
+    Overlap& operator=(const Overlap&) = delete;
+
+   private:
+    Encoder& encoder_;
+  };
+
+  template <typename Args>
+  void dispatch(const KernelKey& kernel, std::initializer_list<View> buffers, const Args& args,
+                const Grid& grid) {
+    const bool barrier = std::exchange(needs_barrier_, !overlap_);
+    encode(
+        {kernel, {buffers.begin(), buffers.size()}, &args, ArgsTable<Args>::kLayout, grid, barrier, layer_});
+  }
+
+  // What the following dispatches are part of.
+  void enter_layer(int layer) { layer_ = layer; }
+  void leave_layers() { layer_ = -1; }
+
+  const Tuning& tuning() const { return tuning_; }
+  const CacheShape& cache() const { return cache_; }
+
+ protected:
+  virtual void encode(const Step& step) = 0;
+
+ private:
+  const Tuning& tuning_;
+  const CacheShape& cache_;
+  int layer_ = -1;
+  bool overlap_ = false;        // in the scope of an Overlap
+  bool needs_barrier_ = false;  // before the next dispatch
+};
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,100 @@
+#include "kernel_key.h"
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+
+namespace metal_prefill::metal {
+
+namespace {
+
+constexpr std::array kDecodeSizes = {32, 64, 96, 128, 256};
+constexpr std::array kPrefillSizes = {64, 128, 256};
+
+template <std::size_t N>
+int smallest_holding(const std::array<int, N>& sizes, int head_dim) {
+  const auto size = std::find_if(sizes.begin(), sizes.end(), [&](int s) { return s >= head_dim; });
+  if (size == sizes.end())
+    throw UnsupportedModelError("attention heads of " + std::to_string(head_dim) +
+                                " dimensions: the Metal engine does at most " + std::to_string(sizes.back()));
+  return *size;
+}
+
+std::string suffix_of(TensorType type) {
+  std::string name(type_info(type).name);
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return char(std::tolower(c)); });
+  return name;
+}
+
+}  // namespace
+
+int CacheShape::decode_size() const {
+  return smallest_holding(kDecodeSizes, head_dim);
+}
+
+int CacheShape::prefill_size() const {
+  return smallest_holding(kPrefillSizes, head_dim);
+}
+
+std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
+  const auto typed = [&](const char* stem) { return stem + suffix_of(key.type); };
+  const auto cached = [&](const char* stem) {
+    return std::string(stem) + (cache.type == KvType::kF16 ? "f16" : "f32");
+  };
+  switch (key.kernel) {
+    case Kernel::kEmbed:
+      return typed("embed_");
+    case Kernel::kMatvec:
+      return typed("matvec_");
+    case Kernel::kMatvecSwiglu:
+      return typed("matvec_swiglu_");
+    case Kernel::kMatmulNarrow:
+      return typed("matmul_") + "_narrow";
+    case Kernel::kMatmulWide:
+      return typed("matmul_") + "_wide";
+    case Kernel::kMatmulSwigluNarrow:
+      return typed("matmul_swiglu_") + "_narrow";
+    case Kernel::kMatmulSwigluWide:
+      return typed("matmul_swiglu_") + "_wide";
+    case Kernel::kRmsnormMatvec:
+      return typed("rmsnorm_matvec_");
+    case Kernel::kMultiTokenMatvecQ4_0:
+      return "multi_token_matvec_q4_0";
+    case Kernel::kMultiTokenMatvecQ4_0Accumulate:
+      return "multi_token_matvec_q4_0_accumulate";
+    case Kernel::kSiluMatvecQ4_0Accumulate:
+      return "silu_matvec_q4_0_accumulate";
+    case Kernel::kRmsnormF32:
+      return "rmsnorm_f32";
+    case Kernel::kRmsnormF16:
+      return "rmsnorm_f16";
+    case Kernel::kRmsnormAdd:
+      return "rmsnorm_add";
+    case Kernel::kRopeAppend:
+      return cached("rope_append_");
+    case Kernel::kRopeAttentionDecode:
+      return cached("rope_attention_decode_") + "_" + std::to_string(cache.decode_size());
+    case Kernel::kAttentionDecode:
+      return cached("attention_decode_") + "_" + std::to_string(cache.decode_size());
+    case Kernel::kAttentionCombine:
+      return "attention_combine";
+    case Kernel::kAttentionPrefill:
+      return cached("attention_prefill_") + "_" + std::to_string(cache.prefill_size());
+    case Kernel::kSwigluF32:
+      return "swiglu_f32";
+    case Kernel::kSwigluF16:
+      return "swiglu_f16";
+    case Kernel::kArgmaxStage1:
+      return "argmax_stage1";
+    case Kernel::kArgmaxStage2:
+      return "argmax_stage2";
+    case Kernel::kLogProb:
+      return "log_prob";
+    case Kernel::kCount:
+      break;
+  }
+  throw std::logic_error("there is no kernel " + std::to_string(int(key.kernel)));
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,65 @@
+// The kernels and what they are called.
+#pragma once
+
+#include <compare>
+#include <string>
+
+#include "../engine.h"
+
+namespace metal_prefill::metal {
+
+// Named as in the shaders. Those of the first group exist once for every tensor type.
+enum class Kernel {
+  kEmbed,
+  kMatvec,
+  kMatvecSwiglu,
+  kMatmulNarrow,
+  kMatmulWide,
+  kMatmulSwigluNarrow,
+  kMatmulSwigluWide,
+  kRmsnormMatvec,  // Q4_0 and F32 only
+  kLastTyped = kRmsnormMatvec,
+
+  kMultiTokenMatvecQ4_0,
+  kMultiTokenMatvecQ4_0Accumulate,
+  kSiluMatvecQ4_0Accumulate,
+  kRmsnormF32,
+  kRmsnormF16,
+  kRmsnormAdd,
+  kRopeAppend,
+  kRopeAttentionDecode,
+  kAttentionDecode,
+  kAttentionCombine,
+  kAttentionPrefill,
+  kSwigluF32,
+  kSwigluF16,
+  kArgmaxStage1,
+  kArgmaxStage2,
+  kLogProb,
+  kCount,
+};
+
+struct KernelKey {
+  Kernel kernel;
+  TensorType type = TensorType::kF32;  // kF32 for kernels that have no types
+
+  KernelKey(Kernel k)
+      : kernel(k) {}  // NOLINT(google-explicit-constructor): a kernel without types is its key
+  KernelKey(Kernel k, TensorType t) : kernel(k), type(t) {}
+  auto operator<=>(const KernelKey&) const = default;
+};
+
+// What the names of the cache's kernels depend on.
+struct CacheShape {
+  KvType type = KvType::kF16;
+  int head_dim = 0;  // the larger one of key_dim and value_dim
+
+  // Largest head that the variant of a kernel holds. Throws UnsupportedModelError beyond 256.
+  int decode_size() const;
+  int prefill_size() const;
+};
+
+// Name of the function in the shaders.
+std::string kernel_name(const KernelKey& key, const CacheShape& cache);
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,108 @@
+// Recorded passes of the Metal engine in the Python module, in every build: dispatches, and how to read them.
+#include "python.h"
+
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../rounding.h"
+#include "../tensors.h"
+#include "recorder.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace metal_prefill::metal {
+namespace {
+
+// A model without weights: configuration, and the types and dimensions of its tensors.
+class ModelShape {
+ public:
+  explicit ModelShape(const Config& config) {
+    model_.config = config;
+    if (config.n_layers < 0 || config.n_layers > 100000)
+      throw std::invalid_argument("n_layers is out of range");
+    model_.layers.resize(std::size_t(config.n_layers));
+    // Tensors are told apart by their addresses, which nobody reads from.
+    model_.mapping.data = reinterpret_cast<const std::byte*>(std::uintptr_t{1} << 30);  // NOLINT
+  }
+
+  void add(const std::string& role, int layer, std::uint32_t type, int rows, int cols) {
+    Tensor* slot = find_tensor(model_, role, layer);
+    if (!slot) throw std::invalid_argument("no slot for tensor '" + role + "'");
+    if (rows < 1 || cols < 1)
+      throw std::invalid_argument("tensor '" + role + "' has " + std::to_string(rows) + " rows and " +
+                                  std::to_string(cols) + " columns");
+    const std::size_t bytes = std::size_t(rows) * row_bytes(TensorType(type), std::size_t(cols));
+    *slot = {role, TensorType(type), rows, cols, model_.mapping.data + model_.mapping.bytes, bytes};
+    model_.mapping.bytes += round_up(bytes, 32);
+  }
+
+  std::vector<Dispatch> plan(int tokens, int position, Output output, int family,
+                             const EngineOptions& options) const {
+    return metal::plan(model_, {tokens, position, output}, family, options);
+  }
+
+ private:
+  Model model_;
+};
+
+using FieldRow = std::tuple<std::string, std::string, std::size_t, std::size_t>;
+
+std::map<std::string, std::tuple<std::size_t, std::vector<FieldRow>>> args_structs() {
+  std::map<std::string, std::tuple<std::size_t, std::vector<FieldRow>>> structs;
+  for (const ArgsLayout* layout : kArgsLayouts) {
+    std::vector<FieldRow> fields;
+    for (const ArgsField& field : layout->fields)
+      fields.emplace_back(field.name, field.type, field.offset, field.count);
+    structs[layout->name] = {layout->bytes, std::move(fields)};
+  }
+  return structs;
+}
+
+#define CONSTANT(name) {#name, name}
+const std::map<std::string, std::uint32_t> kConstants = {
+    CONSTANT(ACTIVATION_SILU),  CONSTANT(ACTIVATION_GELU),   CONSTANT(ROPE_INTERLEAVED),
+    CONSTANT(ROPE_NEOX),        CONSTANT(MULTI_TOKEN_TILE),  CONSTANT(MULTI_TOKEN_ROWS),
+    CONSTANT(MATMUL_THREADS),   CONSTANT(MATMUL_K),          CONSTANT(MATMUL_NARROW_TILE),
+    CONSTANT(MATMUL_WIDE_TILE), CONSTANT(DECODE_SIMDGROUPS), CONSTANT(PREFILL_KEYS),
+    CONSTANT(ARGMAX_NONE)};
+#undef CONSTANT
+
+}  // namespace
+
+void bind_recordings(nb::module_& m) {
+  nb::class_<Dispatch>(m, "Dispatch", "One dispatch of a GPU.")
+      .def_ro("kernel", &Dispatch::kernel)
+      .def_ro("layer", &Dispatch::layer, "-1 before the layers and after them.")
+      .def_prop_ro(
+          "grid", [](const Dispatch& self) { return std::tuple(self.grid[0], self.grid[1], self.grid[2]); },
+          "Threadgroups.")
+      .def_ro("threads", &Dispatch::threads, "Of a threadgroup.")
+      .def_ro("threadgroup_bytes", &Dispatch::threadgroup_bytes)
+      .def_ro("after_barrier", &Dispatch::after_barrier)
+      .def_ro("buffers", &Dispatch::buffers, "Labels, by binding.")
+      .def_prop_ro("args", [](const Dispatch& self) { return nb::bytes(self.args.data(), self.args.size()); })
+      .def_ro("args_struct", &Dispatch::args_struct, "Name of their struct, in args_structs.")
+      .def_ro("start", &Dispatch::start, "Seconds of the GPU's clock.")
+      .def_ro("end", &Dispatch::end);
+  nb::class_<ModelShape>(m, "ModelShape", "A model without weights: types and dimensions of its tensors.")
+      .def(nb::init<const Config&>(), "config"_a)
+      .def("add", &ModelShape::add, "role"_a, "layer"_a, "type"_a, "rows"_a, "cols"_a)
+      .def("plan", &ModelShape::plan, "tokens"_a, "position"_a, "output"_a, "family"_a, "options"_a,
+           "The dispatches that the Metal engine would make for a prompt.");
+  m.def(
+      "prefill_row_blocks",
+      [](int dims, int element_bytes) { return PREFILL_ROW_BLOCKS(dims, element_bytes); }, "dims"_a,
+      "element_bytes"_a, "Blocks of 8 queries that a simdgroup of attention_prefill owns.");
+  m.attr("args_structs") = args_structs();  // name: (bytes, [(field, type, offset, count)])
+  m.attr("shader_constants") = kConstants;
+}
+
+}  // namespace metal_prefill::metal

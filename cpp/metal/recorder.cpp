@@ -1,0 +1,70 @@
+#include "recorder.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "padding.h"
+
+namespace metal_prefill::metal {
+
+Dispatch describe(const Step& step, const CacheShape& cache) {
+  Dispatch dispatch = {.kernel = kernel_name(step.kernel, cache),
+                       .layer = step.layer,
+                       .grid = {step.grid.x, step.grid.y, step.grid.z},
+                       .threads = step.grid.threads,
+                       .threadgroup_bytes = step.grid.threadgroup_bytes,
+                       .after_barrier = step.after_barrier};
+  for (const View& view : step.buffers) dispatch.buffers.push_back(traits_of(view.name).label);
+  const auto* bytes = static_cast<const std::byte*>(step.args);
+  dispatch.args.assign(bytes, bytes + step.layout.bytes);
+  dispatch.args_struct = step.layout.name;
+  return dispatch;
+}
+
+std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassShape& prompt) {
+  std::vector<Dispatch> dispatches;
+  RecordedBuffers buffers;
+  for (int done = 0; done < prompt.tokens;) {
+    const int n = std::min(forward.chunk_tokens(), prompt.tokens - done);
+    const bool has_output = done + n == prompt.tokens || prompt.output == Output::kLogProbs;
+    const Output output = has_output ? prompt.output : Output::kNone;
+    Recorder recorder(forward.tuning(), forward.cache_shape());
+    forward.encode(recorder, {n, prompt.position + done, output}, buffers);
+    for (Dispatch& dispatch : recorder.take()) dispatches.push_back(std::move(dispatch));
+    done += n;
+  }
+  return dispatches;
+}
+
+namespace {
+
+const Tuning& tuning_of(int family) {
+  std::string known;
+  for (const Tuning& tuning : kTunings) {
+    if (tuning.family == family) return tuning;
+    known += (known.empty() ? "" : ", ") + std::to_string(tuning.family);
+  }
+  throw std::invalid_argument("unknown GPU family " + std::to_string(family) + "; known are " + known);
+}
+
+}  // namespace
+
+std::vector<Dispatch> plan(const Model& shape, const PassShape& prompt, int family,
+                           const EngineOptions& options) {
+  if (prompt.tokens < 1 || prompt.position < 0)
+    throw std::invalid_argument("cannot plan " + std::to_string(prompt.tokens) + " tokens at position " +
+                                std::to_string(prompt.position));
+  const Tuning& tuning = tuning_of(family);
+  validate(shape);
+  const Config& c = shape.config;
+  if (!fits_kernels(c))
+    throw UnsupportedModelError("a plan needs dimensions that are multiples of 8, got dim " +
+                                std::to_string(c.dim) + ", heads of " + std::to_string(c.key_dim) + " and " +
+                                std::to_string(c.value_dim) + ", ffn_dim " + std::to_string(c.ffn_dim));
+  RecordedWeights weights(shape);
+  return record_prompt(ForwardPass(tuning, shape, options, weights), prompt);
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,76 @@
+// The forward pass without a GPU: which dispatches it would make.
+#pragma once
+
+#include <set>
+#include <vector>
+
+#include "../inspection.h"
+#include "forward_pass.h"
+
+namespace metal_prefill::metal {
+
+// The dispatch that an encoder got, to keep.
+Dispatch describe(const Step& step, const CacheShape& cache);
+
+// Lists dispatches.
+class Recorder final : public Encoder {
+ public:
+  using Encoder::Encoder;
+  std::vector<Dispatch> take() { return std::move(dispatches_); }
+
+ protected:
+  void encode(const Step& step) override { dispatches_.push_back(describe(step, cache())); }
+
+ private:
+  std::vector<Dispatch> dispatches_;
+};
+
+// Notes which kernels there are.
+class KernelCollector final : public Encoder {
+ public:
+  using Encoder::Encoder;
+  std::set<KernelKey> kernels() const { return kernels_; }
+
+ protected:
+  void encode(const Step& step) override { kernels_.insert(step.kernel); }
+
+ private:
+  std::set<KernelKey> kernels_;
+};
+
+// Views of nothing.
+class RecordedBuffers final : public PassBuffers {
+ public:
+  View get(BufferName name, std::size_t) override { return view(name); }
+  LayerCache cache(int) override { return {view(BufferName::kKeys), view(BufferName::kValues)}; }
+  View rope_table(int) override { return view(BufferName::kRopeTable); }
+
+ private:
+  View view(BufferName name) { return {this, 0, name}; }
+};
+
+// Weights as if the file were mapped in one buffer.
+class RecordedWeights final : public WeightViews {
+ public:
+  explicit RecordedWeights(const Model& model) : file_(model.mapping.data) {}
+  View view(const Tensor& t) const override {
+    return {const_cast<RecordedWeights*>(this), std::size_t(t.data - file_), BufferName::kWeights};
+  }
+  View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>>) override {
+    return {this, 0, name};
+  }
+
+ private:
+  const std::byte* file_;
+};
+
+// The dispatches of a prompt, chunk by chunk; only the last chunk has the output, but for log probabilities.
+std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassShape& prompt);
+
+// Those of a model of which only configuration, types and dimensions are known, on a GPU of Apple's `family`.
+// Throws std::invalid_argument for what makes no sense, UnsupportedModelError for dimensions that the engine
+// would have to pad.
+std::vector<Dispatch> plan(const Model& shape, const PassShape& prompt, int family,
+                           const EngineOptions& options);
+
+}  // namespace metal_prefill::metal

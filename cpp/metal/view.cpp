@@ -1,0 +1,54 @@
+#include "view.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace metal_prefill::metal {
+
+BufferTraits traits_of(BufferName name) {
+  switch (name) {
+    case BufferName::kIds:
+      return {"ids", true};
+    case BufferName::kX:
+      return {"x", false};
+    case BufferName::kNormed:
+      return {"normed", false};
+    case BufferName::kQkv:
+      return {"qkv", false};
+    case BufferName::kPartial:
+      return {"partial", false};
+    case BufferName::kAtt:
+      return {"att", false};
+    case BufferName::kBlock:
+      return {"block", false};
+    case BufferName::kGateUp:
+      return {"gate_up", false};
+    case BufferName::kFfn:
+      return {"ffn", false};
+    case BufferName::kLogits:
+      return {"logits", false};
+    case BufferName::kHostLogits:
+      return {"host_logits", true};
+    case BufferName::kCandidates:
+      return {"candidates", false};
+    case BufferName::kResult:
+      return {"result", true};
+    case BufferName::kTargets:
+      return {"targets", true};
+    case BufferName::kLogProbs:
+      return {"log_probs", true};
+    case BufferName::kWeights:
+      return {"weights", true};
+    case BufferName::kQkvBias:
+      return {"qkv_bias", true};
+    case BufferName::kKeys:
+      return {"k_cache", false};
+    case BufferName::kValues:
+      return {"v_cache", false};
+    case BufferName::kRopeTable:
+      return {"rope_table", false};
+  }
+  throw std::logic_error("there is no buffer " + std::to_string(int(name)));
+}
+
+}  // namespace metal_prefill::metal

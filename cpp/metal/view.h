@@ -1,0 +1,57 @@
+// Buffers as the forward pass sees them: a name and a place. What they are made of is their keeper's
+// business.
+#pragma once
+
+#include <cstddef>
+
+namespace metal_prefill::metal {
+
+// Sizes of those that hold activations are in docs/kernels.md.
+enum class BufferName {
+  kIds,         // [tokens] int32, from the host
+  kX,           // [tokens][dim] f32: the residual stream
+  kNormed,      // [tokens][dim] f16 or f32
+  kQkv,         // [tokens][q | k | v] f32
+  kPartial,     // attention_decode: what attention_combine joins
+  kAtt,         // [tokens][n_heads * value_dim] f16 or f32
+  kBlock,       // [tokens][dim] f32: a block's output where a norm follows it
+  kGateUp,      // [tokens][2 * ffn_dim] f32
+  kFfn,         // [tokens][ffn_dim] f16 or f32
+  kLogits,      // [rows][vocab_size] f32
+  kHostLogits,  // [vocab_size] f32, to the host
+  kCandidates,  // argmax: one for each threadgroup
+  kResult,      // one Candidate, to the host
+  kTargets,     // [tokens] int32, from the host
+  kLogProbs,    // [tokens] f32, to the host
+  kActivationCount,
+
+  kWeights = kActivationCount,  // of the file
+  kQkvBias,
+  kKeys,  // [layer][position][kv_head][key_dim]
+  kValues,
+  kRopeTable,  // [position][rope_dim / 2] pairs
+};
+struct BufferTraits {
+  const char* label;
+  bool host;  // the host writes or reads it
+};
+BufferTraits traits_of(BufferName name);
+
+// A place in a buffer that somebody else keeps. Views are copied for every dispatch, and not counted.
+struct View {
+  void* buffer = nullptr;  // on a GPU an id<MTLBuffer>; in a recording nothing but not null
+  std::size_t offset = 0;  // bytes
+  BufferName name = BufferName::kX;
+
+  explicit operator bool() const { return buffer != nullptr; }
+  View at(std::size_t bytes) const { return {buffer, offset + bytes, name}; }
+  // Row `n` of an array of 4-byte elements.
+  View row(std::size_t n, int columns) const { return at(n * std::size_t(columns) * sizeof(float)); }
+};
+
+// K and V of a layer.
+struct LayerCache {
+  View keys, values;
+};
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,123 @@
+"""The dispatches that the Metal engine makes for a model of any shape, recorded by itself without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from gguf import GGMLQuantizationType
+
+from metal_prefill import _core
+from metal_prefill.architecture import (
+    ModelConfig,
+    collect_tensors,
+    core_config,
+    expected_tensors,
+    read_config,
+)
+from metal_prefill.dispatches import Dispatch, from_core
+from metal_prefill.gguf_file import GGUFFile
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A tensor without its values: what it is for, its GGUF type and its dimensions."""
+
+    role: str
+    layer: int
+    type: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that the dispatches of a model depend on."""
+
+    config: ModelConfig
+    tensors: tuple[TensorShape, ...]
+
+    @cached_property
+    def core(self) -> _core.ModelShape:
+        """The same, for the core."""
+        core = _core.ModelShape(core_config(self.config))
+        for tensor in self.tensors:
+            rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
+            core.add(tensor.role, tensor.layer, tensor.type, rows, cols)
+        return core
+
+
+def shape_of(gguf: GGUFFile) -> Shape:
+    """Return the shape of a model file.
+
+    Raises
+    ------
+    GGUFError, UnsupportedModelError
+        As for a model that is opened.
+    """
+    config = read_config(gguf)
+    found = collect_tensors(gguf, config)
+    return Shape(config, tuple(TensorShape(role, layer, t.type, t.shape) for role, layer, t in found))
+
+
+def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | None = None) -> Shape:
+    """Return the shape of a model whose layers have matrices of one type and no optional tensor.
+
+    Parameters
+    ----------
+    config
+        Of the model.
+    kind, embedding, output
+        Tensor types in the layers, of the embedding and of the head; without `output` the head is tied.
+    """
+    types = {"token_embedding": embedding, "output": output or embedding}
+    tensors = []
+    for spec, layer, presence in expected_tensors(config):
+        if presence == "optional":
+            continue
+        name = types.get(spec.role, kind if len(spec.shape) == 2 else "f32")
+        tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))
+    return Shape(config, tuple(tensors))
+
+
+def plan(
+    shape: Shape,
+    tokens: int,
+    *,
+    position: int = 0,
+    output: str = "greedy",
+    family: int = 9,
+    kv_type: str = "f16",
+    chunk_tokens: int = 512,
+    fused_norm: bool = False,
+    fused_silu: bool = False,
+) -> list[Dispatch]:
+    """Return the dispatches of a prompt.
+
+    Parameters
+    ----------
+    shape
+        Of the model.
+    tokens
+        Length of the prompt; 1 is a step of decoding.
+    position
+        Tokens that are in the cache before.
+    output
+        ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring) or ``"none"``.
+    family
+        Apple GPU family, 7 (M1) to 9 (M3, M4).
+    kv_type, chunk_tokens, fused_norm, fused_silu
+        As the options of :class:`metal_prefill.Model`.
+
+    Raises
+    ------
+    ValueError
+        If `tokens` or `position` make no sense, or the family is unknown.
+    UnsupportedModelError
+        If the engine would pad the model, or its heads are too large.
+    """
+    options = _core.EngineOptions()
+    options.kv_type = _core.KvType[kv_type.upper()]
+    options.chunk_tokens = chunk_tokens
+    options.fused_norm = fused_norm
+    options.fused_silu = fused_silu
+    return from_core(shape.core.plan(tokens, position, _core.Output[output.upper()], family, options))

@@ -1,0 +1,117 @@
+// The fields of every argument struct. args.h makes the structs of them; on the host, cpp/metal/args_layout.h
+// makes tables of names, types and offsets, by which recorded arguments are read. Both define the macros
+// first.
+// clang-format off
+
+// Up to three matrices of the same type and columns, read as if their rows were stacked: Q, K and V, or gate
+// and up.
+ARGS_STRUCT(StackedWeights)
+  ARGS_ARRAY(u64_t, offset, 3)  // from the binding to each matrix
+  ARGS_ARRAY(u32_t, rows, 3)    // 0 for an absent matrix
+  ARGS_FIELD(u32_t, row_bytes)
+ARGS_END(StackedWeights, 40)
+
+// x[t] = scale * table[ids[t]]
+ARGS_STRUCT(EmbedArgs)
+  ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, row_bytes)  // of the table
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(float, scale)
+ARGS_END(EmbedArgs, 16)
+
+// y[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight
+ARGS_STRUCT(RmsnormArgs)
+  ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(float, eps)
+ARGS_END(RmsnormArgs, 8)
+
+// y[row] (+)= w[row] . x
+ARGS_STRUCT(MatvecArgs)
+  ARGS_FIELD(StackedWeights, weights)
+  ARGS_FIELD(u32_t, in_dim)
+  ARGS_FIELD(u32_t, out_dim)        // rows of all stacked matrices; of one of the two for SwiGLU
+  ARGS_FIELD(u32_t, lanes_per_row)  // 8, 16 or 32 lanes share a row
+  ARGS_FIELD(u32_t, accumulate)     // add to y instead of storing
+  ARGS_FIELD(u32_t, activation)     // SwiGLU only
+  ARGS_FIELD(float, eps)            // with RMSNorm only
+ARGS_END(MatvecArgs, 64)
+
+// y[t][row] (+)= w[row] . x[t]
+ARGS_STRUCT(MultiTokenArgs)
+  ARGS_FIELD(StackedWeights, weights)
+  ARGS_FIELD(u32_t, in_dim)
+  ARGS_FIELD(u32_t, out_dim)
+  ARGS_FIELD(u32_t, batch_size)
+  ARGS_FIELD(u32_t, out_stride)  // from one token of y to the next
+ARGS_END(MultiTokenArgs, 56)
+
+ARGS_STRUCT(MatmulArgs)
+  ARGS_FIELD(StackedWeights, weights)
+  ARGS_FIELD(u32_t, in_dim)
+  ARGS_FIELD(u32_t, out_dim)     // rows of all stacked matrices; of one of the two for SwiGLU
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, out_stride)
+  ARGS_FIELD(u32_t, accumulate)
+  ARGS_FIELD(u32_t, activation)  // SwiGLU only
+ARGS_END(MatmulArgs, 64)
+
+// Rotates q in place and appends K and V to the cache. A row of qkv is [n_heads * key_dim | n_kv_heads *
+// key_dim | n_kv_heads * value_dim].
+ARGS_STRUCT(RopeArgs)
+  ARGS_FIELD(u32_t, n_heads)
+  ARGS_FIELD(u32_t, n_kv_heads)
+  ARGS_FIELD(u32_t, key_dim)
+  ARGS_FIELD(u32_t, value_dim)
+  ARGS_FIELD(u32_t, rope_dim)      // 0: no rotation
+  ARGS_FIELD(u32_t, style)         // ROPE_INTERLEAVED or ROPE_NEOX
+  ARGS_FIELD(u32_t, position)      // of the first token
+  ARGS_FIELD(u32_t, has_bias)      // biases of q, k and v are bound
+  ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head before the rotation
+  ARGS_FIELD(u32_t, has_k_norm)
+  ARGS_FIELD(float, eps)
+  ARGS_FIELD(u32_t, skip_queries)  // only K and V are wanted
+ARGS_END(RopeArgs, 48)
+
+// softmax(scale * q . k) v over the keys at and before each token's position. K and V are
+// [position][kv_head][dim].
+ARGS_STRUCT(AttentionArgs)
+  ARGS_FIELD(u32_t, n_heads)
+  ARGS_FIELD(u32_t, n_kv_heads)
+  ARGS_FIELD(u32_t, key_dim)
+  ARGS_FIELD(u32_t, value_dim)
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, position)    // of the first token
+  ARGS_FIELD(u32_t, q_stride)    // from one token of q to the next
+  ARGS_FIELD(u32_t, window)      // positions that a token sees, itself among them; 0: all
+  ARGS_FIELD(u32_t, splits)      // attention_decode: threadgroups that share the keys; 1: no combining pass
+  ARGS_FIELD(u32_t, split_keys)  // attention_decode: keys of each
+  ARGS_FIELD(float, scale)       // of q . k
+ARGS_END(AttentionArgs, 44)
+
+// Both, of a single token.
+ARGS_STRUCT(RopeAttentionArgs)
+  ARGS_FIELD(RopeArgs, rope)
+  ARGS_FIELD(AttentionArgs, attention)
+ARGS_END(RopeAttentionArgs, 92)
+
+// out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input is [gate | up]
+ARGS_STRUCT(SwigluArgs)
+  ARGS_FIELD(u32_t, ffn_dim)
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, activation)
+ARGS_END(SwigluArgs, 12)
+
+ARGS_STRUCT(ArgmaxArgs)
+  ARGS_FIELD(u32_t, n)  // values of the first stage, candidates of the second
+ARGS_END(ArgmaxArgs, 4)
+
+// What the argmax kernels exchange and return.
+ARGS_STRUCT(Candidate)
+  ARGS_FIELD(float, value)
+  ARGS_FIELD(u32_t, index)  // ARGMAX_NONE: there was no number
+ARGS_END(Candidate, 8)
+
+// log_probs[t] = logits[t][target[t]] - log(sum(exp(logits[t])))
+ARGS_STRUCT(LogProbArgs)
+  ARGS_FIELD(u32_t, vocab_size)
+ARGS_END(LogProbArgs, 4)
