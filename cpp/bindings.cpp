@@ -249,6 +249,14 @@ void bind_config(nb::module_& m) {
           "shape", [](const TensorSpec& self) { return self.shape; },
           nb::sig("def shape(self) -> tuple[int, ...]"))
       .def_ro("per_layer", &TensorSpec::per_layer);
+  m.def(
+      "tensor_types",
+      [] {
+        std::vector<std::string> names;
+        for (const TypeInfo& info : tensor_types()) names.emplace_back(info.name);
+        return names;
+      },
+      "The tensor types that a matrix can have.");
   m.def("tensors", &tensor_specs, "config"_a, "The rows of the table of tensors.");
 
   nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")

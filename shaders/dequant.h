@@ -199,10 +199,3 @@ struct BF16 : PlainItems {
     b = as_type<float4>(uint4(values[1]) << 16);
   }
 };
-
-// Instantiates something for every tensor type: EACH_TYPE(X) is X(q4_0, Q4_0) X(q4_1, Q4_1) ...
-#define EACH_TYPE(X) \
-  X(q4_0, Q4_0)      \
-  X(q4_1, Q4_1)      \
-  X(q5_0, Q5_0)      \
-  X(q5_1, Q5_1) X(q8_0, Q8_0) X(q4_k, Q4_K) X(q5_k, Q5_K) X(q6_k, Q6_K) X(f32, F32) X(f16, F16) X(bf16, BF16)

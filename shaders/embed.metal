@@ -22,5 +22,5 @@ kernel void embed(device const uchar* table [[buffer(0)]],  // [vocab_size][dim]
 }
 
 typedef decltype(embed<F32>) embed_t;
-#define INSTANTIATE(name, W) template [[host_name("embed_" #name)]] kernel embed_t embed<W>;
-EACH_TYPE(INSTANTIATE)
+#define INSTANTIATE(name, W, number) template [[host_name("embed_" #name)]] kernel embed_t embed<W>;
+EACH_TENSOR_TYPE(INSTANTIATE)

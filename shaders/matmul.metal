@@ -278,7 +278,7 @@ typedef decltype(matmul_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) mat
   template [[host_name("matmul_" #name "_" #size)]] kernel matmul_t matmul<W, tile, tile>; \
   template                                                                                 \
       [[host_name("matmul_swiglu_" #name "_" #size)]] kernel matmul_swiglu_t matmul_swiglu<W, tile, tile>;
-#define INSTANTIATE(name, W)                            \
+#define INSTANTIATE(name, W, number)                    \
   INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
   INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE)
-EACH_TYPE(INSTANTIATE)
+EACH_TENSOR_TYPE(INSTANTIATE)

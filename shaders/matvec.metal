@@ -95,7 +95,7 @@ kernel void matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
 }
 
 typedef decltype(matvec<F32>) matvec_t;
-#define INSTANTIATE(name, W)                                         \
+#define INSTANTIATE(name, W, number)                                 \
   template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W>; \
   template [[host_name("matvec_swiglu_" #name)]] kernel matvec_t matvec_swiglu<W>;
-EACH_TYPE(INSTANTIATE)
+EACH_TENSOR_TYPE(INSTANTIATE)

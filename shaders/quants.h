@@ -19,6 +19,22 @@ typedef std::int8_t i8_t;
 typedef std::uint16_t u16_t;
 #endif
 
+// Every tensor type that a matrix can have: X(its name in shaders, its name, its number in the GGUF
+// specification). How its values are read is said by the struct of that name in dequant.h for the shaders,
+// and in cpp/formats.h for the host.
+#define EACH_TENSOR_TYPE(X) \
+  X(f32, F32, 0)            \
+  X(f16, F16, 1)            \
+  X(bf16, BF16, 30)         \
+  X(q8_0, Q8_0, 8)          \
+  X(q4_0, Q4_0, 2)          \
+  X(q4_1, Q4_1, 3)          \
+  X(q5_0, Q5_0, 6)          \
+  X(q5_1, Q5_1, 7)          \
+  X(q4_k, Q4_K, 12)         \
+  X(q5_k, Q5_K, 13)         \
+  X(q6_k, Q6_K, 14)
+
 #define QK4_0 32  // values in a Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0 block
 #define QK_K 256  // values in a K-quant super-block
 

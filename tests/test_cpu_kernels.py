@@ -7,11 +7,12 @@ import platform
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
-from gguf import quants
 from support.arm_machine import SETS as ARM_SETS
 from support.arm_machine import Kernels
 from support.cpu_testing import cpu_testing
+from support.small_models import TYPES
 
 from metal_prefill import _core
 
@@ -19,7 +20,7 @@ cpu = Kernels()
 NATIVE_SETS = _core.cpu.kernel_sets()
 SETS = [*NATIVE_SETS, *ARM_SETS]
 BATCHES = (1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 512)
-QUANTIZED = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+QUANTIZED = [Type[kind] for kind in TYPES if GGML_QUANT_SIZES[Type[kind]][0] > 1]
 SENTINEL = np.float32(-12345.0)
 
 Floats = npt.NDArray[np.float32]
@@ -34,16 +35,7 @@ def normal(*shape: int, seed: int = 0) -> Floats:
 
 def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8], Floats]:
     """Random blocks of a type, every code in use, and the values that they stand for."""
-    block_values, block_bytes = {
-        Type.Q4_0: (32, 18),
-        Type.Q4_1: (32, 20),
-        Type.Q5_0: (32, 22),
-        Type.Q5_1: (32, 24),
-        Type.Q8_0: (32, 34),
-        Type.Q4_K: (256, 144),
-        Type.Q5_K: (256, 176),
-        Type.Q6_K: (256, 210),
-    }[kind]
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows * cols // block_values, block_bytes), dtype=np.uint8)
     scales = {Type.Q6_K: (208,), Type.Q4_0: (0,), Type.Q5_0: (0,), Type.Q8_0: (0,)}.get(kind, (0, 2))
@@ -129,8 +121,8 @@ def exact_product(
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
 @pytest.mark.parametrize("cols", [64, 576, 1536, 2048])
 def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> None:
-    if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
-        cols = (cols + 255) // 256 * 256
+    block_values = GGML_QUANT_SIZES[kind][0]
+    cols = -(-cols // block_values) * block_values
     rows = 70  # two groups of 32, and 6 rows of a third
     raw, values = random_weight(kind, rows, cols)
     x = normal(33, cols, seed=1)

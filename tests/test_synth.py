@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, quants
 from numpy.typing import NDArray
+from support.small_models import TYPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from metal_prefill import Model, synth
 from metal_prefill._commands import synth as command
 from metal_prefill.architecture import ARCHITECTURES
 
-TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
 WIDE: dict[str, Any] = {"preset": "tiny", "dim": 256, "heads": 4, "head_dim": 64, "ffn": 512}
 

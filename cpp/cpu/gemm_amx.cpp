@@ -202,20 +202,9 @@ void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x,
     count -= tail;
     multiply_int8(weight, group, x, first + count, tail, out + std::size_t(count) * stride, stride);
   }
-  switch (weight.packing) {
-    case Packing::kNone:
-      return;
-    case Packing::kNibble:
-      return amx_blocks<NibbleBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kNibbleMin:
-      return amx_blocks<NibbleMinBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByte:
-      return amx_blocks<ByteBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByteMin:
-      return amx_blocks<ByteMinBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByteHalves:
-      return amx_blocks<ByteHalvesBlock>(weight, group, x, first, count, out, stride);
-  }
+  visit(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+    amx_blocks<Block>(weight, group, x, first, count, out, stride);
+  });
 }
 
 // Full tiles: 16 tokens x 64 columns by 64 columns x 16 rows.

@@ -2,163 +2,81 @@
 
 #include <cstring>
 
+#include "../formats.h"
+
 namespace metal_prefill::cpu {
 
 namespace {
 
-// Codes and scales of 32 columns of a row, before they are spread over a packed block.
-struct RowBlock {
-  std::uint8_t codes[kBlockCols] = {};
-  std::uint16_t half_scale = 0;  // formats whose scale is one f16
-  float scale[2] = {};           // of each half; formats with one scale use the first
-  float min = 0;
-};
+using namespace formats;
+static_assert(kSpan == kBlockCols);
 
-template <typename T>
-T load(const std::byte* p) {
-  T value;
-  std::memcpy(&value, p, sizeof value);
-  return value;
-}
-
-std::uint32_t high_bits(const u8_t qh[4]) {
-  return std::uint32_t(qh[0]) | std::uint32_t(qh[1]) << 8 | std::uint32_t(qh[2]) << 16 |
-         std::uint32_t(qh[3]) << 24;
-}
-
-// Reads block `b` (32 columns) of a row.
-RowBlock unpack_q4_1(const std::byte* row, int b) {
-  const auto block = load<block_q4_1>(row + std::size_t(b) * sizeof(block_q4_1));
-  RowBlock out;
-  for (int i = 0; i < 16; ++i) {
-    out.codes[i] = block.qs[i] & 15;
-    out.codes[i + 16] = block.qs[i] >> 4;
+// The block that holds all codes and scales of a format, which none does of one with minima of half a span:
+// that stays in the file, as floats do.
+template <class Format>
+constexpr auto block_of() {
+  if constexpr (!Quantized<Format>) {
+    return std::type_identity<void>();
+  } else if constexpr (Format::kHalves) {
+    return std::type_identity<std::conditional_t<HasMin<Format>, void, ByteHalvesBlock>>();
+  } else if constexpr (Format::kBits == 4) {
+    return std::type_identity<std::conditional_t<HasMin<Format>, NibbleMinBlock, NibbleBlock>>();
+  } else {
+    return std::type_identity<std::conditional_t<HasMin<Format>, ByteMinBlock, ByteBlock>>();
   }
-  out.scale[0] = half_to_float(block.d);
-  out.min = half_to_float(block.m);
-  return out;
 }
+template <class Format>
+using BlockOf = typename decltype(block_of<Format>())::type;
 
-RowBlock unpack_q5_0(const std::byte* row, int b) {
-  const auto block = load<block_q5_0>(row + std::size_t(b) * sizeof(block_q5_0));
-  const std::uint32_t high = high_bits(block.qh);
-  RowBlock out;
-  for (int i = 0; i < 16; ++i) {  // codes count from -128, values from -16
-    out.codes[i] = std::uint8_t(((block.qs[i] & 15) | (high >> i & 1) << 4) + 112);
-    out.codes[i + 16] = std::uint8_t(((block.qs[i] >> 4) | (high >> (i + 16) & 1) << 4) + 112);
-  }
-  out.half_scale = block.d;
-  return out;
-}
-
-RowBlock unpack_q5_1(const std::byte* row, int b) {
-  const auto block = load<block_q5_1>(row + std::size_t(b) * sizeof(block_q5_1));
-  const std::uint32_t high = high_bits(block.qh);
-  RowBlock out;
-  for (int i = 0; i < 16; ++i) {
-    out.codes[i] = std::uint8_t((block.qs[i] & 15) | (high >> i & 1) << 4);
-    out.codes[i + 16] = std::uint8_t((block.qs[i] >> 4) | (high >> (i + 16) & 1) << 4);
-  }
-  out.scale[0] = half_to_float(block.d);
-  out.min = half_to_float(block.m);
-  return out;
-}
-
-RowBlock unpack_q8_0(const std::byte* row, int b) {
-  const auto block = load<block_q8_0>(row + std::size_t(b) * sizeof(block_q8_0));
-  RowBlock out;
-  for (int i = 0; i < 32; ++i) out.codes[i] = std::uint8_t(block.qs[i] + 128);
-  out.half_scale = block.d;
-  return out;
-}
-
-RowBlock unpack_q4_K(const std::byte* row, int b) {
-  const auto block = load<block_q4_K>(row + std::size_t(b / 8) * sizeof(block_q4_K));
-  const int group = b % 8;
-  RowBlock out;
-  for (int i = 0; i < 32; ++i) out.codes[i] = block.qs[group / 2 * 32 + i] >> (group % 2 * 4) & 15;
-  const ScaleMin scale_min = k_scale_min(block.scales, group);
-  out.scale[0] = half_to_float(block.d) * float(scale_min.scale);
-  out.min = -(half_to_float(block.dmin) * float(scale_min.min));
-  return out;
-}
-
-RowBlock unpack_q5_K(const std::byte* row, int b) {
-  const auto block = load<block_q5_K>(row + std::size_t(b / 8) * sizeof(block_q5_K));
-  const int group = b % 8;
-  RowBlock out;
-  for (int i = 0; i < 32; ++i) {
-    const int low = block.qs[group / 2 * 32 + i] >> (group % 2 * 4) & 15;
-    out.codes[i] = std::uint8_t(low | (block.qh[i] >> group & 1) << 4);
-  }
-  const ScaleMin scale_min = k_scale_min(block.scales, group);
-  out.scale[0] = half_to_float(block.d) * float(scale_min.scale);
-  out.min = -(half_to_float(block.dmin) * float(scale_min.min));
-  return out;
-}
-
-RowBlock unpack_q6_K(const std::byte* row, int b) {
-  const auto block = load<block_q6_K>(row + std::size_t(b / 8) * sizeof(block_q6_K));
-  const int group = b % 8;
-  const u8_t* ql = block.ql + group / 4 * 64 + group % 2 * 32;
-  const u8_t* qh = block.qh + group / 4 * 32;
-  RowBlock out;
-  for (int i = 0; i < 32; ++i) {  // codes count from -128, values from -32
-    const int q = (ql[i] >> (group % 4 / 2 * 4) & 15) | (qh[i] >> (group % 4 * 2) & 3) << 4;
-    out.codes[i] = std::uint8_t(q + 96);
-  }
-  for (int half = 0; half < 2; ++half) {
-    out.scale[half] = half_to_float(block.d) * float(block.scales[group * 2 + half]);
-  }
-  return out;
-}
-
-template <typename Block>
-void put_codes(const RowBlock& in, int r, Block& out) {
+// Row `r` of a group: a span of 32 columns.
+template <class Format>
+void put(const typename Format::Block& from, int span, int r, BlockOf<Format>& out) {
+  using Block = BlockOf<Format>;
   const int panel = r / kPanelRows, lane = r % kPanelRows;
+  std::uint8_t codes[kSpan];
+  Format::codes(from, span, codes);
   if constexpr (Block::kBits == 4) {
+    static_assert(Block::kZero == Format::kZero);
     std::uint8_t pairs[16];  // computed all at once, before they are spread
-    for (int i = 0; i < 16; ++i) pairs[i] = std::uint8_t(in.codes[i] | in.codes[i + 16] << 4);
+    for (int i = 0; i < 16; ++i) pairs[i] = std::uint8_t(codes[i] | codes[i + 16] << 4);
     for (int j = 0; j < 4; ++j) std::memcpy(out.codes[panel][j][lane], pairs + 4 * j, 4);
   } else {
-    for (int j = 0; j < 8; ++j) std::memcpy(out.codes[panel][j][lane], in.codes + 4 * j, 4);
+    for (std::uint8_t& code : codes) code = std::uint8_t(code + (Block::kZero - Format::kZero));
+    for (int j = 0; j < 8; ++j) std::memcpy(out.codes[panel][j][lane], codes + 4 * j, 4);
   }
-}
-
-template <typename Block>
-void put(const RowBlock& in, int r, Block& out) {
-  put_codes(in, r, out);
   if constexpr (requires { out.half_scale; }) {
-    for (int half = 0; half < 2; ++half) out.half_scale[half][r] = in.scale[half];
+    for (int half = 0; half < 2; ++half) out.half_scale[half][r] = Format::scale(from, span, half);
   } else if constexpr (requires { out.min; }) {
-    out.scale[r] = in.scale[0];
-    out.min[r] = in.min;
+    out.scale[r] = Format::scale(from, span, 0);
+    out.min[r] = Format::min(from, span);
   } else {
-    out.scale[r] = in.half_scale;
+    out.scale[r] = Format::scale_bits(from);
   }
 }
 
-template <typename Block, RowBlock (*kUnpack)(const std::byte*, int)>
-void pack(const Tensor& tensor, int group, std::byte* blocks) {
-  const int n_blocks = tensor.cols / kBlockCols;
-  Block* out = reinterpret_cast<Block*>(blocks);
+template <class Format>
+void pack(const Tensor& tensor, int group, BlockOf<Format>* out) {
+  constexpr int kSpans = int(Format::kValues) / kSpan;  // of a block
+  const int n_spans = tensor.cols / kSpan;
   for (int r = 0; r < kGroupRows && group * kGroupRows + r < tensor.rows; ++r) {
     const std::byte* row = tensor.row(group * kGroupRows + r);
-    for (int b = 0; b < n_blocks; ++b) put(kUnpack(row, b), r, out[b]);
+    for (int s = 0; s < n_spans; ++s)
+      put<Format>(block_at<Format>(row, std::size_t(s / kSpans)), s % kSpans, r, out[s]);
   }
 }
 
 // Q4_0 has its nibbles in the right order already: only moves.
-void pack_q4_0(const Tensor& tensor, int group, std::byte* blocks) {
-  const int n_blocks = tensor.cols / kBlockCols;
-  auto* out = reinterpret_cast<NibbleBlock*>(blocks);
+template <>
+void pack<Q4_0>(const Tensor& tensor, int group, NibbleBlock* out) {
+  const int n_spans = tensor.cols / kSpan;
   for (int r = 0; r < kGroupRows && group * kGroupRows + r < tensor.rows; ++r) {
-    const std::byte* row = tensor.row(group * kGroupRows + r);
-    for (int b = 0; b < n_blocks; ++b) {
-      const std::byte* in = row + std::size_t(b) * sizeof(block_q4_0);
-      std::memcpy(&out[b].scale[r], in, 2);
+    const auto* row = tensor.row(group * kGroupRows + r);
+    for (int s = 0; s < n_spans; ++s) {
+      const std::byte* from = row + std::size_t(s) * sizeof(block_q4_0);
+      std::memcpy(&out[s].scale[r], from + offsetof(block_q4_0, d), sizeof(fp16_t));
       for (int j = 0; j < 4; ++j)
-        std::memcpy(out[b].codes[r / kPanelRows][j][r % kPanelRows], in + 2 + 4 * j, 4);
+        std::memcpy(out[s].codes[r / kPanelRows][j][r % kPanelRows], from + offsetof(block_q4_0, qs) + 4 * j,
+                    4);
     }
   }
 }
@@ -166,44 +84,18 @@ void pack_q4_0(const Tensor& tensor, int group, std::byte* blocks) {
 }  // namespace
 
 Packing packing_of(TensorType type) {
-  switch (type) {
-    case TensorType::kQ4_0:
-      return Packing::kNibble;
-    case TensorType::kQ4_1:
-    case TensorType::kQ4_K:
-      return Packing::kNibbleMin;
-    case TensorType::kQ5_0:
-    case TensorType::kQ8_0:
-      return Packing::kByte;
-    case TensorType::kQ5_1:
-    case TensorType::kQ5_K:
-      return Packing::kByteMin;
-    case TensorType::kQ6_K:
-      return Packing::kByteHalves;
-    case TensorType::kF32:
-    case TensorType::kF16:
-    case TensorType::kBF16:
+  return formats::visit(type, []<class Format>(Format) {
+    if constexpr (std::is_void_v<BlockOf<Format>>)
       return Packing::kNone;
-  }
-  return Packing::kNone;
+    else
+      return BlockOf<Format>::kPacking;
+  });
 }
 
 std::size_t block_bytes(Packing packing) {
-  switch (packing) {
-    case Packing::kNone:
-      return 0;
-    case Packing::kNibble:
-      return sizeof(NibbleBlock);
-    case Packing::kNibbleMin:
-      return sizeof(NibbleMinBlock);
-    case Packing::kByte:
-      return sizeof(ByteBlock);
-    case Packing::kByteMin:
-      return sizeof(ByteMinBlock);
-    case Packing::kByteHalves:
-      return sizeof(ByteHalvesBlock);
-  }
-  return 0;
+  std::size_t bytes = 0;
+  visit(packing, [&]<class Block>(std::type_identity<Block>) { bytes = sizeof(Block); });
+  return bytes;
 }
 
 std::size_t PackedMatrix::group_bytes() const {
@@ -217,28 +109,10 @@ PackedMatrix packed_matrix(const Tensor& tensor) {
 }
 
 void pack_group(const Tensor& tensor, int group, std::byte* out) {
-  switch (tensor.type) {
-    case TensorType::kQ4_0:
-      return pack_q4_0(tensor, group, out);
-    case TensorType::kQ4_1:
-      return pack<NibbleMinBlock, unpack_q4_1>(tensor, group, out);
-    case TensorType::kQ4_K:
-      return pack<NibbleMinBlock, unpack_q4_K>(tensor, group, out);
-    case TensorType::kQ5_0:
-      return pack<ByteBlock, unpack_q5_0>(tensor, group, out);
-    case TensorType::kQ8_0:
-      return pack<ByteBlock, unpack_q8_0>(tensor, group, out);
-    case TensorType::kQ5_1:
-      return pack<ByteMinBlock, unpack_q5_1>(tensor, group, out);
-    case TensorType::kQ5_K:
-      return pack<ByteMinBlock, unpack_q5_K>(tensor, group, out);
-    case TensorType::kQ6_K:
-      return pack<ByteHalvesBlock, unpack_q6_K>(tensor, group, out);
-    case TensorType::kF32:
-    case TensorType::kF16:
-    case TensorType::kBF16:
-      return;
-  }
+  formats::visit(tensor.type, [&]<class Format>(Format) {
+    if constexpr (!std::is_void_v<BlockOf<Format>>)
+      pack<Format>(tensor, group, reinterpret_cast<BlockOf<Format>*>(out));
+  });
 }
 
 }  // namespace metal_prefill::cpu

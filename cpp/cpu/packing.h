@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "../model.h"
 #include "../rounding.h"
@@ -18,15 +19,19 @@ constexpr int kGroupRows = 32;
 constexpr int kPanelRows = 16;
 constexpr int kBlockCols = 32;
 
+enum class Packing { kNone, kNibble, kNibbleMin, kByte, kByteMin, kByteHalves };
+
 // Step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to 19 + 4j in the high ones: 4.5 bits a
 // weight.
 struct alignas(64) NibbleBlock {  // Q4_0
+  static constexpr Packing kPacking = Packing::kNibble;
   static constexpr int kBits = 4, kZero = 8;
   std::uint8_t codes[2][4][kPanelRows][4];
   std::uint16_t scale[kGroupRows];  // f16
 };
 
 struct alignas(64) NibbleMinBlock {  // Q4_1, Q4_K
+  static constexpr Packing kPacking = Packing::kNibbleMin;
   static constexpr int kBits = 4, kZero = 0;
   std::uint8_t codes[2][4][kPanelRows][4];
   float scale[kGroupRows];
@@ -35,12 +40,14 @@ struct alignas(64) NibbleMinBlock {  // Q4_1, Q4_K
 
 // Step j holds columns 4j to 4j + 3.
 struct alignas(64) ByteBlock {  // Q8_0, Q5_0
+  static constexpr Packing kPacking = Packing::kByte;
   static constexpr int kBits = 8, kZero = 128;
   std::uint8_t codes[2][8][kPanelRows][4];
   std::uint16_t scale[kGroupRows];  // f16
 };
 
 struct alignas(64) ByteMinBlock {  // Q5_1, Q5_K
+  static constexpr Packing kPacking = Packing::kByteMin;
   static constexpr int kBits = 8, kZero = 0;
   std::uint8_t codes[2][8][kPanelRows][4];
   float scale[kGroupRows];
@@ -48,6 +55,7 @@ struct alignas(64) ByteMinBlock {  // Q5_1, Q5_K
 };
 
 struct alignas(64) ByteHalvesBlock {  // Q6_K: a scale for 16 columns
+  static constexpr Packing kPacking = Packing::kByteHalves;
   static constexpr int kBits = 8, kZero = 128;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];
@@ -56,7 +64,24 @@ struct alignas(64) ByteHalvesBlock {  // Q6_K: a scale for 16 columns
 static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 && sizeof(ByteBlock) == 1088 &&
               sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280);
 
-enum class Packing { kNone, kNibble, kNibbleMin, kByte, kByteMin, kByteHalves };
+// Calls with_block(std::type_identity<Block>()) for the type of a packing's blocks; not at all for kNone.
+template <class Call>
+void visit(Packing packing, const Call& with_block) {
+  switch (packing) {
+    case Packing::kNone:
+      return;
+    case Packing::kNibble:
+      return with_block(std::type_identity<NibbleBlock>());
+    case Packing::kNibbleMin:
+      return with_block(std::type_identity<NibbleMinBlock>());
+    case Packing::kByte:
+      return with_block(std::type_identity<ByteBlock>());
+    case Packing::kByteMin:
+      return with_block(std::type_identity<ByteMinBlock>());
+    case Packing::kByteHalves:
+      return with_block(std::type_identity<ByteHalvesBlock>());
+  }
+}
 
 struct PackedMatrix {
   Packing packing = Packing::kNone;  // kNone: stays in the file, multiplied as float32

@@ -213,20 +213,9 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
 
 void multiply_int8(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                    std::size_t stride) {
-  switch (weight.packing) {
-    case Packing::kNone:
-      return;
-    case Packing::kNibble:
-      return int8_blocks<NibbleBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kNibbleMin:
-      return int8_blocks<NibbleMinBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByte:
-      return int8_blocks<ByteBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByteMin:
-      return int8_blocks<ByteMinBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByteHalves:
-      return int8_blocks<ByteHalvesBlock>(weight, group, x, first, count, out, stride);
-  }
+  visit(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+    int8_blocks<Block>(weight, group, x, first, count, out, stride);
+  });
 }
 
 enum class Bfloat16 : std::uint16_t {};

@@ -212,20 +212,9 @@ void multiply_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, i
 template <template <class> class Product>
 void multiply_int8_neon(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                         float* out, std::size_t stride) {
-  switch (weight.packing) {
-    case Packing::kNone:
-      return;
-    case Packing::kNibble:
-      return multiply_blocks<Product, NibbleBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kNibbleMin:
-      return multiply_blocks<Product, NibbleMinBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByte:
-      return multiply_blocks<Product, ByteBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByteMin:
-      return multiply_blocks<Product, ByteMinBlock>(weight, group, x, first, count, out, stride);
-    case Packing::kByteHalves:
-      return multiply_blocks<Product, ByteHalvesBlock>(weight, group, x, first, count, out, stride);
-  }
+  visit(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+    multiply_blocks<Product, Block>(weight, group, x, first, count, out, stride);
+  });
 }
 
 template <class Instruction>

@@ -155,7 +155,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 DEFAULT_WINDOW_ROPE_BASE = 10000.0  # of the layers with a window, in every published gemma3 model
 
 # Tensor types that a matrix may have; vectors are F32.
-MATRIX_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+MATRIX_TYPES = tuple(_core.tensor_types())
 
 # Keys that change the forward pass in ways not implemented, and the value that changes nothing.
 UNSUPPORTED_KEYS: dict[str, float] = {

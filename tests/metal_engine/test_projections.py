@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.kernel_harness import (
     CONSTANTS,
-    TYPES,
     Array,
     Doubles,
     Output,
@@ -20,6 +19,7 @@ from support.kernel_harness import (
     make_args,
     near,
 )
+from support.small_models import TYPES
 
 SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
 

@@ -7,7 +7,6 @@ import pytest
 from support.head_cases import ROPE_CASES, rms, rotate
 from support.kernel_harness import (
     CONSTANTS,
-    TYPES,
     Output,
     Run,
     Weights,
@@ -17,6 +16,7 @@ from support.kernel_harness import (
     make_args,
     near,
 )
+from support.small_models import TYPES
 
 SILU = CONSTANTS["ACTIVATION_SILU"]
 

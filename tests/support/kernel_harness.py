@@ -24,7 +24,6 @@ Doubles = NDArray[np.float64]
 
 ROOT = Path(__file__).resolve().parents[2]
 SHADERS = ROOT / "shaders"
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 SENTINELS = 64
 SENTINEL = 0x5A
 
@@ -141,7 +140,8 @@ class Weights:
 
 def block_columns(kind: str) -> int:
     """Columns that a row of this type must be a multiple of."""
-    return {"F32": 8, "F16": 8, "BF16": 8, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}.get(kind, 32)
+    block: int = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    return max(8, block)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,0 +1,64 @@
+"""Conversions of tensor types on the host, against the gguf package, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGML_QUANT_SIZES, quants
+from gguf import GGMLQuantizationType as Type
+from support.small_models import TYPES
+
+from metal_prefill import _core
+
+# Where the blocks of a type hold float16, which random bits would make infinite or NaN.
+HALVES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+# Of either sign, down to where float16 is subnormal, and zeros of both signs.
+SCALES = np.array([1, -1, 0.01, -0.3, 6e-5, -6e-8, 3e-6, 0, -0.0, 65504], np.float16)
+
+
+def random_rows(kind: str) -> npt.NDArray[np.uint8]:
+    """Draw 2048 values of a type, every bit in use."""
+    n_values, n_bytes = GGML_QUANT_SIZES[Type[kind]]
+    rng = np.random.default_rng(3)
+    if kind in ("F32", "F16", "BF16"):
+        values = rng.standard_normal(2048).astype(np.float32) * np.float32(10) ** rng.integers(-7, 4, 2048)
+        floats: npt.NDArray[np.uint8] = quants.quantize(values.astype(np.float32), Type[kind]).view(np.uint8)
+        return floats.reshape(-1)
+    blocks = rng.integers(0, 256, (2048 // n_values, n_bytes), dtype=np.uint8)
+    for at in HALVES[kind]:
+        blocks[:, at : at + 2] = rng.choice(SCALES, len(blocks)).view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(-1)
+
+
+def test_every_type_is_in_the_catalogue_that_tests_go_through() -> None:
+    assert sorted(_core.tensor_types()) == sorted(TYPES)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_values_are_those_of_the_gguf_package_to_the_bit(kind: str) -> None:
+    rows = random_rows(kind)
+    n_bytes = GGML_QUANT_SIZES[Type[kind]][1]
+    expected = quants.dequantize(rows.reshape(-1, n_bytes), Type[kind]).reshape(-1)
+    actual = _core.dequantize(Type[kind], rows, 2048)
+    assert len(np.unique(expected)) > 100
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.astype(np.float32).view(np.uint32))
+
+
+def test_a_part_of_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a row of 33 values is not a multiple of the 32 .* of Q4_0"):
+        _core.dequantize(Type.Q4_0, np.zeros(18, np.uint8), 33)
+
+
+def test_a_type_that_is_not_supported_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"tensor type {int(Type.IQ1_S)} is not known"):
+        _core.dequantize(Type.IQ1_S, np.zeros(50, np.uint8), 256)
