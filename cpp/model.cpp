@@ -1,8 +1,5 @@
 #include "model.h"
 
-#include <algorithm>
-#include <cmath>
-#include <numbers>
 #include <stdexcept>
 
 #include "tensors.h"
@@ -47,14 +44,6 @@ bool per_layer(const std::vector<T>& values, int n_layers) {
   return values.empty() || values.size() == std::size_t(n_layers);
 }
 
-// Dimension of a rotated pair that turns `rotations` times within the original context (YaRN,
-// arXiv:2309.00071, section 3.2).
-float yarn_dimension(const Config& c, float base, float rotations) {
-  return float(c.rope_dim) *
-         std::log(float(c.rope_original_context) / (rotations * 2.0f * std::numbers::pi_v<float>)) /
-         (2.0f * std::log(base));
-}
-
 }  // namespace
 
 void validate(const Model& model) {
@@ -76,35 +65,6 @@ void validate(const Model& model) {
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
 
   for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) { check_tensor(model, row, t); });
-}
-
-std::vector<float> rope_frequencies(const Model& model, int layer, float* magnitude) {
-  const Config& c = model.config;
-  const float base = c.layer_rope_base.empty() ? c.rope_base : c.layer_rope_base[std::size_t(layer)];
-  const float factor = c.layer_rope_factor.empty() ? c.rope_factor : c.layer_rope_factor[std::size_t(layer)];
-  const bool yarn = c.rope_scaling == RopeScaling::kYarn && factor != 1.0f;
-  float low = 0, high = 0;
-  if (yarn) {
-    low = std::max(0.0f, std::floor(yarn_dimension(c, base, c.rope_beta_fast)));
-    high = std::min(float(c.rope_dim - 1), std::ceil(yarn_dimension(c, base, c.rope_beta_slow)));
-  }
-  const auto* freq_factors = reinterpret_cast<const float*>(model.rope_freqs.data);
-
-  std::vector<float> theta(std::size_t(c.rope_dim / 2));
-  for (std::size_t i = 0; i < theta.size(); ++i) {
-    double frequency = std::pow(double(base), -2.0 * double(i) / double(c.rope_dim));
-    if (freq_factors) frequency /= double(freq_factors[i]);
-    if (yarn) {
-      // Fast dimensions keep their frequency, slow ones are interpolated, those between are blended.
-      const double ramp = std::clamp((double(i) - low) / std::max(0.001, double(high) - low), 0.0, 1.0);
-      frequency = frequency * (1.0 - ramp) + frequency / double(factor) * ramp;
-    } else if (c.rope_scaling == RopeScaling::kLinear) {
-      frequency /= double(factor);
-    }
-    theta[i] = float(frequency);
-  }
-  *magnitude = yarn ? c.rope_attn_factor * (1.0f + 0.1f * std::log(factor)) : c.rope_attn_factor;
-  return theta;
 }
 
 }  // namespace metal_prefill

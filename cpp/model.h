@@ -94,8 +94,4 @@ struct Model {
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.
 void validate(const Model& model);
 
-// Angular frequency of each rotated pair of `layer`, scaling and rope_freqs applied, [rope_dim / 2] radians
-// per position; `magnitude` receives what cos and sin are multiplied by (1 but for YaRN).
-std::vector<float> rope_frequencies(const Model& model, int layer, float* magnitude);
-
 }  // namespace metal_prefill

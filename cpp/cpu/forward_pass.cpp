@@ -21,16 +21,8 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       cache_(cache),
       team_(team),
       weights_(model, options.compute, team),
+      ropes_(model),
       scratch_(std::size_t(team.size())) {
-  for (int layer = 0; layer < config_.n_layers; ++layer) {
-    Rope rope;
-    rope.frequencies = rope_frequencies(model_, layer, &rope.magnitude);
-    const auto found = std::find_if(ropes_.begin(), ropes_.end(), [&](const Rope& other) {
-      return other.frequencies == rope.frequencies && other.magnitude == rope.magnitude;
-    });
-    layer_rope_.push_back(int(found - ropes_.begin()));
-    if (found == ropes_.end()) ropes_.push_back(std::move(rope));
-  }
   const std::size_t row = round_up(std::size_t(weights_.max_float_cols), kFloatPad);
   for (Scratch& scratch : scratch_)
     scratch.weights = Buffer(kGroupRows * row * sizeof(float), "dequantized weights");
@@ -48,8 +40,8 @@ double ForwardPass::run(std::span<Chunk> chunks) {
 void ForwardPass::run_layers(const Context& c) {
   embed(c, model_, all_.rows, work_.x);
   const std::size_t table = all_.rows.size() * std::size_t(config_.rope_dim);
-  for (std::size_t i = 0; i < ropes_.size(); ++i)
-    rope_table(c, ropes_[i].frequencies, ropes_[i].magnitude, all_.rows, work_.rotations + i * table);
+  for (std::size_t i = 0; i < ropes_.ropes.size(); ++i)
+    rope_table(c, ropes_.ropes[i], all_.rows, work_.rotations + i * table);
   for (int layer = 0; layer < config_.n_layers; ++layer)
     run_layer(c, layer, layer + 1 < config_.n_layers ? all_ : wanted_);
   head(c);
@@ -61,7 +53,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   Workspace& a = work_;
   const int n = all_.count(), n_wanted = wanted.count();
-  const std::size_t table = std::size_t(layer_rope_[std::size_t(layer)]) * std::size_t(n);
+  const std::size_t table = std::size_t(ropes_.of_layer[std::size_t(layer)]) * std::size_t(n);
   const AttentionStep step = {
       .config = config_,
       .weights = m,
@@ -151,7 +143,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     if (chunk.output == Output::kLogProbs) n_scored += rows_of(chunk);
     n_pages += chunk.cache->pages().size();
   }
-  work_.reserve(config_, weights_, ropes_.size(), n, std::min(n_scored, kHeadRows));
+  work_.reserve(config_, weights_, ropes_.ropes.size(), n, std::min(n_scored, kHeadRows));
   pages_.resize(n_pages);
   all_.rows.clear();
   all_.tiles.clear();

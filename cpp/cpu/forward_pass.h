@@ -33,11 +33,6 @@ class ForwardPass {
   std::size_t workspace_bytes() const { return work_.bytes(); }
 
  private:
-  // Frequencies that several layers share.
-  struct Rope {
-    std::vector<float> frequencies;  // [rope_dim / 2]
-    float magnitude = 1;
-  };
   // The rows that a layer works on, and how attention takes them.
   struct Rows {
     std::vector<Row> rows;
@@ -66,8 +61,7 @@ class ForwardPass {
   const KvPages& cache_;
   Team& team_;
   Weights weights_;
-  std::vector<Rope> ropes_;
-  std::vector<int> layer_rope_;  // index into ropes_
+  const Ropes ropes_;
   std::vector<Scratch> scratch_;
 
   // Of the pass under way. They keep their memory.

@@ -85,15 +85,14 @@ void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<cons
   });
 }
 
-void rope_table(const Context& c, std::span<const float> frequencies, float magnitude,
-                std::span<const Row> rows, float* table) {
-  const std::size_t pairs = frequencies.size();
+void rope_table(const Context& c, const Rope& rope, std::span<const Row> rows, float* table) {
+  const std::size_t pairs = rope.frequencies.size();
   c.worker.for_each(int(rows.size()), [&](int i) {
     float* row = table + std::size_t(i) * 2 * pairs;
     for (std::size_t p = 0; p < pairs; ++p) {
-      const double angle = double(rows[std::size_t(i)].position) * double(frequencies[p]);
-      row[p] = float(std::cos(angle)) * magnitude;
-      row[pairs + p] = float(std::sin(angle)) * magnitude;
+      const Rotation turn = rope.at(std::size_t(rows[std::size_t(i)].position), p);
+      row[p] = turn.cos;
+      row[pairs + p] = turn.sin;
     }
   });
 }

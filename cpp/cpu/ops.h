@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "../rope.h"
 #include "kernels.h"
 #include "kv_pages.h"
 #include "threads.h"
@@ -83,8 +84,7 @@ void quantize(const Context& c, const Activations& a, int rows);
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 
 // Rotation of every pair for each row: [rows][rope_dim] cosines, then sines.
-void rope_table(const Context& c, std::span<const float> frequencies, float magnitude,
-                std::span<const Row> rows, float* table);
+void rope_table(const Context& c, const Rope& rope, std::span<const Row> rows, float* table);
 
 // Attention of one layer.
 struct AttentionStep {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../rope.h"
 #include "buffers.h"
 
 namespace metal_prefill::metal {
@@ -50,12 +51,7 @@ class RopeTables {
   std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  private:
-  struct Table {
-    std::vector<float> frequencies;  // [rope_dim / 2] radians per position
-    float magnitude;
-  };
-  std::vector<Table> tables_;
-  std::vector<std::size_t> table_of_;  // by layer
+  const Ropes ropes_;
   mutable std::mutex mutex_;
   ByLayer by_layer_;
   std::size_t capacity_ = 0;

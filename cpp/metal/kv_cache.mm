@@ -1,7 +1,6 @@
 #include "kv_cache.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "../rounding.h"
@@ -53,17 +52,7 @@ void KvCache::reserve(const Device& device, int positions) {
   capacity_ = capacity;
 }
 
-RopeTables::RopeTables(const Model& model) {
-  for (int layer = 0; layer < model.config.n_layers; ++layer) {
-    Table table;
-    table.frequencies = rope_frequencies(model, layer, &table.magnitude);
-    const auto same = std::find_if(tables_.begin(), tables_.end(), [&](const Table& t) {
-      return t.frequencies == table.frequencies && t.magnitude == table.magnitude;
-    });
-    table_of_.push_back(std::size_t(same - tables_.begin()));
-    if (same == tables_.end()) tables_.push_back(std::move(table));
-  }
-}
+RopeTables::RopeTables(const Model& model) : ropes_(model) {}
 
 void RopeTables::reserve(const Device& device, int positions) {
   const std::scoped_lock lock(mutex_);
@@ -71,13 +60,13 @@ void RopeTables::reserve(const Device& device, int positions) {
   const std::size_t capacity = std::max({std::size_t(positions), 2 * capacity_, kFirstCapacity});
   std::vector<id<MTLBuffer>> grown;
   std::size_t grown_bytes = 0;
-  for (const Table& table : tables_) {
+  for (const Rope& rope : ropes_.ropes) {
     std::vector<float> values;
     for (std::size_t position = 0; position < capacity; ++position) {
-      for (const float frequency : table.frequencies) {
-        const double angle = double(position) * double(frequency);
-        values.push_back(float(std::cos(angle) * double(table.magnitude)));
-        values.push_back(float(std::sin(angle) * double(table.magnitude)));
+      for (std::size_t pair = 0; pair < rope.frequencies.size(); ++pair) {
+        const Rotation turn = rope.at(position, pair);
+        values.push_back(turn.cos);
+        values.push_back(turn.sin);
       }
     }
     if (values.empty()) values.resize(2);  // rope_dim may be 0, a buffer's length may not
@@ -88,7 +77,7 @@ void RopeTables::reserve(const Device& device, int positions) {
     grown_bytes += bytes;
   }
   auto by_layer = std::make_shared<std::vector<id<MTLBuffer>>>();
-  for (const std::size_t table : table_of_) by_layer->push_back(grown[table]);
+  for (const std::size_t rope : ropes_.of_layer) by_layer->push_back(grown[rope]);
   by_layer_ = std::move(by_layer);
   capacity_ = capacity;
   bytes_.store(grown_bytes, std::memory_order_relaxed);
