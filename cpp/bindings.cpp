@@ -240,6 +240,14 @@ void bind_config(nb::module_& m) {
       .def_rw("layer_rope_factor", &Config::layer_rope_factor);
 
   nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
+      .def_prop_ro(
+          "kind",
+          [](const TensorSpec& self) {
+            return self.row->kind == TensorKind::kMatrix ? "matrix"
+                   : self.row->kind == TensorKind::kNorm ? "norm"
+                                                         : "vector";
+          },
+          "matrix, norm or vector.")
       .def_prop_ro("role", [](const TensorSpec& self) { return std::string(self.row->role); })
       .def_prop_ro(
           "presence", [](const TensorSpec& self) { return std::string(self.row->presence); },

@@ -11,33 +11,13 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
+from metal_prefill import _core
 from metal_prefill._synth_blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill._synth_tokenizer import VOCABULARIES
+from metal_prefill.architecture import ARCHITECTURES, Architecture
 
 TIED = "tied"  # the output type that means: no output tensor, the embedding serves as the head
 ROPE_SCALINGS = ("none", "linear", "yarn", "llama3")
-
-# Architectures whose layers have more than Llama's: norms of q and k, norms after attention and FFN, biases.
-WITH_HEAD_NORMS = ("qwen3", "gemma3")
-WITH_POST_NORMS = ("gemma3",)
-WITH_BIASES = ("qwen2",)
-
-# Tensors of a layer, in the order of the file.
-IN_A_LAYER = (
-    "attn_norm",
-    "attn_q",
-    "attn_q_norm",
-    "attn_k",
-    "attn_k_norm",
-    "attn_v",
-    "attn_output",
-    "post_attention_norm",
-    "ffn_norm",
-    "ffn_gate",
-    "ffn_up",
-    "ffn_down",
-    "post_ffw_norm",
-)
 
 
 @dataclass(frozen=True)
@@ -206,44 +186,51 @@ def tensors(
         1.5 times the embedding, so the context counts, yet rounding errors do not grow from layer to layer as
         they do where the embedding is drowned.
     """
-    dim, q_dim, k_dim = shape.dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    v_dim, att_dim = shape.kv_heads * shape.value_width, shape.heads * shape.value_width
-    unit, embedding = dim**-0.5, 3 * dim**-0.5
+    embedding = 3 * shape.dim**-0.5
     if residual is None:
         residual = 1.5 * embedding * (2 * shape.layers) ** -0.5
-    if shape.rope_scaling == "llama3":
-        yield Tensor("rope_freqs.weight", (shape.rotated // 2,), "F32", Role.FACTORS)
-    yield Tensor("token_embd.weight", (shape.vocab, dim), embedding_type, Role.MATRIX, embedding)
+    kinds = {"token_embedding": embedding_type, "output": shape.output_type}
+    # Of the outputs; those of other projections have size 1.
+    sizes = {"wq": scores, "wk": scores, "wo": residual, "w_down": residual}
+
+    def tensor(spec: _core.TensorSpec, layer: int | None = None) -> Tensor:
+        name = spec.name.format(layer=layer)
+        if spec.role == "rope_freqs":
+            return Tensor(name, spec.shape, "F32", Role.FACTORS)
+        if spec.role == "output_norm":
+            return Tensor(name, spec.shape, "F32", Role.OUTPUT_NORM)
+        if spec.kind == "norm":
+            return Tensor(name, spec.shape, "F32", Role.NORM)
+        if spec.kind == "vector":
+            return Tensor(name, spec.shape, "F32", Role.BIAS, 0.5)
+        std = embedding if spec.role in kinds else spec.shape[1] ** -0.5 * sizes.get(spec.role, 1.0)
+        return Tensor(name, spec.shape, kinds.get(spec.role, tensor_type), Role.MATRIX, std)
+
+    specs = [spec for spec in _core.tensors(_core_config(shape)) if _is_present(spec, shape)]
+    whole = {spec.role: spec for spec in specs if not spec.per_layer}
+    yield from (tensor(whole[role]) for role in ("rope_freqs", "token_embedding") if role in whole)
     for layer in range(shape.layers):
-        prefix = f"blk.{layer}."
-        matrices = {
-            "attn_q": ((q_dim, dim), scores * unit),
-            "attn_k": ((k_dim, dim), scores * unit),
-            "attn_v": ((v_dim, dim), unit),
-            "attn_output": ((dim, att_dim), att_dim**-0.5 * residual),
-            "ffn_gate": ((shape.ffn, dim), unit),
-            "ffn_up": ((shape.ffn, dim), unit),
-            "ffn_down": ((dim, shape.ffn), shape.ffn**-0.5 * residual),
-        }
-        norms = {"attn_norm": dim, "ffn_norm": dim}
-        if shape.architecture in WITH_HEAD_NORMS:
-            norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
-        if shape.architecture in WITH_POST_NORMS:
-            norms |= {"post_attention_norm": dim, "post_ffw_norm": dim}
-        biases = {}
-        if shape.qkv_bias or shape.architecture in WITH_BIASES:
-            biases = {"attn_q": q_dim, "attn_k": k_dim, "attn_v": v_dim}
-        for name in IN_A_LAYER:
-            if name in norms:
-                yield Tensor(f"{prefix}{name}.weight", (norms[name],), "F32", Role.NORM)
-            if name in matrices:
-                rows_cols, std = matrices[name]
-                yield Tensor(f"{prefix}{name}.weight", rows_cols, tensor_type, Role.MATRIX, std)
-            if name in biases:
-                yield Tensor(f"{prefix}{name}.bias", (biases[name],), "F32", Role.BIAS, 0.5)
-    yield Tensor("output_norm.weight", (dim,), "F32", Role.OUTPUT_NORM)
-    if shape.output_type != TIED:
-        yield Tensor("output.weight", (shape.vocab, dim), shape.output_type, Role.MATRIX, embedding)
+        yield from (tensor(spec, layer) for spec in specs if spec.per_layer)
+    yield from (tensor(whole[role]) for role in ("output_norm", "output") if role in whole)
+
+
+def _core_config(shape: ModelShape) -> _core.Config:
+    config = _core.Config()
+    config.vocab_size, config.dim, config.ffn_dim = shape.vocab, shape.dim, shape.ffn
+    config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
+    config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
+    return config
+
+
+def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
+    if spec.presence == "optional":  # the frequency factors
+        return shape.rope_scaling == "llama3"
+    if spec.presence == "tied":
+        return shape.output_type != TIED
+    if spec.presence == "required":
+        return True
+    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    return getattr(traits, spec.presence) == "required" or (spec.presence == "qkv_bias" and shape.qkv_bias)
 
 
 def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
