@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from support.arm_machine import SETS as ARM_SETS
 from support.arm_machine import Kernels
 from support.cpu_testing import cpu_testing
-from support.small_models import TYPES
+from support.small_models import TYPES, half_fields
 
 from metal_prefill import _core
 
@@ -38,8 +38,9 @@ def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows * cols // block_values, block_bytes), dtype=np.uint8)
-    scales = {Type.Q6_K: (208,), Type.Q4_0: (0,), Type.Q5_0: (0,), Type.Q8_0: (0,)}.get(kind, (0, 2))
-    for at in scales:  # f16 fields get sensible sizes instead of random bits, which may be NaN
+    for at in half_fields(
+        kind.name
+    ):  # f16 fields get sensible sizes instead of random bits, which may be NaN
         values = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(-1), quants.dequantize(blocks, kind).reshape(rows, cols)

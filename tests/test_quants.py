@@ -7,21 +7,10 @@ import numpy.typing as npt
 import pytest
 from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
-from support.small_models import TYPES
+from support.small_models import TYPES, half_fields
 
 from metal_prefill import _core
 
-# Where the blocks of a type hold float16, which random bits would make infinite or NaN.
-HALVES = {
-    "Q8_0": (0,),
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
 # Of either sign, down to where float16 is subnormal, and zeros of both signs.
 SCALES = np.array([1, -1, 0.01, -0.3, 6e-5, -6e-8, 3e-6, 0, -0.0, 65504], np.float16)
 
@@ -35,7 +24,7 @@ def random_rows(kind: str) -> npt.NDArray[np.uint8]:
         floats: npt.NDArray[np.uint8] = quants.quantize(values.astype(np.float32), Type[kind]).view(np.uint8)
         return floats.reshape(-1)
     blocks = rng.integers(0, 256, (2048 // n_values, n_bytes), dtype=np.uint8)
-    for at in HALVES[kind]:
+    for at in half_fields(kind):  # random bits would make them infinite or NaN
         blocks[:, at : at + 2] = rng.choice(SCALES, len(blocks)).view(np.uint8).reshape(-1, 2)
     return blocks.reshape(-1)
 

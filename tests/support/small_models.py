@@ -15,10 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _synth_file, _synth_model
-from metal_prefill._synth_blocks import random_norm, random_tensor
+from metal_prefill._synth_blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill._synth_model import TIED, ModelShape, Role, Tensor
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+def half_fields(kind: str) -> list[int]:
+    """Return where the blocks of a quantized type hold float16."""
+    layout = BLOCK_FORMATS[kind]
+    return [layout.scale_at] if layout.min_at is None else [layout.scale_at, layout.min_at]
 
 
 @dataclass(frozen=True)
