@@ -70,7 +70,7 @@ def test_prompts_and_tokens_together_are_what_they_are_alone(demo: Model, seed: 
 
 def test_every_output_may_be_mixed(demo: Model) -> None:
     prompts = [ids_of(demo, n, n) for n in (20, 1, 33, 40, 5)]
-    outputs = ["log_probs", "greedy", "logits", "none", "log_probs"]
+    outputs: list[Any] = ["log_probs", "greedy", "logits", "none", "log_probs"]
     sessions = [demo.session() for _ in prompts]
     scored, token, logits, nothing, short = demo.forward_batch(sessions, prompts, output=outputs)
     assert_same(demo, scored, demo.score(prompts[0]))

@@ -100,6 +100,8 @@ def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> Non
             engine.clear()
             engine.prefill(row[:5])
             engine.decode(row[5:])
+            assert engine._single is not None
+            assert engine._streams is not None
             alone, together = engine._single.logits(0), engine._streams.logits(i)
             # Its products of one and of several rows round in different orders: activations have 8 bits.
             assert np.corrcoef(alone, together)[0, 1] > 0.999
@@ -107,6 +109,7 @@ def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> Non
     engine.prefill_streams(ids.reshape(2, 16))
     engine.clear()
     engine.prefill(ids.ravel()[16:])
+    assert engine._streams is not None
     assert np.corrcoef(engine._single.logits(15), engine._streams.logits(31))[0, 1] > 0.999
 
 

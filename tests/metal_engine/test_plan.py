@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from metal_kernels import KernelLibrary
 from support import small_models
-from support.kernel_harness import TYPES
+from support.small_models import TYPES
 
 from metal_prefill import Model, _core, synth
 from metal_prefill.architecture import ModelConfig

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from metal_kernels import KernelLibrary
 from support.kernel_harness import SHADERS
-from support.small_models import TYPES
 
 SOURCES = sorted(SHADERS.glob("*.metal"))
 # Attributes that may be scalars or vectors; those of one kernel must have as many components as each other.
