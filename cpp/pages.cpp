@@ -13,7 +13,11 @@ namespace metal_prefill {
 namespace {
 
 // Free pages that stay in memory: sessions that come and go do not ask the system for memory each time.
-constexpr std::size_t kWarmBytes = std::size_t(4) << 20;
+constexpr std::size_t kWarmBytes = std::size_t(16) << 20;
+
+// What is asked for at a time, at least: several huge pages of the system. Memory that is not written to yet
+// costs little.
+constexpr std::size_t kSlabBytes = std::size_t(8) << 20;
 
 // Weights, activations and whatever else runs on the machine have the other half.
 std::size_t half_of_the_memory() {
@@ -44,18 +48,24 @@ std::vector<PageId> PagePool::take(std::size_t n) {
                           std::to_string(max_pages_) + " pages of " + std::to_string(kPagePositions) +
                           " positions); close sessions, rewind them or raise the limit");
     // Half as much again: growing token by token allocates rarely.
-    const std::size_t wanted = std::min(std::max(existing + missing, existing + existing / 2), max_pages_);
+    const std::size_t slab = std::max(existing / 2, kSlabBytes / page_bytes_);
+    const std::size_t wanted = std::min(existing + std::max(missing, slab), max_pages_);
     store_.grow(wanted);
     holders_.reserve(wanted);
     free_.reserve(wanted);
     std::vector<PageId> added(wanted - existing);
     std::iota(added.rbegin(), added.rend(), PageId(existing));  // the lowest is taken first
     free_.insert(free_.begin(), added.begin(), added.end());
+    n_idle_ += added.size();
     holders_.resize(wanted, 0);
   }
   std::vector<PageId> taken(free_.rbegin(), free_.rbegin() + std::ptrdiff_t(n));
   free_.resize(free_.size() - n);
-  for (const PageId page : taken) holders_[page] = 1;
+  n_idle_ = std::min(n_idle_, free_.size());
+  for (const PageId page : taken) {
+    holders_[page] = 1;
+    store_.taken(page);
+  }
   return taken;
 }
 
@@ -67,10 +77,9 @@ void PagePool::retain(std::span<const PageId> pages) {
 void PagePool::release(std::span<const PageId> pages) {
   const std::scoped_lock lock(mutex_);
   for (const PageId page : pages) {
-    if (--holders_[page] > 0) continue;
-    free_.push_back(page);  // there is room: free_ was reserved for all
-    if (free_.size() * page_bytes_ > kWarmBytes) store_.idle(page);
+    if (--holders_[page] == 0) free_.push_back(page);  // there is room: free_ was reserved for all
   }
+  while ((free_.size() - n_idle_) * page_bytes_ > kWarmBytes) store_.idle(free_[n_idle_++]);
 }
 
 bool PagePool::is_shared(PageId page) const {

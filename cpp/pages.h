@@ -35,6 +35,8 @@ class PageStore {
   virtual void grow(std::size_t pages) = 0;
   // The first `positions` of a page, in every layer.
   virtual void copy(PageId from, PageId to, int positions) = 0;
+  // Somebody is about to write to the page.
+  virtual void taken(PageId) {}
   // Nobody holds the page: its memory may go back to the system until it is taken again.
   virtual void idle(PageId) {}
 };
@@ -66,7 +68,8 @@ class PagePool {
   const std::size_t page_bytes_, max_pages_;
   mutable std::mutex mutex_;
   std::vector<std::uint32_t> holders_;  // of each page
-  std::vector<PageId> free_;            // the last one is taken first
+  std::vector<PageId> free_;            // the last one is taken first, so that it is one in memory
+  std::size_t n_idle_ = 0;              // the first ones of free_, whose memory the system has
   const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 

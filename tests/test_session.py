@@ -335,14 +335,14 @@ def resident_bytes() -> int:
 )
 def test_close_gives_the_memory_of_a_session_back(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", kv_dtype="f32") as model:
-        sessions = [model.session() for _ in range(12)]
+        sessions = [model.session() for _ in range(60)]  # a pool keeps what a few need
         for session in sessions:
             session.forward_prompt([1] * 1000)
         held = sum(session.stats()["kv_cache_bytes"] for session in sessions)
         before = resident_bytes()
         for session in sessions:
             session.close()
-        assert before - resident_bytes() > 0.9 * held > 30e6
+        assert before - resident_bytes() > 0.9 * held > 150e6
 
 
 def test_the_environment_chooses_the_device(

@@ -27,10 +27,7 @@ void KvPages::grow(std::size_t pages) {
   pages_.reserve(pages);
   slabs_.reserve(slabs_.size() + 1);
   Buffer slab(added * page_bytes_, "pages of the KV cache");
-  for (std::size_t i = 0; i < added; ++i) {
-    pages_.push_back(slab.data() + i * page_bytes_);
-    if (poison_) fill_with_nan(pages_.back());
-  }
+  for (std::size_t i = 0; i < added; ++i) pages_.push_back(slab.data() + i * page_bytes_);
   slabs_.push_back(std::move(slab));
 }
 
@@ -48,10 +45,14 @@ void KvPages::copy(PageId from, PageId to, int positions) {
   }
 }
 
+void KvPages::taken(PageId page) {
+  const std::scoped_lock lock(mutex_);
+  if (poison_) fill_with_nan(pages_[page]);
+}
+
 void KvPages::idle(PageId page) {
   const std::scoped_lock lock(mutex_);
   release_pages(pages_[page], page_bytes_);
-  if (poison_) fill_with_nan(pages_[page]);
 }
 
 void KvPages::fill_with_nan(std::byte* page) const {

@@ -24,6 +24,7 @@ class KvPages final : public PageStore {
   std::size_t page_bytes() const override { return page_bytes_; }
   void grow(std::size_t pages) override;
   void copy(PageId from, PageId to, int positions) override;
+  void taken(PageId page) override;
   void idle(PageId page) override;
 
   bool half() const { return type_ == KvType::kF16; }
