@@ -44,7 +44,7 @@ struct DeviceError : std::runtime_error {
 struct NumericalError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// The model asks for something that this engine does not do.
+// The model needs something that this engine does not support.
 struct UnsupportedModelError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -62,12 +62,12 @@ struct EngineOptions {
   int chunk_tokens = 512;   // tokens of a prompt that go through the layers together
   bool fused_norm = false;  // Metal: RMSNorm inside the projections (decode)
   bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
-  std::size_t prefix_memory = std::size_t(256) << 20;  // bytes of pages kept for sessions to come, at most
+  std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
   std::size_t kv_memory = 0;  // bytes of K and V that all sessions may hold together; 0: half of the memory
   bool poison_cache = false;  // fills pages with NaN before they are used, for tests
 };
 
-// What the last layer of a chunk must deliver.
+// The result that the last layer of a chunk computes.
 enum class Output {
   kNone,      // nothing: more chunks follow
   kGreedy,    // the id of the largest logit of the last token
@@ -88,15 +88,15 @@ struct Chunk {
   float* logits = nullptr;           // kLogits: [vocab_size]
   std::span<const TokenId> targets;  // kLogProbs: target of each token; a negative one is not asked for
   float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
-  Trace* trace = nullptr;            // where given: each dispatch runs alone and is noted there
+  Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
   TokenId token = -1;                // kGreedy: filled in; stays -1 where every logit is NaN
 };
 
-// What one call did, for Session::stats().
+// Counts of one call, for Session::stats().
 struct CallCounters {
   std::uint64_t passes = 0;
   double multiply_adds = 0;  // of products and attention, where the engine counts them
-  double seconds = 0;        // of the host in passes
+  double seconds = 0;        // that the host spent in passes
   std::uint64_t dispatches = 0, command_buffers = 0, allocations = 0;
   double gpu_seconds = 0;
 
@@ -108,14 +108,14 @@ class Cache {
  public:
   virtual ~Cache() = default;
 
-  // Makes positions [kept, end) writable and keeps what lies before them. Throws without a change.
+  // Makes positions [kept, end) writable and keeps those before them. Changes nothing when it throws.
   virtual void reserve(int kept, int end, CallCounters& counters) = 0;
-  // Lets go of what only later positions need.
+  // Releases the pages that only later positions need.
   virtual void truncate(int positions) = 0;
   // Becomes the first `positions` of another cache of the same engine.
   virtual void share(const Cache& from, int positions) = 0;
   virtual std::span<const PageId> pages() const = 0;
-  // Holds these pages, which are held for it already, instead of its own.
+  // Replaces its pages by these, of which the caller already holds one reference for it.
   virtual void adopt(std::vector<PageId> pages) = 0;
   // Canonical layout [position][kv_head][head_dim], elements of kv_type.
   virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
@@ -123,8 +123,8 @@ class Cache {
   virtual std::size_t bytes() const = 0;
 };
 
-// Called between chunks with the number of prompt tokens done and in all. Returning false stops the prompt
-// there.
+// Called between chunks with the number of prompt tokens that are done and the total. Returning false stops
+// the prompt there.
 using Progress = std::function<bool(int done, int total)>;
 
 struct PromptResult {
@@ -152,12 +152,12 @@ class Session {
 
   // Each of these is safe to call from several threads. Calls that compute, change the session or copy its
   // cache run one after another; position(), tokens(), memory_bytes() and stats() never wait for them and
-  // tell what the last finished pass left. A progress callback runs without a lock: there these reads,
-  // fork() and export_state() see the finished chunks, and a call that would change its session throws
-  // SessionBusyError.
+  // return the state after the last finished pass. A progress callback runs without a lock: there these
+  // reads, fork() and export_state() see the finished chunks, and a call that would change its session
+  // throws SessionBusyError.
   //
   // `prefix` says where the tokens go: after those in the cache, or, with kReuse, in their place: the longest
-  // common prefix is kept and only the rest computed.
+  // common prefix is kept and only the rest is computed.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
                               const Progress& progress = {}, Claim claim = 0);
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
@@ -180,8 +180,8 @@ class Session {
   // A new session with the same cache contents and position; they share pages where the engine has them.
   std::unique_ptr<Session> fork();
   // State out and in. K (values = false) and V (true) of a layer travel in canonical layout
-  // [position][kv_head][head_dim] with elements of kv_type. The caller says where the rows go, or where they
-  // are; an import may reuse one buffer for all of them.
+  // [position][kv_head][head_dim] with elements of kv_type. The caller gives the memory that rows are written
+  // to or read from; an import may reuse one buffer for all of them.
   using KvSink = std::function<std::byte*(int layer, bool values, std::size_t bytes)>;
   using KvSource = std::function<const std::byte*(int layer, bool values, std::size_t bytes)>;
   std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
@@ -210,12 +210,12 @@ class Session {
   const int max_context_;
 
   mutable Turn turn_;             // held for the length of a call that computes or changes something
-  std::unique_ptr<Cache> cache_;  // belongs to whoever holds it
+  std::unique_ptr<Cache> cache_;  // used only by the call that holds the turn
   bool remembers_ = false;        // it was used with kReuse: others may find its pages, also after it ended
   std::size_t remembered_ = 0;    // pages that they can find
 
   mutable std::mutex
-      state_mutex_;              // guards what follows, for moments; the call whose turn it is reads without
+      state_mutex_;  // guards the members below, for moments; the call that holds the turn reads without it
   std::vector<TokenId> tokens_;  // in the cache
   std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
   std::size_t cache_bytes_ = 0;
@@ -243,19 +243,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual std::string backend() const = 0;      // "cpu" or "metal"
   virtual Stats stats() const = 0;              // bytes of weights and pools, pipelines
 
-  // What sessions need of an engine.
+  // The functions below are for sessions.
 
   // Null where the engine keeps no pages that could be found again.
   virtual PrefixTree* prefixes() { return nullptr; }
 
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
-  // Most rows of one pass.
+  // Largest number of rows of one pass.
   virtual int pass_rows() const = 0;
-  // Appends the chunks, each of another session, to their caches and computes their outputs. What the caches
-  // hold before the chunks must be left intact when this throws.
+  // Appends the chunks, each of a different session, to their caches and computes their outputs. When this
+  // throws, the positions before the chunks are intact in all caches.
   virtual void forward(std::span<Chunk> chunks, CallCounters& counters) = 0;
   virtual void add_call_stats(const CallCounters& counters, Stats& stats) const = 0;
-  // What looks into the passes of an engine that makes dispatches; null for others.
+  // Access to the passes of an engine that makes dispatches; null for others.
   virtual const PassInspector* inspector() const { return nullptr; }
 
  protected:
@@ -266,7 +266,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 };
 
 std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options);
-// Throws DeviceError where there is neither a Metal device nor an emulator.
+// Throws DeviceError if there is neither a Metal device nor an emulator.
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options);
 bool metal_available();
 

@@ -1,6 +1,6 @@
 // Arguments of every kernel, shared by the host and the shaders.
 //
-// Bindings of a kernel come in the order weights, inputs, outputs, and last one struct of args_fields.h.
+// Bindings of a kernel are in the order weights, inputs, outputs, and last one struct of args_fields.h.
 // Strides count elements, offsets count bytes. A matrix is row-major: [rows][columns].
 #pragma once
 
@@ -30,15 +30,15 @@ typedef std::uint64_t u64_t;
 #define MATMUL_WIDE_TILE 64
 #define DECODE_SIMDGROUPS 8      // most simdgroups of an attention_decode threadgroup
 #define PREFILL_KEYS 32          // keys of one step of attention_prefill
-#define ARGMAX_NONE 0xffffffffu  // index of "no number at all"
+#define ARGMAX_NONE 0xffffffffu  // index where every value was NaN
 
 // Query heads that one threadgroup of attention_decode takes together, so that they share the reads of K and
-// V. Bounded by registers: a lane holds 8 * chunks values of query and output for each.
+// V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
 #define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
 
 // 8-row blocks of queries that a simdgroup of attention_prefill owns, by the most dimensions of a head and
-// the bytes of a cached element. Bounded by registers: output and query take dims / 8 * 2 floats and as many
-// cached elements for each.
+// the bytes of a cached element. Limited by registers: output and query take dims / 8 * 2 floats and as many
+// cached elements for each block.
 #define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
 
 // Floats of threadgroup memory that one simdgroup of attention_prefill needs: scores [rows][PREFILL_KEYS],

@@ -1,6 +1,5 @@
 // The fields of every argument struct. args.h makes the structs of them; on the host, cpp/metal/args_layout.h
-// makes tables of names, types and offsets, by which recorded arguments are read. Both define the macros
-// first.
+// makes tables of names, types and offsets for reading recorded arguments. Both define the macros first.
 // clang-format off
 
 // Up to three matrices of the same type and columns, read as if their rows were stacked: Q, K and V, or gate
@@ -69,7 +68,7 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head before the rotation
   ARGS_FIELD(u32_t, has_k_norm)
   ARGS_FIELD(float, eps)
-  ARGS_FIELD(u32_t, skip_queries)  // only K and V are wanted
+  ARGS_FIELD(u32_t, skip_queries)  // only K and V are needed
 ARGS_END(RopeArgs, 48)
 
 // softmax(scale * q . k) v over the keys at and before each token's position. K and V are
@@ -82,13 +81,13 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(u32_t, tokens)
   ARGS_FIELD(u32_t, position)    // of the first token
   ARGS_FIELD(u32_t, q_stride)    // from one token of q to the next
-  ARGS_FIELD(u32_t, window)      // positions that a token sees, itself among them; 0: all
+  ARGS_FIELD(u32_t, window)      // positions that a token sees, including its own; 0: all
   ARGS_FIELD(u32_t, splits)      // attention_decode: threadgroups that share the keys; 1: no combining pass
   ARGS_FIELD(u32_t, split_keys)  // attention_decode: keys of each
   ARGS_FIELD(float, scale)       // of q . k
 ARGS_END(AttentionArgs, 44)
 
-// Both, of a single token.
+// rope_append and attention_decode of a single token.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
@@ -105,10 +104,10 @@ ARGS_STRUCT(ArgmaxArgs)
   ARGS_FIELD(u32_t, n)  // values of the first stage, candidates of the second
 ARGS_END(ArgmaxArgs, 4)
 
-// What the argmax kernels exchange and return.
+// Intermediate and final result of the argmax kernels.
 ARGS_STRUCT(Candidate)
   ARGS_FIELD(float, value)
-  ARGS_FIELD(u32_t, index)  // ARGMAX_NONE: there was no number
+  ARGS_FIELD(u32_t, index)  // ARGMAX_NONE: every value was NaN
 ARGS_END(Candidate, 8)
 
 // log_probs[t] = logits[t][target[t]] - log(sum(exp(logits[t])))

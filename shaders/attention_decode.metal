@@ -1,6 +1,5 @@
 // Causal attention of a few tokens over a long cache, with online softmax in float32. Each threadgroup takes
-// a share of the keys, and the query heads that read the same keys together; a second kernel joins the
-// shares.
+// a share of the keys, for all query heads that read the same keys; a second kernel joins the shares.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -8,8 +7,7 @@
 
 using namespace metal;
 
-constant constexpr ushort kLanes =
-    8;  // lanes that share a key: each holds 4 neighbouring dimensions of every 32
+constant constexpr ushort kLanes = 8;  // lanes that share a key: each holds 4 adjacent dimensions of every 32
 constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
 
 // Softmax over some keys, not yet normalized: o = sum(exp(score - max) v), sum = sum(exp(score - max)).
@@ -19,7 +17,7 @@ struct PartialSoftmax {
   float sum;
   float4 o[kChunks];
 
-  // Measures everything from another maximum.
+  // Makes everything relative to a new maximum.
   void rescale(float new_best) {
     const float factor = fast::exp(best - new_best);
     best = new_best;
@@ -29,7 +27,7 @@ struct PartialSoftmax {
   }
 };
 
-// The query heads of a threadgroup, up to DECODE_HEADS, with what they have seen so far. Kept in registers.
+// The query heads of a threadgroup, up to DECODE_HEADS, with their softmax so far. Kept in registers.
 template <ushort kChunks>
 struct Queries {
   static constant constexpr ushort kHeads = DECODE_HEADS(kChunks);
@@ -47,7 +45,7 @@ struct Queries {
     }
   }
 
-  // One key for each group of lanes; those without a valid one take part in the sums alone.
+  // One key for each group of lanes; lanes without a valid key only take part in the sums.
   void take(thread const float4* keys, thread const float4* values, bool valid) {
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
@@ -65,8 +63,8 @@ struct Queries {
     }
   }
 
-  // Joins the four keys' worth of a simdgroup: [kHeads][kChunks * 32 + 2], the maximum and the sum after the
-  // values.
+  // Joins the four groups of lanes of a simdgroup: [kHeads][kChunks * 32 + 2], the maximum and the sum after
+  // the values.
   void join(threadgroup float* mine, ushort lane) {
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
@@ -93,7 +91,7 @@ struct Queries {
   }
 };
 
-// Which heads and keys a threadgroup has.
+// The heads and keys of a threadgroup.
 struct Share {
   uint kv_head, head, token;  // head: the first query head
   ushort heads;
@@ -118,12 +116,12 @@ static inline Share share_of(uint3 group, constant AttentionArgs& args, ushort m
   return share;
 }
 
-// Keys of the cache and their values, one for each group of lanes, as they lie there.
+// Keys of the cache and their values, one for each group of lanes, in the type of the cache.
 template <typename T, ushort kChunks>
 struct CachedKeys {
   vec<T, 4> keys[kChunks], values[kChunks];
 
-  // From `first` on; lanes whose key would lie after `last` get that one.
+  // From `first` on; lanes whose key would be after `last` get `last`.
   void load(device const T* k, device const T* v, constant AttentionArgs& args, uint kv_head, uint first,
             uint last, ushort lane) {
     const ushort dim = lane % kLanes * 4;
@@ -138,8 +136,7 @@ struct CachedKeys {
   }
 };
 
-// Keys [first, end) of the cache, four at a time, one such four every `step`, of which `cached` has the first
-// four.
+// Takes keys [first, end) of the cache: four at every `step`-th position. `cached` has the first four.
 template <typename T, ushort kChunks>
 static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKeys<T, kChunks>& cached,
                                device const T* k, device const T* v, constant AttentionArgs& args,
@@ -227,8 +224,8 @@ kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q
 }
 
 // rope_append and attention_decode of a single token in one: each threadgroup rotates the heads that it needs
-// in threadgroup memory, and the one that has the token's own key appends it to the cache, from where nobody
-// reads it yet.
+// in threadgroup memory. The one whose share includes the token's own key appends that key to the cache,
+// where no other threadgroup of this dispatch reads it.
 template <typename T, ushort kChunks>
 kernel void rope_attention_decode(
     device const float* bias [[buffer(0)]],    // one row of qkv
@@ -253,7 +250,7 @@ kernel void rope_attention_decode(
   threadgroup float* const own_key = rotated + kHeads * kDims;
   threadgroup float* const own_value = own_key + kDims;
 
-  // Keys of earlier calls, asked for before the queries are ready for them.
+  // Loads of keys of earlier calls begin before the queries are ready for them.
   const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
   const uint end = min(share.end, attention.position);
   CachedKeys<T, kChunks> cached;

@@ -2,8 +2,8 @@
 //
 // The query heads that share a KV head are stacked: row r of a tile is head r % g of token r / g, where g is
 // n_heads / n_kv_heads, so that each block of K and V serves all of them. A simdgroup owns 8 * kRowBlocks
-// rows and walks over the keys on its own: there is no barrier beyond the simdgroup, and no limit on the
-// number of keys.
+// rows and iterates over the keys independently: there is no barrier beyond the simdgroup, and no limit on
+// the number of keys.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
@@ -14,8 +14,8 @@ using namespace metal;
 constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
 
 // T is the type of the cache and of the operands; sums are float32. kDimBlocks * 8 dimensions at most, and
-// exactly so many where kWhole: then nothing depends on their number, and the loads of a block row can all be
-// under way at the same time.
+// exactly so many where kWhole: then no branch depends on their number, and the loads of a block row can all
+// be in flight at the same time.
 template <typename T, ushort kDimBlocks, ushort kRowBlocks, bool kWhole>
 static inline void attend(device const float* q, device const T* k, device const T* v, device half* out,
                           constant AttentionArgs& args, threadgroup float* scratch, uint2 group, uint2 groups,
@@ -78,8 +78,8 @@ static inline void attend(device const float* q, device const T* k, device const
                                 : 0;
   const ulong k_stride = args.n_kv_heads * args.key_dim, v_stride = args.n_kv_heads * args.value_dim;
   for (uint key = window_start & ~7u; key < end; key += PREFILL_KEYS) {
-    // Scores of 32 keys. A block that reaches beyond the cached keys reads rows that the cache has, but that
-    // hold anything: they are masked below.
+    // Scores of 32 keys. A block that extends beyond the cached keys reads rows of the cache with undefined
+    // contents: they are masked below.
     simdgroup_float8x8 score[kRowBlocks];
 #pragma unroll
     for (ushort j = 0; j < PREFILL_KEYS / 8; ++j) {
@@ -159,7 +159,7 @@ static inline void attend(device const float* q, device const T* k, device const
             }
           }
         } else {
-          // Rows beyond the cached keys may hold NaN, and 0 * NaN is no 0: they are replaced.
+          // Rows beyond the cached keys may hold NaN, and 0 * NaN is not 0: they are replaced by zeros.
 #pragma unroll
           for (ushort b = 0; b < kDimBlocks; ++b) {
             if (b < value_blocks) {

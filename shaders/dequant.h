@@ -1,11 +1,11 @@
 // Dequantizers: how a kernel reads a row of any tensor type.
 //
-// A row is read in items of 8 values. Item i holds two groups of 4 neighbouring columns, [first(i), first(i)
-// + 4) and the same kSecond columns further on. Formats that keep two values in a byte 16 columns apart have
+// A row is read in items of 8 values. Item i holds two groups of 4 adjacent columns, [first(i), first(i) + 4)
+// and the same kSecond columns further on. Formats that keep two values 16 columns apart in one byte have
 // kSecond = 16, so that each byte is read by one thread only; four successive items always cover 32 whole
 // columns.
 //
-// Rows begin at even addresses, no more: quants are read in units of two bytes.
+// Rows are aligned to two bytes, not to more: quants are read in units of two bytes.
 #pragma once
 
 #include <metal_stdlib>
@@ -24,7 +24,7 @@ struct PlainItems {
   static uint first(uint i) { return i * 8; }
 };
 
-// Low and high nibbles of four bytes, which come as two pairs.
+// Low and high nibbles of four bytes, given as two pairs.
 static inline void nibbles(ushort p, ushort q, thread ushort4& low, thread ushort4& high) {
   low = ushort4(p & 0xF, (p >> 8) & 0xF, q & 0xF, (q >> 8) & 0xF);
   high = ushort4((p >> 4) & 0xF, p >> 12, (q >> 4) & 0xF, q >> 12);
@@ -36,7 +36,7 @@ static inline void nibbles(device const u8_t* bytes, thread ushort4& low, thread
   nibbles(pairs[0], pairs[1], low, high);
 }
 
-// Bits 4 and up of four neighbouring quants, kept in `mask` from bit `shift` of one byte each.
+// Bits 4 and up of four adjacent quants: for each, those that `mask` selects from bit `shift` of a byte on.
 static inline ushort4 top_bits(device const u8_t* bytes, ushort shift, ushort mask) {
   device const ushort* pairs = (device const ushort*)bytes;
   const ushort p = pairs[0], q = pairs[1], high = shift + 8;
@@ -49,13 +49,13 @@ static inline uint word(device const u8_t* bytes) {
   return uint(pairs[0]) | (uint(pairs[1]) << 16);
 }
 
-// Bit 4 of four neighbouring quants, whose fifth bits are the lowest four of `bits`.
+// Bit 4 of four adjacent quants, whose fifth bits are the lowest four of `bits`.
 static inline ushort4 fifth_bits(uint bits) {
   return ushort4((bits & 1) << 4, (bits & 2) << 3, (bits & 4) << 2, (bits & 8) << 1);
 }
 
 struct Q4_0 : PairedItems {
-  // An item as it lies in memory, for kernels that ask for it before they need it.
+  // An item as it is in memory, for kernels that load it before they need it.
   struct Packed {
     ushort p, q;
     fp16_t d;
@@ -191,7 +191,7 @@ struct F16 : PlainItems {
   }
 };
 
-// Widened by hand: the type bfloat needs Metal 3.1, and these kernels run on all of Metal 3.
+// Widened by hand: the type bfloat needs Metal 3.1, and these kernels run on every version of Metal 3.
 struct BF16 : PlainItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const ushort4* values = (device const ushort4*)row + i * 2;

@@ -1,5 +1,5 @@
-// Decode kernels that take over the step before a projection. They save a dispatch and a pass through memory,
-// and repeat work in every row: which of both wins depends on the device.
+// Decode kernels that include the step before a projection. They save a dispatch and a pass through memory,
+// but repeat work in every row: whether that is faster depends on the device.
 #include <metal_stdlib>
 
 #include "args.h"

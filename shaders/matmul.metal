@@ -12,7 +12,7 @@ using namespace metal;
 // banks.
 constant constexpr ushort kStagedRow = MATMUL_K + 8;
 
-// Device memory to registers to threadgroup memory, so that the loads of one step are under way while the
+// Device memory to registers to threadgroup memory, so that the loads of one step are in flight while the
 // simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items of 8 columns for 128 threads.
 template <typename W, ushort kRows>
 struct WeightTile {
@@ -77,7 +77,7 @@ struct TokenTile {
   }
 };
 
-// Where a thread's simdgroup stands in the tile: 2 x 2 simdgroups, (tokens, rows).
+// The part of the tile that a thread's simdgroup computes: 2 x 2 simdgroups, (tokens, rows).
 template <ushort kTokens, ushort kRows>
 struct Place {
   static constant constexpr ushort kTokenBlocks = kTokens / 16;  // 8x8 blocks of a simdgroup
@@ -103,7 +103,7 @@ static inline threadgroup half* multiply(thread WeightTile<W, kRows>& weights,
   tokens.store(current, thread_index);
   weights.store(current + kTokens * kStagedRow, thread_index);
   for (uint k = 0; k < in_dim; k += MATMUL_K) {
-    // Everyone has stored `current`, and everyone has read what `next` held.
+    // All threads have stored `current` and have read the old contents of `next`.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const bool more = k + MATMUL_K < in_dim;
     if (more) {
@@ -155,7 +155,7 @@ kernel void matmul(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
   const Place<kTokens, kRows> place(simdgroup);
   const uint token = group.y * kTokens + place.token, row = group.x * kRows + place.row;
 
-  // Rows and tokens beyond the end repeat the last one; what comes of them is not stored.
+  // Rows and tokens beyond the end repeat the last one; their results are not stored.
   WeightTile<W, kRows> weights;
   TokenTile<kTokens> tokens;
 #pragma unroll
@@ -193,7 +193,7 @@ kernel void matmul(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
         simdgroup_store(sum[i][j], y + i * 8 * args.out_stride + j * 8, args.out_stride);
     return;
   }
-  // At an edge, strips of 8 tokens go through threadgroup memory, and what lies inside is copied.
+  // At an edge, strips of 8 tokens go through threadgroup memory, and the part inside y is copied.
   constexpr ushort kColumns = kRows / 2;
   scratch += simdgroup * 8 * kColumns;
 #pragma unroll
@@ -270,8 +270,8 @@ kernel void matmul_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
   }
 }
 
-// Wide tiles do 16 multiplications of 8x8 blocks for 8 loads, narrow ones 4 for 4 but fill the GPU with less
-// work.
+// Wide tiles do 16 multiplications of 8x8 blocks for 8 loads; narrow tiles do 4 for 4, but fill the GPU with
+// less work.
 typedef decltype(matmul<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_t;
 typedef decltype(matmul_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_swiglu_t;
 #define INSTANTIATE_SIZE(name, W, size, tile)                                              \

@@ -7,7 +7,7 @@
 
 using namespace metal;
 
-// Sum over the `lanes` neighbouring lanes (a power of two) that share a row.
+// Sum over the `lanes` adjacent lanes (a power of two) that share a row.
 static inline float row_sum(float sum, ushort lanes) {
   for (ushort offset = lanes / 2; offset > 0; offset /= 2) sum += simd_shuffle_xor(sum, offset);
   return sum;
@@ -28,10 +28,10 @@ kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
   // Lanes beyond the last row repeat it: every lane must take part in the sums.
   device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
   const bool writes = lane % lanes == 0 && row < args.out_dim;
-  const float before = writes && args.accumulate ? y[row] : 0.0f;  // under way while the sum is made
+  const float before = writes && args.accumulate ? y[row] : 0.0f;  // in flight during the sum
   const uint items = args.in_dim / 8;
   float4 sum = 0.0f;
-  // No load depends on a branch: rounds beyond the end read the last item again and leave it out.
+  // No load depends on a branch: rounds beyond the end read the last item again and do not add it.
   for (uint first = lane % lanes; first < items; first += lanes * kAhead) {
     float4 a[kAhead], b[kAhead], x_a[kAhead], x_b[kAhead];
 #pragma unroll

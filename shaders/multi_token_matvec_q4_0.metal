@@ -22,8 +22,8 @@ static inline float2 values_of(PackedByte byte) {
 }
 
 // Sums kCount values (a power of two) over the simdgroup, each lane to the sum of value lane / (32 / kCount).
-// Lanes give each other the values that they do not keep, over kStep = 16 lanes first: kCount shuffles and a
-// few more, not five for each.
+// Lanes exchange the values that they do not keep, first with the lane at distance kStep = 16: that takes
+// kCount shuffles and a few more, instead of five for each value.
 template <ushort kCount, ushort kStep = 16>
 struct SharedSum {
   static float of(thread float* values, ushort lane) {
@@ -46,30 +46,31 @@ struct SharedSum<1, kStep> {
 };
 
 // A threadgroup's rows with a tile of tokens. Two simdgroups share two rows, each with half of the columns,
-// so that what is read of x serves both rows. The number of tokens is known to the compiler: no load depends
-// on a branch, and those of all tokens are under way together. `partial` has 16 floats for each simdgroup.
+// so that each value read of x is used for both rows. The number of tokens is known to the compiler: no load
+// depends on a branch, and the loads of all tokens are in flight together. `partial` has 16 floats for each
+// simdgroup.
 template <bool kAccumulate, ushort kTokens>
 static inline void rows_times_tokens(device const uchar* w, device const float* x, device float* y,
                                      constant MultiTokenArgs& args, uint first_row,
                                      threadgroup float* partial, ushort thread_index, ushort lane,
                                      ushort simdgroup) {
-  constexpr ushort kRounds = 2;  // whose weights are asked for before the first is needed
+  constexpr ushort kRounds = 2;  // rounds whose weights are loaded before the first is needed
   constexpr ushort kPadded = kTokens > 4 ? 8 : kTokens > 2 ? 4 : kTokens;
   constexpr ushort kValues = 2 * kPadded;  // two rows of tokens
-  // The values to add to are read ahead, by the thread that will write the sum.
+  // The thread that will write a sum reads the value to add it to early.
   const uint row = first_row + thread_index % MULTI_TOKEN_ROWS;
   const ushort token = thread_index / MULTI_TOKEN_ROWS;
   const bool writes = token < kTokens && row < args.out_dim;
   const float before = kAccumulate && writes ? y[token * args.out_stride + row] : 0.0f;
 
-  // Rows beyond the last one repeat it: every thread must come to the barrier.
+  // Rows beyond the last one repeat it: every thread must reach the barrier.
   const uint even = first_row + simdgroup / 2 * 2, last = args.out_dim - 1;
   device const uchar* row_a = stacked_row(w, args.weights, min(even, last));
   device const uchar* row_b = stacked_row(w, args.weights, min(even + 1, last));
   const uint items = args.in_dim / 8, middle = items / 8 * 4;  // whole blocks
   const uint begin = simdgroup % 2 ? middle : 0, end = simdgroup % 2 ? items : middle;
   const uint whole = begin + ((end - begin) & ~31u);
-  // The rest after full rounds is less than one item for each lane (4 items at in_dim 576): shared out by
+  // The rest after full rounds is less than one item for each lane (4 items at in_dim 576): divided into
   // single bytes, which hold two values each, it keeps more lanes busy.
   const uint bytes = end * 4, last_byte = items * 4 - 1;
   uint rest = whole * 4 + lane;

@@ -7,8 +7,8 @@
 
 using namespace metal;
 
-// Items of a row that a lane of a product with one token asks for before it needs the first: rounds come in
-// threes at 576 columns with 32 lanes (3), 1536 with 32 (6) and 576 with 8 (9).
+// Items of a row that a lane of a product with one token loads before it needs the first. The numbers of
+// rounds are multiples of three at 576 columns with 32 lanes (3), 1536 with 32 (6) and 576 with 8 (9).
 constant constexpr ushort kAhead = 3;
 
 // Start of row `row` of the stacked matrices.

@@ -1,8 +1,7 @@
 // Quantized block layouts of GGUF, shared by the host and the shaders.
 //
 // A quantized row is a sequence of blocks. Simple formats cover 32 values; K-quants cover 256 in a
-// super-block. Layouts and names are those of the GGUF specification; every struct is as large as the file
-// says, no padding.
+// super-block. Layouts and names are those of the GGUF specification; no struct has padding.
 #pragma once
 
 #ifdef __METAL_VERSION__
@@ -20,8 +19,8 @@ typedef std::uint16_t u16_t;
 #endif
 
 // Every tensor type that a matrix can have: X(its name in shaders, its name, its number in the GGUF
-// specification). How its values are read is said by the struct of that name in dequant.h for the shaders,
-// and in cpp/formats.h for the host.
+// specification). The struct of that name reads its values: in dequant.h for the shaders, in cpp/formats.h
+// for the host.
 #define EACH_TENSOR_TYPE(X) \
   X(f32, F32, 0)            \
   X(f16, F16, 1)            \

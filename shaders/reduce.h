@@ -16,7 +16,7 @@ struct Max {
 };
 
 // Reduces `value` over all threads; every thread gets the result. `partial` holds one float for each
-// simdgroup and is free again only after another barrier.
+// simdgroup and may be used again only after another barrier.
 template <typename Op>
 static inline float threadgroup_reduce(float value, threadgroup float* partial, ushort lane, ushort simdgroup,
                                        ushort simdgroups) {

@@ -6,8 +6,8 @@
 
 using namespace metal;
 
-// A row by all threads of the group: 1 / sqrt(mean(x^2) + eps). Threads keep their first four values, which
-// are all of them where there are enough threads; what they are multiplied by is read ahead of the sum.
+// A row, normed by all threads of the group: scale is 1 / sqrt(mean(x^2) + eps). A thread keeps its first
+// four values, which are all it has where there are enough threads, and reads their weights before the sum.
 struct NormedRow {
   float4 x, weight;
   float scale;

@@ -7,7 +7,7 @@
 
 using namespace metal;
 
-// Dimensions of pair `i`: of a rotated one, or two neighbours after the rotated ones.
+// Dimensions of pair `i`: of a rotated pair, or two adjacent ones after the rotated ones.
 static inline ushort2 pair_of(ushort i, ushort rope_dim, uint style) {
   return i >= rope_dim / 2 || style == ROPE_INTERLEAVED ? ushort2(2 * i, 2 * i + 1)
                                                         : ushort2(i, i + rope_dim / 2);
@@ -20,8 +20,8 @@ static inline float2 pair_at(device const float* row, device const float* bias, 
   return has_bias ? value + float2(bias[first + dims.x], bias[first + dims.y]) : value;
 }
 
-// Takes a head of q or k from column `first` of a row of qkv: adds the bias, norms and rotates it. Lane by
-// lane to `out`, which may be that place itself, rounded to T. `table` is that of the position.
+// Takes a head of q or k from column `first` of a row of qkv, adds the bias, norms and rotates it, and writes
+// it to `out`, rounded to T. `out` may be the same place of qkv. `table` is the row of the token's position.
 template <typename T, typename Out>
 static inline void rotate_head(device const float* row, uint first, device const float* bias,
                                device const float* norm, bool has_norm, device const float2* table,
@@ -49,7 +49,7 @@ static inline void rotate_head(device const float* row, uint first, device const
   }
 }
 
-// The same of a head of v, which is only rounded.
+// The same for a head of v, which is not normed or rotated.
 template <typename T, typename Out>
 static inline void round_head(device const float* row, uint first, device const float* bias,
                               constant RopeArgs& args, ushort lane, Out out) {

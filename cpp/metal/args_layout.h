@@ -1,4 +1,4 @@
-// Names, types and places of the fields of shaders/args_fields.h, by which recorded arguments are read.
+// Names, types and offsets of the fields of shaders/args_fields.h, for reading recorded arguments.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Buffers: the weights, where they lie in the mapped file, and the activations of a chunk, from a pool.
+// Buffers: the weights, as views of the mapped file, and the activations of a chunk, from a pool.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@
 
 namespace metal_prefill::metal {
 
-// The weights as Metal buffers without a copy: views of the mapped file. A file that is larger than a buffer
-// can be is covered by several views that overlap, so that every tensor lies within one. Only tensors that
-// begin at an address that the kernels cannot read from are copied.
+// The weights as Metal buffers without a copy: views of the mapped file. A file that is larger than the
+// largest buffer is covered by several views that overlap, so that every tensor is inside one of them. Only
+// tensors at addresses that the kernels cannot read from are copied.
 class WeightBuffers final : public WeightViews {
  public:
   WeightBuffers(const Device& device, const Model& model);
@@ -41,7 +41,7 @@ class WeightBuffers final : public WeightViews {
   Mapping mapping_;
   std::vector<FileView> files_;
   std::vector<id<MTLBuffer>> copied_;
-  std::map<const std::byte*, View> copies_;  // by what they are copies of
+  std::map<const std::byte*, View> copies_;  // by the address of the original in the mapping
   std::size_t mapped_bytes_ = 0, copied_bytes_ = 0;
 };
 
@@ -51,7 +51,7 @@ class Batch {
  public:
   // The buffer, at least `bytes` long. Its contents are lost when it grows.
   View get(const Device& device, BufferName name, std::size_t bytes);
-  // The buffer as it is, for the host to read; null when it was not needed yet.
+  // The buffer as it is, for the host to read; null when it has not been needed yet.
   id<MTLBuffer> peek(BufferName name) const { return buffers_[std::size_t(name)]; }
   std::size_t bytes() const;
 
@@ -59,7 +59,7 @@ class Batch {
   id<MTLBuffer> buffers_[std::size_t(BufferName::kActivationCount)];
 };
 
-// Batches that no chunk uses now. A chunk takes one and brings it back: as many exist as chunks were ever in
+// Batches that no chunk uses now. A chunk takes one and returns it: there are as many as chunks have been in
 // flight at the same time.
 class BatchPool {
  public:

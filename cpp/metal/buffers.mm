@@ -18,7 +18,7 @@ constexpr std::size_t kAlignment = 16;
 std::vector<const Tensor*> bound_tensors(const Model& model) {
   std::vector<const Tensor*> tensors;
   for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) {
-    // Other vectors come to the GPU in another form: biases in one piece, frequency factors in the rope
+    // Other vectors reach the GPU in another form: biases joined in one buffer, frequency factors in the rope
     // tables.
     if (t && row.kind != TensorKind::kVector) tensors.push_back(&t);
   });
@@ -42,7 +42,7 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
   const auto page = std::size_t(getpagesize());
   if (reinterpret_cast<std::uintptr_t>(model.mapping.data) % page != 0)
     throw std::invalid_argument("the model's mapping does not begin at a page");
-  // A mapping is made of whole pages: the rest of its last one may be read.
+  // A mapping consists of whole pages: the rest of the last page may be read.
   const std::size_t file_end = round_up(model.mapping.bytes, page);
   const std::size_t most = device_.mtl().maxBufferLength / page * page;
   for (const Tensor* t : tensors) {
@@ -100,7 +100,7 @@ View Batch::get(const Device& device, BufferName name, std::size_t bytes) {
   id<MTLBuffer> __strong& buffer = buffers_[std::size_t(name)];
   if (!buffer || buffer.length < bytes) {
     const BufferTraits traits = traits_of(name);
-    buffer = nil;  // before the larger one is made: both need not fit
+    buffer = nil;  // freed before the larger one is made: memory need not hold both
     buffer = device.allocate(traits.label, bytes, traits.host ? Access::kHost : Access::kGpu);
   }
   return view_of(buffer, name);

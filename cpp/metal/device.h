@@ -13,7 +13,7 @@
 
 namespace metal_prefill::metal {
 
-// An autorelease pool that is drained when the scope ends. Unlike @autoreleasepool it also ends well when a
+// An autorelease pool that is drained when the scope ends. Unlike @autoreleasepool it is also drained when a
 // C++ exception leaves the scope.
 class AutoreleasePool {
  public:
@@ -29,7 +29,7 @@ class AutoreleasePool {
 NSString* to_ns(const std::string& text);
 std::string describe(NSError* error);
 
-// Who reads a buffer besides the GPU.
+// Who reads a buffer apart from the GPU.
 enum class Access {
   kGpu,   // nobody: Private, or Shared when debugging
   kHost,  // the host: Shared
@@ -43,7 +43,7 @@ class Device {
  public:
   Device();  // throws DeviceError where there is no GPU of Apple's seventh family or later
 
-  // The same device, whose allocations and commands count for a call. `counters` must outlive it.
+  // The same device, with its allocations and commands counted in `counters`, which must outlive it.
   Device counting(CallCounters& counters) const;
 
   id<MTLDevice> mtl() const { return device_; }
@@ -54,9 +54,9 @@ class Device {
   // Throws DeviceError naming the buffer and its size.
   id<MTLBuffer> allocate(const std::string& label, std::size_t bytes, Access access) const;
 
-  // A command buffer that holds no references to what it uses: whoever runs it keeps that alive.
+  // A command buffer that holds no references to the buffers it uses: the caller keeps them alive.
   id<MTLCommandBuffer> command_buffer(const std::string& label) const;
-  // Commits and waits. Throws DeviceError with the label and Metal's words when the GPU failed.
+  // Commits and waits. Throws DeviceError with the label and Metal's message when the GPU failed.
   void run(id<MTLCommandBuffer> commands) const;
   void count_dispatch() const {
     if (counters_) ++counters_->dispatches;
@@ -74,7 +74,7 @@ class Device {
   CallCounters* counters_ = nullptr;  // null: nothing is counted
 };
 
-// The buffer of a view that was made from one. Whoever keeps it must outlive the pointer.
+// The buffer of a view that was made from one. The pointer is valid as long as the buffer's owner.
 inline __unsafe_unretained id<MTLBuffer> buffer_of(const View& view) {
   return (__bridge __unsafe_unretained id<MTLBuffer>)view.buffer;
 }

@@ -11,8 +11,8 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// Nothing is shared between command buffers that run at the same time but what no one writes, and within one
-// the encoder sets the barriers: Metal need not track hazards.
+// Command buffers that run at the same time share only memory that none of them writes, and within one the
+// encoder sets the barriers: Metal need not track hazards.
 constexpr MTLResourceOptions kUntracked = MTLResourceHazardTrackingModeUntracked;
 constexpr std::size_t kStagingBytes = std::size_t(8) << 20;
 

@@ -26,11 +26,11 @@ struct Step {
   const void* args;
   const ArgsLayout& layout;  // of the arguments
   const Grid& grid;
-  bool after_barrier;  // waits for those before it
+  bool after_barrier;  // waits for the dispatches before it
   int layer;           // -1: before the layers or after them
 };
 
-// Dispatches run in order, but for those of an Overlap, which may run at the same time.
+// Dispatches run in order, except for those of an Overlap, which may run at the same time.
 class Encoder {
  public:
   Encoder(const Tuning& tuning, const CacheShape& cache) : tuning_(tuning), cache_(cache) {}
@@ -61,7 +61,7 @@ class Encoder {
         {kernel, {buffers.begin(), buffers.size()}, &args, ArgsTable<Args>::kLayout, grid, barrier, layer_});
   }
 
-  // What the following dispatches are part of.
+  // The layer that the following dispatches are part of.
   void enter_layer(int layer) { layer_ = layer; }
   void leave_layers() { layer_ = -1; }
 

@@ -1,4 +1,4 @@
-// The Metal engine: the weights and pipelines that sessions share, and the way of a chunk through the GPU.
+// The Metal engine: the weights and pipelines that sessions share, and how a chunk goes through the GPU.
 #include "../engine.h"
 
 #include <algorithm>
@@ -50,8 +50,8 @@ class MetalEngine final : public Engine, private PassInspector {
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
   const PassInspector* inspector() const override { return this; }
 
-  // Neither a GPU nor the locks of its driver come along into a forked process: what is there of the engine
-  // is not touched, not even to free it.
+  // A forked process has neither the GPU nor usable locks of its driver: it does not touch its copy of the
+  // engine, not even to free it.
   bool forked() const { return forked_; }
 
  private:
@@ -81,7 +81,8 @@ class MetalEngine final : public Engine, private PassInspector {
   const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
 };
 
-// K and V of a session in buffers of its own, and what its last chunk left when debugging.
+// K and V of a session in buffers of its own, and, when debugging, the intermediate results of its last
+// chunk.
 class MetalEngine::SessionCache final : public Cache {
  public:
   SessionCache(MetalEngine& engine, int max_context)
@@ -127,7 +128,7 @@ void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
   for (Chunk& chunk : chunks) forward(chunk, counters);
 }
 
-// What a pass is given of a session, and of the pool.
+// The buffers of a pass: K and V of a session, and activations from the pool.
 class MetalPassBuffers final : public PassBuffers {
  public:
   MetalPassBuffers(const Device& device, Batch& batch, const KvCache& cache, RopeTables::ByLayer rope_tables)
@@ -182,7 +183,7 @@ std::vector<Dispatch> MetalEngine::plan(int tokens, int position) const {
   return record_prompt(forward_, {tokens, position, Output::kGreedy});
 }
 
-// Brings what was asked for from the buffers that the host can read.
+// Copies the output of the chunk from the buffers that the host can read.
 void MetalEngine::deliver(Chunk& chunk, const Batch& batch) const {
   const auto contents = [&](BufferName name) { return batch.peek(name).contents; };
   switch (chunk.output) {
@@ -264,7 +265,7 @@ void MetalEngine::SessionCache::share(const Cache& from, int positions) {
   }
 }
 
-// Rows travel without the dimensions that padding added to the heads.
+// Rows are exported and imported without the dimensions that padding added to the heads.
 void MetalEngine::SessionCache::read(int layer, bool values, int positions, std::byte* out) const {
   metal_.require_unforked();
   const AutoreleasePool pool;

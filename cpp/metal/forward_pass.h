@@ -10,19 +10,19 @@
 
 namespace metal_prefill::metal {
 
-// What the dispatches of a pass depend on: everything about its tokens but their ids.
+// The dispatches of a pass depend on this, and not on the ids of its tokens.
 struct PassShape {
   int tokens;
   int position;  // of the first one
   Output output;
 };
 
-// Where a model's weights lie.
+// Where a model's weights are.
 class WeightViews {
  public:
   virtual ~WeightViews() = default;
   virtual View view(const Tensor& tensor) const = 0;
-  // A new buffer with float32 vectors one after the other; an absent one counts as `n` zeros.
+  // A new buffer with float32 vectors one after another; an absent one counts as `n` zeros.
   virtual View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors) = 0;
 };
 
@@ -36,14 +36,14 @@ class PassBuffers {
   virtual View rope_table(int layer) = 0;
 };
 
-// Which kernels multiply by the weights, by the number of tokens.
+// The kernels that multiply by the weights; the number of tokens decides.
 enum class Path {
   kOneToken,    // matvec, activations in float32
   kFewTokens,   // multi_token_matvec_q4_0, activations in float32
   kManyTokens,  // matmul, activations in half precision where it reads them
 };
 
-// A model, laid out for the kernels: see fits_kernels. Refers to the model for as long as it lives.
+// A model whose dimensions suit the kernels (see fits_kernels). The model must outlive it.
 class ForwardPass {
  public:
   ForwardPass(const Tuning& tuning, const Model& model, const EngineOptions& options, WeightViews& weights);
@@ -85,7 +85,7 @@ class ForwardPass {
   struct Activations {
     View x, normed, qkv, partial, att, block, gate_up, ffn;
   };
-  // A pass under way.
+  // A pass in progress.
   struct Pass {
     Encoder& e;
     const PassShape& shape;
@@ -101,7 +101,7 @@ class ForwardPass {
   Activations activations(const PassShape& pass, PassBuffers& buffers) const;
   bool fuses_norm(const std::vector<Projection>& projections) const;
   bool fuses_silu(const Layer& w) const;
-  // Whether gate and up are computed before SwiGLU, not together with it.
+  // True if gate and up are computed before SwiGLU, in dispatches of their own.
   bool gate_up_apart(const Layer& w, Path path) const;
   RopeArgs rope_args(int layer, const Pass& pass, const Rows& queries) const;
   AttentionArgs attention_args(int layer, int position, int tokens) const;

@@ -22,7 +22,7 @@ void ForwardPass::encode(Encoder& e, const PassShape& shape, PassBuffers& buffer
 
   ops::embed(e, embedding_, ids, pass.a.x, shape.tokens, config_.embedding_scale);
   for (int layer = 0; layer < config_.n_layers; ++layer) {
-    // The last layer writes K and V of every token, and continues with those alone whose output is asked for.
+    // The last layer writes K and V of every token, and continues only with tokens whose output is wanted.
     const bool last = layer == config_.n_layers - 1;
     e.enter_layer(layer);
     encode_layer(pass, layer, last ? pass.wanted : pass.all);
@@ -55,7 +55,7 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Rows& wanted) const 
   const Activations& a = pass.a;
   const LayerCache cache = pass.buffers.cache(layer);
   const View table = pass.buffers.rope_table(layer);
-  // A binding that the model has no tensor for is never read; any buffer will do.
+  // A binding for which the model has no tensor is never read, but must have a buffer: any will do.
   const auto bound = [&](const View& view) { return view ? view : table; };
   const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm), bound(w.k_norm), table};
 

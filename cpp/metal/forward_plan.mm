@@ -28,8 +28,8 @@ std::size_t buffered_tokens(int tokens) {
   return std::size_t(tokens <= 8 ? tokens : round_up(tokens, 32));
 }
 
-// The tensors as one stack of rows, whose offsets count from the first of them in memory; nothing where they
-// lie in different buffers or differ in type or columns.
+// The tensors as one stack of rows, with offsets from the first of them in memory; nothing where they are in
+// different buffers or differ in type or columns.
 std::optional<Projection> stack(std::span<const Tensor* const> tensors, const WeightViews& weights) {
   const Tensor& like = *tensors[0];
   Projection stacked = {
@@ -173,7 +173,7 @@ RopeArgs ForwardPass::rope_args(int layer, const Pass& pass, const Rows& queries
 ForwardPass::Activations ForwardPass::activations(const PassShape& pass, PassBuffers& buffers) const {
   const Path path = path_of(pass.tokens);
   const std::size_t n = buffered_tokens(pass.tokens);
-  // Float32, or half precision where a matmul reads it; the last token's are float32 in any case.
+  // Float32, or float16 where a matmul reads it; those of the last token are always float32.
   const auto operand = [&](int columns) {
     return std::size_t(columns) * std::max(n * (path == Path::kManyTokens ? 2 : 4), std::size_t(4));
   };
@@ -217,9 +217,9 @@ std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassShap
 }
 
 std::set<KernelKey> ForwardPass::kernels() const {
-  // Every choice between kernels that a pass makes depends on the number of tokens or on the position, and
-  // falls one way up to some length and the other way beyond: the shortest and the longest pass of each path,
-  // at the first and the last position, show all of them.
+  // A pass chooses between kernels by the number of tokens or by the position, and each choice has one
+  // threshold. So the shortest and the longest pass of each path, at the first and the last position, use
+  // every kernel.
   const int longest = std::min(options_.chunk_tokens, config_.context_length);
   std::set<int> lengths;
   for (const int tokens : {1, 2, few_tokens_, few_tokens_ + 1, longest})

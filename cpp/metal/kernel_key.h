@@ -1,4 +1,4 @@
-// The kernels and what they are called.
+// The kernels and their names.
 #pragma once
 
 #include <compare>
@@ -49,12 +49,12 @@ struct KernelKey {
   auto operator<=>(const KernelKey&) const = default;
 };
 
-// What the names of the cache's kernels depend on.
+// The names of kernels that read or write the cache depend on this.
 struct CacheShape {
   KvType type = KvType::kF16;
   int head_dim = 0;  // the larger one of key_dim and value_dim
 
-  // Largest head that the variant of a kernel holds. Throws UnsupportedModelError beyond 256.
+  // Largest head of the variant of a kernel that holds head_dim. Throws UnsupportedModelError above 256.
   int decode_size() const;
   int prefill_size() const;
 };

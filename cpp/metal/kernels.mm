@@ -41,7 +41,7 @@ void run_concurrently(std::size_t n, const Start& start) {
   if (!first_error.empty()) throw DeviceError(first_error);
 }
 
-// The compiled library beside this module, where the build made one.
+// The compiled library in this module's folder, if the build made one.
 id<MTLLibrary> compiled_library(id<MTLDevice> device) {
   Dl_info info;
   if (dladdr(reinterpret_cast<const void*>(&kernel_name), &info) == 0 || !info.dli_fname) return nil;
@@ -52,7 +52,7 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device) {
   return [device newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path.string())] error:&error];
 }
 
-// Metal's default of fast maths assumes that there are no infinities and no NaN; masks and argmax need both.
+// Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
 MTLCompileOptions* compile_options() {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
@@ -62,7 +62,7 @@ MTLCompileOptions* compile_options() {
   return options;
 }
 
-// The library of each kernel's name: the compiled one, or all sources compiled here.
+// The library that has each kernel, by name: the compiled one, or those of all sources, compiled here.
 std::map<std::string, id<MTLLibrary>> open_libraries(id<MTLDevice> device) {
   std::vector<id<MTLLibrary>> libraries;
   if (id<MTLLibrary> compiled = compiled_library(device)) {

@@ -1,4 +1,4 @@
-// What a session keeps between chunks, and the rotations that depend on the position alone.
+// The K and V that a session keeps between chunks, and the rope tables, which depend only on the position.
 #pragma once
 
 #include <atomic>
@@ -36,9 +36,9 @@ class KvCache {
   Half keys_, values_;
 };
 
-// cos and sin of every position and rotated pair, scaled by the magnitude that the model asks for:
-// [position][rope_dim / 2] pairs. Computed on the host in double precision, once for all sessions, as far as
-// they have come. Layers with the same frequencies share a table.
+// cos and sin of every position and rotated pair, scaled by the magnitude of the model:
+// [position][rope_dim / 2] pairs. Computed on the host in double precision, once for all sessions, up to the
+// largest position that any of them has reserved. Layers with the same frequencies share a table.
 class RopeTables {
  public:
   explicit RopeTables(const Model& model);

@@ -9,7 +9,7 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// attention_prefill reads keys in blocks of 8, the last one reaching beyond the last position.
+// attention_prefill reads keys in blocks of 8; the last block may extend beyond the last position.
 constexpr std::size_t kBlock = 8;
 constexpr std::size_t kFirstCapacity = 64;
 

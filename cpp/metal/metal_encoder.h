@@ -1,4 +1,4 @@
-// Encoders that reach the GPU.
+// Encoders that run dispatches on the GPU.
 #pragma once
 
 #include "../inspection.h"
@@ -11,7 +11,7 @@ namespace metal_prefill::metal {
 class MetalEncoder final : public Encoder {
  public:
   MetalEncoder(id<MTLCommandBuffer> commands, const Device& device, const Kernels& kernels);
-  ~MetalEncoder() override;  // ends the encoding, also when an exception passes
+  ~MetalEncoder() override;  // ends the encoding, also during an exception
 
  protected:
   void encode(const Step& step) override;
@@ -23,7 +23,7 @@ class MetalEncoder final : public Encoder {
   const Kernels& kernels_;
 };
 
-// Runs each dispatch in a command buffer of its own, waits for it, and notes it with its time.
+// Runs each dispatch in a command buffer of its own, waits for it, and appends it with its time to a trace.
 class TracingEncoder final : public Encoder {
  public:
   TracingEncoder(const Device& device, const Kernels& kernels, Trace& trace);

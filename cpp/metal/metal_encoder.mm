@@ -18,7 +18,7 @@ MetalEncoder::~MetalEncoder() {
 }
 
 void MetalEncoder::encode(const Step& step) {
-  // Not retained for every message; this is on the way of every token.
+  // Not retained for every message, since every dispatch of every token comes through here.
   __unsafe_unretained const id<MTLComputeCommandEncoder> encoder = encoder_;
   if (step.after_barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
   [encoder setComputePipelineState:kernels_.pipeline(step.kernel)];

@@ -1,4 +1,4 @@
-// One function for each kernel: what it reads and writes, and, in the source file, its dispatch geometry.
+// One function for each kernel: its inputs and outputs, and, in the source file, its dispatch geometry.
 #pragma once
 
 #include "encoder.h"
@@ -22,12 +22,12 @@ struct Norm {
   float eps;
 };
 
-// What rope reads besides q, k and v. One that the model does not have may be any buffer.
+// Inputs of rope other than q, k and v. For one that the model does not have, any buffer will do.
 struct RopeInputs {
   View bias, q_norm, k_norm, table;
 };
 
-// Where attention_decode leaves its output: with one split `partial` is not used.
+// Output of attention_decode: with one split `partial` is not used.
 struct AttentionOutput {
   View partial, out;
 };
@@ -48,7 +48,7 @@ void embed(Encoder& e, const Projection& table, const View& ids, const View& x, 
 void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision);
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
 
-// Products with the weights. x is float32, but float16 for matmul.
+// Products with the weights. x is float32, except for matmul: float16.
 void matvec(Encoder& e, const Projection& w, const View& x, const View& y, Write write);
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, u32_t activation);
 void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y);

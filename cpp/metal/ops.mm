@@ -16,8 +16,8 @@ namespace ops {
 
 namespace {
 
-// Lanes that share a row: as few as keep them in step with the rows' length, but enough to have work for the
-// whole GPU.
+// Lanes that share a row: the fewest of 8, 16 and 32 with which a matvec has enough threads for the whole
+// GPU.
 std::size_t lanes_per_row(const Tuning& tuning, std::size_t rows) {
   std::size_t lanes = 8;
   while (lanes < kSimd && rows * lanes < std::size_t(tuning.matvec_threads)) lanes *= 2;
@@ -112,8 +112,8 @@ void multi_token_matvec_q4_0(Encoder& e, const Projection& w, const View& x, con
 
 namespace {
 
-// Wide tiles where there are enough of them for the whole GPU. Never again narrow with more tokens, which
-// ForwardPass::kernels relies on.
+// Wide tiles where there are enough of them for the whole GPU. ForwardPass::kernels relies on this: if some
+// number of tokens gets wide tiles, then so does every larger number.
 bool uses_wide_tiles(const Tuning& tuning, std::size_t rows, std::size_t tokens) {
   const std::size_t tiles = ceil_div(rows, MATMUL_WIDE_TILE) * ceil_div(tokens, MATMUL_WIDE_TILE);
   return tokens > MATMUL_NARROW_TILE && tiles >= std::size_t(tuning.wide_groups);
@@ -188,13 +188,13 @@ namespace {
 Grid decode_grid(const Encoder& e, const AttentionArgs& args) {
   const int chunks = e.cache().decode_size() / 32;
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
-  // Four keys for each simdgroup at a time: no more simdgroups than have keys.
+  // A simdgroup takes four keys at a time: only as many simdgroups as get keys.
   const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(args.split_keys, 4), 1, DECODE_SIMDGROUPS);
   return {
       .x = args.splits, .y = args.n_kv_heads * head_blocks, .z = args.tokens, .threads = simdgroups * kSimd};
 }
 
-// Where attention_decode itself writes.
+// The buffer that attention_decode itself writes to.
 const View& first_output(const AttentionOutput& output, const AttentionArgs& args) {
   return args.splits > 1 ? output.partial : output.out;
 }

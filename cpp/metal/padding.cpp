@@ -25,7 +25,7 @@ struct Widening {
   bool unchanged() const { return size == wide; }
 };
 
-// Collects the padded tensors one after another, and lays them out as a mapping.
+// Collects the padded tensors one after another and makes one mapping of them.
 class Arena {
  public:
   // Rows and columns of `t` spread over wider groups, zeros between them.
@@ -62,7 +62,8 @@ class Arena {
     t.bytes = stride * std::size_t(n_rows);
   }
 
-  // A norm's weights. Its mean over more dimensions is smaller by size / wide, which the weights make up for.
+  // A norm's weights. The mean over more dimensions is smaller by the factor size / wide; scaling the weights
+  // makes up for that.
   void add_norm(Tensor& t, const Widening& rows, const Widening& cols) {
     add(t, rows, cols);
     auto* weights = reinterpret_cast<float*>(bytes_.data() + placed_.back().second);

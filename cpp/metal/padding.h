@@ -1,4 +1,4 @@
-// Models whose dimensions the kernels cannot read as they are.
+// Padding of models whose dimensions do not suit the kernels.
 #pragma once
 
 #include "../model.h"

@@ -1,4 +1,4 @@
-// Recorded passes of the Metal engine in the Python module, in every build: dispatches, and how to read them.
+// Bindings for recorded passes of the Metal engine, in every build: dispatches, and how to read them.
 #include "python.h"
 
 #include <nanobind/stl/map.h>
@@ -29,7 +29,7 @@ class ModelShape {
     if (config.n_layers < 0 || config.n_layers > 100000)
       throw std::invalid_argument("n_layers is out of range");
     model_.layers.resize(std::size_t(config.n_layers));
-    // Tensors are told apart by their addresses, which nobody reads from.
+    // Tensors are distinguished by their addresses, which nobody reads from.
     model_.mapping.data = reinterpret_cast<const std::byte*>(std::uintptr_t{1} << 30);  // NOLINT
   }
 

@@ -1,4 +1,4 @@
-// Recorded passes of the Metal engine in the Python module, in every build.
+// Bindings for recorded passes of the Metal engine, in every build.
 #pragma once
 
 #include <nanobind/nanobind.h>

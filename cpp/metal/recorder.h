@@ -1,4 +1,4 @@
-// The forward pass without a GPU: which dispatches it would make.
+// The forward pass without a GPU: lists the dispatches that it would make.
 #pragma once
 
 #include <set>
@@ -9,7 +9,7 @@
 
 namespace metal_prefill::metal {
 
-// The dispatch that an encoder got, to keep.
+// A copy of the dispatch that an encoder got, which stays valid.
 Dispatch describe(const Step& step, const CacheShape& cache);
 
 // Lists dispatches.
@@ -25,7 +25,7 @@ class Recorder final : public Encoder {
   std::vector<Dispatch> dispatches_;
 };
 
-// Notes which kernels there are.
+// Collects the keys of the kernels that are dispatched.
 class KernelCollector final : public Encoder {
  public:
   using Encoder::Encoder;
@@ -38,7 +38,7 @@ class KernelCollector final : public Encoder {
   std::set<KernelKey> kernels_;
 };
 
-// Views of nothing.
+// Views without memory.
 class RecordedBuffers final : public PassBuffers {
  public:
   View get(BufferName name, std::size_t) override { return view(name); }
@@ -64,12 +64,13 @@ class RecordedWeights final : public WeightViews {
   const std::byte* file_;
 };
 
-// The dispatches of a prompt, chunk by chunk; only the last chunk has the output, but for log probabilities.
+// The dispatches of a prompt, chunk by chunk. Only the last chunk has the output; log probabilities are the
+// output of every chunk.
 std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassShape& prompt);
 
-// Those of a model of which only configuration, types and dimensions are known, on a GPU of Apple's `family`.
-// Throws std::invalid_argument for what makes no sense, UnsupportedModelError for dimensions that the engine
-// would have to pad.
+// The dispatches for a model of which only configuration, types and dimensions are known, on a GPU of Apple's
+// `family`. Throws std::invalid_argument for arguments out of range, UnsupportedModelError for dimensions
+// that the engine would have to pad.
 std::vector<Dispatch> plan(const Model& shape, const PassShape& prompt, int family,
                            const EngineOptions& options);
 

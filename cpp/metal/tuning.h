@@ -7,9 +7,9 @@ namespace metal_prefill::metal {
 
 struct Tuning {
   int family;              // of Apple's GPUs: 7 stands for MTLGPUFamilyApple7
-  int few_tokens;          // most tokens of multi_token_matvec_q4_0; above it, matmul
+  int few_tokens;          // most tokens of multi_token_matvec_q4_0; for more, matmul
   int wide_groups;         // wide matmul tiles where there are at least so many threadgroups of them
-  int matvec_threads;      // threads that a matvec wants in all: more lanes share a row until it has them
+  int matvec_threads;      // threads that a matvec needs in total: more lanes share a row until it has them
   int matvec_group;        // threads of a matvec threadgroup
   int split_keys;          // fewest keys of a threadgroup of attention_decode
   int max_splits;          // most threadgroups that share the keys of a head

@@ -1,18 +1,17 @@
-// Buffers as the forward pass sees them: a name and a place. What they are made of is their keeper's
-// business.
+// Buffers as the forward pass sees them: a name and a place. Only their owner knows what they are made of.
 #pragma once
 
 #include <cstddef>
 
 namespace metal_prefill::metal {
 
-// Sizes of those that hold activations are in docs/kernels.md.
+// docs/kernels.md lists the sizes of the activation buffers.
 enum class BufferName {
   kIds,         // [tokens] int32, from the host
   kX,           // [tokens][dim] f32: the residual stream
   kNormed,      // [tokens][dim] f16 or f32
   kQkv,         // [tokens][q | k | v] f32
-  kPartial,     // attention_decode: what attention_combine joins
+  kPartial,     // attention_decode: the splits that attention_combine joins
   kAtt,         // [tokens][n_heads * value_dim] f16 or f32
   kBlock,       // [tokens][dim] f32: a block's output where a norm follows it
   kGateUp,      // [tokens][2 * ffn_dim] f32
@@ -37,9 +36,9 @@ struct BufferTraits {
 };
 BufferTraits traits_of(BufferName name);
 
-// A place in a buffer that somebody else keeps. Views are copied for every dispatch, and not counted.
+// A place in a buffer that somebody else owns. Views are copied for every dispatch and hold no reference.
 struct View {
-  void* buffer = nullptr;  // on a GPU an id<MTLBuffer>; in a recording nothing but not null
+  void* buffer = nullptr;  // on a GPU an id<MTLBuffer>; in a recording any pointer that is not null
   std::size_t offset = 0;  // bytes
   BufferName name = BufferName::kX;
 
