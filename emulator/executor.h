@@ -12,7 +12,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -207,13 +206,6 @@ class Executor {
   // A compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws
   // std::runtime_error.
   virtual const ShaderLibrary* load(const std::string& path) = 0;
-  // A library from a text that is not among the registered ones. Throws std::runtime_error with the
-  // compiler's words.
-  virtual const ShaderLibrary* compile(const std::string& source,
-                                       const std::map<std::string, std::string>& macros) {
-    static_cast<void>(source), static_cast<void>(macros);
-    throw std::runtime_error("this source text was not compiled ahead of time into the binary");
-  }
   // Throws std::runtime_error where the kernel cannot run with these constants.
   virtual std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
                                                   const Specialization& constants) = 0;

@@ -3,26 +3,25 @@
 #include "../executor.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "device.h"
+#include "events.h"
 #include "graphs.h"
+#include "launches.h"
 #include "program.h"
+#include "streams.h"
 
 namespace metal_emulator {
 namespace cuda {
 namespace {
 
-constexpr std::uint32_t kMaxGridYZ = 65535, kMaxGroupZ = 64;  // of CUDA
-constexpr std::size_t kMaxParameterBytes = 4096;
-constexpr std::size_t kSideStreams = 4;     // for dispatches that may overlap
 constexpr std::size_t kLaunchedAhead = 48;  // one by one, before a graph
 
 bool is_set(const char* variable, bool otherwise) {
@@ -34,80 +33,6 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-struct CudaPipeline final : Pipeline {
-  std::shared_ptr<Program> program;
-  Function function = nullptr;  // of the usual variant
-};
-
-// Events to be used again.
-class Events {
- public:
-  explicit Events(unsigned flags) : flags_(flags) {}
-  Event take() {
-    std::lock_guard lock(mutex_);
-    if (idle_.empty()) {
-      Event event = nullptr;
-      METAL_EMULATOR_CALL(cuEventCreate, &event, flags_);
-      return event;
-    }
-    Event event = idle_.back();
-    idle_.pop_back();
-    return event;
-  }
-  void put_back(Event event) {
-    std::lock_guard lock(mutex_);
-    idle_.push_back(event);
-  }
-
- private:
-  const unsigned flags_;
-  std::mutex mutex_;
-  std::vector<Event> idle_;
-};
-
-double seconds_between(Event start, Event end) {
-  float milliseconds = 0;
-  METAL_EMULATOR_CALL(cuEventElapsedTime, &milliseconds, start, end);
-  return static_cast<double>(milliseconds) * 1e-3;
-}
-
-std::uint64_t volume(Dim3 d) {
-  return std::uint64_t{d.x} * d.y * d.z;
-}
-
-// Part of a dispatch whose threadgroups are of one size.
-struct Region {
-  Dim3 first, groups, threads;  // threadgroup positions, their number, threads of each
-};
-
-// Threadgroups at the far sides of a grid are smaller where it does not divide into whole ones.
-std::vector<Region> regions_of(const DispatchCommand& command) {
-  if (command.threads.x == 0) return {{{0, 0, 0}, command.grid, command.group}};
-  struct Part {
-    std::uint32_t first, groups, threads;
-  };
-  const auto parts = [](std::uint32_t threads, std::uint32_t group) {
-    std::vector<Part> result;
-    if (threads / group > 0) result.push_back({0, threads / group, group});
-    if (threads % group > 0) result.push_back({threads / group, 1, threads % group});
-    return result;
-  };
-  std::vector<Region> regions;
-  for (const Part& z : parts(command.threads.z, command.group.z)) {
-    for (const Part& y : parts(command.threads.y, command.group.y)) {
-      for (const Part& x : parts(command.threads.x, command.group.x)) {
-        regions.push_back(
-            {{x.first, y.first, z.first}, {x.groups, y.groups, z.groups}, {x.threads, y.threads, z.threads}});
-      }
-    }
-  }
-  return regions;
-}
-
-Vec3 to_vec3(Dim3 d) {
-  return {d.x, d.y, d.z};
-}
-
 class CudaExecutor final : public Executor {
  public:
   CudaExecutor()
@@ -116,8 +41,7 @@ class CudaExecutor final : public Executor {
         timed_(is_set("METAL_EMULATOR_TIMED", false)),
         as_graphs_(is_set("METAL_EMULATOR_GRAPHS", true)) {
     device_.enter();
-    METAL_EMULATOR_CALL(cuStreamCreate, &stream_, kNonBlocking);
-    for (Stream& stream : side_streams_) METAL_EMULATOR_CALL(cuStreamCreate, &stream, kNonBlocking);
+    streams_.emplace(overlaps_);
   }
   ~CudaExecutor() override {
     {
@@ -219,22 +143,22 @@ class CudaExecutor final : public Executor {
     running.end = timing_.take();
     running.completion.start_seconds = now();
     try {
-      METAL_EMULATOR_CALL(cuEventRecord, running.start, stream_);
+      METAL_EMULATOR_CALL(cuEventRecord, running.start, streams_->main());
       if (timed_ || !has_only_dispatches(running.commands)) {
         launch_in_order(running);
       } else {
         // The GPU begins with the first ones while the graph of the others is brought up to date.
         const std::size_t ahead = end_of_stage(running.commands, kLaunchedAhead);
-        launch_stages(prepare_all(running, 0, ahead));
+        streams_->launch_stages(prepare_all(running, 0, ahead));
         std::vector<Launch> others = prepare_all(running, ahead, running.commands.size());
-        if (!as_graphs_ || !graphs_.run(others, stream_)) launch_stages(others);
+        if (!as_graphs_ || !graphs_.run(others, streams_->main())) streams_->launch_stages(others);
       }
       if (timed_) mark(running);
     } catch (const std::exception& error) {
       running.completion.error = error.what();
     }
-    for (const Address address : running.bytes) Driver::get().cuMemFreeAsync(address, stream_);
-    Driver::get().cuEventRecord(running.end, stream_);
+    for (const Address address : running.bytes) Driver::get().cuMemFreeAsync(address, streams_->main());
+    Driver::get().cuEventRecord(running.end, streams_->main());
   }
 
   static bool has_only_dispatches(const std::vector<Command>& commands) {
@@ -248,17 +172,17 @@ class CudaExecutor final : public Executor {
       switch (command.kind) {
         case Command::Kind::kCopy:
           METAL_EMULATOR_CALL(cuMemcpyAsync, address_of(command.copy.to), address_of(command.copy.from),
-                              command.copy.bytes, stream_);
+                              command.copy.bytes, streams_->main());
           break;
         case Command::Kind::kFill:
           METAL_EMULATOR_CALL(cuMemsetD8Async, address_of(command.fill.to), command.fill.value,
-                              command.fill.bytes, stream_);
+                              command.fill.bytes, streams_->main());
           break;
         case Command::Kind::kDispatch:
           launches.clear();
-          prepare(running, command.dispatch, 0, launches);
+          add_dispatch(running, command.dispatch, 0, launches);
           if (timed_) mark(running);
-          for (const Launch& launch : launches) start(launch, stream_);
+          streams_->launch_in_order(launches);
           break;
       }
     }
@@ -278,149 +202,31 @@ class CudaExecutor final : public Executor {
     std::size_t stage = 0;
     for (std::size_t i = begin; i < end; i++) {
       stage += running.commands[i].after_barrier;
-      prepare(running, running.commands[i].dispatch, stage, launches);
+      add_dispatch(running, running.commands[i].dispatch, stage, launches);
     }
     return launches;
   }
 
-  // Those of a stage on as many streams as there are.
-  void launch_stages(const std::vector<Launch>& launches) {
-    for (std::size_t begin = 0; begin < launches.size();) {
-      std::size_t end = begin + 1;
-      while (end < launches.size() && launches[end].stage == launches[begin].stage) end++;
-      launch_overlapping({&launches[begin], end - begin});
-      begin = end;
-    }
-  }
-
-  void launch_overlapping(std::span<const Launch> launches) {
-    if (launches.size() == 1) return start(launches[0], stream_);
-    const Event fork = ordering_.take();
-    METAL_EMULATOR_CALL(cuEventRecord, fork, stream_);
-    const std::size_t streams = std::min(kSideStreams, launches.size() - 1);
-    for (std::size_t i = 0; i < streams; i++) {
-      METAL_EMULATOR_CALL(cuStreamWaitEvent, side_streams_[i], fork, 0);
-    }
-    ordering_.put_back(fork);
-    for (std::size_t i = 0; i < launches.size(); i++) {
-      const std::size_t place = i % (streams + 1);
-      start(launches[i], place == 0 ? stream_ : side_streams_[place - 1]);
-    }
-    for (std::size_t i = 0; i < streams; i++) {
-      const Event join = ordering_.take();
-      METAL_EMULATOR_CALL(cuEventRecord, join, side_streams_[i]);
-      METAL_EMULATOR_CALL(cuStreamWaitEvent, stream_, join, 0);
-      ordering_.put_back(join);
-    }
+  void add_dispatch(Running& running, const DispatchCommand& command, std::size_t stage,
+                    std::vector<Launch>& launches) {
+    running.completion.statistics.emplace_back().threads = threads_of(command);
+    add_launches(
+        command, stage, [&](const std::vector<std::byte>& bytes) { return upload(running, bytes); },
+        launches);
   }
 
   void mark(Running& running) {
     running.marks.push_back(timing_.take());
-    METAL_EMULATOR_CALL(cuEventRecord, running.marks.back(), stream_);
-  }
-
-  static Address address_of(const BoundBuffer& buffer) {
-    return buffer.allocation ? buffer.allocation->device_address + buffer.offset : 0;
-  }
-
-  [[noreturn]] static void fail(const DispatchCommand& command, const std::string& why) {
-    throw std::runtime_error("dispatch " + std::to_string(command.number) + ", kernel '" +
-                             command.pipeline->kernel->name + "': " + why);
+    METAL_EMULATOR_CALL(cuEventRecord, running.marks.back(), streams_->main());
   }
 
   // Puts the bytes of setBytes where a kernel takes them by address.
   Address upload(Running& running, const std::vector<std::byte>& bytes) {
     Address address = 0;
-    METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), stream_);
+    METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), streams_->main());
     running.bytes.push_back(address);
-    METAL_EMULATOR_CALL(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), stream_);
+    METAL_EMULATOR_CALL(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), streams_->main());
     return address;
-  }
-
-  // Adds the launches of a dispatch.
-  void prepare(Running& running, const DispatchCommand& command, std::size_t stage,
-               std::vector<Launch>& launches) {
-    DispatchStatistics& statistics = running.completion.statistics.emplace_back();
-    statistics.threads =
-        command.threads.x ? volume(command.threads) : volume(command.grid) * volume(command.group);
-    const auto& pipeline = static_cast<const CudaPipeline&>(*command.pipeline);
-    const ParameterLayout& layout = pipeline.program->layout();
-    const std::span<const KernelArgument> arguments = pipeline.kernel->arguments;
-    if (layout.bytes > kMaxParameterBytes) fail(command, "its arguments exceed 4096 bytes");
-
-    // Parameters. A value that is bound as a buffer needs the variant with addresses.
-    Variant variant;
-    for (std::size_t i = 0; i < arguments.size(); i++) {
-      const BoundBuffer* bound = bound_to(command, arguments[i]);
-      if (layout.places[i].value && bound && bound->allocation) variant.values = false;
-    }
-    std::vector<std::byte> parameters(layout.bytes);
-    std::uint32_t threadgroup_bytes = 0;
-    for (std::size_t i = 0; i < arguments.size(); i++) {
-      std::uint64_t slot = 0;
-      const BoundBuffer* bound = bound_to(command, arguments[i]);
-      if (arguments[i].space == KernelArgument::Space::kThreadgroup) {
-        slot = threadgroup_bytes;
-        const auto index = static_cast<std::size_t>(arguments[i].index);
-        if (index < command.threadgroup_bytes.size())
-          threadgroup_bytes += static_cast<std::uint32_t>(command.threadgroup_bytes[index]);
-      } else if (bound && bound->allocation) {
-        slot = address_of(*bound);
-      } else if (bound && !bound->bytes.empty()) {
-        if (variant.values && layout.places[i].value) {
-          std::memcpy(parameters.data() + layout.places[i].value, bound->bytes.data(),
-                      std::min(bound->bytes.size(), arguments[i].element_bytes));
-        } else {
-          slot = upload(running, bound->bytes);
-        }
-      }
-      std::memcpy(parameters.data() + layout.places[i].slot, &slot, sizeof slot);
-    }
-
-    Geometry geometry;
-    geometry.groups = to_vec3(command.grid);
-    geometry.group_threads = to_vec3(command.group);
-    geometry.threads = command.threads.x
-                           ? to_vec3(command.threads)
-                           : Vec3{command.grid.x * command.group.x, command.grid.y * command.group.y,
-                                  command.grid.z * command.group.z};
-    const std::vector<Region> regions = regions_of(command);
-    for (const Region& region : regions) {
-      if (region.groups.y > kMaxGridYZ || region.groups.z > kMaxGridYZ || region.threads.z > kMaxGroupZ) {
-        fail(command,
-             "a CUDA grid has at most 65535 threadgroups in y and z, and a threadgroup 64 threads in z");
-      }
-      geometry.first_group = to_vec3(region.first);
-      std::memcpy(parameters.data(), &geometry, sizeof geometry);
-      variant.partial = volume(region.threads) % kSimdWidth != 0;
-      const bool usual = variant == Variant{};
-      launches.push_back({.function = usual ? pipeline.function : pipeline.program->function(variant),
-                          .groups = region.groups,
-                          .threads = region.threads,
-                          .threadgroup_bytes = threadgroup_bytes,
-                          .command = &command,
-                          .stage = stage,
-                          .parameters = &region == &regions.back() ? std::move(parameters) : parameters});
-    }
-  }
-
-  void start(const Launch& launch, Stream stream) {
-    LaunchAttribute overlap{};
-    overlap.id = kSerialization;
-    overlap.value = 1;
-    const LaunchConfig config = {
-        launch.groups.x,  launch.groups.y,          launch.groups.z, launch.threads.x, launch.threads.y,
-        launch.threads.z, launch.threadgroup_bytes, stream,          &overlap,         overlaps_ ? 1u : 0u};
-    // The driver copies the parameters.
-    void* parameters[] = {const_cast<std::byte*>(launch.parameters.data())};
-    const Result result = Driver::get().cuLaunchKernelEx(&config, launch.function, parameters, nullptr);
-    if (result != 0) fail(*launch.command, "the launch failed: " + describe(result));
-  }
-
-  static const BoundBuffer* bound_to(const DispatchCommand& command, const KernelArgument& argument) {
-    const auto index = static_cast<std::size_t>(argument.index);
-    const bool buffer = argument.space != KernelArgument::Space::kThreadgroup;
-    return buffer && index < command.buffers.size() ? &command.buffers[index] : nullptr;
   }
 
   // Waits for submissions in their order.
@@ -465,9 +271,8 @@ class CudaExecutor final : public Executor {
   const bool filled_, timed_, as_graphs_;
   const bool overlaps_ = device_.capability() >= 90 && !timed_;  // kernels wait by themselves: see Program
   Graphs graphs_{overlaps_};
-  Stream stream_ = nullptr;
-  std::array<Stream, kSideStreams> side_streams_{};
-  Events timing_{kWithTime}, ordering_{kWithoutTime};
+  std::optional<Streams> streams_;  // made once the device is entered
+  Events timing_{kWithTime};
   std::mutex launch_mutex_;
 
   std::mutex programs_mutex_;

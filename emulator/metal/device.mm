@@ -50,14 +50,6 @@ void check_length(NSUInteger length, const char* call) {
   }
 }
 
-std::map<std::string, std::string> macros(MTLCompileOptions* options) {
-  std::map<std::string, std::string> values;
-  for (NSString* name in options.preprocessorMacros) {
-    values[to_string(name)] = to_string(options.preprocessorMacros[name].description);
-  }
-  return values;
-}
-
 }  // namespace
 
 @implementation EmulatorDevice
@@ -189,19 +181,16 @@ std::map<std::string, std::string> macros(MTLCompileOptions* options) {
                                options:(MTLCompileOptions*)options
                                  error:(NSError**)error {
   const std::string text = to_string(source);
-  const auto definitions = macros(options);
-  if (definitions.empty()) {
-    for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
-      if (library->source == text) return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
+  const bool as_it_is = options.preprocessorMacros.count == 0;
+  for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
+    if (as_it_is && library->source == text) {
+      return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
     }
   }
-  try {
-    const ShaderLibrary* library = State::get().executor().compile(text, definitions);
-    return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
-  } catch (const std::runtime_error& exception) {
-    if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, exception.what());
-    return nil;
-  }
+  const char* why = as_it_is ? "this source text was not compiled ahead of time into the binary"
+                             : "preprocessor macros need a compiler, which the emulator is not";
+  if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);
+  return nil;
 }
 
 - (void)newLibraryWithSource:(NSString*)source

@@ -247,11 +247,6 @@ Implementation objc_msg_lookup_super(Super* super, Selector* selector) {
   return objc_slot_lookup_super(super, selector)->implementation;
 }
 
-Class* objc_lookUpClass(const char* name) {
-  std::shared_lock lock(tables().mutex);
-  const auto found = tables().classes.find(name);
-  return found == tables().classes.end() ? nullptr : found->second;
-}
 Class* object_getClass(Object* object) {
   return object ? class_of(object) : nullptr;
 }

@@ -36,7 +36,6 @@ ELEMENTS = (
     "bool",
 )
 VECTORS = frozenset(f"{element}{width}" for element in ELEMENTS for width in (2, 3, 4))
-MATRICES = frozenset(f"{t}{c}x{r}" for t in ("float", "half", "bfloat") for c in (2, 3, 4) for r in (2, 3, 4))
 # Of a scalar by another name only conversions between half and bfloat are not those of C++.
 NARROW = frozenset({"half", "bfloat"})
 SCALARS = (

@@ -1,0 +1,42 @@
+// Events of the driver, to be used again.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "driver.h"
+
+namespace metal_emulator::cuda {
+
+class Events {
+ public:
+  explicit Events(unsigned flags) : flags_(flags) {}
+  Event take() {
+    std::lock_guard lock(mutex_);
+    if (idle_.empty()) {
+      Event event = nullptr;
+      METAL_EMULATOR_CALL(cuEventCreate, &event, flags_);
+      return event;
+    }
+    Event event = idle_.back();
+    idle_.pop_back();
+    return event;
+  }
+  void put_back(Event event) {
+    std::lock_guard lock(mutex_);
+    idle_.push_back(event);
+  }
+
+ private:
+  const unsigned flags_;
+  std::mutex mutex_;
+  std::vector<Event> idle_;
+};
+
+inline double seconds_between(Event start, Event end) {
+  float milliseconds = 0;
+  METAL_EMULATOR_CALL(cuEventElapsedTime, &milliseconds, start, end);
+  return static_cast<double>(milliseconds) * 1e-3;
+}
+
+}  // namespace metal_emulator::cuda

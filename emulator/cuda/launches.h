@@ -1,0 +1,35 @@
+// From a dispatch to launches of the driver: geometry and parameters.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "graphs.h"
+#include "program.h"
+
+namespace metal_emulator::cuda {
+
+struct CudaPipeline final : Pipeline {
+  std::shared_ptr<Program> program;
+  Function function = nullptr;  // of the usual variant
+};
+
+// Threads that a dispatch runs.
+std::uint64_t threads_of(const DispatchCommand& command);
+
+// The address at which a kernel finds a buffer; 0 where none is bound.
+Address address_of(const BoundBuffer& buffer);
+
+// Throws std::runtime_error that names the dispatch.
+[[noreturn]] void fail(const DispatchCommand& command, const std::string& why);
+
+// Puts the bytes of setBytes where a kernel finds them behind an address.
+using Upload = std::function<Address(const std::vector<std::byte>&)>;
+
+// Adds the launches of a dispatch: one, or as many as its threadgroups have sizes.
+void add_launches(const DispatchCommand& command, std::size_t stage, const Upload& upload,
+                  std::vector<Launch>& launches);
+
+}  // namespace metal_emulator::cuda

@@ -1,0 +1,61 @@
+#include "streams.h"
+
+#include <algorithm>
+
+#include "launches.h"
+
+namespace metal_emulator::cuda {
+
+Streams::Streams(bool overlaps) : overlaps_(overlaps) {
+  METAL_EMULATOR_CALL(cuStreamCreate, &main_, kNonBlocking);
+  for (Stream& stream : side_) METAL_EMULATOR_CALL(cuStreamCreate, &stream, kNonBlocking);
+}
+
+void Streams::launch_in_order(const std::vector<Launch>& launches) {
+  for (const Launch& launch : launches) start(launch, main_);
+}
+
+void Streams::launch_stages(const std::vector<Launch>& launches) {
+  for (std::size_t begin = 0; begin < launches.size();) {
+    std::size_t end = begin + 1;
+    while (end < launches.size() && launches[end].stage == launches[begin].stage) end++;
+    launch_overlapping({&launches[begin], end - begin});
+    begin = end;
+  }
+}
+
+void Streams::launch_overlapping(std::span<const Launch> launches) {
+  if (launches.size() == 1) return start(launches[0], main_);
+  const Event fork = ordering_.take();
+  METAL_EMULATOR_CALL(cuEventRecord, fork, main_);
+  const std::size_t streams = std::min(kSideStreams, launches.size() - 1);
+  for (std::size_t i = 0; i < streams; i++) {
+    METAL_EMULATOR_CALL(cuStreamWaitEvent, side_[i], fork, 0);
+  }
+  ordering_.put_back(fork);
+  for (std::size_t i = 0; i < launches.size(); i++) {
+    const std::size_t place = i % (streams + 1);
+    start(launches[i], place == 0 ? main_ : side_[place - 1]);
+  }
+  for (std::size_t i = 0; i < streams; i++) {
+    const Event join = ordering_.take();
+    METAL_EMULATOR_CALL(cuEventRecord, join, side_[i]);
+    METAL_EMULATOR_CALL(cuStreamWaitEvent, main_, join, 0);
+    ordering_.put_back(join);
+  }
+}
+
+void Streams::start(const Launch& launch, Stream stream) const {
+  LaunchAttribute overlap{};
+  overlap.id = kSerialization;
+  overlap.value = 1;
+  const LaunchConfig config = {
+      launch.groups.x,  launch.groups.y,          launch.groups.z, launch.threads.x, launch.threads.y,
+      launch.threads.z, launch.threadgroup_bytes, stream,          &overlap,         overlaps_ ? 1u : 0u};
+  // The driver copies the parameters.
+  void* parameters[] = {const_cast<std::byte*>(launch.parameters.data())};
+  const Result result = Driver::get().cuLaunchKernelEx(&config, launch.function, parameters, nullptr);
+  if (result != 0) fail(*launch.command, "the launch failed: " + describe(result));
+}
+
+}  // namespace metal_emulator::cuda
