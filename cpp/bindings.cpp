@@ -504,14 +504,18 @@ NB_MODULE(_core, m) {
   nb::module_ machine =
       m.def_submodule("cpu", "What the processor can do: kernel sets, and limits to be timed.");
   cpu::bind_machine(machine);
+  constexpr const char* kDispatchCounter =
+      "Return a counter of the bytes that dispatches read and write; None where they cannot be counted.";
   m.def("metal_available", &metal_available,
         "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
 #ifdef METAL_PREFILL_EMULATOR
   m.attr("has_emulator") = true;
   nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");
   metal_emulator::bind_emulator(emulator);
+  m.def("dispatch_counter", &metal_emulator::make_dispatch_counter, kDispatchCounter);
 #else
   m.attr("has_emulator") = false;
+  m.def("dispatch_counter", [] { return nb::object(nb::none()); }, kDispatchCounter);
 #endif
   m.def(
       "dequantize",

@@ -65,6 +65,59 @@ void bind_records(nb::module_& m) {
       .def_ro("dispatches", &CommandBufferRecord::dispatches);
 }
 
+// Counts the bytes that dispatches read and write from start() to stop().
+class DispatchCounter {
+ public:
+  void start() {
+    before_ = options();
+    ExecutorOptions checked = before_;
+    checked.checked = true;
+    set_options(checked);
+  }
+  void stop() {
+    set_options(before_);
+    set_history_depth(0);
+  }
+  // Forgets all counts; keeps those of the next command buffers, this many at most.
+  void expect(std::size_t command_buffers) {
+    set_history_depth(0);
+    set_history_depth(command_buffers);
+  }
+  std::vector<DispatchRecord> counted() const {
+    std::vector<DispatchRecord> records;
+    for (const CommandBufferRecord& buffer : history()) {
+      records.insert(records.end(), buffer.dispatches.begin(), buffer.dispatches.end());
+    }
+    return records;
+  }
+
+ private:
+  ExecutorOptions before_;
+};
+
+void bind_counter(nb::module_& m) {
+  constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<DispatchCounter>(m, "DispatchCounter",
+                              "Counts, in its context, the bytes that dispatches read and write.")
+      .def(nb::init<>())
+      .def("__enter__",
+           [](nb::handle self) {
+             DispatchCounter& counter = nb::cast<DispatchCounter&>(self);
+             const nb::gil_scoped_release release;
+             counter.start();
+             return self;
+           })
+      .def("__exit__",
+           [](DispatchCounter& self, const nb::args&) {
+             const nb::gil_scoped_release release;
+             self.stop();
+           })
+      .def("expect", &DispatchCounter::expect, "command_buffers"_a, kWithoutGil,
+           "Forget all counts, and keep those of the next command buffers, this many at most.")
+      .def("counted", &DispatchCounter::counted, kWithoutGil,
+           "Return the dispatches of the command buffers that were completed since `expect`, in order.");
+}
+
 void bind_settings(nb::module_& m) {
   nb::class_<ExecutorOptions>(m, "Options", "How kernels are run.")
       .def(
@@ -106,6 +159,7 @@ void bind_emulator(nb::module_& m) {
   nb::exception<ValidationError>(m, "ValidationError", PyExc_RuntimeError);
   bind_records(m);
   bind_settings(m);
+  bind_counter(m);
   constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
   m.def("live_objects", &live_objects, kWithoutGil,
         "Return how many Objective-C objects are not deallocated yet. Waits until nothing runs.");
@@ -128,6 +182,10 @@ void bind_emulator(nb::module_& m) {
   m.attr("sanitizer") = sanitizer();
   m.def("take_violations", &take_violations,
         "Return and forget misuse that was found where nothing could be thrown.");
+}
+
+nb::object make_dispatch_counter() {
+  return *sanitizer() ? nb::none() : nb::cast(DispatchCounter());
 }
 
 }  // namespace metal_emulator

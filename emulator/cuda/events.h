@@ -1,4 +1,4 @@
-// Events of the driver, to be used again.
+// A pool of events of the driver.
 #pragma once
 
 #include <mutex>

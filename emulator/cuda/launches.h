@@ -25,7 +25,7 @@ Address address_of(const BoundBuffer& buffer);
 // Throws std::runtime_error that names the dispatch.
 [[noreturn]] void fail(const DispatchCommand& command, const std::string& why);
 
-// Puts the bytes of setBytes where a kernel finds them behind an address.
+// Copies the bytes of setBytes to the GPU and returns their address.
 using Upload = std::function<Address(const std::vector<std::byte>&)>;
 
 // Adds the launches of a dispatch: one, or as many as its threadgroups have sizes.

@@ -1,4 +1,5 @@
-// Where launches go: one stream on which all is in order, and others for what may overlap.
+// Streams for launches: a main stream, on which everything is in order, and side streams for launches that
+// may overlap.
 #pragma once
 
 #include <array>
@@ -17,9 +18,9 @@ class Streams {
 
   Stream main() const { return main_; }
 
-  // One behind the other, on the main stream.
+  // One after another, on the main stream.
   void launch_in_order(const std::vector<Launch>& launches);
-  // Those of a stage on as many streams as there are.
+  // Stage by stage; the launches of a stage may overlap, on different streams.
   void launch_stages(const std::vector<Launch>& launches);
 
  private:

@@ -280,6 +280,34 @@ def test_a_fault_in_the_middle_leaves_the_dispatches_before_it_done(
     assert buffer.contents.view(np.uint32).tolist() == [9, 0]
 
 
+def test_a_counter_counts_the_dispatches_in_its_context(
+    library: KernelLibrary, emulator: Any, has_checked_mode: None
+) -> None:
+    emulator.set_options(emulator.Options(workers=1, seed=3))
+    x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
+    with emulator.DispatchCounter() as counter:
+        library.dispatch("add", [x, x, y], grid=8, threads=8)
+        counter.expect(2)
+        for _ in range(2):
+            library.dispatch("add", [x, x, y], grid=8, threads=8)
+        records = counter.counted()
+    assert [record.kernel for record in records] == ["add", "add"]
+    # Both inputs are buffers of their own: 8 floats each, and 8 of the sum.
+    assert [[b.bytes_read for b in record.bindings] for record in records] == [[32, 32, 0]] * 2
+    assert [record.bindings[2].bytes_written for record in records] == [32, 32]
+    after = emulator.options()
+    assert (after.workers, after.seed, after.checked) == (1, 3, False)
+    library.dispatch("add", [x, x, y], grid=8, threads=8)
+    assert emulator.history() == []
+
+
+def test_a_counter_leaves_the_options_where_its_context_fails(emulator: Any, has_checked_mode: None) -> None:
+    emulator.set_options(emulator.Options(seed=5))
+    with pytest.raises(KeyError), emulator.DispatchCounter():
+        raise KeyError
+    assert (emulator.options().seed, emulator.options().checked) == (5, False)
+
+
 def test_history_tells_what_was_dispatched(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_history_depth(1)
     library.dispatch("add", [np.ones(100, np.float32)] * 3, grid=100, threads=32)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from metal_prefill import _core
 from metal_prefill.cost_model import work_of
@@ -20,8 +19,6 @@ SERIALIZED = (
     "every dispatch ran alone, in a command buffer of its own: its time includes what starting one costs, "
     "and nothing overlaps"
 )
-_emulator: Any = getattr(_core, "emulator", None)  # of builds that have it
-
 GPU_CLOCK = "GPUStartTime and GPUEndTime of each command buffer"
 HOST_CLOCK = "the host's, on the CPU emulator: durations say nothing about a GPU"
 
@@ -45,6 +42,19 @@ class Step:
     counted: Sequence[dict[str, Any]] = ()
 
 
+class DispatchCounter(Protocol):
+    """Counts, while entered, the bytes that dispatches read and write: see `_core.dispatch_counter`."""
+
+    def __enter__(self) -> DispatchCounter: ...
+    def __exit__(self, *reason: object) -> None: ...
+
+    def expect(self, command_buffers: int) -> None:
+        """Forget all counts; keep those of the next command buffers, this many at most."""
+
+    def counted(self) -> Sequence[Any]:
+        """Return the counts of each dispatch, in order."""
+
+
 def runs_on_host(device_name: str) -> bool:
     """Whether dispatches run on the emulator's CPU executor."""
     return _core.has_emulator and "(CPU)" in device_name
@@ -52,37 +62,25 @@ def runs_on_host(device_name: str) -> bool:
 
 def counts_work(device_name: str) -> bool:
     """Whether what kernels read and write is counted: by that executor, in builds without a sanitizer."""
-    return runs_on_host(device_name) and not _emulator.sanitizer
+    return _counter_of(device_name) is not None
 
 
-@contextmanager
-def _checked_mode() -> Iterator[None]:
-    before = _emulator.options()
-    _emulator.set_options(
-        _emulator.Options(
-            workers=before.workers, seed=before.seed, checked=True, active_lanes=before.active_lanes
-        )
-    )
-    try:
-        yield
-    finally:
-        _emulator.set_options(before)
-        _emulator.set_history_depth(0)
+def _counter_of(device_name: str) -> DispatchCounter | None:
+    return cast(DispatchCounter | None, _core.dispatch_counter()) if runs_on_host(device_name) else None
 
 
-def _run(session: Session, tokens: TokenIds, count: bool, progress: Progress | None) -> tuple[int, Step]:
+def _run(
+    session: Session, tokens: TokenIds, counter: DispatchCounter | None, progress: Progress | None
+) -> tuple[int, Step]:
     n = len(tokens)
-    if not count:
+    if counter is None:
         token, dispatches = session.trace(tokens, progress=progress)
         return token, Step(n, dispatches)
-    _emulator.set_history_depth(0)  # forget what ran before
-    _emulator.set_history_depth(len(session.plan(n)))
+    counter.expect(len(session.plan(n)))  # as many command buffers: each has one dispatch
     token, dispatches = session.trace(tokens, progress=progress)
-    records = [record for buffer in _emulator.history() for record in buffer.dispatches]
+    records = counter.counted()
     if [record.kernel for record in records] != [d.kernel for d in dispatches]:
-        raise RuntimeError(
-            "the emulator's history is not that of the trace: something else ran at the same time"
-        )
+        raise RuntimeError("what was counted is not what was traced: something else ran at the same time")
     return token, Step(n, dispatches, [_counted(record) for record in records])
 
 
@@ -151,20 +149,25 @@ def trace_session(
         if progress is not None:
             progress(done, total)
 
-    count = counts_work(device_name)
-    if not count:
-        return _steps(session, tokens, decode, False, chunk_done, n)
-    with _checked_mode():
-        return _steps(session, tokens, decode, True, chunk_done, n)
+    counter = _counter_of(device_name)
+    if counter is None:
+        return _steps(session, tokens, decode, None, chunk_done, n)
+    with counter:
+        return _steps(session, tokens, decode, counter, chunk_done, n)
 
 
 def _steps(
-    session: Session, tokens: TokenIds, decode: int, count: bool, progress: Progress, n: int
+    session: Session,
+    tokens: TokenIds,
+    decode: int,
+    counter: DispatchCounter | None,
+    progress: Progress,
+    n: int,
 ) -> list[Step]:
-    token, step = _run(session, tokens, count, progress)
+    token, step = _run(session, tokens, counter, progress)
     steps = [step]
     for i in range(decode):
-        token, step = _run(session, [token], count, None)
+        token, step = _run(session, [token], counter, None)
         steps.append(step)
         progress(n + i + 1, n + decode)
     return steps
