@@ -16,8 +16,7 @@ from support import peer_work
 
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill._commands import predict as command
-from metal_prefill.architecture import ModelConfig
-from metal_prefill.cost_model import (
+from metal_prefill._cost_model import (
     Ops,
     Shape,
     Work,
@@ -28,7 +27,8 @@ from metal_prefill.cost_model import (
     uniform_shape,
     work_of,
 )
-from metal_prefill.dispatches import Dispatch
+from metal_prefill._dispatches import Dispatch
+from metal_prefill.architecture import ModelConfig
 
 SMOLLM = ModelConfig(
     architecture="llama",
@@ -196,7 +196,7 @@ def test_by_kernel_is_the_whole(smollm: Shape) -> None:
 
 
 def test_every_constant_has_a_source() -> None:
-    text = (Path(command.__file__).parents[1] / "cost_model" / "chips.py").read_text()
+    text = (Path(command.__file__).parents[1] / "_cost_model" / "chips.py").read_text()
     listed = set(re.findall(r"^\[([A-Z0-9-]+)\]$", text, re.MULTILINE))
     cited = set(re.findall(r"\[([A-Z0-9-]+)\]", text.split('"""', 2)[2]))
     assert cited == listed
@@ -265,7 +265,7 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str], mes
 def test_the_command_compares_with_a_trace(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm: Shape
 ) -> None:
-    from metal_prefill.trace import HOST_CLOCK, Step, chrome_trace
+    from metal_prefill._trace import HOST_CLOCK, Step, chrome_trace
 
     def timed(dispatches: list[Dispatch]) -> list[Dispatch]:
         return [replace(d, start=i * 1e-3, end=i * 1e-3 + 5e-6) for i, d in enumerate(dispatches)]

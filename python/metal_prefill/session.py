@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from metal_prefill import _state, sampling
 from metal_prefill._continuation import Continuation, stop_strings
+from metal_prefill._dispatches import Dispatch, from_core
 from metal_prefill._tokens import Logits, Progress, TokenIds, token_array, token_id
 from metal_prefill.architecture import ModelConfig
-from metal_prefill.dispatches import Dispatch, from_core
 from metal_prefill.errors import ClosedError, DeviceError
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ def prompt(n: int, start: int = 5) -> list[int]:
 
 
 def native(model: Model) -> Any:
-    """Return the C++ session, which alone knows of intermediates."""
+    """Return the C++ session, since only it has intermediates."""
     return model._open()._core
 
 
@@ -75,7 +75,7 @@ def test_the_number_of_dispatches_does_not_grow_with_the_prompt(
     model.forward_prompt(prompt(tokens))
     stats = model.stats()
     layers = model.config.n_layers
-    # The last layer of a few tokens goes on with one, whose SwiGLU is merged; only where there is no more
+    # The last layer of a few tokens continues with one, whose SwiGLU is merged; only where there is no more
     # than one token is rope part of attention. Around the layers: embedding, norm, head and two stages of
     # argmax.
     last = min(per_layer, 8)
@@ -124,7 +124,7 @@ def test_dispatches_are_separated_by_barriers_but_for_independent_ones(tmp_path:
     with Model(path, device="metal") as model:
         model.forward_prompt([1, 2, 3])
     overlapping = [d.kernel for d in gpu.history()[-1].dispatches[1:] if not d.after_barrier]
-    assert overlapping == ["matmul_q6_k_narrow"] * model.config.n_layers  # beside that of q and k
+    assert overlapping == ["matmul_q6_k_narrow"] * model.config.n_layers  # overlaps that of q and k
 
 
 def private_and_shared() -> tuple[set[str], set[str]]:
@@ -260,7 +260,7 @@ def test_ten_thousand_mixed_calls_leave_objects_and_bytes_as_they_were(tmp_path:
 
     made = calls()
     objects, memory = gpu.live_objects(), gpu.allocated_bytes()
-    while made < (1_000 if gpu.sanitizer else 10_000):  # sanitizers find what is left by a single call
+    while made < (1_000 if gpu.sanitizer else 10_000):  # a sanitizer finds the leak of a single call
         made += calls()
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory

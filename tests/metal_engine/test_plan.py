@@ -1,4 +1,4 @@
-"""Recorded passes: what the engine says it would dispatch is what reaches the GPU, and nothing else can."""
+"""Recorded passes: exactly the dispatches that the engine lists reach the GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support import small_models
 from support.small_models import TYPES
 
 from metal_prefill import Model, _core, synth
+from metal_prefill._cost_model import plan, shape_of, uniform_shape
+from metal_prefill._cost_model.shapes import Shape
+from metal_prefill._dispatches import Dispatch, decode_args
 from metal_prefill.architecture import ModelConfig
-from metal_prefill.cost_model import plan, shape_of, uniform_shape
-from metal_prefill.cost_model.shapes import Shape
-from metal_prefill.dispatches import Dispatch, decode_args
 from metal_prefill.gguf_file import GGUFFile
 
 pytestmark = pytest.mark.emulator
@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "as SmolLM": {"preset": "smollm-135m", "layers": 2, "vocab": 512},
     "another type of V": {"preset": "tiny", "overrides": {"*.attn_v.weight": "Q8_0"}, "vocab": 512},
     "F16": {"preset": "tiny", "tensor_type": "F16", "vocab": 512},
-    "gate and up apart": {"preset": "tiny", "overrides": {"*.ffn_up.weight": "Q5_0"}, "vocab": 512},
+    "gate and up of two types": {"preset": "tiny", "overrides": {"*.ffn_up.weight": "Q5_0"}, "vocab": 512},
     "wide heads": {
         "preset": "tiny",
         "dim": 512,
@@ -72,7 +72,7 @@ def planned(shape: Shape, tokens: int, **options: Any) -> list[Dispatch]:
 
 
 def encoded(model: Model, tokens: int) -> list[tuple[Any, ...]]:
-    """Return what reached the GPU when a prompt was processed."""
+    """Return the dispatches that reached the GPU when a prompt was processed."""
     gpu.set_history_depth(0)  # forget what ran before
     gpu.set_history_depth(64)
     model.forward_prompt([(5 + 7 * i) % model.config.vocab_size for i in range(tokens)])
@@ -211,8 +211,8 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         for kv_type in ("f16", "f32"):
             for tokens in (1, 2, 300):
                 found |= {d.kernel for d in plan(heads, tokens, kv_type=kv_type)}
-    # Tiles are wide where there are enough of them; rmsnorm_add and two halves of gate and up need what a
-    # plain Llama does not have.
+    # Tiles are wide where there are enough of them. A plain Llama has neither rmsnorm_add nor gate and up of
+    # two types.
     large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
     for kind in TYPES:
         found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), 512)}

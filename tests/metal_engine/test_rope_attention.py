@@ -9,7 +9,7 @@ import pytest
 from support.head_cases import ROPE_CASES, rms, rotate
 from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, close, make_args
 
-BEHIND = 3  # rows of the cache behind the token
+ROWS_AFTER = 3  # of the cache, after the token
 
 
 class Case:
@@ -33,7 +33,7 @@ class Case:
         half = max(int(given["rope"]) // 2, 1)
         angles = rng.uniform(-np.pi, np.pi, size=(position + 1, half))
         self.table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
-        rows = position + 1 + BEHIND
+        rows = position + 1 + ROWS_AFTER
         self.k: Array = np.full((rows, self.n_kv, self.key_dim), np.nan, cache)
         self.v: Array = np.full((rows, self.n_kv, self.value_dim), np.nan, cache)
         self.k[:position] = rng.standard_normal(self.k[:position].shape)
@@ -72,7 +72,7 @@ class Case:
         }
 
     def check(self, run: Run, splits: int = 1, threads: int = 256) -> None:
-        """Run the kernel; look at its result and at what it appended."""
+        """Run the kernel; check its result and the keys and values that it appended."""
         size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
         heads = {32: 4, 64: 4, 96: 2, 128: 2, 256: 1}[size]
         blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, heads)

@@ -1,4 +1,4 @@
-"""The shaders as a whole: what Apple's compiler asks of a source."""
+"""The shaders as a whole fulfil the requirements of Apple's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines of single dispatches: what ran, in the order in which it ran, and what it moved."""
+"""Timelines of single dispatches: kernels in the order in which they ran, and the bytes that they moved."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
-from metal_prefill.cost_model import work_of
-from metal_prefill.trace import (
+from metal_prefill._cost_model import work_of
+from metal_prefill._trace import (
     HOST_CLOCK,
     Step,
     chrome_trace,
@@ -93,11 +93,11 @@ def test_what_is_counted_is_what_shapes_say(model: Model) -> None:
     for d, bindings in counted(trace(model, DECODED)):
         if d.kernel == "matvec_q4_0":
             rows, cols = d.args["out_dim"], d.args["in_dim"]
-            # 18 bytes for 32 weights, each row once; lanes that share a scale ask for it each.
+            # 18 bytes for 32 weights, each row once; each of the lanes that share a scale loads it.
             assert bindings["w"]["unique_bytes_read"] == rows * cols // 32 * 18
             lanes, group = d.args["lanes_per_row"], d.threads
             covered = d.groups * (group // lanes)  # rows, those repeated at the end among them
-            # A lane asks for items in threes; those beyond the row's end are its last one.
+            # A lane loads items in threes; those beyond the row's end are its last one.
             asked = sum(3 * -(-(cols // 8 - lane) // (3 * lanes)) for lane in range(min(lanes, cols // 8)))
             assert bindings["w"]["bytes_read"] == covered * asked * 6
             assert bindings["x"]["unique_bytes_read"] == cols * 4

@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Run the prompt and write the file."""
     from metal_prefill import __version__
     from metal_prefill._replacing import replacing
-    from metal_prefill.trace import (
+    from metal_prefill._trace import (
         GPU_CLOCK,
         HOST_CLOCK,
         SERIALIZED,

@@ -46,7 +46,7 @@ class Cycles:
         On the pipeline for complex instructions, while others run: conversion, shift, bit field and
         integer multiplication; exponential; reciprocal; reciprocal square root.
     complex_issue
-        What one of these takes from the scheduler.
+        Cycles of the scheduler that one of these takes.
     shuffle
     mma
         A product of 8x8 blocks: 512 FMA.
@@ -162,7 +162,7 @@ def _apple(name: str, family: int, cores: int, ghz: float, dram_gbs: float, slc_
 
 _H200 = Chip(
     "h200",
-    family=7,  # what the emulator claims to be
+    family=7,  # which the emulator claims to be
     cores=132,  # [H200]
     ghz=1.98,  # [H200]
     dram_gbs=4800,  # [H200]

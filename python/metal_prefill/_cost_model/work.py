@@ -1,8 +1,8 @@
-"""What a dispatch has to do: bytes, operations and dependent steps, from its kernel, arguments and geometry.
+"""The work of a dispatch: bytes, operations and dependent steps, from its kernel, arguments and geometry.
 
-Instructions are counted from the source of the shaders, by kind. They are those of the inner loops, with a
-fixed allowance for the loop itself; nobody has seen what Apple's compiler makes of them. Bytes, each once,
-are those that the emulator counts (`tests/metal_engine/test_trace.py`).
+Instructions are counted from the source of the shaders, by kind: those of the inner loops, with a fixed
+allowance for the loop itself. The code that Apple's compiler generates for them has not been seen. Bytes,
+each counted once, agree with the emulator's counts (`tests/metal_engine/test_trace.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import ceil, log2
 from typing import Any
 
 from metal_prefill import _core
-from metal_prefill.dispatches import Dispatch
+from metal_prefill._dispatches import Dispatch
 
 SIMD = 32
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
@@ -21,7 +21,7 @@ PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 
 @dataclass(frozen=True)
 class Ops:
-    """Instructions of one simdgroup, by kind; see :class:`metal_prefill.cost_model.chips.Cycles`."""
+    """Instructions of one simdgroup, by kind; see :class:`metal_prefill._cost_model.chips.Cycles`."""
 
     alu: float = 0
     slow: float = 0
@@ -41,7 +41,7 @@ class Ops:
 
 @dataclass(frozen=True)
 class Work:
-    """What a dispatch does.
+    """The work of a dispatch.
 
     Attributes
     ----------
@@ -50,21 +50,22 @@ class Work:
     ops
         Of one simdgroup.
     longest
-        How many times the average a simdgroup has at most.
+        Work of the simdgroup that has most, in multiples of the average.
     trips
-        Times that a simdgroup waits for memory, one behind the other.
+        Times that a simdgroup waits for memory, one after another.
     local_trips
         The same for threadgroup memory.
     covered
         Whether its products run while it waits.
     dram_bytes
-        Bytes that come from or go to memory, each once: weights, and what the last caches do not hold.
+        Bytes read from or written to memory, each counted once: weights, and data that is not in the last
+        cache.
     cached_bytes
-        Other bytes, each once: activations.
+        Other bytes, each counted once: activations.
     fetched_bytes
-        What all threadgroups together read and write, what several of them read counted for each.
+        Bytes that the threadgroups read and write, counted for each threadgroup.
     core_bytes
-        What the simdgroups move to and from the first-level cache and threadgroup memory.
+        Bytes that the simdgroups move to and from the first-level cache and threadgroup memory.
     threadgroup_bytes
         Threadgroup memory of a group.
     """
@@ -83,7 +84,7 @@ class Work:
     longest: float = 1.0
 
 
-# By tensor type, for an item of 8 values: bytes that a thread asks for, and instructions to dequantize it.
+# By tensor type, for an item of 8 values: bytes that a thread loads, and instructions to dequantize it.
 _ITEMS: dict[str, tuple[float, Ops]] = {
     "q4_0": (6, Ops(alu=19, slow=14, memory=3)),
     "q4_1": (8, Ops(alu=12, slow=14, memory=4)),
@@ -145,7 +146,7 @@ def _matvec(d: Dispatch) -> Work:
     rounds = ceil(items / lanes)
     round_ops = (dequantize + Ops(alu=8)) * matrices + Ops(memory=2) + _LOOP
     x_bytes = a["in_dim"] * _FLOAT
-    ahead = 1 if d.kernel.startswith("silu") else 3  # rounds asked for at once; those beyond the end as well
+    ahead = 1 if d.kernel.startswith("silu") else 3  # rounds loaded at once, also those beyond the end
     rounds = ceil(rounds / ahead) * ahead
     if d.kernel.startswith("silu"):
         round_ops += Ops(alu=24, exp=8, rcp=8, memory=6)
@@ -167,7 +168,7 @@ def _matvec(d: Dispatch) -> Work:
         dram=weights,
         cached=x_bytes + out,
         fetched=weights + d.groups * x_bytes + out,
-        # Rows of a simdgroup share what it reads of x.
+        # Rows of a simdgroup share the values that it reads of x.
         core=rows_of_group * d.groups * items * item_bytes * matrices + d.groups * simdgroups * x_bytes + out,
     )
 
@@ -190,9 +191,9 @@ def _multi_token(d: Dispatch) -> Work:
     return _work(
         d,
         ops=ops,
-        # The weights of two rounds are asked for at once, those of the rest with the first of them. Values
-        # of four tokens, 32 registers, are on their way together: a lane needs as many for sums and weights,
-        # and those of the next four wait for them.
+        # The weights of two rounds are loaded at once, those of the rest with the first of them. Values of
+        # four tokens, 32 registers, are in flight together: a lane needs as many registers for sums and
+        # weights, and the values of the next four tokens wait for them.
         trips=ceil(whole / 2) + 1 + (whole + rest) * (ceil(tokens / 4) - 1),
         local_trips=2,
         dram=weights,
@@ -262,7 +263,7 @@ def _rmsnorm(d: Dispatch) -> Work:
     return _work(
         d,
         ops=ops + Ops(alu=2, rcp=1, rsqrt=1),
-        # The first round with what it is multiplied by; then two at a time, to sum and again to multiply.
+        # The first round with its weights; then two rounds at a time, once to sum and once to multiply.
         trips=1 + 2 * ceil((rounds - 1) / 2),
         dram=row,
         cached=tokens * (row + out),
@@ -334,7 +335,7 @@ def _attention_decode(d: Dispatch) -> Work:
         d,
         ops=ops,
         trips=steps + 2,
-        # Since keys of earlier calls were last read, all the weights went through the caches.
+        # After the last read of earlier keys all the weights went through the caches, and replaced the keys.
         dram=all_keys * row - own,
         cached=own + q + out,
         fetched=kv * tokens * blocks + q * splits + out,
@@ -344,7 +345,7 @@ def _attention_decode(d: Dispatch) -> Work:
 
 
 def _rope_attention_decode(d: Dispatch) -> Work:
-    """Return the work of attention_decode and of the rotation before it, behind a barrier of its own."""
+    """Return the work of attention_decode and of the rotation before it, which has a barrier of its own."""
     a = d.args
     attention = _attention_decode(d)
     simdgroups = d.threads // SIMD
@@ -356,7 +357,7 @@ def _rope_attention_decode(d: Dispatch) -> Work:
     return replace(
         attention,
         ops=attention.ops + _rotation(a) * ceil(heads / simdgroups) + Ops(memory=heads),
-        trips=attention.trips + 1,  # the queries come once, then the keys
+        trips=attention.trips + 1,  # the queries are loaded once, then the keys
         local_trips=attention.local_trips + 2,
         cached_bytes=attention.cached_bytes + own + kv * _cache_bytes(d.kernel) + table,
         fetched_bytes=attention.fetched_bytes + d.groups * (kv * _FLOAT / a["n_kv_heads"] + table),
@@ -416,10 +417,10 @@ def _attention_prefill(d: Dispatch) -> Work:
     before = kv * a["position"] / keys
     return _work(
         d,
-        # Groups hold `simdgroups` tiles; those beyond the rows end at once.
+        # A group has `simdgroups` tiles; tiles beyond the rows end at once.
         ops=(step * mean + around) * (tiles / (simdgroups * d.grid[0])),
-        # Eight keys come one behind the other, and then as many values; where heads do not fill the variant,
-        # the loads of their blocks of dimensions stand in branches, and each waits for the one before.
+        # A block of eight keys is loaded after another, and then as many blocks of values; where heads do not
+        # fill the variant, each block of dimensions is loaded in a branch and waits for the one before.
         trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 2,
         local_trips=(blocks + 3) * mean,
         longest=longest / mean,
@@ -486,7 +487,7 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
 
 
 def work_of(dispatch: Dispatch) -> Work:
-    """Return what a dispatch has to do.
+    """Return the work of a dispatch.
 
     Raises
     ------

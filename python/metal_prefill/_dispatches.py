@@ -1,4 +1,4 @@
-"""What a GPU engine sends to the GPU: its dispatches, as the engine or a plan lists them."""
+"""Dispatches of a GPU engine, as the engine or a plan lists them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Dispatch:
     threads
         Of a threadgroup.
     threadgroup_bytes
-        Of threadgroup memory, as far as the host decides it.
+        Of the threadgroup memory whose size the host decides.
     after_barrier
-        Whether it waits for those before it.
+        Whether it waits for the dispatches before it.
     args
-        The kernel's arguments, by the names in ``shaders/args_fields.h``; those of structs in a struct as if
-        they stood there themselves. Offsets into the weights are left out.
+        The kernel's arguments, by the names in ``shaders/args_fields.h``; fields of a struct in the struct
+        have their own names only. Offsets into the weights are left out.
     buffers
-        Labels of what is bound, by binding.
+        Labels of the buffers, by binding.
     start, end
-        Seconds of the GPU's clock; 0 where it was not run.
+        Seconds of the GPU's clock; 0 for a dispatch that was not run.
     """
 
     kernel: str
@@ -53,7 +53,7 @@ class Dispatch:
 
     @property
     def groups(self) -> int:
-        """Threadgroups in all."""
+        """Total number of threadgroups."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 
@@ -91,7 +91,7 @@ def decode_args(args_struct: str, data: bytes) -> dict[str, Any]:
 
 
 def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:
-    """Convert what the core gives."""
+    """Convert the core's dispatches."""
     return [
         Dispatch(
             kernel=d.kernel,

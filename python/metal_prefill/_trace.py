@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from metal_prefill import _core
-from metal_prefill.cost_model import work_of
-from metal_prefill.dispatches import Dispatch
+from metal_prefill._cost_model import work_of
+from metal_prefill._dispatches import Dispatch
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.session import Progress, Session, TokenIds
 
@@ -30,11 +30,11 @@ class Step:
     Attributes
     ----------
     tokens
-        How many.
+        Number of tokens.
     dispatches
         In the order in which they ran.
     counted
-        For each dispatch what the emulator counted; empty where nothing was.
+        The emulator's counts of each dispatch; empty where it does not count.
     """
 
     tokens: int
@@ -61,7 +61,7 @@ def runs_on_host(device_name: str) -> bool:
 
 
 def counts_work(device_name: str) -> bool:
-    """Whether what kernels read and write is counted: by that executor, in builds without a sanitizer."""
+    """Whether the bytes that kernels read and write are counted: by that executor, without a sanitizer."""
     return _counter_of(device_name) is not None
 
 
@@ -80,7 +80,7 @@ def _run(
     token, dispatches = session.trace(tokens, progress=progress)
     records = counter.counted()
     if [record.kernel for record in records] != [d.kernel for d in dispatches]:
-        raise RuntimeError("what was counted is not what was traced: something else ran at the same time")
+        raise RuntimeError("other dispatches were counted than traced: something else ran at the same time")
     return token, Step(n, dispatches, [_counted(record) for record in records])
 
 
@@ -111,12 +111,12 @@ def trace_session(
 ) -> list[Step]:
     """Process a prompt and continue it greedily, with each dispatch run alone.
 
-    On the emulator's CPU executor what kernels read and write is counted, which is slow.
+    On the emulator's CPU executor the bytes that kernels read and write are counted, which is slow.
 
     Parameters
     ----------
     session
-        At whose position the prompt begins.
+        The session; the prompt begins at its position.
     tokens
         The prompt.
     decode
@@ -124,7 +124,7 @@ def trace_session(
     device_name
         Of the session's engine.
     progress
-        Called with the number of tokens done and in all.
+        Called with the number of tokens that are done, and the total.
 
     Returns
     -------
@@ -134,7 +134,7 @@ def trace_session(
     Raises
     ------
     ContextOverflowError
-        If all of it does not fit into the context; nothing was run.
+        If prompt and tokens do not fit into the context; nothing was run.
     DeviceError
         If the engine makes no dispatches.
     """
@@ -177,8 +177,8 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
     """Return a trace in Chrome's JSON object format: complete events with microseconds.
 
     An event has the kernel's name; its ``args`` are the dispatch's layer (-1 outside), step (0 is the
-    prompt), geometry, buffers and arguments, the bytes that it has to move by its shape (each once), and what
-    was counted.
+    prompt), geometry, buffers and arguments, the bytes that it has to move by its shape (each once), and its
+    counts.
     """
     origin = min((d.start for step in steps for d in step.dispatches), default=0.0)
     events: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""The dispatches that the Metal engine makes for a model of any shape, recorded by itself without a GPU."""
+"""The dispatches of the Metal engine for a model of any shape, recorded by the engine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from gguf import GGMLQuantizationType
 
 from metal_prefill import _core
+from metal_prefill._dispatches import Dispatch, from_core
 from metal_prefill.architecture import (
     ModelConfig,
     collect_tensors,
@@ -15,13 +16,12 @@ from metal_prefill.architecture import (
     expected_tensors,
     read_config,
 )
-from metal_prefill.dispatches import Dispatch, from_core
 from metal_prefill.gguf_file import GGUFFile
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A tensor without its values: what it is for, its GGUF type and its dimensions."""
+    """A tensor without its values: its role, its GGUF type and its dimensions."""
 
     role: str
     layer: int
@@ -31,14 +31,14 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """All that the dispatches of a model depend on."""
+    """Everything about a model that its dispatches depend on."""
 
     config: ModelConfig
     tensors: tuple[TensorShape, ...]
 
     @cached_property
     def core(self) -> _core.ModelShape:
-        """The same, for the core."""
+        """The shape as the core has it."""
         core = _core.ModelShape(core_config(self.config))
         for tensor in self.tensors:
             rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
@@ -100,7 +100,7 @@ def plan(
     tokens
         Length of the prompt; 1 is a step of decoding.
     position
-        Tokens that are in the cache before.
+        Tokens that are already in the cache.
     output
         ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring) or ``"none"``.
     family
@@ -111,7 +111,7 @@ def plan(
     Raises
     ------
     ValueError
-        If `tokens` or `position` make no sense, or the family is unknown.
+        If `tokens` is less than 1, `position` is negative, or the family is unknown.
     UnsupportedModelError
         If the engine would pad the model, or its heads are too large.
     """

@@ -7,16 +7,17 @@ For each dispatch of the engine::
 memory
     Bytes that come from or go to DRAM over its bandwidth.
 cache
-    What all threadgroups fetch over the bandwidth of the cache that the cores share; what of it does not fit
-    there, over that of the last cache.
+    Bytes that all threadgroups fetch, over the bandwidth of the cache that the cores share; those of them
+    that do not fit there, over the bandwidth of the last cache.
 core
-    What the simdgroups move to and from the first-level cache and threadgroup memory of a core, over its
-    bandwidth.
+    Bytes that the simdgroups move to and from the first-level cache and threadgroup memory of a core, over
+    its bandwidth.
 issue
     Instructions, each with the cycles it takes a scheduler, on the core that has the most threadgroups.
 latency
-    What bounds a dispatch with little to do: the longest simdgroup alone, with the latency of each memory
-    access that waits for the one before, as often as threadgroups must follow each other on a core.
+    The time of the longest simdgroup by itself, with the latency of each memory access that waits for the one
+    before, times the number of threadgroups that run one after another on a core. It limits dispatches with
+    little work.
 
 The constants are those of `chips.py`; nothing is fitted to the figures that the model is checked against.
 """
@@ -27,10 +28,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from metal_prefill.cost_model.chips import CHIPS, Chip, find_chip
-from metal_prefill.cost_model.shapes import Shape, plan, shape_of, uniform_shape
-from metal_prefill.cost_model.work import Ops, Work, work_of
-from metal_prefill.dispatches import Dispatch
+from metal_prefill._cost_model.chips import CHIPS, Chip, find_chip
+from metal_prefill._cost_model.shapes import Shape, plan, shape_of, uniform_shape
+from metal_prefill._cost_model.work import Ops, Work, work_of
+from metal_prefill._dispatches import Dispatch
 
 __all__ = [
     "CHIPS",
@@ -177,7 +178,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """What the dispatches of a kernel take together; `bound` is what limits most of that time."""
+    """The time of all dispatches of a kernel; `bound` names the limit of most of that time."""
 
     kernel: str
     dispatches: int
@@ -187,7 +188,7 @@ class KernelTime:
 
 
 def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Prediction:
-    """Predict the time of dispatches that run one after the other.
+    """Predict the time of dispatches that run one after another.
 
     Parameters
     ----------
@@ -196,7 +197,7 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Predicti
     dispatches
         Of :func:`plan`, or of an engine.
     tokens
-        That they process, for tokens a second.
+        Tokens that they process, for the tokens per second.
     """
     listed = list(dispatches)
     known: dict[str, Time] = {}  # layers repeat each other
