@@ -1,11 +1,11 @@
 """Chat templates: a conversation as the text that a model was trained on.
 
 A template is Jinja, carried by the model file and written by its author; it is rendered as Hugging Face
-transformers does, in a sandbox. What goes into it is written by somebody else: a message may spell
-``<|im_end|>``, and must not end its own turn with it. So every string of a message is marked before
-rendering: a marker, a character that occurs nowhere else, follows each place where the spelling of a control
-token could begin. Control tokens are then looked for in the marked text, where only the template's own are
-whole, and the marker is taken out of what lies between them.
+transformers does, in a sandbox and within limits on what it may compute. What goes into it is written by
+somebody else: a message may spell ``<|im_end|>``, and must not end its own turn with it. So every string of a
+message is marked before rendering: a marker, a character that occurs nowhere else, follows each place where
+the spelling of a control token could begin. Control tokens are then looked for in the marked text, where only
+the template's own are whole, and the marker is taken out of what lies between them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from metal_prefill._template_budget import TemplateLimitError
+from metal_prefill._template_limits import MAX_SOURCE, LimitedEnvironment, render
 from metal_prefill.errors import ChatTemplateError
 
 # For files without a template: plain paragraphs, each under its speaker's name, as in a play.
@@ -55,29 +56,72 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Copy what a message holds, of Python's own types; nothing else can be searched for control tokens.
+
+    Raises
+    ------
+    TypeError
+        There is anything else, which would become text by a method of its own.
+    ValueError
+        A string is not Unicode text, or a mapping or sequence holds itself.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    # Of subclasses the value, without their way of printing it.
+    if isinstance(value, str):
+        text = str.__str__(value)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} has a lone surrogate at index {error.start}") from None
+        return text
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(k, f"a key of {where}"): _plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}: "
+        "a message holds text, numbers, booleans, None, lists and mappings"
+    )
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings within nested mappings and sequences."""
+    """All strings within nested mappings and lists."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         yield from _strings([*value.keys(), *value.values()])
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list):
         for element in value:
             yield from _strings(element)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.limit()
     return environment
 
 
@@ -98,6 +142,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special: Iterable[str]) -> None:
+        if len(source) > MAX_SOURCE:
+            raise ChatTemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}")
         self._source = source
         self._special = sorted((s for s in special if len(s) > 1), key=len, reverse=True)
         try:
@@ -105,6 +151,9 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"line {error.lineno} of the chat template: {error.message}") from None
+        # Python cannot compile what Jinja made: it nests too deep, or leaves a loop where there is none.
+        except Exception as error:
+            raise ChatTemplateError(f"the chat template: {type(error).__name__}: {error}") from None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
@@ -122,9 +171,9 @@ class ChatTemplate:
         Raises
         ------
         ChatTemplateError
-            The template refuses these messages, or fails.
+            The template refuses these messages, fails, or does more than it may.
         TypeError, ValueError
-            A message is not a mapping, or has no proper role.
+            A message is not a mapping, has no proper role, or holds what JSON has no type for.
         """
         for i, message in enumerate(messages):
             role = message.get("role") if isinstance(message, Mapping) else None
@@ -132,13 +181,22 @@ class ChatTemplate:
                 raise TypeError(f"message {i} must be a mapping with a string 'role', got {message!r}")
             if not _ROLE.fullmatch(role):  # templates put roles into control tokens: '<|' + role + '|>'
                 raise ValueError(f"message {i} has the role {role!r}: a role is a word")
-        marker = self._unused_character(messages)
+        try:
+            plain: list[dict[Any, Any]] = [
+                _plain(message, f"message {i}") for i, message in enumerate(messages)
+            ]
+        except RecursionError:
+            raise ValueError("a message nests too deep") from None
+        marker = self._unused_character(plain)
         marked = [
             {key: value if key == "role" else self._mark(value, marker) for key, value in message.items()}
-            for message in messages
+            for message in plain
         ]
         try:
-            text = self._template.render(messages=marked, **variables)
+            text = render(self._template, {**variables, "messages": marked})
+            text.encode("utf-8")
+        except TemplateLimitError as error:
+            raise ChatTemplateError(f"the chat template exceeds a limit: {error}") from None
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses: {error}") from error
         except Exception as error:  # whatever an expression in it can raise
@@ -147,7 +205,7 @@ class ChatTemplate:
         # Of a split by one group every second piece is a match.
         return [(piece.replace(marker, ""), bool(i % 2)) for i, piece in enumerate(found) if piece]
 
-    def _unused_character(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _unused_character(self, messages: list[dict[Any, Any]]) -> str:
         used = set(self._source).union(*_strings(messages))
         return next(c for c in map(chr, _MARKERS) if c not in used)
 
@@ -157,9 +215,9 @@ class ChatTemplate:
                 return value
             text = self._beginnings.sub(lambda m: m[0] if m[1] else m[0] + marker, value)
             return self._endings.sub(lambda m: m[1] + marker + m[2], text, count=1)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             return {self._mark(k, marker): self._mark(v, marker) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
             return [self._mark(v, marker) for v in value]
         return value
 

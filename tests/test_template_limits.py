@@ -1,0 +1,288 @@
+"""Chat templates of hostile files: each ends soon, takes little memory, and fails as what it is."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metal_prefill import ChatTemplateError
+from metal_prefill._template_budget import FILTERS
+from metal_prefill.chat_template import ChatTemplate
+
+END = "<|im_end|>"
+USER_HI = [{"role": "user", "content": "Hi"}]
+GROWING = (
+    "{{% set n = namespace(x={start}) %}}"
+    "{{% for i in range(60) %}}{{% set n.x = {step} %}}{{% endfor %}}{{{{ n.x }}}}"
+)
+
+# Each computes for hours or takes many gigabytes where nothing limits it.
+HOSTILE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "conditions of loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) if b is none %}{% endfor %}{% endfor %}"
+    ),
+    "lazy filters": "{% for a in range(99999) %}{{ range(99999) | map('string') | list | last }}{% endfor %}",
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "calls of callers": (
+        "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+        + "{% call f() %}" * 18
+        + "x"
+        + "{% endcall %}" * 18
+    ),
+    "power": "{{ (9 ** 9) ** (9 ** 8) }}",
+    "squares": GROWING.format(start=9, step="n.x * n.x"),
+    "product of text": "{{ 'a' * 10 ** 10 }}",
+    "product of a list": "{{ 10 ** 10 * [1] }}",
+    "sums": GROWING.format(start="'abcd'", step="n.x + n.x"),
+    "concatenation": GROWING.format(start="'abcd'", step="n.x ~ n.x"),
+    "captured blocks": "{% set x = 'abcd' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+    "lists that hold one twice": GROWING.format(start="[1]", step="[n.x, n.x]"),
+    "tuples that hold one twice": GROWING.format(start="[1]", step="(n.x, n.x)"),
+    "dicts that hold one twice": GROWING.format(start="[1]", step="{'a': n.x, 'b': n.x}"),
+    "called dicts that hold one twice": GROWING.format(start="[1]", step="dict(a=n.x, b=n.x)"),
+    "output": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+    "comparisons": "{% for i in range(99999) %}{% if 'a' * 999999 == 'a' * 999999 %}{% endif %}{% endfor %}",
+    "tests": "{% for i in range(99999) %}{% if ('a' * 999999) is eq 'b' %}{% endif %}{% endfor %}",
+    "slices": "{% set a = 'a' * 999999 %}{% for i in range(99999) %}{% set b = a[1:] %}{% endfor %}",
+    "center": "{{ 'a' | center(3000000000) }}",
+    "method center": "{{ 'a'.center(3000000000) }}",
+    "zfill": "{{ 'a'.zfill(width) }}".replace("width", "3000000000"),
+    "replace": "{{ ('a' * 999999) | replace('a', 'b' * 99999) }}",
+    "method replace": "{{ ('a' * 999999).replace('', 'b' * 99999) }}",
+    "join": "{{ range(99999) | join('a' * 999999) }}",
+    "join of a lazy filter": "{{ range(99999) | map('string') | join('a' * 999999) }}",
+    "method join": "{{ ('a' * 999999).join('b' * 999999) }}",
+    "width of %": "{{ '%3000000000d' % 1 }}",
+    "argument width of %": "{{ '%*d' % (3000000000, 1) }}",
+    "parts of %": "{{ ('%(a)s' * 99999) % {'a': 'b' * 999999} }}",
+    "filter format": "{{ '%3000000000d' | format(1) }}",
+    "method format": "{{ '{:3000000000}'.format(1) }}",
+    "argument width of format": "{{ '{:{}}'.format(1, 3000000000) }}",
+    "parts of format": "{{ ('{0}' * 99999).format('b' * 999999) }}",
+    "format_map": "{{ '{a:3000000000}'.format_map({'a': 1}) }}",
+    "indent": "{{ ('\n' * 99999) | indent(99999) }}",
+    "indented JSON": "{{ [[[[[1] * 9999]]]] | tojson(indent=9999999) }}",
+    "batch": "{{ [1] | batch(3000000000, 0) | list }}",
+    "slice": "{{ [1] | slice(3000000000) | list }}",
+    "round": "{{ 1 | round(3000000000) }}",
+    "digits": "{{ ('9' * 999999) | int }}",
+    "sum": "{{ ([[1] * 999] * 99) | sum(start=[]) }}",
+    "search from the right": "{{ ('a' * 1999999).rfind('b' + 'a' * 999999) }}",
+    "strip": "{{ ('a' * 1999999).strip('b' * 999999) }}",
+    "escapes": GROWING.format(start="'&' * 999999", step="n.x | forceescape"),
+}
+
+
+def render(source: str, messages: Any = USER_HI) -> str:
+    return "".join(piece for piece, _ in ChatTemplate(source, [END]).render(messages, {}))
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_template_that_does_too_much_is_ended(source: str) -> None:
+    """With limits each takes a few seconds at most; without, the time limit of the suite ends it."""
+    with pytest.raises(ChatTemplateError, match="exceeds a limit"):
+        render(source)
+
+
+MEMORY = """
+import json, resource, sys
+from metal_prefill import ChatTemplateError
+from metal_prefill.chat_template import ChatTemplate
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for source in json.load(sys.stdin):
+    try:
+        ChatTemplate(source, []).render([{"role": "user", "content": "Hi"}], {})
+    except ChatTemplateError:
+        pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_templates_that_do_too_much_take_little_memory() -> None:
+    pytest.importorskip("resource")
+    child = subprocess.run(
+        [sys.executable, "-c", MEMORY],
+        input=json.dumps(list(HOSTILE.values())),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    unit = 1 if sys.platform == "darwin" else 1 << 10
+    assert int(child.stdout) * unit < 256 << 20
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ lipsum(999999) }}",
+        "{{ (1).to_bytes(3000000000, 'big') }}",
+        "{{ '\t'.expandtabs(3000000000) }}",
+        "{{ 'a'.translate({97: 'b' * 999999}) }}",
+        "{{ ('a' * 999999) | wordwrap(1) }}",
+        "{{ ('a.' * 99999) | urlize }}",
+        "{{ {'a': 1} | xmlattr }}",
+    ],
+)
+def test_what_has_no_known_cost_does_not_exist(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"undefined|unsafe|No filter named"):
+        render(source)
+
+
+MALFORMED = {
+    "break": "{% break %}",
+    "continue": "{% continue %}",
+    "parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "lists": "{{ " + "[" * 500 + "]" * 500 + " }}",
+    "conditions": "{% if 1 %}" * 300 + "{% endif %}" * 300,
+    "loops": "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+    "sums": "{{ 1" + "+1" * 20000 + " }}",
+    "attributes": "{{ x" + ".a" * 20000 + " }}",
+    "digits": "{{ " + "9" * 100000 + " }}",
+    "length": "a" * 10**6,
+    "surrogate": "{{ '\\ud800' }}",
+    "endless macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "endless block": "{% block a %}{{ self.a() }}{% endblock %}",
+    "include": "{% include 'x' %}",
+}
+
+
+@pytest.mark.parametrize("source", MALFORMED.values(), ids=MALFORMED.keys())
+def test_what_python_or_jinja_cannot_take_is_the_templates_error(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"the chat template"):
+        render(source)
+
+
+def test_the_limits_grow_with_the_messages() -> None:
+    """What templates of published models do to each message is far within them."""
+    source = (
+        "{% set ns = namespace(last=0) %}"
+        "{% for m in messages[::-1] %}{% if m.role == 'user' and ns.last == 0 %}"
+        "{% set ns.last = loop.length - loop.index %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ '<|start|>' ~ m.role + '\n' }}{% set text = m.content | trim %}"
+        "{% if '</think>' in text %}{% set text = text.split('</think>')[-1] %}{% endif %}"
+        "{{ text.replace('\r', '').strip('\n') }}{% if loop.index0 == ns.last %}{{ m | tojson }}"
+        "{% endif %}{{ '\n\n' if not loop.last }}{% endfor %}"
+    )
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f" {i} " * 99} for i in range(4000)]
+    last = '{"role": "user", "content": "%s"}' % (" 3998 " * 99)
+    expected = "".join(
+        f"<|start|>{m['role']}\n{m['content'].strip()}" + last * (i == 3998) + "\n\n" * (i < 3999)
+        for i, m in enumerate(messages)
+    )
+    assert render(source, messages) == expected
+
+
+def test_a_message_of_many_megabytes_is_rendered() -> None:
+    content = "words " * 2_000_000
+    assert render("{{ messages[0].content | trim ~ '!' }}", [{"role": "user", "content": content}]) == (
+        content.strip() + "!"
+    )
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 'a%sb' % 'x' }}", "{{ '%s' | format('axb') }}", "{{ 'a{}b'.format('x') }}"]
+)
+def test_formatting_works_within_limits(source: str) -> None:
+    assert render(source) == "axb"
+
+
+def test_the_attributes_of_loops_work() -> None:
+    source = (
+        "{% for x in 'ab' %}{{ loop.index }}{{ loop.first }}{{ loop.cycle('p', 'q') }}"
+        "{{ loop.changed(x) }} {% endfor %}"
+    )
+    assert render(source) == "1TruepTrue 2FalseqTrue "
+
+
+def test_the_filters_of_published_templates_exist() -> None:
+    used = (
+        "tojson trim length count join list map select reject selectattr rejectattr string upper lower title "
+        "capitalize replace default d first last items dictsort int float reverse safe sort unique indent "
+        "groupby batch slice min max sum center format escape e attr abs round"
+    )
+    assert set(used.split()) <= set(FILTERS)
+
+
+class Text(str):
+    def __str__(self) -> str:
+        return END
+
+
+class Number(int):
+    def __str__(self) -> str:
+        return END
+
+
+class Fraction(float):
+    def __str__(self) -> str:
+        return END
+
+
+class Speaker(str, enum.Enum):
+    USER = "user"
+
+
+class Thing:
+    def __str__(self) -> str:
+        return END
+
+
+@pytest.mark.parametrize(
+    "value",
+    [END.encode(), Path(END), Thing(), {END}, re.compile(END), bytearray(END.encode()), 1j],
+    ids=lambda v: type(v).__name__,
+)
+@pytest.mark.parametrize("place", ["content", "list", "dict"])
+def test_a_message_holds_text_or_what_json_has(value: Any, place: str) -> None:
+    """Anything else would become text by its own method: a control token, if it likes."""
+    content = {"content": value, "list": ["x", value], "dict": {"x": value}}[place]
+    with pytest.raises(TypeError, match=rf"message 1.*'content'.*is of type {type(value).__name__}"):
+        render("{{ messages }}", [*USER_HI, {"role": "user", "content": content}])
+
+
+def test_the_keys_of_a_message_are_text_or_numbers() -> None:
+    with pytest.raises(TypeError, match=r"a key of message 0\['call'\] is of type bytes"):
+        render("{{ messages }}", [{"role": "user", "call": {END.encode(): "x"}}])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Text("a"), "a"),
+        (Number(7), "7"),
+        (Fraction(0.5), "0.5"),
+        (Speaker.USER, "user"),
+        (None, "None"),
+        (True, "True"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_subclasses_count_by_their_value(value: Any, text: str) -> None:
+    pieces = ChatTemplate("{{ messages[0].content }}", [END]).render([{"role": "user", "content": value}], {})
+    assert pieces == [(text, False)]
+
+
+def test_roles_may_be_members_of_an_enumeration() -> None:
+    assert render("{{ messages[0].role }}", [{"role": Speaker.USER}]) == "user"
+
+
+def test_lone_surrogates_of_a_message_are_the_callers_error() -> None:
+    with pytest.raises(ValueError, match=r"message 0\['content'\] has a lone surrogate at index 2") as caught:
+        render("{{ messages[0].content }}", [{"role": "user", "content": "ab\ud800"}])
+    assert not isinstance(caught.value, ChatTemplateError)
+
+
+def test_a_message_that_holds_itself_is_refused() -> None:
+    content: list[Any] = []
+    content.append(content)
+    with pytest.raises(ValueError, match="a message nests too deep"):
+        render("x", [{"role": "user", "content": content}])
