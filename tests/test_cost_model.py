@@ -28,6 +28,7 @@ from metal_prefill._cost_model import (
     work_of,
 )
 from metal_prefill._dispatches import Dispatch
+from metal_prefill._trace import HOST_CLOCK, Step, chrome_trace
 from metal_prefill.architecture import ModelConfig
 
 SMOLLM = ModelConfig(
@@ -220,6 +221,14 @@ def test_plans_refuse_what_makes_no_sense(smollm: Shape) -> None:
         work_of(Dispatch("conv2d", 0, (1, 1, 1), 32, 0, False, {}))
 
 
+def test_a_trace_has_no_bytes_for_a_kernel_that_the_cost_model_does_not_know(smollm: Shape) -> None:
+    known = plan(smollm, 1)[0]
+    trace = chrome_trace([Step(1, [known, replace(known, kernel="conv2d")])], {"device": "a GPU"})
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [event["name"] for event in events] == [known.kernel, "conv2d"]
+    assert ["bytes" in event["args"] for event in events] == [True, False]
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.main(["predict", *arguments]) == 0
     return capsys.readouterr().out
@@ -265,8 +274,6 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str], mes
 def test_the_command_compares_with_a_trace(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, smollm: Shape
 ) -> None:
-    from metal_prefill._trace import HOST_CLOCK, Step, chrome_trace
-
     def timed(dispatches: list[Dispatch]) -> list[Dispatch]:
         return [replace(d, start=i * 1e-3, end=i * 1e-3 + 5e-6) for i, d in enumerate(dispatches)]
 
@@ -281,6 +288,6 @@ def test_the_command_compares_with_a_trace(
     norms = next(kernel for kernel in rows[0]["kernels"] if kernel["kernel"] == "rmsnorm_f16")
     assert norms["trace_us"] == pytest.approx(59 * 5, rel=1e-3)
     assert "in the trace µs" in run(capsys, "--trace", str(file))
-    # What the emulator took on a CPU is not put beside it.
+    # Times of the emulator on a CPU are not compared with it.
     file.write_text(json.dumps(chrome_trace(steps, {"device": "an emulator", "clock": HOST_CLOCK})))
     assert "in the trace µs" not in run(capsys, "--trace", str(file))

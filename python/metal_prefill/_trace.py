@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from metal_prefill import _core
-from metal_prefill._cost_model import work_of
+from metal_prefill._cost_model import find_work
 from metal_prefill._dispatches import Dispatch
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.session import Progress, Session, TokenIds
@@ -178,7 +178,7 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
 
     An event has the kernel's name; its ``args`` are the dispatch's layer (-1 outside), step (0 is the
     prompt), geometry, buffers and arguments, the bytes that it has to move by its shape (each once), and its
-    counts.
+    counts. Bytes are left out for kernels that the cost model does not know.
     """
     origin = min((d.start for step in steps for d in step.dispatches), default=0.0)
     events: list[dict[str, Any]] = [
@@ -187,7 +187,7 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
     ]
     for number, step in enumerate(steps):
         for i, d in enumerate(step.dispatches):
-            work = work_of(d)
+            work = find_work(d)
             args: dict[str, Any] = {
                 "step": number,
                 "tokens": step.tokens,
@@ -198,8 +198,9 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
                 "after_barrier": d.after_barrier,
                 "buffers": list(d.buffers),
                 "arguments": d.args,
-                "bytes": round(work.dram_bytes + work.cached_bytes),
             }
+            if work is not None:
+                args["bytes"] = round(work.dram_bytes + work.cached_bytes)
             if step.counted:
                 args["counted"] = step.counted[i]
             events.append(

@@ -30,7 +30,7 @@ from math import ceil
 
 from metal_prefill._cost_model.chips import CHIPS, Chip, find_chip
 from metal_prefill._cost_model.shapes import Shape, plan, shape_of, uniform_shape
-from metal_prefill._cost_model.work import Ops, Work, work_of
+from metal_prefill._cost_model.work import Ops, Work, find_work, work_of
 from metal_prefill._dispatches import Dispatch
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Time",
     "Work",
     "find_chip",
+    "find_work",
     "plan",
     "predict",
     "shape_of",

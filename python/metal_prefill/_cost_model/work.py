@@ -486,6 +486,12 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
 }
 
 
+def find_work(dispatch: Dispatch) -> Work | None:
+    """Return the work of a dispatch, or None if its kernel is not known."""
+    known = [stem for stem in _WORK if dispatch.kernel.startswith(stem)]
+    return _WORK[max(known, key=len)](dispatch) if known else None
+
+
 def work_of(dispatch: Dispatch) -> Work:
     """Return the work of a dispatch.
 
@@ -494,7 +500,7 @@ def work_of(dispatch: Dispatch) -> Work:
     ValueError
         If its kernel is not known.
     """
-    known = [stem for stem in _WORK if dispatch.kernel.startswith(stem)]
-    if not known:
+    work = find_work(dispatch)
+    if work is None:
         raise ValueError(f"unknown kernel {dispatch.kernel!r}; known are {', '.join(_WORK)}")
-    return _WORK[max(known, key=len)](dispatch)
+    return work
