@@ -1,4 +1,4 @@
-// The part of the emulator that a test sees and steers, in addition to the Metal API. Plain C++.
+// Functions by which tests observe and control the emulator, in addition to the Metal API. Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace metal_emulator {
 
-// A use of the API that Apple's validation layer aborts on. Thrown at the call; what only shows when a
-// command runs makes the command buffer fail with the same words in its NSError.
+// A use of the API on which Apple's validation layer aborts. Thrown by the call; a mistake that is found only
+// when a command runs makes the command buffer fail, with the same message in its NSError.
 struct ValidationError : std::logic_error {
   using std::logic_error::logic_error;
 };
@@ -31,14 +31,14 @@ struct BufferInfo {
   bool no_copy = false;
 };
 std::vector<BufferInfo> live_buffers();  // in order of creation
-std::size_t allocated_bytes();           // of live buffers, those without copy left out
+std::size_t allocated_bytes();           // of live buffers, without no-copy buffers
 
 struct Counters {  // since the process started
   std::uint64_t buffers = 0, pipelines = 0, libraries = 0, command_buffers = 0, dispatches = 0;
 };
 Counters counters();
 
-// Faults, each used up when it strikes. `nth` counts from 1, the next.
+// Faults, each of which happens once. `nth` counts from 1, the next call.
 void fail_allocation(int nth);  // newBuffer… returns nil
 // The command buffer runs `dispatches` of its dispatches, then fails with MTLCommandBufferErrorDomain `code`.
 void fail_command_buffer(int nth, const std::string& message, long code = 1, int dispatches = 0);
@@ -77,7 +77,7 @@ struct CommandBufferRecord {
   double start_seconds = 0, end_seconds = 0;
   std::vector<DispatchRecord> dispatches;
 };
-// Of the last command buffers that were completed, oldest first. None are kept until a depth is set.
+// The last command buffers that were completed, oldest first. None are kept until a depth is set.
 std::vector<CommandBufferRecord> history();
 void set_history_depth(std::size_t command_buffers);
 
@@ -86,8 +86,7 @@ void set_history_depth(std::size_t command_buffers);
 std::vector<std::string> take_violations();
 
 // "address" or "thread" when the emulator is built with that sanitizer, else empty. Such builds have no
-// checked mode; with AddressSanitizer an access past a buffer's end is the sanitizer's report and ends the
-// process.
+// checked mode; AddressSanitizer reports an access past a buffer's end and ends the process.
 const char* sanitizer();
 
 }  // namespace metal_emulator

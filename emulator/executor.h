@@ -4,8 +4,9 @@
 // lookups by newLibraryWithSource), its kernels and its function constants. An Executor allocates memory and
 // runs the command lists that command buffers hand over; cpu/ runs kernels on fibers, cuda/ on an NVIDIA GPU.
 //
-// The Metal classes check what can be known when a command is encoded: bindings present, of the right kind,
-// long enough and aligned; sizes of grids and threadgroups. An executor checks what only a run can show.
+// The Metal classes check everything that is known when a command is encoded: bindings are present, of the
+// right kind, long enough and aligned; sizes of grids and threadgroups. An executor checks the rest, when the
+// command runs.
 #pragma once
 
 #include <chrono>
@@ -104,7 +105,7 @@ struct Pipeline {
   std::uint32_t max_threads = kMaxThreads;
 };
 
-// Memory that a buffer stands on.
+// The memory of a buffer.
 class Allocation {
  public:
   virtual ~Allocation() = default;
@@ -122,9 +123,8 @@ std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fil
 // the kernel can give one (shared mappings), else the memory itself.
 std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded);
 
-// Called on the thread and stack of a kernel in place of an instruction that ran into a guard of
-// allocate_guarded or wrap_memory. `overrun` counts bytes from the end of the allocation that was missed. It
-// must not return.
+// Called on the thread and stack of a kernel in place of an instruction that accessed a guard of
+// allocate_guarded or wrap_memory. `overrun` counts bytes from the end of the allocation. It must not return.
 using GuardHandler = void (*)(const Allocation& missed, std::size_t overrun, bool write);
 // For the calling thread, while it runs kernels; null outside. Returns the previous one.
 GuardHandler set_guard_handler(GuardHandler handler);
@@ -195,7 +195,7 @@ class Executor {
  public:
   virtual ~Executor() = default;
   virtual std::string device_name() const = 0;
-  // How long a thread that waits for commands should poll before it sleeps, which it takes long to wake from.
+  // How long a thread that waits for commands should poll before it sleeps, since waking up takes long.
   virtual std::chrono::microseconds polling_time() const { return {}; }
   // Takes effect with the next submit.
   virtual void configure(const ExecutorOptions& options) = 0;
@@ -206,7 +206,7 @@ class Executor {
   // A compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws
   // std::runtime_error.
   virtual const ShaderLibrary* load(const std::string& path) = 0;
-  // Throws std::runtime_error where the kernel cannot run with these constants.
+  // Throws std::runtime_error if the kernel cannot run with these constants.
   virtual std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
                                                   const Specialization& constants) = 0;
   // Runs the commands in order of submission, asynchronously; `done` is called once from any thread.
@@ -214,7 +214,7 @@ class Executor {
 };
 
 std::unique_ptr<Executor> make_cpu_executor();
-// Throws std::runtime_error where there is no NVIDIA GPU, or the build has no code for one.
+// Throws std::runtime_error if there is no NVIDIA GPU, or the build has no code for one.
 std::unique_ptr<Executor> make_cuda_executor();
 
 }  // namespace metal_emulator

@@ -31,7 +31,7 @@ struct Vec3 {
   u32 x, y, z;
 };
 
-// What the built-in arguments of one thread are made from.
+// The values that the built-in arguments of a thread are computed from.
 struct Invocation {
   void* const* buffers;      // by index
   void* const* threadgroup;  // by index
@@ -51,24 +51,24 @@ struct Operation {
   int (*execute)(Simdgroup& simdgroup, u32 lanes);
 };
 
-// A matrix product that all lanes of a simdgroup have asked for, or some so far. Lanes do not wait for it:
-// they continue, and the product is computed before any of them waits for anything, or looks at its result.
+// A matrix product that all lanes of a simdgroup have requested, or some so far. Lanes do not wait for it:
+// they continue, and the product is computed before any of them waits for anything or reads its result.
 struct alignas(64) MatrixProduct {
   float a[64], b[64], c[64];  // operands, row by row; c where `addend` is below 0
-  void* targets[kLanes];      // the simdgroup_matrix of each lane that takes the result; null: none any more
-  int addend;                 // the earlier product of the queue that is added, -1: c, -2: nothing
+  void* targets[kLanes];  // the simdgroup_matrix of each lane that takes the result; null: no longer needed
+  int addend;             // the earlier product of the queue that is added, -1: c, -2: nothing
   u32 line;
   const char* file;
-  u32 lanes;       // that have asked
-  u8 differs;      // lanes ask for different products
+  u32 lanes;       // that have requested it
+  u8 differs;      // lanes request different products
   u8 result_type;  // 0 float, 1 half, 2 bfloat
 };
 struct MatrixQueue {
   static constexpr u32 kCapacity = 32;
   MatrixProduct products[kCapacity];
-  u8 count[kLanes];  // products that a lane has asked for
+  u8 count[kLanes];  // products that a lane has requested
   // Computes all products and empties the queue. Returns -1, or the number of a product that not all lanes
-  // ask for.
+  // have requested.
   int (*run)(MatrixQueue& queue);
 };
 

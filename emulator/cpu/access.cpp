@@ -12,7 +12,7 @@
 namespace metal_emulator::cpu {
 namespace {
 
-// An access this close to a buffer was meant for it. Behind the end lies a guard, in front other memory may.
+// An access this close to a buffer was meant for it. A guard follows its end; other memory may precede it.
 constexpr std::size_t kNearEnd = 1 << 16, kNearBegin = 256;
 constexpr std::uintptr_t kNullPages = 1 << 16;
 
@@ -43,7 +43,7 @@ std::string source_location(const void* instruction) {
   const auto offset = static_cast<std::size_t>(static_cast<const char*>(instruction) -
                                                static_cast<const char*>(info.dli_fbase));
   char hex[32];
-  std::snprintf(hex, sizeof hex, "0x%zx", offset - 1);  // the call lies before its return address
+  std::snprintf(hex, sizeof hex, "0x%zx", offset - 1);  // the call is before its return address
   for (const char* tool : {"llvm-symbolizer-19 --functions=none --output-style=GNU -e ",
                            "llvm-symbolizer --functions=none --output-style=GNU -e ", "addr2line -e "}) {
     const std::string command = tool + quoted(info.dli_fname) + " " + hex + " 2>/dev/null";
@@ -205,7 +205,7 @@ void AccessRecorder::collect(DispatchStatistics& statistics) {
         }
       }
       if (begin != SIZE_MAX) own.push_back({begin, binding.offset + (touched.last + 1) * 64});
-      // Union with what other host threads recorded.
+      // Union with the ranges that other host threads recorded.
       std::vector<ByteRange>& all = ranges[index];
       all.insert(all.end(), own.begin(), own.end());
       std::sort(all.begin(), all.end(),

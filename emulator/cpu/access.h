@@ -20,8 +20,8 @@ struct Binding {
   std::size_t offset = 0;  // of begin in its allocation
 };
 
-// Collects what the running kernel reads and writes, by binding. Each host thread has its own; their ranges
-// are merged.
+// Collects the bytes that the running kernel reads and writes, by binding. Each host thread has its own;
+// their ranges are merged.
 class AccessRecorder {
  public:
   AccessRecorder() = default;
@@ -33,17 +33,17 @@ class AccessRecorder {
   using Report = void (*)(void* context, std::string message);
   // `bindings` are sorted by `begin`.
   void begin(const std::vector<Binding>& bindings, Report report, void* context);
-  // Threadgroup memory lies in [begin, end); only what is added as a variable may be touched.
+  // Threadgroup memory is [begin, end); only variables that were added may be accessed.
   void set_threadgroup_memory(std::uintptr_t begin, std::uintptr_t end);
   void add_threadgroup_variable(const char* name, std::uintptr_t begin, std::size_t bytes);
   void access(std::uintptr_t address, std::size_t bytes, bool write, const void* caller);
-  // Adds what was recorded to `statistics` and forgets it.
+  // Adds the recorded ranges to `statistics` and clears them.
   void collect(DispatchStatistics& statistics);
 
  private:
   struct Touched {  // one bit for each byte of a binding
     std::uint64_t* bits = nullptr;
-    std::size_t words = 0, first = SIZE_MAX, last = 0;  // words that are not all zero lie in [first, last]
+    std::size_t words = 0, first = SIZE_MAX, last = 0;  // words outside of [first, last] are zero
     std::uint64_t count = 0;                            // bytes, repeated accesses counted again
   };
   struct Variable {

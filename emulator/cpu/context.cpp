@@ -107,8 +107,7 @@ void Region::guard(unsigned index) {
 
 void* Region::prepare(unsigned index, void (*entry)()) {
   guard(index);
-  // Staggered: stacks lie at multiples of a power of two, and equal depths would all fall in one set of the
-  // cache.
+  // Staggered: stacks are at multiples of a power of two, so equal depths would share one set of the cache.
   const std::size_t stagger = index * 320 % 8192;
   auto* top = reinterpret_cast<void**>(stack(index) + kUsableBytes - 64 - stagger);
 #if defined(__x86_64__)

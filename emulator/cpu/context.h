@@ -18,8 +18,7 @@ extern "C" void metal_emulator_switch(void** from, void* to) asm("metal_emulator
 
 namespace metal_emulator::cpu {
 
-// Memory for a Worker and kMaxThreads stacks, aligned to its size. Between two stacks lies an inaccessible
-// page.
+// Memory for a Worker and kMaxThreads stacks, aligned to its size. An inaccessible page separates two stacks.
 class Region {
  public:
   Region();  // throws std::bad_alloc
@@ -33,7 +32,7 @@ class Region {
   static constexpr std::size_t kUsableBytes = abi::kStackBytes - kGuardBytes;
   // A stack pointer from which metal_emulator_switch enters `entry`.
   void* prepare(unsigned index, void (*entry)());
-  // Makes a sanitizer forget what was done on the stacks.
+  // Makes a sanitizer forget all accesses to the stacks.
   void forget();
 
  private:

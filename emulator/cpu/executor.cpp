@@ -200,13 +200,13 @@ class CpuExecutor final : public Executor {
     std::unique_lock lock(mutex_);
     for (;;) {
       wake_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-      if (queue_.empty()) return;  // whatever was submitted has run
+      if (queue_.empty()) return;  // everything that was submitted has run
       Submission submission = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
       Completion completion = run(submission);
       auto done = std::move(submission.done);
-      submission = {};  // buffers are released before the caller hears of it
+      submission = {};  // buffers are released before the caller is notified
       done(std::move(completion));
       done = nullptr;
       lock.lock();

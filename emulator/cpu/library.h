@@ -1,4 +1,4 @@
-// Shader libraries: from the tables of compiled shaders to what the Metal classes look kernels up in.
+// Shader libraries, in which the Metal classes look up kernels, from the tables of compiled shaders.
 #pragma once
 
 #include <string>

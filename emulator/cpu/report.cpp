@@ -70,14 +70,14 @@ void ThreadgroupRunner::fail_waiting(std::string problem) {
   fail(std::move(problem));
 }
 
-// Ends the threadgroup from whichever fiber runs. Fibers that wait are given up: kernels own nothing.
+// Ends the threadgroup from whichever fiber runs. Waiting fibers are abandoned: kernels own no resources.
 void ThreadgroupRunner::fail(std::string message) {
   const auto coordinates = [](Dim3 at) {
     return "(" + std::to_string(at.x) + "," + std::to_string(at.y) + "," + std::to_string(at.z) + ")";
   };
   error_ = work_->label + ", threadgroup " + coordinates(position_) + ": " + std::move(message);
 #if METAL_EMULATOR_TSAN
-  __tsan_release(&sync_end_.byte);  // what this thread did comes before what the host does next
+  __tsan_release(&sync_end_.byte);  // all accesses of this thread are before the next ones of the host
 #endif
   switch_to(&abi::current_fiber(), nullptr);
   __builtin_unreachable();

@@ -39,7 +39,7 @@ std::byte* map_arena(void* address) {
   return static_cast<std::byte*>(memory);
 }
 
-// Orders what one fiber did before what another does, for ThreadSanitizer.
+// Tells ThreadSanitizer that past accesses of one fiber are before later ones of another.
 void acquire([[maybe_unused]] char& point) {
 #if METAL_EMULATOR_TSAN
   __tsan_acquire(&point);
@@ -216,8 +216,8 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   place_threads();
 #if METAL_EMULATOR_TSAN
   reset_fibers();  // a fiber for each thread, so that no order is seen where there is none
-  // Each is made here: one that another fiber made would begin after all that the other did so far. They
-  // serve later threadgroups, too, which begin after the end of this one.
+  // All are made here: a fiber that another one makes is ordered after everything that the other did so far.
+  // They are used by later threadgroups, too, which begin after the end of this one.
   for (unsigned i = 0; i < count_; i++) {
     if (!tsan_fibers_[i]) tsan_fibers_[i] = __tsan_create_fiber(0);
     threads_[i].simdgroup_barriers = 0;
@@ -231,7 +231,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   for (unsigned i = 0; i < simdgroup_count_ && error_.empty(); i++) {
     if (const int product = run_queue(simdgroups_[i]); product >= 0) error_ = describe_product(i, product);
   }
-  if (!error_.empty()) {  // suspended threads are given up
+  if (!error_.empty()) {  // suspended threads are abandoned
     reset_fibers();
     for (auto& queue : header_->queues) queue = {};
     forget();
@@ -295,7 +295,7 @@ void ThreadgroupRunner::enter() {
   abi::Fiber& fiber = abi::current_fiber();
   for (;;) {
     runner.run_thread(fiber);
-    runner.retire(fiber);  // comes back with another thread to run
+    runner.retire(fiber);  // returns when there is another thread to run
   }
 }
 
@@ -442,8 +442,8 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   if (rng_ && (random() & 3) == 0) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
 }
 
-// Computes the matrix products that lanes have asked for. All have asked for the same, or some lanes took
-// another way.
+// Computes the matrix products that lanes have requested. It is an error if not all of them request the same:
+// some took another branch.
 int ThreadgroupRunner::run_queue(abi::Simdgroup& simdgroup) {
   abi::MatrixQueue& queue = *simdgroup.queue;
   return queue.products[0].lanes ? queue.run(queue) : -1;

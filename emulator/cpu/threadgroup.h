@@ -34,7 +34,7 @@ class ThreadgroupRunner {
 
   // The calling host thread runs threadgroups of this work until finish.
   void begin(const Work& work, std::uint64_t seed);
-  // Returns an error, empty where all threads came to their end.
+  // Returns an error, or an empty text if all threads have returned.
   std::string run(Dim3 position);
   void finish();
 
@@ -48,7 +48,7 @@ class ThreadgroupRunner {
     const char* file = "";
     abi::u32 line = 0;
     abi::u16 fiber = 0;
-    abi::u16 simdgroup_barriers = 0;  // that it came to
+    abi::u16 simdgroup_barriers = 0;  // that it has reached
   };
   struct Header;  // the Worker at the base of the region
 
@@ -69,7 +69,7 @@ class ThreadgroupRunner {
   void retire(abi::Fiber& fiber);  // the fiber's thread has returned
 
   int pick(unsigned after);  // a thread that can run, -1: none
-  int resolve();             // nobody can run: an error, or what active-lane mode makes of it
+  int resolve();             // no thread can run: an error, or, in active-lane mode, a thread that continues
   void suspend(abi::Fiber& self);
   void transfer(abi::Fiber& self, unsigned thread);
   void switch_to(abi::Fiber* from, abi::Fiber* to);
@@ -111,8 +111,8 @@ class ThreadgroupRunner {
   struct alignas(64) SyncPoint {  // an address that stands for an order between fibers
     char byte;
   };
-  // Barriers take turns: the first thread arrives at one before the last has left the one before, and is not
-  // to be seen there.
+  // Successive barriers use them in turns: the first thread arrives at a barrier before the last has left the
+  // previous one, which must not order the two.
   SyncPoint sync_begin_, sync_end_, sync_barrier_[2], sync_simdgroup_[abi::kMaxThreads / abi::kLanes][2];
 
   void* host_stack_ = nullptr;

@@ -1,10 +1,10 @@
 // Shared by shaders compiled for NVIDIA GPUs and the CUDA executor: plain types, without any header of the
 // standard library.
 //
-// A kernel takes one structure by value: where its threadgroups lie in the grid, then a slot for each buffer
-// or threadgroup argument in the order of its declaration, then the bytes of `constant` references. A slot is
-// an address, or an offset into threadgroup memory. Every kernel is compiled twice: an entry that takes its
-// `constant` references by value, as setBytes gives them, and one that takes the address of each.
+// A kernel takes one structure by value: the place of its threadgroups in the grid, then a slot for each
+// buffer or threadgroup argument in the order of its declaration, then the bytes of `constant` references. A
+// slot is an address, or an offset into threadgroup memory. Every kernel is compiled twice: an entry that
+// takes its `constant` references by value, as setBytes gives them, and one that takes the address of each.
 #pragma once
 
 namespace metal_emulator::cuda {
@@ -27,7 +27,7 @@ inline constexpr unsigned kMaxInlineBytes = 1024;  // of one reference; larger o
 constexpr unsigned align_up(unsigned value) {
   return (value + kInlineAlignment - 1) / kInlineAlignment * kInlineAlignment;
 }
-// Whether an argument travels by value in the entry that has values.
+// Whether an argument is passed by value in the entry that has values.
 constexpr bool is_inline(bool constant, bool reference, unsigned long bytes) {
   return constant && reference && bytes <= kMaxInlineBytes;
 }

@@ -63,7 +63,7 @@ class CopiedAllocation final : public Allocation {
   const std::shared_ptr<Allocation> inner_, copy_;
 };
 
-// Where fills and copies go that may not be over when their calls return. Other streams do not wait for it.
+// The stream of fills and copies that may continue when their calls return. Other streams do not wait for it.
 void wait_for_default_stream() {
   METAL_EMULATOR_CALL(cuStreamSynchronize, nullptr);
 }

@@ -1,5 +1,5 @@
-// NVIDIA's driver API, found when the program runs: no toolkit is needed to build or to run. Names and values
-// are those of the driver's documentation.
+// NVIDIA's driver API, loaded when the program runs: no toolkit is needed to build or to run. Names and
+// values are those of the driver's documentation.
 #pragma once
 
 #include <cstddef>
@@ -127,11 +127,11 @@ struct Driver {
 #undef METAL_EMULATOR_DRIVER_MEMBER
   bool has_graphs = false;
 
-  // Throws std::runtime_error where there is no driver, or too old a one.
+  // Throws std::runtime_error if there is no driver, or one that is too old.
   static const Driver& get();
 };
 
-// The driver's words for a result.
+// The driver's description of a result.
 std::string describe(Result result);
 // Throws std::runtime_error with the call's name unless it went well.
 void check(Result result, const char* call);

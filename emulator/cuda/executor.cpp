@@ -56,7 +56,7 @@ class CudaExecutor final : public Executor {
 
   std::chrono::microseconds polling_time() const override { return std::chrono::milliseconds(20); }
 
-  // The GPU has an order of threads of its own, and lanes that are active.
+  // Seed and active lanes have no effect: the GPU orders threads itself, and has active lanes.
   void configure(const ExecutorOptions& options) override {
     if (options.checked) throw std::runtime_error("checked mode needs the emulator's CPU executor");
   }
@@ -69,7 +69,7 @@ class CudaExecutor final : public Executor {
   }
   const ShaderLibrary* load(const std::string& path) override { return libraries_->load(path); }
 
-  // The CPU executor knows what a kernel's source says of it.
+  // The CPU executor describes the kernel, from its source.
   std::shared_ptr<const Pipeline> prepare(const ShaderLibrary& library, const Kernel& kernel,
                                           const Specialization& constants) override {
     const auto described = libraries_->prepare(library, kernel, constants);
@@ -122,7 +122,7 @@ class CudaExecutor final : public Executor {
     return program;
   }
 
-  // Memory that is freed now need not be freed when somebody waits for the end.
+  // Keeps only the memory of the commands: the rest is freed now, and not while somebody waits for the end.
   static void keep_memory_alone(Running& running) {
     const auto keep = [&](BoundBuffer& buffer) {
       if (buffer.allocation) running.memory.push_back(std::move(buffer.allocation));
@@ -147,7 +147,7 @@ class CudaExecutor final : public Executor {
       if (timed_ || !has_only_dispatches(running.commands)) {
         launch_in_order(running);
       } else {
-        // The GPU begins with the first ones while the graph of the others is brought up to date.
+        // The GPU begins with the first ones while the graph of the others is updated.
         const std::size_t ahead = end_of_stage(running.commands, kLaunchedAhead);
         streams_->launch_stages(prepare_all(running, 0, ahead));
         std::vector<Launch> others = prepare_all(running, ahead, running.commands.size());
@@ -220,7 +220,7 @@ class CudaExecutor final : public Executor {
     METAL_EMULATOR_CALL(cuEventRecord, running.marks.back(), streams_->main());
   }
 
-  // Puts the bytes of setBytes where a kernel takes them by address.
+  // Copies the bytes of setBytes to the GPU and returns their address.
   Address upload(Running& running, const std::vector<std::byte>& bytes) {
     Address address = 0;
     METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), streams_->main());
@@ -235,13 +235,13 @@ class CudaExecutor final : public Executor {
     std::unique_lock lock(mutex_);
     for (;;) {
       wake_.wait(lock, [&] { return stop_ || !running_.empty(); });
-      if (running_.empty()) return;  // whatever was submitted has run
+      if (running_.empty()) return;  // everything that was submitted has run
       Running running = std::move(running_.front());
       running_.pop_front();
       lock.unlock();
       Completion completion = finish(running);
       auto done = std::move(running.done);
-      running = {};  // buffers are released before the caller hears of it
+      running = {};  // buffers are released before the caller is notified
       done(std::move(completion));
       done = nullptr;
       lock.lock();

@@ -5,7 +5,7 @@
 namespace metal_emulator::cuda {
 namespace {
 
-// A graph pays where there are many launches, and where its form comes again.
+// A graph is worth its cost if it has many launches and its form is used again.
 constexpr std::size_t kFewestLaunches = 16;
 constexpr std::size_t kMostForms = 16;
 

@@ -1,5 +1,5 @@
-// Command buffers of a form that comes again as graphs of the driver, which start in one call and with less
-// time between their kernels than launches one by one.
+// Command buffers whose form is used again become graphs of the driver, which start in one call and with less
+// time between their kernels than single launches.
 #pragma once
 
 #include <list>
@@ -29,8 +29,7 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  // Runs as many launches, of the same functions in the same stages; what else has changed is brought up to
-  // date.
+  // Runs launches of the same number, functions and stages; everything else that has changed is updated.
   void run(std::vector<Launch> launches, Stream stream);
 
  private:
@@ -42,7 +41,7 @@ class Graph {
   GraphExec executable_ = nullptr;
 };
 
-// The graphs of the forms used last. A form's first launches go one by one: most prompts come once.
+// The graphs of the forms used last. A form that is new is launched one by one: most prompts come once.
 class Graphs {
  public:
   explicit Graphs(bool overlaps) : overlaps_(overlaps) {}
@@ -53,7 +52,7 @@ class Graphs {
  private:
   struct Form {
     std::vector<std::pair<Function, std::size_t>> kernels;
-    std::unique_ptr<Graph> graph;  // null until it comes again
+    std::unique_ptr<Graph> graph;  // null until the form is used again
   };
   const bool overlaps_;
   std::list<Form> forms_;  // the one used last first

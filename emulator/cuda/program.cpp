@@ -71,8 +71,9 @@ Function Program::compile(Variant variant) const {
   std::string assembly = module.assembly;
   replace_all(assembly, "%nsmid", variant.partial ? "1" : "0");
   if (device_.capability() >= 90) {
-    // The next kernel is brought to the multiprocessors while this one runs, and waits for its memory there.
-    // Not before this one's own memory is ready: else those after the next come as well, and take places.
+    // The next kernel may be launched while this one runs, and waits on the multiprocessors for its results.
+    // Not before this one's own inputs are ready: otherwise later kernels would be launched as well, and
+    // occupy the multiprocessors.
     replace_all(assembly, ".target sm_80", ".target sm_90");
     replace_all(assembly, "// await", "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
   }

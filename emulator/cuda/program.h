@@ -33,10 +33,10 @@ ParameterLayout layout_of(const Kernel& kernel);
 // One kernel with its function constants, all variants of it. Used by any number of pipelines.
 class Program {
  public:
-  // Throws std::runtime_error where the build has no code of the kernel for GPUs.
+  // Throws std::runtime_error if the build has no code of the kernel for GPUs.
   Program(const Device& device, const ShaderLibrary& library, const Kernel& kernel, Specialization constants);
 
-  // Compiles the variant when it is first asked for; throws std::runtime_error with the driver's words.
+  // Compiles the variant when it is first used; throws std::runtime_error with the driver's message.
   Function function(Variant variant);
   const ParameterLayout& layout() const { return layout_; }
   const Specialization& constants() const { return constants_; }

@@ -1,5 +1,5 @@
-// The Objective-C classes that implement Metal's protocols, as they see each other. Encoding is on the way of
-// every token, so encoders look at what others have instead of sending them messages.
+// The Objective-C classes that implement Metal's protocols, as they see each other. Every token is encoded,
+// so encoders read members of other objects instead of sending them messages.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -105,7 +105,7 @@ inline void require_open(bool ended, const char* call) {
 @interface EmulatorCommandQueue : NSObject <MTLCommandQueue>
 - (instancetype)initWithDevice:(id<MTLDevice>)device maxCommandBufferCount:(NSUInteger)count;
 - (void)enqueue:(EmulatorCommandBuffer*)commandBuffer;
-// Hands every command buffer to the executor that is committed and has none before it that is not.
+// Submits every committed command buffer that no uncommitted one precedes to the executor.
 - (void)submitReady;
 - (void)commandBufferFinished;
 - (void)commandBufferDropped;  // deallocated without a commit
@@ -119,7 +119,7 @@ inline void require_open(bool ended, const char* call) {
 - (void)encode:(metal_emulator::Command)command
       bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
 - (void)encodeBarrier:(metal_emulator::EncodedBarrier)barrier;
-// Whether somebody will ask what commands were bound to.
+// Whether the bindings of commands must be kept, for messages and records.
 - (BOOL)describesBindings;
 - (int)nextDispatch;
 - (std::size_t)commandCount;

@@ -52,7 +52,7 @@ struct Running {
   std::vector<Access> _untrackedNow;         // by the one that is open
   std::vector<MTLCommandBufferHandler> _scheduledHandlers, _completedHandlers;
 
-  std::mutex _mutex;  // guards what follows
+  std::mutex _mutex;  // guards the members below
   std::condition_variable _changed;
   MTLCommandBufferStatus _status;
   std::atomic<bool> _finished;  // completed, and its handlers have run
@@ -158,7 +158,7 @@ struct Running {
     _submitted = now();
     _changed.notify_all();
   }
-  // The object lives until it is done, and is let go before the work counts as done.
+  // The object lives until it is done, and is released before the work counts as done.
   auto running = std::make_shared<Running>(Running{self});
   state.executor().submit(std::move(commands), [running, fault](const Completion& completion) {
     const metal_emulator::WorkerScope scope;
@@ -267,7 +267,7 @@ struct Running {
   if (_describes) _encoded.bindings.push_back(std::move(bindings));
 }
 - (void)encodeBarrier:(EncodedBarrier)barrier {
-  if (!_describes) return;  // commands say for themselves that they come after one
+  if (!_describes) return;  // commands have a flag that a barrier precedes them
   _encoded.barriers.push_back(std::move(barrier));
 }
 - (BOOL)describesBindings {

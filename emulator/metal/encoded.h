@@ -1,5 +1,5 @@
-// Commands as they were encoded, with what messages and records say of them, and what can be found in them
-// when they have run.
+// Commands as they were encoded, with the details that messages and records need, and the checks that are
+// made when they have run.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace metal_emulator {
 
-// A barrier and what it covers.
+// A barrier and its scope.
 struct EncodedBarrier {
   std::size_t before_command;  // index into the commands
   bool all;

@@ -49,7 +49,7 @@ using metal_emulator::ValidationError;
 
 namespace {
 
-// Throws ValidationError unless [offset, offset + size) lies in the buffer.
+// Throws ValidationError unless [offset, offset + size) is inside the buffer.
 const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger offset, NSUInteger size,
                                                 const char* call, const char* what) {
   const auto& state = checked_cast<EmulatorBuffer>(buffer, call).state;

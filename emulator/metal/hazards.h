@@ -1,4 +1,4 @@
-// Finds commands that touch the same bytes, one of them writing, with nothing between them that orders them.
+// Finds commands that access the same bytes, one of them writing, without a barrier or fence between them.
 #pragma once
 
 #include <optional>
@@ -25,8 +25,8 @@ struct Access {
 class HazardTracker {
  public:
   // How exactly a range is known. kBound: from the bound offset to the end of the buffer, of which a kernel
-  // uses what it likes; bindings of a buffer at different offsets are taken to be different parts of it, and
-  // only those at the same offset to meet. kTouched: the bytes that were really touched.
+  // may use a part; bindings of a buffer at different offsets are assumed to use different parts, and
+  // bindings at the same offset to conflict. kTouched: the bytes that were really accessed.
   enum class Known { kBound, kTouched };
   explicit HazardTracker(Known known) : known_(known) {}
 

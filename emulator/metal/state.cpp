@@ -266,7 +266,7 @@ void State::serve_background() {
       background_tasks_.pop_front();
     }
     task();
-    task = nullptr;  // what it captured is gone before the work counts as done
+    task = nullptr;  // its captures are destroyed before the work counts as done
     end_work();
   }
 }

@@ -1,4 +1,4 @@
-// The emulator's one machine: its executor, its accounts, and the faults that tests ask for.
+// The state of the emulator: its executor, its accounts, and the faults that tests request.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,8 @@
 
 namespace metal_emulator {
 
-// The state of a buffer, separate from its Objective-C object: command buffers hold it while they run,
-// whoever frees the object.
+// The state of a buffer, separate from its Objective-C object: command buffers hold it while they run, also
+// when the object is freed.
 struct BufferState {
   std::shared_ptr<Allocation> allocation;
   BufferInfo info;
@@ -36,16 +36,16 @@ class State {
   static State& get();
 
   Executor& executor() { return *executor_; }
-  // Whether misuse that a Mac finds with its validation layer only, or not at all, is looked for: what
-  // commands without order do to the same memory, and what was done to buffers without a command
-  // buffer's knowledge.
+  // Whether to look for misuse that a Mac finds only with its validation layer, or not at all: commands
+  // without an order that access the same memory, and changes to buffers that a command buffer does not know
+  // of.
   bool validates() const { return validates_; }
   ExecutorOptions options();
   void set_options(const ExecutorOptions& options);
   DeviceLimits limits();
   void set_limits(const DeviceLimits& limits);
 
-  // Null when memory is out or a test wants it so.
+  // Null if there is no memory, or if a test requested that.
   std::shared_ptr<BufferState> allocate(std::size_t length, StorageMode mode);
   std::shared_ptr<BufferState> wrap(void* memory, std::size_t length, StorageMode mode);
   void release(const std::shared_ptr<BufferState>& buffer);
@@ -70,7 +70,7 @@ class State {
   std::vector<CommandBufferRecord> history();
   void set_history_depth(std::size_t depth);
 
-  // Work under way on other threads. wait_idle returns at once on a thread that is doing such work.
+  // Work that runs on other threads. wait_idle returns at once on a thread that is doing such work.
   void begin_work();
   void end_work();
   void wait_idle();

@@ -1,5 +1,5 @@
 // Buffers with MTLHazardTrackingModeUntracked: Metal orders neither the encoders of a command buffer nor the
-// command buffers of a queue that use them. Without fences and events, only the host's waiting does.
+// command buffers of a queue that use them. Without fences and events, only waiting on the host does.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class UntrackedUse {
   static void commit(const std::shared_ptr<UntrackedUse>& use);
   // The host has seen that the command buffer completed, and with it those before it in the same queue.
   static void observe(UntrackedUse& use);
-  // The memory is freed, its address may come again.
+  // The memory is freed; its address may be used again.
   static void forget(const Allocation& memory);
 
  private:

@@ -5,7 +5,7 @@
 namespace metal_emulator {
 namespace {
 
-// Apple GPUs want offsets of constant buffers at multiples of 4 bytes even for smaller types.
+// Apple GPUs need offsets of constant buffers at multiples of 4 bytes even for smaller types.
 constexpr std::size_t kMinConstantAlignment = 4;
 
 std::string join(const Size& size) {

@@ -1,4 +1,4 @@
-// The checks of Apple's validation layer that depend on what is bound when a dispatch is encoded.
+// The checks of Apple's validation layer that depend on the bindings when a dispatch is encoded.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check Metal sources for what Apple's compiler would refuse, as far as clang can tell without it.
+"""Check Metal sources for errors that Apple's compiler would report, as far as clang can find them.
 
 A source is scanned for words and declarations that Metal does not have, then compiled as C++ for OpenCL,
 which shares Metal's address spaces and vector types, and clang's syntax tree is searched for pointers without

@@ -19,7 +19,7 @@ namespace metal_testing {
 
 namespace nb = nanobind;
 
-// Metal said no and gave this reason.
+// Metal refused with this reason.
 struct MetalError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -84,7 +84,7 @@ struct BlitEncoder {
   id<MTLBlitCommandEncoder> object;
 };
 
-// Sets an object free within a pool, so that nothing remains in one of an outer scope.
+// Releases an object within a pool, so that nothing remains in the pool of an outer scope.
 template <typename T>
 void release(T& self) {
   const AutoreleasePool pool;

@@ -79,7 +79,7 @@ class _Dispatch(ctypes.Structure):
 
 @dataclass
 class NoCopy:
-    """An array to be bound where it lies, as newBufferWithBytesNoCopy does."""
+    """An array to be bound without a copy, as newBufferWithBytesNoCopy does."""
 
     array: np.ndarray[Any, Any]
 

@@ -134,7 +134,7 @@ def test_missing_function_constant_is_an_error(language: ShaderLibrary) -> None:
 def test_what_kernel_libraries_write(language: ShaderLibrary) -> None:
     out = np.zeros(8, np.float32)
     language.run("idioms", (1,), (1,), [out], constants={8: -7})
-    # 1.005859375 lies in the middle of two numbers that bfloat has.
+    # 1.005859375 is in the middle of two numbers that bfloat has.
     expected = [sum(range(10, 16)), 10, -4, np.nan, 47 + 700, 1.0078125 + 2, 42 - 4 + 0.5, 3 + 40 + 100]
     np.testing.assert_array_equal(out, expected)  # an initializer of threadgroup memory initializes nothing
 

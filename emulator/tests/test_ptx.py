@@ -1,4 +1,4 @@
-"""Shaders compiled for NVIDIA GPUs: what can be known without one."""
+"""Shaders compiled for NVIDIA GPUs: tests of the assembly, which need no GPU."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ UNANNOTATED = {
 }
 # The bindings keep one type for a selector, whichever protocol has it: this one is MTLIOCommandBuffer's.
 AMBIGUOUS = {("MTLCommandBuffer", "status")}
-# Inline functions, which a binding does not import, and enum constants that are no numbers there.
+# Inline functions, which a binding does not import, and enum constants that are not numbers there.
 NOT_EXPORTED = {"NSMakeRange", "NSNotFound"}
 
 

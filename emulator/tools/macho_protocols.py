@@ -73,11 +73,11 @@ class Library:
         self.sections[name.rstrip(b"\0").decode()] = Section(address, size, offset)
 
     def offset(self, address: int) -> int:
-        """Return where in the file an address lies."""
+        """Return the offset in the file of an address."""
         for section in self.sections.values():
             if section.address <= address < section.address + section.size:
                 return section.offset + address - section.address
-        raise FormatError(f"address {address:#x} lies in no section")
+        raise FormatError(f"address {address:#x} is in no section")
 
     def pointer(self, address: int) -> int:
         """Return the 64-bit value at an address."""

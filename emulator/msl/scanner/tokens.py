@@ -33,7 +33,7 @@ OPENING = {"(": ")", "[": "]", "{": "}"}
 
 
 class SourceError(Exception):
-    """A source that Metal would refuse, or that lies outside of the modelled language."""
+    """A source that Metal would refuse, or that is outside of the modelled language."""
 
 
 @dataclass(slots=True)

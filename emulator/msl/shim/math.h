@@ -1,6 +1,6 @@
 // Floating-point functions of one to three arguments, for float, half and their vectors, in metal::,
 // metal::precise and metal::fast. Results are those of the host's float functions, or of ptx_math.h's, rounded
-// to half where the argument is half. The fast ones are the same, but for exp on GPUs.
+// to half where the argument is half. The fast ones are the same, except for exp on GPUs.
 #pragma once
 
 namespace msl {

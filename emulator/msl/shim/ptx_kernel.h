@@ -59,7 +59,7 @@ MSL_INLINE abi::Vec3 register_vector(int x, int y, int z) {
   return {static_cast<uint>(x), static_cast<uint>(y), static_cast<uint>(z)};
 }
 
-// Where an argument lies among the parameters.
+// The place of an argument among the parameters.
 struct Place {
   unsigned slot, value;
 };
@@ -172,7 +172,7 @@ struct Entry<Kernel, Constants, P...> {
   MSL_ENTRY_FOR(kernel_##number##_values, true, __VA_ARGS__) \
   MSL_ENTRY_FOR(kernel_##number##_addresses, false, __VA_ARGS__)
 
-// Function constants lie in constant memory, as variables that the emitter declares. Each pipeline has a module
+// Function constants are in constant memory, as variables that the emitter declares. Each pipeline has a module
 // of its own, and writes them there.
 #define MSL_FUNCTION_CONSTANT(type, name, index)                                   \
   struct name##_constant {                                                         \

@@ -106,7 +106,7 @@ MSL_INLINE ::float2 short_float_product(::uint2 a, ::uint2 b, ::float2 c) {
       : "r"(a.x), "r"(a.y), "r"(b.x), "r"(b.y), "f"(c[0]), "f"(c[1]));
   return ::float2{first, second};
 }
-// A float as the sum of two with eleven significant bits; what is left is below 2^-22 of it.
+// A float as the sum of two with eleven significant bits; the rest is below 2^-22 of it.
 struct ShortFloats {
   ::uint2 high, low;
   MSL_INLINE static uint rounded(float x) {

@@ -83,7 +83,7 @@ MSL_INLINE simdgroup_matrix<T, Rows, Columns> make_diagonal_simdgroup_matrix(T v
   return simdgroup_matrix<T, Rows, Columns>(value);
 }
 
-// Rows are `stride` elements apart; origin is (column, row); with `transpose`, memory holds the transposed
+// Rows begin at multiples of `stride` elements; origin is (column, row); with `transpose`, memory holds the transposed
 // matrix.
 template <class T>
 MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong stride = 8,

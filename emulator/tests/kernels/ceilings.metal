@@ -1,4 +1,4 @@
-// What a GPU can do at most, for tools/bench_gpu.py: multiplications in registers, and nothing at all.
+// Upper limits of a GPU, for tools/bench_gpu.py: multiplications in registers, and an empty kernel.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 

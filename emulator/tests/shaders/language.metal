@@ -1,4 +1,4 @@
-// What Metal Shading Language has beyond C++, each with a result that a test knows.
+// Features that Metal Shading Language adds to C++, each with a result that a test knows.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
@@ -189,9 +189,10 @@ kernel void unspecialized(device float* out [[buffer(0)]]) {
   out[0] = kLanguageHeader;
 }
 
-// What kernel libraries write: constants of a named type with an octal index, loops unrolled by a macro, comparisons
-// among template parameters, members that differ by address space and are defaulted, instantiations whose template
-// arguments follow from the parameters, and threadgroup variables with an initializer that says nothing.
+// Code as kernel libraries have it: constants of a named type with an octal index, loops unrolled by a macro,
+// comparisons among template parameters, members that differ by address space and are defaulted,
+// instantiations whose template arguments follow from the parameters, and threadgroup variables with an
+// initializer that says nothing.
 constant int32_t width [[function_constant(010)]];
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
 template <int N>

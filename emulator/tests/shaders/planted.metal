@@ -27,10 +27,9 @@ kernel void exchange_far(device const float* x [[buffer(0)]], device float* out 
   out[i] = shared[n - 1 - i];
 }
 
-// The barrier that is missing lies between others.
+// The missing barrier would be between others.
 kernel void exchange_between(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
-                             uint i [[thread_index_in_threadgroup]],
-                             uint n [[threads_per_threadgroup]]) {
+                             uint i [[thread_index_in_threadgroup]], uint n [[threads_per_threadgroup]]) {
   threadgroup float shared[128];
   shared[i] = 0;
   threadgroup_barrier(mem_flags::mem_threadgroup);
