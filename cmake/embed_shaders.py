@@ -32,7 +32,7 @@ class IncludeError(Exception):
 
 
 def display_name(path: Path, root: Path) -> str:
-    """Return the path as messages should show it: relative to the root where it lies inside."""
+    """Return the path as messages should show it: relative to the root if it is inside."""
     path, root = path.resolve(), root.resolve()
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
@@ -127,7 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--root", type=Path, default=Path(), help="names in #line are relative to this folder"
     )
     parser.add_argument("--flat", type=Path, help="write the one shader, flattened")
-    parser.add_argument("--cpp", type=Path, help="write all shaders as C++, and embedded_shaders.h beside it")
+    parser.add_argument(
+        "--cpp", type=Path, help="write all shaders as C++, and embedded_shaders.h next to it"
+    )
     parser.add_argument("--namespace", default="metal_prefill::metal", help="of the C++ output")
     parser.add_argument("--depfile", type=Path, help="write a Make rule with the files read")
     options = parser.parse_args(arguments)

@@ -41,12 +41,12 @@ struct TensorRow {
   std::string_view name;  // in the file; of a layer, after its "blk.N."
   TensorKind kind;
   Extent rows, cols;
-  // Whether a file has it: "required", "optional", "tied" (the token embedding takes its place), or the trait
-  // of the architecture that says so, a field of Architecture in Python.
+  // Whether a file has it: "required", "optional", "tied" (the token embedding takes its place), or the name
+  // of the trait of the architecture that decides, a field of Architecture in Python.
   std::string_view presence;
   std::string_view what;  // in messages
 
-  // Whether the engines rely on it. What hangs on a trait, they take as they find it.
+  // Whether the engines rely on it. A tensor that depends on a trait may be absent.
   bool needed() const { return presence == "required" || presence == "tied"; }
 };
 
@@ -70,7 +70,7 @@ inline constexpr LayerTensor kLayerTensors[] = {
 #include "tensors.inc"
 };
 
-// Calls visit(row, tensor) for every place that a tensor can have, layer by layer, the absent ones included.
+// Calls visit(row, tensor) for every tensor that a model can have, layer by layer, also for absent ones.
 template <class AnyModel, class Visit>
 void for_each_tensor(AnyModel& model, const Visit& visit) {
   for (const auto& [row, member] : kModelTensors) visit(row, model.*member);

@@ -112,7 +112,7 @@ def test_a_set_can_be_named_and_one_that_the_processor_lacks_is_an_error(demo_pa
 
 @pytest.mark.parametrize("compute", ["int8", "f32"])
 @pytest.mark.parametrize("isa", PROCESSORS)
-def test_the_model_in_the_box_agrees_with_the_reference(
+def test_the_bundled_model_agrees_with_the_reference(
     isa: str, compute: str, demo_path: Path, ids: list[int]
 ) -> None:
     expected = ReferenceModel(demo_path).forward(ids).logits[-1]

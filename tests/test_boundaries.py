@@ -179,6 +179,7 @@ def imports(sources: Sources) -> dict[str, set[str]]:
 NATIVE = ("_core", "_metal_testing")
 COMMAND_LINE = ("metal_prefill.cli", "metal_prefill._commands")
 BENCHMARKS = ("metal_prefill.bench", "metal_prefill._bench")
+OF_THE_GPU = ("metal_prefill._trace", "metal_prefill._cost_model")  # for the commands `trace` and `predict`
 PROGRAMS = ("metal_prefill.bench.__main__",)  # run by `python -m`
 
 
@@ -203,12 +204,13 @@ def no_module_imports_itself_through_others(sources: Sources) -> list[str]:
 
 
 def the_library_knows_no_command_line_and_no_benchmark(sources: Sources) -> list[str]:
+    others = COMMAND_LINE + BENCHMARKS + OF_THE_GPU
     return [
         f"{module} imports {target}"
         for module, targets in imports(sources).items()
-        if not belongs(module, COMMAND_LINE + BENCHMARKS)
+        if not belongs(module, others)
         for target in sorted(targets)
-        if belongs(target, COMMAND_LINE + BENCHMARKS)
+        if belongs(target, others)
     ]
 
 
@@ -228,6 +230,15 @@ def python_knows_native_code_by_the_bindings_alone(sources: Sources) -> list[str
         f"{module} imports {target}"
         for module, targets in imports(sources).items()
         for target in sorted(targets & others)
+    ]
+
+
+def the_package_does_not_control_the_emulator(sources: Sources) -> list[str]:
+    return [
+        f"{path} uses {used}"
+        for path, text in sources.items()
+        if path.startswith("python/")
+        for used in re.findall(r"""_core\.emulator\b|getattr\(_core, ["']emulator["']""", text)
     ]
 
 
@@ -278,6 +289,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     the_library_knows_no_command_line_and_no_benchmark: [
         ("python/metal_prefill/model.py", "from metal_prefill import cli"),
         ("python/metal_prefill/hub.py", "from metal_prefill._bench.model_file import cache_dir"),
+        ("python/metal_prefill/session.py", "def f():\n    from metal_prefill._trace import trace_session"),
     ],
     benchmarks_know_no_command_line: [
         ("python/metal_prefill/_bench/runner.py", "from metal_prefill._commands import common"),
@@ -285,6 +297,10 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     python_knows_native_code_by_the_bindings_alone: [
         ("python/metal_prefill/model.py", "from metal_prefill import _metal_testing"),
         ("python/metal_prefill/session.py", "import ctypes"),
+    ],
+    the_package_does_not_control_the_emulator: [
+        ("python/metal_prefill/_trace.py", "_core.emulator.set_history_depth(1)"),
+        ("python/metal_prefill/_trace.py", '_emulator = getattr(_core, "emulator", None)'),
     ],
     errors_know_nothing_of_the_package: [
         ("python/metal_prefill/errors.py", "from metal_prefill import _core"),

@@ -85,7 +85,7 @@ def test_run_continues_the_prompt_as_the_model_does(capsys: pytest.CaptureFixtur
     assert out == PROMPT + expected + "\n"
 
 
-def test_run_reports_prompt_and_decode_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_reports_prompt_and_decode_separately(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "-p", PROMPT, "-n", "20"]) == 0
     line = capsys.readouterr().err
     with Model() as model:

@@ -23,8 +23,8 @@ Logits = npt.NDArray[np.float32]
 # each operand, averaged over the products and passed through a few layers, stays below the second.
 NMSE_F32 = 1e-9
 NMSE_HALF = 5e-6
-# Activations in 8 bits per block of 32 have a relative error near 0.5% each; what comes of it in models of
-# random weights, which have no margin to spare, is held here so that it cannot grow unseen.
+# Activations in 8 bits per block of 32 have a relative error near 0.5% each. Logits of random weights are
+# sensitive to it; this bound keeps the effect from growing unnoticed.
 CORRELATION_INT8 = 0.998
 
 
@@ -90,7 +90,7 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
 
 
 @pytest.mark.parametrize("compute", ["f32", "int8"])
-def test_the_model_in_the_box_agrees_with_the_reference(device: str, demo_path: Path, compute: str) -> None:
+def test_the_bundled_model_agrees_with_the_reference(device: str, demo_path: Path, compute: str) -> None:
     with Model(demo_path, device=device, compute=compute) as model:
         ids = model.tokenizer.encode("ROMEO:\nBut, soft! what light through yonder window breaks?")
         expected = reference(demo_path).forward(ids).logits
@@ -246,7 +246,7 @@ def test_scores_of_the_cpu_do_not_depend_on_the_chunk(model_path: Callable[[str]
 
 
 def test_all_devices_write_the_same_text(metal: None, demo_path: Path) -> None:
-    """For 200 tokens, or until the two best logits lie closer than the engines do."""
+    """For 200 tokens, or until the two best logits differ by less than those of the engines."""
     with (
         Model(demo_path, device="cpu", compute="f32") as cpu,
         Model(demo_path, device="metal") as gpu,
@@ -255,9 +255,9 @@ def test_all_devices_write_the_same_text(metal: None, demo_path: Path) -> None:
         a, b = cpu.forward_prompt_logits(ids), gpu.forward_prompt_logits(ids)
         for step in range(200):
             best = np.partition(a, -2)[-2:]
-            apart = np.abs(a - b).max()
-            assert apart <= 1e-2 * np.abs(a).max()
-            if best[1] - best[0] <= 2 * apart:
+            difference = np.abs(a - b).max()
+            assert difference <= 1e-2 * np.abs(a).max()
+            if best[1] - best[0] <= 2 * difference:
                 assert step >= 20, f"a tie at step {step} leaves nothing compared"
                 break
             token = int(np.argmax(a))
@@ -278,7 +278,7 @@ def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(device: str, 
         assert model.position == 0
 
 
-def test_normed_heads_that_need_padding_are_refused_by_metal_alone(metal: None, tmp_path: Path) -> None:
+def test_normed_heads_that_need_padding_are_refused_only_by_metal(metal: None, tmp_path: Path) -> None:
     """The mean square of a padded head would be taken over dimensions that the model does not have."""
     model = SmallModel("qwen3", key_dim=12, embedding="F32", types={"*": "F32"})
     path = write(tmp_path / "m.gguf", model)

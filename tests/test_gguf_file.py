@@ -217,7 +217,7 @@ def test_tensor_types_are_those_of_the_gguf_package() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_model_in_the_box_reads_as_with_the_gguf_package(demo_path: Path) -> None:
+def test_the_bundled_model_reads_as_with_the_gguf_package(demo_path: Path) -> None:
     file, theirs = GGUFFile(demo_path), reference.GGUFReader(demo_path)
     for key in file.metadata:
         value = file.metadata[key]

@@ -19,7 +19,7 @@ PROGRAM_HEADER_LOAD, EXECUTABLE, WRITABLE = 1, 1, 2
 
 
 class Segment(NamedTuple):
-    """Part of the extension as it lies in memory."""
+    """Part of the extension as it is in memory."""
 
     address: int
     flags: int
@@ -41,9 +41,9 @@ def read_only(loaded: list[Segment], address: int, size: int) -> bytes:
     for segment in loaded:
         at = address - segment.address
         if 0 <= at <= len(segment.data) - size:
-            assert not segment.flags & WRITABLE, "a tile configuration lies in memory that can be written"
+            assert not segment.flags & WRITABLE, "a tile configuration is in memory that can be written"
             return segment.data[at : at + size]
-    raise AssertionError("a tile configuration lies outside what is loaded")
+    raise AssertionError("a tile configuration is outside of the loaded segments")
 
 
 def tile_configs(elf: bytes) -> Iterator[bytes]:

@@ -240,7 +240,7 @@ def test_a_file_cut_anywhere_is_refused(demo: Model, saved: Path) -> None:
             demo.load_session(saved)
 
 
-def test_bytes_behind_the_end_are_refused(demo: Model, saved: Path) -> None:
+def test_bytes_after_the_end_are_refused(demo: Model, saved: Path) -> None:
     saved.write_bytes(saved.read_bytes() + b"\0")
     with pytest.raises(StateError, match="damaged"):
         demo.load_session(saved)

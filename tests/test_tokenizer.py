@@ -79,7 +79,7 @@ def test_whole_words_without_merges_are_in_the_record() -> None:
     assert not used["gpt-2"] & alone
 
 
-def test_model_in_the_box_is_tokenized_as_it_was_trained(demo_path: Path) -> None:
+def test_text_of_the_bundled_model_is_tokenized_as_in_training(demo_path: Path) -> None:
     fields = GGUFReader(demo_path).fields
     vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]

@@ -80,9 +80,9 @@ class Pieces:
         return done / (time.perf_counter() - start)
 
 
-def kept(alone: list[float], beside: list[float]) -> list[float]:
+def kept(alone: list[float], contended: list[float]) -> list[float]:
     """Return the share of its speed that each pair of samples kept, sorted."""
-    return sorted(b / a for a, b in zip(alone, beside, strict=True))
+    return sorted(b / a for a, b in zip(alone, contended, strict=True))
 
 
 def describe(shares: list[float]) -> str:
@@ -112,7 +112,7 @@ def main() -> None:
             "pieces": Pieces(args.threads).measure,
         }
         alone: dict[str, list[float]] = {name: [] for name in subjects}
-        beside: dict[str, list[float]] = {name: [] for name in subjects}
+        contended: dict[str, list[float]] = {name: [] for name in subjects}
         for measure in subjects.values():
             measure(args.seconds)
         for _ in range(args.rounds):
@@ -121,13 +121,13 @@ def main() -> None:
             wanted.set()
             time.sleep(0.1)
             for name, measure in subjects.items():
-                beside[name].append(measure(args.seconds))
+                contended[name].append(measure(args.seconds))
             wanted.clear()
             time.sleep(0.1)
     rival.terminate()
     fair = (len(cores) - 0.5) / len(cores)
-    engine, pieces = (kept(alone[name], beside[name]) for name in subjects)
-    before, after = statistics.median(alone["engine"]), statistics.median(beside["engine"])
+    engine, pieces = (kept(alone[name], contended[name]) for name in subjects)
+    before, after = statistics.median(alone["engine"]), statistics.median(contended["engine"])
     print(f"alone {before:.0f} tok/s, next to another {after:.0f} tok/s")
     print(f"kept {describe(engine)}; independent pieces kept {describe(pieces)}; in proportion: {fair:.2f}")
     print(f"({args.threads} threads on {len(cores)} cores)")

@@ -1,7 +1,7 @@
 """Steps of the CPU engine one by one, each against what this machine can do at most.
 
-``python tools/bench_kernels.py`` times products and attention beside loops of nothing but products in
-registers, and beside plain reading of memory: the share of these limits says how good a kernel is, whatever
+``python tools/bench_kernels.py`` times products and attention together with loops that only multiply
+registers, and with plain reading of memory: the share of these limits says how good a kernel is, whatever
 the machine is doing at that moment.
 """
 
@@ -36,7 +36,7 @@ MAX_HEAD_ROWS = 32  # tokens whose logits the engine computes at a time
 TOKENS = (1, 8, 32, 128, 512)
 ATTENTION_TOKENS = (512, 1024)
 TYPES = ("Q4_0", "Q8_0", "F16")
-SAMPLE_S = 4e-3  # a sample: long beside the start of the threads
+SAMPLE_S = 4e-3  # a sample: long compared with the start of the threads
 LIMIT_S = 1e-3  # of each limit, before and after it
 GIGA = 1e9
 

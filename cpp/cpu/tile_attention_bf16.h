@@ -1,10 +1,10 @@
 // Causal attention with online softmax on products of bfloat16 pairs (AVX512_BF16), for a cache in f16.
 //
-// Queries, keys, weights of the softmax and values are rounded to 8 significant bits, which logits do not
-// show next to the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures); sums stay
-// in float32. That halves the number of products. A strip of query rows (tokens times the heads of a group)
-// goes through the keys together, so that each span of 64 positions is converted once for all of them. As in
-// tile_attention.h, what a row computes does not depend on the rows next to it.
+// Queries, keys, weights of the softmax and values are rounded to 8 significant bits. The effect on logits is
+// small compared with the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures).
+// Sums stay in float32. That halves the number of products. A strip of query rows (tokens times the heads of
+// a group) goes through the keys together, so that each span of 64 positions is converted once for all of
+// them. As in tile_attention.h, what a row computes does not depend on the rows next to it.
 #pragma once
 
 #include <algorithm>
@@ -23,17 +23,17 @@ constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
 struct alignas(64) AttentionStrip {
   std::uint16_t keys[kMaxHeadDim / 2][kKeySpan][2];  // pairs of dimensions
-  // Pairs of positions, [pairs][value_stride][2]: rows at the distance that the longest head needs would
-  // fall on few sets of the L1 cache.
+  // Pairs of positions, [pairs][value_stride][2]. Rows as far apart as the longest head needs would share few
+  // sets of the L1 cache.
   std::uint16_t values[kPairsOfSpan * kMaxHeadDim * 2];
   std::uint16_t q[kStripValues];           // [rows][key_dim], scaled: scores are base-2 logarithms
   float acc[kStripValues];                 // [rows][value_stride], sum of p * v
-  float sum[kStripRows][16];               // of p, still to be added up
+  float sum[kStripRows][16];               // of p, in 16 parts
   float max[kStripRows + 16];              // padded to whole vectors
   int begin[kStripRows], end[kStripRows];  // positions that the row sees
 };
 
-// Sixteen elements of two rows, element by element side by side.
+// Sixteen elements of two rows, interleaved.
 inline void interleave(const std::uint16_t* even, const std::uint16_t* odd, void* out) {
   alignas(64) static constexpr std::uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
@@ -42,7 +42,7 @@ inline void interleave(const std::uint16_t* even, const std::uint16_t* odd, void
   _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
 }
 
-// The first `n` positions of a span; what follows has weight 0 or is not looked at.
+// The first `n` positions of a span; later ones have weight 0 or are not read.
 void convert_span(const AttentionHead& head, int span, int n, AttentionStrip& strip) {
   const auto* keys = static_cast<const std::uint16_t*>(head.keys_of(span));
   for (int lane = 0; lane < n; lane += kKeyBlock, keys += kKeyBlock * head.key_dim)
@@ -82,8 +82,8 @@ void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_di
     for (int v = 0; v < kVectors; ++v) Simd::store(scores[r] + v * Simd::kLanes, acc[r][v]);
 }
 
-// 2^x for x <= 0, 0 where that is below 2^-200; NaN stays. Relative error below 2e-4: what follows rounds at
-// 2e-3.
+// 2^x for x <= 0, 0 where that is below 2^-200; NaN stays. Relative error below 2e-4: the result is rounded
+// to bfloat16, with an error up to 2e-3.
 inline F weight_exp2(F x) {
   const F clamped = Simd::max(Simd::set(-200.0f), x);
   const F f = _mm512_reduce_ps(clamped, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // within [0, 1)
@@ -94,7 +94,7 @@ inline F weight_exp2(F x) {
   return _mm512_scalef_ps(p, clamped);  // by 2^floor(x)
 }
 
-// Which positions of a span a row sees, a bit for each.
+// The positions of a span that a row sees, a bit for each.
 inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
   const auto below = [&](int position) {
     const int n = position - span * kKeySpan;
@@ -103,8 +103,8 @@ inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
   return below(strip.end[row]) & ~below(strip.begin[row]);
 }
 
-// Scores of a span to weights in bfloat16; the maximum and the sum move on. rescale[r] is what earlier
-// results are to be multiplied by.
+// Scores of a span to weights in bfloat16; updates the maximum and the sum. Earlier results of row r must be
+// multiplied by rescale[r].
 template <int kRows>
 void bf16_softmax(AttentionStrip& strip, int row, int span, float (*scores)[kKeySpan],
                   std::uint16_t (*p)[kKeySpan], float* rescale) {

@@ -180,7 +180,7 @@ Value make_value(const void* bytes, MTLDataType type) {
     for (const Kernel& kernel : library->kernels) {
       if (wanted != kernel.name) continue;
       try {
-        // Before alloc: what an exception passes between alloc and init is not released.
+        // Before alloc: an exception between alloc and init would leak the object.
         Specialization constants = [constantValues valuesForLibrary:*library];
         return [[EmulatorFunction alloc] initWithDevice:_device
                                                 library:*library

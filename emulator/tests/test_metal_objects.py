@@ -22,7 +22,7 @@ def test_device_says_that_it_is_an_emulator(device: Any) -> None:
     assert "emulator" in device.name.lower()
 
 
-def test_devices_are_one(metal_testing: Any, device: Any, emulator: Any) -> None:
+def test_all_devices_are_the_same_object(metal_testing: Any, device: Any, emulator: Any) -> None:
     other = metal_testing.Device()
     assert emulator.live_objects_by_class() == {"EmulatorDevice": 1}
     assert other.name == device.name
@@ -61,7 +61,7 @@ def test_buffers_copy_the_bytes_they_are_made_from(device: Any) -> None:
     assert device.new_buffer_with_bytes(b"metal").contents.tobytes() == b"metal"
 
 
-def test_buffers_without_copy_stand_on_the_memory_itself(device: Any, library: KernelLibrary) -> None:
+def test_buffers_without_copy_use_the_memory_itself(device: Any, library: KernelLibrary) -> None:
     memory = page_aligned(2)
     floats = memory.view(np.float32)
     floats[:] = 1
@@ -85,7 +85,7 @@ def encode_add(device: Any, library: KernelLibrary, buffer: Any, count: int) -> 
     assert command_buffer.error == ""
 
 
-def test_the_deallocator_runs_when_the_buffer_goes(device: Any, emulator: Any) -> None:
+def test_the_deallocator_runs_when_the_buffer_is_released(device: Any, emulator: Any) -> None:
     memory = page_aligned(1)
     alive = weakref.ref(memory)
     buffer = device.new_buffer_no_copy(memory)
@@ -148,7 +148,7 @@ def test_a_function_constant_of_another_type_is_an_error(metal_testing: Any, lib
         library.library.new_function("biased", {3: ("int", 1)})
 
 
-def test_pipelines_tell_their_limits(device: Any, library: KernelLibrary) -> None:
+def test_pipelines_have_their_limits(device: Any, library: KernelLibrary) -> None:
     pipeline = library.pipeline("static_scratch")
     assert (pipeline.max_threads, pipeline.execution_width) == (1024, 32)
     assert pipeline.static_threadgroup_bytes == 4096

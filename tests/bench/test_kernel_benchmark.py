@@ -33,7 +33,7 @@ class FakeWorkload:
         return repetitions * self.multiply_adds / self.rate
 
 
-def test_kernels_are_measured_against_the_limits_beside_them() -> None:
+def test_kernels_are_measured_against_limits_timed_together_with_them() -> None:
     limits = {
         name: kernels.Limit(partial(FakeWorkload, rate)) for name, rate in (("int8", 8e9), ("memory", 4e9))
     }

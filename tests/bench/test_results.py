@@ -129,6 +129,6 @@ def test_an_unknown_row_is_named(measured: BenchResults) -> None:
         measured.row(engines.OURS, "pp99")
 
 
-def test_the_limit_is_said_beside_the_table(measured: BenchResults) -> None:
+def test_the_limit_is_printed_with_the_table(measured: BenchResults) -> None:
     rows = [replace(row, limit_ts=12345.0 if row.n_prompt else None) for row in measured.rows]
     assert "allows: pp4 12,345, pp16 12,345 tok/s" in BenchResults(rows)._repr_html_()

@@ -51,7 +51,7 @@ def options_for(path: Path) -> Options:
     return Options(path=str(path), max_context=64, max_prompt=32, threads=1, device="cpu", compute="f32")
 
 
-def test_each_stream_decodes_behind_a_context_of_its_own() -> None:
+def test_each_stream_decodes_after_a_context_of_its_own() -> None:
     case, engine = Case(0, 3, 5, 4), Recorder()
     worker.timed_run(engine, case, VOCAB)
     ids = stream_ids(case, VOCAB)

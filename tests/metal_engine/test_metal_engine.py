@@ -431,7 +431,7 @@ def test_a_failure_while_the_cache_grows_keeps_what_it_holds(model: Model) -> No
     assert model.forward_token_greedy(token) == expected
 
 
-def test_a_failure_at_load_leaves_nothing_behind(demo_path: Path) -> None:
+def test_a_failure_at_load_leaves_no_object(demo_path: Path) -> None:
     gpu.fail_allocation()
     with pytest.raises(DeviceError, match="map the model's file"):
         Model(demo_path, device="metal")

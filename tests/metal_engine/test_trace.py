@@ -79,7 +79,7 @@ def test_a_trace_has_the_dispatches_of_the_call_in_order(model: Model) -> None:
     assert dispatches[-1].buffers == ("candidates", "result")
 
 
-def test_traced_dispatches_run_one_behind_the_other(model: Model) -> None:
+def test_traced_dispatches_run_one_after_another(model: Model) -> None:
     _, dispatches = model.session().trace(range(1, 5))
     assert all(d.start < d.end for d in dispatches)
     assert all(a.end <= b.start for a, b in pairwise(dispatches))

@@ -9,7 +9,7 @@
 
 namespace metal_prefill::cpu::calls {
 
-// A view of rows that lie one after another; a vector has one dimension only.
+// A view of consecutive rows; a vector has one dimension only.
 template <typename T, int kDimensions>
 class Array {
  public:

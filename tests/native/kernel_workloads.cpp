@@ -112,7 +112,7 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   const Kernels& kernels = kernels_named(set);
   require(tokens >= 1 && kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0 && threads >= 1,
           "tokens, heads, kv_heads and threads must be positive, and heads a multiple of kv_heads");
-  require(head_dim >= 1 && head_dim <= 512, "head_dim must lie in 1 to 512");
+  require(head_dim >= 1 && head_dim <= 512, "head_dim must be between 1 and 512");
   auto work = std::make_shared<AttentionState>(AttentionState{.kernels = kernels});
   AttentionState& w = *work;
   w.config.n_layers = 1;

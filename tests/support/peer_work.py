@@ -39,7 +39,7 @@ def llama_matmul(rows: int, cols: int, tokens: int, weight_bytes: float) -> Work
 def llama_matvec(rows: int, cols: int, weight_bytes: float) -> Work:
     """Return llama.cpp's kernel_mul_mv on Q4_0: two simdgroups of 4 rows each, half a block for a lane.
 
-    Nibbles are masked where they lie and the activations scaled instead: mask, conversion and FMA a weight.
+    Nibbles are masked in place and the activations scaled instead: mask, conversion and FMA for each weight.
     """
     groups = ceil(rows / 8)
     rounds = ceil(cols / 16 / 32)
