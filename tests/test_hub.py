@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from support.hub_server import Hub, Repo, serve
 
 from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model, hub
+from metal_prefill._hub_answers import safe_answers, within
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 
@@ -216,3 +218,112 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.resolve_model("tiny/model:a.gguf")
     assert isinstance(caught.value, ImportError)
     assert issubclass(HubError, MetalPrefillError)
+
+
+ODD_LISTINGS = {
+    "HTML": b"<!DOCTYPE html><html><body>Log in to the hotel's network</body></html>",
+    "nothing": b"",
+    "a list": b"[]",
+    "null": b"null",
+    "no files": b'{"id": "tiny/odd", "siblings": null}',
+    "files without names": b'{"id": "tiny/odd", "siblings": [{}]}',
+    "names that are no text": b'{"id": "tiny/odd", "siblings": [{"rfilename": ["a.gguf"]}]}',
+    "names elsewhere": b'{"id": "tiny/odd", "siblings": [{"rfilename": "../../a.gguf"}]}',
+    "absolute names": b'{"id": "tiny/odd", "siblings": [{"rfilename": "/a.gguf"}]}',
+    "deep nesting": b"[" * 100_000,
+    "not UTF-8": b'{"siblings": "\xff"}',
+}
+
+
+def test_a_hub_that_answers_with_something_else_is_out_of_reach(client: Client, server: Hub) -> None:
+    for i, listing in enumerate(ODD_LISTINGS.values()):
+        server.repos[f"tiny/odd{i}"] = Repo({"a.gguf": b"a"}, listing=listing)
+    server.repos["tiny/odd99"] = Repo({"a.gguf": b"a"}, status=500)
+    numbers = [*range(len(ODD_LISTINGS)), 99]
+    answers = client.ask(*(f"tiny/odd{i}:*.gguf" for i in numbers))
+    for i, answer in zip(numbers, answers, strict=True):
+        assert f"tiny/odd{i} is not in the cache, and the Hub cannot be reached: its " in answer["error"]
+
+
+def test_a_cached_file_is_taken_where_the_hub_answers_with_something_else(
+    client: Client, server: Hub
+) -> None:
+    repo = server.repos["tiny/odd"] = Repo({"a.gguf": b"content"})
+    first = client.ask("tiny/odd:*.gguf")
+    assert Path(first[0]["path"]).read_bytes() == b"content"
+    for name in ("HTML", "a list", "names elsewhere"):
+        repo.listing = ODD_LISTINGS[name]
+        assert client.ask("tiny/odd:*.gguf") == first
+    repo.listing = None
+    for header, value in (("ETag", None), ("X-Repo-Commit", None), ("ETag", '"../../x"')):
+        repo.headers = {header: value}
+        assert client.ask("tiny/odd:*.gguf") == first
+
+
+def test_an_endless_listing_is_not_read_to_its_end(client: Client, server: Hub) -> None:
+    server.repos["tiny/endless"] = Repo({"a.gguf": b"a"}, endless=True, listing=b" " * 65536)
+    (answer,) = client.ask("tiny/endless:*.gguf")
+    assert f"the Hub cannot be reached: its answer has more than {16 << 20} bytes" in answer["error"]
+
+
+def test_a_hub_that_never_answers_is_given_up(client: Client, server: Hub) -> None:
+    server.repos["tiny/silent"] = Repo({"a.gguf": b"a"}, silent=True)
+    (answer,) = client.ask("tiny/silent:*.gguf")
+    assert "the Hub cannot be reached" in answer["error"]
+
+
+def test_a_call_that_takes_too_long_is_left_alone() -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no whole answer within 0.01 s"):
+        within(0.01, never.wait)
+    never.set()
+    assert within(60, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        within(60, lambda: os.environ["NO_SUCH_VARIABLE"])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"ETag": None},
+        {"ETag": '""'},
+        {"ETag": '".."'},
+        {"ETag": '"../../outside"'},
+        {"ETag": 'W/"../../outside"'},
+        {"ETag": '"/tmp/outside"'},
+        {"ETag": '"..\\\\..\\\\outside"'},
+        {"X-Linked-ETag": '"../../outside"'},
+        {"X-Repo-Commit": None},
+        {"X-Repo-Commit": "../../../../outside"},
+        {"ETag": '"' + "a" * 300 + '"'},
+    ],
+    ids=lambda h: str(h)[:50],
+)
+def test_headers_that_are_no_names_of_files_are_refused(
+    client: Client, server: Hub, tmp_path: Path, headers: dict[str, str | None]
+) -> None:
+    server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers=headers)
+    (answer,) = client.ask("tiny/hostile:*.gguf")
+    assert "a.gguf of tiny/hostile cannot be downloaded: its " in answer["error"]
+    kept = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "CACHEDIR.TAG"]
+    assert kept == []
+    assert "GET /tiny/hostile/resolve/main/a.gguf" not in server.requests
+
+
+def test_headers_are_refused_also_where_they_change_meanwhile(server: Hub, tmp_path: Path) -> None:
+    """The library asks again, and may get another answer than the one that was checked."""
+    library: Any = hub._import_hub()
+    server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers={"ETag": '"../../outside"'})
+
+    def hooks() -> list[Any]:
+        session = library.utils.get_session()
+        return list((session.event_hooks if hasattr(session, "event_hooks") else session.hooks)["response"])
+
+    before = hooks()
+    with (
+        pytest.raises(HubError, match=r"ETag '\"../../outside\"' is no name of a file"),
+        safe_answers(library),
+    ):
+        library.hf_hub_download("tiny/hostile", "a.gguf", cache_dir=tmp_path, endpoint=server.url)
+    assert hooks() == before
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []

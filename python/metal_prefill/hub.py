@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from metal_prefill._hub_answers import check_file, list_files, safe_answers
 from metal_prefill.errors import HubError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 _LISTED = 12  # files that an error names at most
-_TIMEOUT = 10  # seconds; the default of huggingface_hub for its own first request
 
 
 def resolve_model(spec: str | os.PathLike[str]) -> Path:
@@ -78,7 +78,7 @@ def fetch(
         ``huggingface_hub`` is not installed.
     HubError
         There is no such repository, revision or file; several files match; access is denied; or the Hub is
-        out of reach and the cache does not hold the file.
+        out of reach, or does not answer as a hub does, and the cache does not hold the file.
     """
     hub = _import_hub()
     where = f"{repo_id}@{revision}" if revision else repo_id
@@ -88,37 +88,41 @@ def fetch(
         if isinstance(cached, str):
             return Path(cached)
 
-    http_error = hub.errors.HfHubHTTPError.__bases__[0]  # of the client in use, requests or httpx
     try:
-        # Not list_repo_files: that tries for half a minute before it says that there is no connection.
-        info = hub.model_info(repo_id, revision=revision, token=token, timeout=_TIMEOUT)
-        files = [file.rfilename for file in info.siblings]
-    except hub.errors.GatedRepoError:
-        raise HubError(f"{where} is open on request only: ask there, then log in or set HF_TOKEN") from None
-    except hub.errors.RepositoryNotFoundError:
-        raise HubError(f"there is no repository {repo_id} on the Hub, or it is private") from None
-    except hub.errors.RevisionNotFoundError:
-        raise HubError(f"{repo_id} has no revision {revision!r}") from None
-    except (http_error, OSError) as error:
+        with safe_answers(hub):
+            files = list_files(hub, repo_id, revision, token)
+    except HubError:
+        raise
+    except Exception as error:  # each version of the library, and of its HTTP client, has errors of its own
         held = _cached_files(hub, repo_id, revision or "main", cache)
         if not held:
-            reason = str(error) or type(error).__name__
-            raise HubError(f"{where} is not in the cache, and the Hub cannot be reached: {reason}") from error
+            raise HubError(
+                f"{where} is not in the cache, and the Hub cannot be reached: {_reason(error)}"
+            ) from error
         return held[_only_match(list(held), pattern, f"{where} in the cache, the Hub being out of reach,")]
 
     name = _only_match(files, pattern, where)
     try:
-        return Path(hub.hf_hub_download(repo_id, name, revision=revision, token=token, cache_dir=cache))
-    except (http_error, OSError) as error:
-        raise HubError(
-            f"{name} of {where} cannot be downloaded: {str(error) or type(error).__name__}"
-        ) from error
+        with safe_answers(hub):
+            check_file(hub, repo_id, name, revision, token)
+            return Path(hub.hf_hub_download(repo_id, name, revision=revision, token=token, cache_dir=cache))
+    except Exception as error:
+        held = _cached_files(hub, repo_id, revision or "main", cache)
+        if name in held:
+            return held[name]
+        raise HubError(f"{name} of {where} cannot be downloaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _import_hub() -> ModuleType:
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
+        import huggingface_hub.utils
     except ImportError as error:
         raise MissingExtraError(f"the Hub needs: pip install 'metal_prefill[hub]' ({error})") from error
     return huggingface_hub

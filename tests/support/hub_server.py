@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -23,6 +23,13 @@ class Repo:
     gated: bool = False
     vanished: tuple[str, ...] = ()  # listed, but not there when asked for
     cut: set[str] = field(default_factory=set)  # the connection breaks halfway through the next download
+    listing: bytes | None = None  # the body of its listing, in place of a true one
+    endless: bool = False  # the listing never ends
+    silent: bool = False  # no answer comes, until the server ends
+    status: int = 0  # of all answers, in place of true ones
+    headers: dict[str, str | None] = field(
+        default_factory=dict
+    )  # of files, in place of true ones; None: left out
 
     @property
     def commit(self) -> str:
@@ -39,6 +46,7 @@ class Hub:
     repos: dict[str, Repo]
     url: str = ""
     requests: list[str] = field(default_factory=list)
+    closing: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -56,6 +64,7 @@ def serve(repos: dict[str, Repo]) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -87,6 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404 if repo is None else 401, "RepoNotFound")
         if repo.gated:
             return self._fail(403, "GatedRepo")
+        if repo.silent:
+            self.content.closing.wait()
+        if repo.status:
+            return self._fail(repo.status, None)
         if revision not in (*repo.revisions, repo.commit):
             return self._fail(404, "RevisionNotFound")
         if info:
@@ -99,15 +112,29 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, repo: Repo, repo_id: str) -> None:
         siblings = [{"rfilename": name} for name in sorted({*repo.files, *repo.vanished})]
         info = {"id": repo_id, "sha": repo.commit, "private": repo.token is not None, "siblings": siblings}
-        self._send(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
+        body = json.dumps(info).encode() if repo.listing is None else repo.listing
+        if repo.endless:
+            self._send_for_ever(body)
+        else:
+            self._send(200, {"Content-Type": "application/json"}, body)
+
+    def _send_for_ever(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):  # until the client has had enough
+            while not self.content.closing.is_set():
+                self.wfile.write(body)
 
     def _file(self, repo: Repo, name: str) -> None:
         content, status = repo.files[name], 200
-        headers = {
+        headers: dict[str, str] = {
             "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
             "X-Repo-Commit": repo.commit,
             "Accept-Ranges": "bytes",
         }
+        headers = {k: v for k, v in {**headers, **repo.headers}.items() if v is not None}
         part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if part:
             first, last = int(part[1]), int(part[2] or len(content) - 1)

@@ -1,0 +1,171 @@
+"""What a hub says, held to what a hub may say, before `huggingface_hub` sees it.
+
+Its cache makes names of files out of headers, so an ETag like ``../../x`` would write anywhere. And whoever
+answers with an endless listing, or never, is not waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+from metal_prefill.errors import HubError
+
+MAX_LISTING = 16 << 20  # bytes; a repository of 10,000 files has some 2 MB
+TIMEOUT = 10  # seconds without a byte; the default of huggingface_hub for its own first request
+TIME_LIMIT = 30  # seconds for a whole answer but a file's contents
+
+_SAFE_NAME = re.compile(r"[\w.+=-]{1,200}", re.ASCII)
+_NAMING_HEADERS = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
+_hooks = threading.Lock()
+
+Result = TypeVar("Result")
+
+
+def list_files(hub: ModuleType, repo_id: str, revision: str | None, token: str | bool | None) -> list[str]:
+    """Return the paths of all files of a revision.
+
+    Raises
+    ------
+    HubError
+        The hub says that there is no such thing, or that it is not for us.
+    ValueError, OSError or an error of the HTTP client
+        It cannot be reached, or what it says is no listing.
+    """
+    tail = f"/revision/{revision.replace('/', '%2F')}" if revision else ""
+    url = f"{hub.constants.ENDPOINT}/api/models/{repo_id}{tail}"
+    status, headers, body = within(TIME_LIMIT, lambda: _get(hub, url, token))
+    _check_status(repo_id, revision, status, headers)
+    try:
+        files = [sibling["rfilename"] for sibling in json.loads(body)["siblings"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"its answer is no listing of files ({type(error).__name__})") from None
+    for name in files:
+        if not isinstance(name, str) or not _is_relative(name):
+            raise ValueError(f"its listing has a file named {str(name)[:80]!r}")
+    return files
+
+
+def check_file(
+    hub: ModuleType, repo_id: str, name: str, revision: str | None, token: str | bool | None
+) -> None:
+    """Ask for a file's headers once, without the library's retries, which take minutes.
+
+    Raises
+    ------
+    ValueError, OSError or an error of the HTTP client
+        The file is not available, or the answer lacks what a hub says about a file.
+    """
+    url = hub.hf_hub_url(repo_id, name, revision=revision)
+    metadata = within(TIME_LIMIT, lambda: hub.get_hf_file_metadata(url, token=token, timeout=TIMEOUT))
+    needed = {"an ETag": metadata.etag, "a commit": metadata.commit_hash, "a size": metadata.size}
+    for what, value in needed.items():
+        if value is None:
+            raise ValueError(f"its answer about {name} lacks {what}")
+
+
+@contextmanager
+def safe_answers(hub: ModuleType) -> Iterator[None]:
+    """Refuse, while the block runs, every answer whose headers would be unsafe names of files."""
+    client = _client(hub)
+    with _hooks:
+        _response_hooks(client, lambda hooks: [*hooks, _check_headers])
+    try:
+        yield
+    finally:
+        with _hooks:
+            _response_hooks(client, _without_ours)
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return what `call` returns, or raise TimeoutError; a call that takes longer is left to its thread."""
+    outcome: list[tuple[Result | None, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True, name="metal_prefill hub")
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no whole answer within {seconds} s")
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # None where the call returns None
+
+
+def _client(hub: ModuleType) -> Any:
+    """Return the HTTP client of the library: of `requests` or of `httpx`, by its version."""
+    return hub.utils.get_session()
+
+
+def _get(hub: ModuleType, url: str, token: str | bool | None) -> tuple[int, Any, bytes]:
+    """Get status, headers and body, of which no more is read than a listing may have."""
+    client, headers = _client(hub), hub.utils.build_hf_headers(token=token)
+    end = time.monotonic() + TIME_LIMIT
+    if callable(getattr(client, "stream", None)):
+        with client.stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as answer:
+            return answer.status_code, answer.headers, _read(answer.iter_bytes(1 << 16), end)
+    with client.get(url, headers=headers, timeout=TIMEOUT, stream=True) as answer:
+        return answer.status_code, answer.headers, _read(answer.iter_content(1 << 16), end)
+
+
+def _read(chunks: Iterator[bytes], end: float) -> bytes:
+    body = bytearray()
+    for chunk in chunks:
+        body += chunk
+        if len(body) > MAX_LISTING:
+            raise ValueError(f"its answer has more than {MAX_LISTING} bytes")
+        if time.monotonic() > end:  # whoever waits has left
+            raise TimeoutError
+    return bytes(body)
+
+
+def _check_status(repo_id: str, revision: str | None, status: int, headers: Any) -> None:
+    code = headers.get("X-Error-Code")
+    if code == "GatedRepo":
+        where = f"{repo_id}@{revision}" if revision else repo_id
+        raise HubError(f"{where} is open on request only: ask there, then log in or set HF_TOKEN")
+    if code == "RevisionNotFound":
+        raise HubError(f"{repo_id} has no revision {revision!r}")
+    if code == "RepoNotFound" or status in (401, 404):
+        raise HubError(f"there is no repository {repo_id} on the Hub, or it is private")
+    if status != 200:
+        raise ValueError(f"its answer has status {status}")
+
+
+def _is_relative(name: str) -> bool:
+    parts = name.split("/")
+    return not any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts)
+
+
+def _check_headers(response: Any, *_: Any, **__: Any) -> None:
+    for header in _NAMING_HEADERS:
+        value = response.headers.get(header)
+        if value is None:
+            continue
+        name = value.removeprefix("W/").strip('"')
+        if not _SAFE_NAME.fullmatch(name) or not name.strip("."):
+            raise HubError(f"its {header} {value[:80]!r} is no name of a file")
+
+
+def _response_hooks(client: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+    hooks = client.event_hooks if hasattr(client, "event_hooks") else client.hooks
+    hooks["response"] = change(list(hooks["response"]))
+    if hasattr(client, "event_hooks"):
+        client.event_hooks = hooks
+
+
+def _without_ours(hooks: list[Any]) -> list[Any]:
+    at = hooks.index(_check_headers)
+    return hooks[:at] + hooks[at + 1 :]
