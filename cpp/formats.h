@@ -40,7 +40,7 @@ concept HasMin = requires(typename Format::Block block) { Format::min(block, 0);
 template <class Format>
 concept HasHalfScale = requires(typename Format::Block block) { Format::scale_bits(block); };
 
-// What the formats have in common: how large their blocks are, and where the scales lie.
+// Properties that the formats have in common: how large their blocks are, and where the scales are.
 
 template <class B>
 struct Scaled {  // one f16

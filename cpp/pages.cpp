@@ -15,7 +15,7 @@ namespace {
 // Free pages that stay in memory: sessions that come and go do not ask the system for memory each time.
 constexpr std::size_t kWarmBytes = std::size_t(16) << 20;
 
-// What is asked for at a time, at least: several huge pages of the system. Memory that is not written to yet
+// Least bytes of one request to the system: several of its huge pages. Memory that is not written to yet
 // costs little.
 constexpr std::size_t kSlabBytes = std::size_t(8) << 20;
 

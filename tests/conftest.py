@@ -22,8 +22,8 @@ METAL_MISSING = (
 def as_users_have_it() -> None:
     """Give tests and the programs that they start what a terminal gives: Ctrl-C, and buffered output.
 
-    What a shell script starts in the background begins with Ctrl-C ignored. Without buffers, faults in
-    flushing them do not show.
+    A process that a shell script starts in the background ignores Ctrl-C. Without buffers, faults in flushing
+    them do not show.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -338,7 +338,7 @@ def test_forward_prompts_is_forward_prompt_of_each(demo: Model) -> None:
 
 
 def test_pages_are_found_at_their_positions_only(demo_path: Path) -> None:
-    """What followed a whole page is not taken for what follows a part of it."""
+    """The page that followed a whole page is not used after a part of that page."""
     with Model(demo_path, device="cpu") as model:
         first, second = ids_of(model, PAGE, 1), ids_of(model, PAGE, 2)
         with model.session() as session:

@@ -26,7 +26,7 @@ THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
 MACHINE_IN_PYTHON = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # kernel sets and limits of the machine
 PASSES_FOR_PYTHON = ("cpp/metal/python.h", "cpp/metal/python.cpp")  # recorded passes as Python objects
 SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/args_fields.h", "shaders/quants.h")
-# What every build records the passes of the Metal engine with.
+# Sources with which every build records the passes of the Metal engine.
 RECORDING = tuple(
     f"cpp/metal/{name}"
     for name in ("forward_pass.mm", "forward_plan.mm", "ops.mm", "kernel_key.cpp", "recorder.cpp", "view.cpp")

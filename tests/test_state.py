@@ -63,7 +63,7 @@ def rewrite(
     save_file(kept, path, stated)
 
 
-def test_a_loaded_session_goes_on_bit_for_bit(demo: Model, saved: Path) -> None:
+def test_a_loaded_session_continues_bit_for_bit(demo: Model, saved: Path) -> None:
     with demo.session() as original:
         original.forward_prompt(PROMPT)
         loaded = demo.load_session(saved)

@@ -42,7 +42,7 @@ GIGA = 1e9
 
 
 class Timed(Protocol):
-    """What can be timed: see `_core.cpu.Workload`."""
+    """Work that can be timed: see `_core.cpu.Workload`."""
 
     @property
     def multiply_adds(self) -> float:
@@ -71,7 +71,7 @@ class KernelRow:
         Instruction set.
     tokens, threads : int
     limit : {"int8", "float32", "bfloat16"}
-        What bounds its arithmetic.
+        The limit of its arithmetic.
     gmacs : Spread
         10^9 multiply-adds a second.
     of_products, of_memory : Spread or None

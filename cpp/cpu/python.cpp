@@ -1,4 +1,4 @@
-// What the machine can do: its kernel sets, and limits to be timed.
+// Bindings for the abilities of the machine: its kernel sets, and limits to be timed.
 #include "python.h"
 
 #include <nanobind/stl/string.h>

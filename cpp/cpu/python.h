@@ -1,4 +1,4 @@
-// What the machine can do, in a Python module: its kernel sets, and limits to be timed.
+// Bindings for the abilities of the machine: its kernel sets, and limits to be timed.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -32,7 +32,7 @@ class HazardTracker {
 
   // Everything before is finished before anything after begins.
   void barrier() { accesses_.clear(); }
-  // As far as these allocations are concerned.
+  // The same, but only for accesses to these allocations.
   void barrier(std::span<const Allocation* const> memory);
   // Describes the first of one command's accesses that conflicts with an earlier one; `missing` says what
   // should have come between them.

@@ -36,7 +36,7 @@ Dispatch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_sanitized_shaders_are_found_by_their_whole_text(tmp_path: Path) -> None:
-    """Loops are not unrolled, in the code alone."""
+    """Only the code changes: its loops are not unrolled."""
     source = EMULATOR / "tests" / "kernels" / "ceilings.metal"
     written = source.read_text().count("#pragma unroll")
     assert written

@@ -75,7 +75,7 @@ def write(
     name
         Of the model, for people.
     shape, tensor_type
-        What the metadata say.
+        For the metadata.
     tensors
         In the order of the file.
     values

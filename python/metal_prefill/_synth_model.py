@@ -114,7 +114,7 @@ class Tensor:
     kind
         One of `TENSOR_TYPES`.
     role
-        What its values are.
+        Meaning of its values.
     std
         Standard deviation of the values of a matrix or bias.
     """

@@ -1,9 +1,9 @@
 """From the metadata of a GGUF file to a configuration, and from its tensors to their roles.
 
-What differs between architectures is data: one row of `ARCHITECTURES` each. Everything required that is
-missing, and everything that contradicts something else in the file, is a `GGUFError` that names it. What the
-file asks for and nothing here can compute is an `UnsupportedModelError`: no model runs as something it is
-not.
+The differences between architectures are data: one row of `ARCHITECTURES` each. Everything required that is
+missing, and everything that contradicts something else in the file, is a `GGUFError` that names it. A feature
+that the file needs and nothing here can compute is an `UnsupportedModelError`: no model runs as something it
+is not.
 """
 
 from __future__ import annotations

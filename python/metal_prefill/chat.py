@@ -26,7 +26,7 @@ class Conversation:
     model
         The conversation makes a session of its own.
     system
-        What the model is told before the first message.
+        Instructions to the model, before the first message.
     max_context
         As in :meth:`metal_prefill.Model.session`.
 
@@ -58,8 +58,8 @@ class Conversation:
     def answer(self, text: str, max_tokens: int = 256, **options: Any) -> Generator[str, None, None]:
         """Say something, and yield the answer as it is made.
 
-        What was yielded counts as the answer when the iterator is closed or Ctrl-C interrupts it. If that was
-        nothing, or an error occurs, the conversation is as it was before.
+        If the iterator is closed or Ctrl-C interrupts it, the text yielded so far counts as the answer. If
+        there is none, or an error occurs, the conversation is as it was before.
 
         Parameters
         ----------

@@ -377,7 +377,7 @@ class Model:
     ) -> npt.NDArray[np.int64] | Logits:
         """Process many prompts together, each on its own, and return the greedy next token of each.
 
-        What prompts begin with alike is computed once. Leaves the default session alone.
+        Beginnings that prompts have in common are computed once. The default session does not change.
 
         Parameters
         ----------

@@ -54,10 +54,10 @@ class Stream:
     Attributes
     ----------
     finish_reason : str or None
-        None while the stream is under way. ``"stop"``: an end-of-text token or a stop string; ``"length"``:
+        None while the stream is running. ``"stop"``: an end-of-text token or a stop string; ``"length"``:
         `max_tokens` were made; ``"context"``: the context is full; ``"cancelled"``; ``"error"``.
     error : Exception or None
-        What ended it, where that was an error.
+        The error that ended it, if any.
     passes_waited : int
         Passes in which it got nothing although it was ready, since it last got something.
     """

@@ -1,4 +1,4 @@
-"""What the Metal engine does with the GPU: dispatches, storage modes, pools, pipelines, failures.
+"""The Metal engine's use of the GPU: dispatches, storage modes, pools, pipelines, failures.
 
 The emulator shows all of it; on a Mac these tests are skipped and those of the sessions' behaviour run.
 """

@@ -25,7 +25,7 @@ using namespace nb::literals;
 namespace metal_prefill::cpu {
 namespace {
 
-// What stands for a parameter in Python: arrays for views of them, all else as it is.
+// The Python type of a parameter: arrays for views of them, everything else unchanged.
 template <typename T>
 struct Python {
   using Type = T;

@@ -52,7 +52,7 @@ class ReferenceModel:
     path
         GGUF file.
     kv_dtype
-        What keys and values are rounded to before attention reads them, as a KV cache of that type does.
+        Type that keys and values are rounded to before attention reads them, as in a KV cache of that type.
     """
 
     def __init__(self, path: str | Path, kv_dtype: npt.DTypeLike = np.float64) -> None:

@@ -68,7 +68,7 @@ class Identity:
         Where it runs; an emulator says that it is one.
     threads : int
     settings : str
-        What decides its speed, for the reader of a table.
+        The settings that decide its speed, for the reader of a table.
     """
 
     build: str
@@ -121,9 +121,9 @@ class Kind(NamedTuple):
     adapter : str
         Module that makes it.
     modules : tuple of str
-        What the adapter imports.
+        Modules that the adapter imports.
     package : str
-        What to install.
+        Package to install.
     without_streams : str
         Why it is not measured with several sequences together; empty where it is.
     """

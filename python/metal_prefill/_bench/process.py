@@ -21,11 +21,11 @@ class JsonProcess:
     Parameters
     ----------
     name
-        What errors call it.
+        Its name in errors.
     command
         Program and arguments.
     beginning
-        What it does until its first answer, for errors.
+        Its activity until its first answer, for errors.
 
     Attributes
     ----------

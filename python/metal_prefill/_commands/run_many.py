@@ -24,7 +24,7 @@ MOST_WAITING = 1024
 
 @dataclass
 class Result:
-    """What became of a prompt.
+    """The result of a prompt.
 
     Attributes
     ----------
