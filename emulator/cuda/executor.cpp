@@ -8,7 +8,6 @@
 #include <cstdlib>
 #include <deque>
 #include <mutex>
-#include <optional>
 #include <thread>
 
 #include "device.h"
@@ -39,10 +38,7 @@ class CudaExecutor final : public Executor {
       : libraries_(make_cpu_executor()),
         filled_(is_set("METAL_EMULATOR_FILL", true)),
         timed_(is_set("METAL_EMULATOR_TIMED", false)),
-        as_graphs_(is_set("METAL_EMULATOR_GRAPHS", true)) {
-    device_.enter();
-    streams_.emplace(overlaps_);
-  }
+        as_graphs_(is_set("METAL_EMULATOR_GRAPHS", true)) {}
   ~CudaExecutor() override {
     {
       std::lock_guard lock(mutex_);
@@ -143,22 +139,22 @@ class CudaExecutor final : public Executor {
     running.end = timing_.take();
     running.completion.start_seconds = now();
     try {
-      METAL_EMULATOR_CALL(cuEventRecord, running.start, streams_->main());
+      METAL_EMULATOR_CALL(cuEventRecord, running.start, streams_.main());
       if (timed_ || !has_only_dispatches(running.commands)) {
         launch_in_order(running);
       } else {
         // The GPU begins with the first ones while the graph of the others is updated.
         const std::size_t ahead = end_of_stage(running.commands, kLaunchedAhead);
-        streams_->launch_stages(prepare_all(running, 0, ahead));
+        streams_.launch_stages(prepare_all(running, 0, ahead));
         std::vector<Launch> others = prepare_all(running, ahead, running.commands.size());
-        if (!as_graphs_ || !graphs_.run(others, streams_->main())) streams_->launch_stages(others);
+        if (!as_graphs_ || !graphs_.run(others, streams_.main())) streams_.launch_stages(others);
       }
       if (timed_) mark(running);
     } catch (const std::exception& error) {
       running.completion.error = error.what();
     }
-    for (const Address address : running.bytes) Driver::get().cuMemFreeAsync(address, streams_->main());
-    Driver::get().cuEventRecord(running.end, streams_->main());
+    for (const Address address : running.bytes) Driver::get().cuMemFreeAsync(address, streams_.main());
+    Driver::get().cuEventRecord(running.end, streams_.main());
   }
 
   static bool has_only_dispatches(const std::vector<Command>& commands) {
@@ -172,17 +168,17 @@ class CudaExecutor final : public Executor {
       switch (command.kind) {
         case Command::Kind::kCopy:
           METAL_EMULATOR_CALL(cuMemcpyAsync, address_of(command.copy.to), address_of(command.copy.from),
-                              command.copy.bytes, streams_->main());
+                              command.copy.bytes, streams_.main());
           break;
         case Command::Kind::kFill:
           METAL_EMULATOR_CALL(cuMemsetD8Async, address_of(command.fill.to), command.fill.value,
-                              command.fill.bytes, streams_->main());
+                              command.fill.bytes, streams_.main());
           break;
         case Command::Kind::kDispatch:
           launches.clear();
           add_dispatch(running, command.dispatch, 0, launches);
           if (timed_) mark(running);
-          streams_->launch_in_order(launches);
+          streams_.launch_in_order(launches);
           break;
       }
     }
@@ -217,15 +213,15 @@ class CudaExecutor final : public Executor {
 
   void mark(Running& running) {
     running.marks.push_back(timing_.take());
-    METAL_EMULATOR_CALL(cuEventRecord, running.marks.back(), streams_->main());
+    METAL_EMULATOR_CALL(cuEventRecord, running.marks.back(), streams_.main());
   }
 
   // Copies the bytes of setBytes to the GPU and returns their address.
   Address upload(Running& running, const std::vector<std::byte>& bytes) {
     Address address = 0;
-    METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), streams_->main());
+    METAL_EMULATOR_CALL(cuMemAllocAsync, &address, bytes.size(), streams_.main());
     running.bytes.push_back(address);
-    METAL_EMULATOR_CALL(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), streams_->main());
+    METAL_EMULATOR_CALL(cuMemcpyHtoDAsync_v2, address, bytes.data(), bytes.size(), streams_.main());
     return address;
   }
 
@@ -260,7 +256,7 @@ class CudaExecutor final : public Executor {
     for (std::size_t i = 0; i + 1 < running.marks.size(); i++) {
       completion.statistics[i].seconds = seconds_between(running.marks[i], running.marks[i + 1]);
     }
-    for (const Event event : running.marks) timing_.put_back(event);
+    for (Event event : running.marks) timing_.put_back(event);
     timing_.put_back(running.start);
     timing_.put_back(running.end);
     return completion;
@@ -271,7 +267,7 @@ class CudaExecutor final : public Executor {
   const bool filled_, timed_, as_graphs_;
   const bool overlaps_ = device_.capability() >= 90 && !timed_;  // kernels wait by themselves: see Program
   Graphs graphs_{overlaps_};
-  std::optional<Streams> streams_;  // made once the device is entered
+  Streams streams_{device_, overlaps_};
   Events timing_{kWithTime};
   std::mutex launch_mutex_;
 

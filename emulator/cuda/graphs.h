@@ -23,7 +23,7 @@ struct Launch {
 
 class Graph {
  public:
-  // With `overlaps`, kernels wait for the memory of those before by themselves.
+  // With `overlaps`, a kernel may start before the previous one has ended: it waits for the results itself.
   Graph(std::vector<Launch> launches, bool overlaps);
   ~Graph();
   Graph(const Graph&) = delete;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <span>
 #include <stdexcept>
+#include <utility>
 
 namespace metal_emulator::cuda {
 namespace {
@@ -122,13 +123,14 @@ void add_launches(const DispatchCommand& command, std::size_t stage, const Uploa
     std::memcpy(parameters.data(), &geometry, sizeof geometry);
     variant.partial = volume(region.threads) % kSimdWidth != 0;
     const bool usual = variant == Variant{};
-    launches.push_back({.function = usual ? pipeline.function : pipeline.program->function(variant),
-                        .groups = region.groups,
-                        .threads = region.threads,
-                        .threadgroup_bytes = threadgroup_bytes,
-                        .command = &command,
-                        .stage = stage,
-                        .parameters = &region == &regions.back() ? std::move(parameters) : parameters});
+    launches.push_back(
+        {.function = usual ? pipeline.function : pipeline.program->function(variant),
+         .groups = region.groups,
+         .threads = region.threads,
+         .threadgroup_bytes = threadgroup_bytes,
+         .command = &command,
+         .stage = stage,
+         .parameters = &region == &regions.back() ? std::exchange(parameters, {}) : parameters});
   }
 }
 

@@ -6,7 +6,8 @@
 
 namespace metal_emulator::cuda {
 
-Streams::Streams(bool overlaps) : overlaps_(overlaps) {
+Streams::Streams(const Device& device, bool overlaps) : overlaps_(overlaps) {
+  device.enter();
   METAL_EMULATOR_CALL(cuStreamCreate, &main_, kNonBlocking);
   for (Stream& stream : side_) METAL_EMULATOR_CALL(cuStreamCreate, &stream, kNonBlocking);
 }
@@ -26,7 +27,7 @@ void Streams::launch_stages(const std::vector<Launch>& launches) {
 
 void Streams::launch_overlapping(std::span<const Launch> launches) {
   if (launches.size() == 1) return start(launches[0], main_);
-  const Event fork = ordering_.take();
+  Event fork = ordering_.take();
   METAL_EMULATOR_CALL(cuEventRecord, fork, main_);
   const std::size_t streams = std::min(kSideStreams, launches.size() - 1);
   for (std::size_t i = 0; i < streams; i++) {
@@ -38,7 +39,7 @@ void Streams::launch_overlapping(std::span<const Launch> launches) {
     start(launches[i], place == 0 ? main_ : side_[place - 1]);
   }
   for (std::size_t i = 0; i < streams; i++) {
-    const Event join = ordering_.take();
+    Event join = ordering_.take();
     METAL_EMULATOR_CALL(cuEventRecord, join, side_[i]);
     METAL_EMULATOR_CALL(cuStreamWaitEvent, main_, join, 0);
     ordering_.put_back(join);

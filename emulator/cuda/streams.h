@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "device.h"
 #include "events.h"
 #include "graphs.h"
 
@@ -13,8 +14,8 @@ namespace metal_emulator::cuda {
 
 class Streams {
  public:
-  // With `overlaps`, kernels wait for the memory of those before by themselves.
-  explicit Streams(bool overlaps);
+  // With `overlaps`, a kernel may start before the previous one has ended: it waits for the results itself.
+  Streams(const Device& device, bool overlaps);
 
   Stream main() const { return main_; }
 
