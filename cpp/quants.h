@@ -12,7 +12,7 @@ namespace metal_prefill {
 
 // Values are those of the GGUF specification.
 enum class TensorType : std::uint32_t {
-#define METAL_PREFILL_TYPE(shader_name, Name, number) k##Name = number,
+#define METAL_PREFILL_TYPE(shader_name, Name, number) k##Name = (number),
   EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)
 #undef METAL_PREFILL_TYPE
 };

@@ -63,9 +63,9 @@ class Turn {
 
   std::mutex mutex_;
   std::condition_variable free_;
-  std::atomic<std::thread::id> owner_{};  // none: nobody has the turn
-  const char* call_ = "";                 // the owner's
-  bool lost_ = false;                     // the owner is a thread of the process that forked this one
+  std::atomic<std::thread::id> owner_{std::thread::id()};  // none: nobody has the turn
+  const char* call_ = "";                                  // the owner's
+  bool lost_ = false;  // the owner is a thread of the process that forked this one
 };
 
 }  // namespace metal_prefill

@@ -43,8 +43,8 @@ struct KernelKey {
   Kernel kernel;
   TensorType type = TensorType::kF32;  // kF32 for kernels that have no types
 
-  KernelKey(Kernel k)
-      : kernel(k) {}  // NOLINT(google-explicit-constructor): a kernel without types is its key
+  // A kernel without types is its key: NOLINTNEXTLINE(google-explicit-constructor)
+  KernelKey(Kernel k) : kernel(k) {}
   KernelKey(Kernel k, TensorType t) : kernel(k), type(t) {}
   auto operator<=>(const KernelKey&) const = default;
 };
