@@ -79,8 +79,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
     multiply(c, {q}, a.normed, n_wanted);
     rotate_queries(c, step, wanted.rows);
   }
-  attend(c, step, wanted.tiles, a.att.f32);
-  quantize(c, a.att, n_wanted);
+  attend(c, step, wanted.tiles, a.att);
   add_block(c, w.wo, a.att, m.post_attn_norm, n_wanted);
   feed_forward(c, layer, n_wanted);
 }
@@ -152,20 +151,21 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   outputs_.clear();
   logits_.clear();
 
+  const auto tile_rows = [&](int total) { return query_tile_rows(total, config_.n_kv_heads, team_.size()); };
   std::byte** pages = pages_.data();
   for (Chunk& chunk : chunks) {
     const int first = all_.count(), first_wanted = wanted_.count(), count = rows_of(chunk);
     cache_.addresses(chunk.cache->pages(), pages);
     for (int i = 0; i < count; ++i)
       all_.rows.push_back({chunk.tokens[std::size_t(i)], chunk.position + i, first + i, pages});
-    add_tiles(all_.tiles, std::span(all_.rows).subspan(std::size_t(first)), first, n);
+    add_tiles(all_.tiles, std::span(all_.rows).subspan(std::size_t(first)), first, tile_rows(n));
     for (int i = count - wanted_of(chunk); i < count; ++i) {
       wanted_.rows.push_back(all_.rows[std::size_t(first + i)]);
       outputs_.push_back({&chunk, i});
       logits_.push_back(chunk.output == Output::kLogits ? chunk.logits : nullptr);
     }
     add_tiles(wanted_.tiles, std::span(wanted_.rows).subspan(std::size_t(first_wanted)), first_wanted,
-              n_wanted);
+              tile_rows(n_wanted));
     pages += chunk.cache->pages().size();
   }
   // Logits that are only needed until they are scored take turns: at most kHeadRows are in use at a time.

@@ -4,6 +4,7 @@
 // step is one call for all rows of the pass, layer by layer.
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -21,9 +22,10 @@ class ForwardPass {
   ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels, const KvPages& cache,
               Team& team);
 
-  // Rows that go through the layers together: what a step leaves for the next still lies in the cache then,
-  // and reading the weights again for the others costs less.
-  static constexpr int kPassRows = 256;
+  // Rows that go through the layers together: what a step leaves for the next still lies in the caches then,
+  // and reading the weights again for the others costs less. More threads have larger caches together, and
+  // more rows leave fewer of them idle at the end of a step.
+  int max_rows() const { return std::clamp(64 * team_.size(), 256, 1024); }
 
   // Computes the chunks' rows on top of what their pages hold and delivers their outputs. One call at a time.
   // Throws before anything is written. Returns how many multiply-adds products and attention took.

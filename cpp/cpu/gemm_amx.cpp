@@ -234,7 +234,7 @@ constexpr Kernels amx_table() {
   Kernels table = kTable;
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
-  table.end_products = drop_tile_config;
+  table.end_phase = drop_tile_config;
   table.attention = attention_bf16;
   table.run_bfloat16 = run_bfloat16;
   table.run_dots = run_dots_amx;

@@ -82,9 +82,9 @@ struct Kernels {
   // out[t][r] = sum over k of weight[32 * group + r][k] * x[first + t][k], for r < 32 and t < count.
   void (*multiply_int8)(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                         float* out, std::size_t stride);
-  // Drops what multiply_int8 keeps loaded in this thread from one call to the next; null where that is
-  // nothing. Each thread calls it after its last product of a phase.
-  void (*end_products)() = nullptr;
+  // Drops what multiply_int8 and attention keep loaded in this thread from one call to the next; null where
+  // that is nothing. Each thread calls it after its last item of a phase.
+  void (*end_phase)() = nullptr;
   // multiply_int8 with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
   void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
                          float* out, std::size_t stride);

@@ -1,7 +1,6 @@
 // Products of a step: matrices are cut into groups of 32 rows, chunks into blocks of tokens.
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "ops.h"
 
@@ -9,24 +8,42 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-constexpr int kTokenBlock =
-    192;  // tokens of an item: what it unpacks is used for all, its results fit the L1 cache
+// Tokens of an item at most: what it unpacks is used for all, its results fit the L1 cache.
+constexpr int kTokenBlock = 192;
+
+// What unpacking a group of weights costs, in tokens that are multiplied meanwhile.
+constexpr int kUnpackingTokens = 8;
 
 constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 first costs more than it saves
 
 using Tile = float[kTokenBlock][kGroupRows];
 
-// Blocks begin at multiples of kTokenBlock, so that a tile of quantized activations belongs to one.
-int blocks_of(int rows) {
-  return ceil_div(rows, kTokenBlock);
-}
-
 struct TokenRange {
   int first, count;
 };
-TokenRange block_range(int rows, int block) {
-  const int first = block * kTokenBlock;
-  return {first, std::min(rows - first, kTokenBlock)};
+
+// The rows of a pass in blocks of about equal length. A block begins with a tile of quantized activations.
+struct TokenBlocks {
+  int rows, count, length;
+
+  TokenRange range(int block) const {
+    const int first = block * length;
+    return {first, std::min(rows - first, length)};
+  }
+};
+
+// An item is a group of weights and a block of tokens. Few blocks unpack weights seldom; more of them keep
+// all threads at work until the end. Takes the number that is done first.
+TokenBlocks blocks_of(int rows, int groups, int threads) {
+  TokenBlocks best = {rows, 0, 0};
+  int best_cost = 0;
+  for (int count = ceil_div(rows, kTokenBlock); count <= ceil_div(rows, kTileTokens); ++count) {
+    const int length = round_up(ceil_div(rows, count), kTileTokens);
+    const int blocks = ceil_div(rows, length);
+    const int cost = ceil_div(groups * blocks, threads) * (length + kUnpackingTokens);
+    if (best.count == 0 || cost < best_cost) best = {rows, blocks, length}, best_cost = cost;
+  }
+  return best;
 }
 
 // Rows of a group in float32, zero beyond the matrix and in the padding.
@@ -76,13 +93,6 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   }
 }
 
-// A phase of products.
-template <typename F>
-void for_each_product(const Context& c, int items, F&& body) {
-  c.worker.for_each(items, std::forward<F>(body));
-  if (c.kernels.end_products) c.kernels.end_products();
-}
-
 void update(Best& best, const float* values, int n, int index) {
   bool candidate = false;
   for (int i = 0; i < n; ++i) candidate |= !(values[i] < best.value);
@@ -98,15 +108,15 @@ void update(Best& best, const float* values, int n, int index) {
 }  // namespace
 
 void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows) {
-  const int n_blocks = blocks_of(rows);
-  const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * n_blocks; };
-  int items = 0;
-  for (const Product& p : products) items += items_of(p);
-  for_each_product(c, items, [&](int item) {
+  int groups = 0;
+  for (const Product& p : products) groups += p.weight.packed.groups();
+  const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count());
+  const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * blocks.count; };
+  c.for_each(groups * blocks.count, [&](int item) {
     const Product* p = products.begin();
     for (; item >= items_of(*p); ++p) item -= items_of(*p);
-    const int group = item / n_blocks;
-    const TokenRange range = block_range(rows, item % n_blocks);
+    const int group = item / blocks.count;
+    const TokenRange range = blocks.range(item % blocks.count);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
     const auto* bias = p->bias && *p->bias ? reinterpret_cast<const float*>(p->bias->data) + row : nullptr;
     float* first_out = p->out.row(range.first) + row;
@@ -129,11 +139,11 @@ void multiply(const Context& c, std::initializer_list<Product> products, const A
 
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
                     const Activations& x, int rows, const Activations& h) {
-  const int n_blocks = blocks_of(rows);
-  for_each_product(c, gate.packed.groups() * n_blocks, [&](int item) {
-    const int group = item / n_blocks;
+  const TokenBlocks blocks = blocks_of(rows, gate.packed.groups(), c.worker.count());
+  c.for_each(gate.packed.groups() * blocks.count, [&](int item) {
+    const int group = item / blocks.count;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, gate.packed.rows - row);
-    const TokenRange range = block_range(rows, item % n_blocks);
+    const TokenRange range = blocks.range(item % blocks.count);
     alignas(64) Tile gates, ups;
     multiply_group(c, gate, group, x, range, gates[0], kGroupRows);
     multiply_group(c, up, group, x, range, ups[0], kGroupRows);
@@ -151,7 +161,7 @@ void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Acti
 
 void multiply_head(const Context& c, const Linear& head, const Activations& x, int rows, float* const* logits,
                    int first_best) {
-  for_each_product(c, head.packed.groups(), [&](int group) {
+  c.for_each(head.packed.groups(), [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, head.packed.rows - row);
     alignas(64) Tile tile;
     multiply_group(c, head, group, x, {0, rows}, tile[0], kGroupRows);

@@ -11,8 +11,10 @@ const float* floats(const Tensor& tensor) {
   return reinterpret_cast<const float*>(tensor.data);
 }
 
-void quantize_row(const Context& c, const Activations& a, int row) {
-  c.kernels.quantize(a.f32.row(row), 0, row % kTileTokens, 1, a.int8.blocks, a.int8.tile(row));
+// Fills the 8-bit form from the float32 one.
+void quantize_row(const Context& c, const Activations& a, int row, int first_block, int n_blocks) {
+  c.kernels.quantize(a.f32.row(row) + first_block * kBlockCols, 0, row % kTileTokens, 1, n_blocks,
+                     a.int8.tile(row) + first_block);
 }
 
 // Norms and rotates `heads` heads that follow each other.
@@ -25,6 +27,12 @@ void prepare_heads(const Context& c, const AttentionStep& step, const Tensor& no
       c.kernels.rope(head, step.rotations + std::size_t(row.index) * 2 * std::size_t(pairs), pairs,
                      step.config.rope_style);
   }
+}
+
+int rows_of(std::span<const QueryTile> tiles) {
+  int rows = 0;
+  for (const QueryTile& tile : tiles) rows += tile.count;
+  return rows;
 }
 
 // Products of a query and a key that the rows of a tile compute.
@@ -54,7 +62,7 @@ void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float
                const Activations& out) {
   c.worker.for_each(rows, [&](int i) {
     c.kernels.rms_norm(x.row(first + i), floats(weight), eps, weight.cols, out.f32.row(i));
-    if (out.forms.int8) quantize_row(c, out, i);
+    if (out.forms.int8) quantize_row(c, out, i, 0, out.int8.blocks);
   });
 }
 
@@ -66,11 +74,6 @@ void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, 
     c.kernels.rms_norm(from, floats(weight), eps, weight.cols, from);
     for (int d = 0; d < weight.cols; ++d) to[d] += from[d];
   });
-}
-
-void quantize(const Context& c, const Activations& a, int rows) {
-  if (!a.forms.int8) return;
-  c.worker.for_each(rows, [&](int i) { quantize_row(c, a, i); });
 }
 
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept) {
@@ -123,9 +126,14 @@ void rotate_queries(const Context& c, const AttentionStep& step, std::span<const
   });
 }
 
-void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int total) {
-  // A short pass is cut finer, so that all threads have a part.
-  const int tile_rows = total >= 4 * kQueryTile ? kQueryTile : kQueryTile / 2;
+int query_tile_rows(int total, int kv_heads, int threads) {
+  constexpr int kSmallest = 4, kItemsOfThread = 3;
+  int rows = kQueryTile;
+  while (rows > kSmallest && ceil_div(total, rows) * kv_heads < kItemsOfThread * threads) rows /= 2;
+  return rows;
+}
+
+void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows) {
   for (int i = 0; i < int(rows.size()); i += tile_rows) {
     const Row& row = rows[std::size_t(i)];
     tiles.push_back({first + i, std::min(tile_rows, int(rows.size()) - i), row.position, row.pages});
@@ -133,21 +141,23 @@ void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int fir
 }
 
 void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
-            const FloatRows& out) {
+            const Activations& out) {
   const Config& config = step.config;
   const int group = config.n_heads / config.n_kv_heads;
   // Where a single token has too few groups to share among threads, its heads go one by one.
   const bool single = tiles.size() == 1 && tiles[0].count == 1;
   const int heads = single && config.n_kv_heads < c.worker.count() ? 1 : group;
-  const int n_groups = config.n_heads / heads;
-  c.worker.for_each(int(tiles.size()) * n_groups, [&](int item) {
+  const int n_groups = config.n_heads / heads, columns = heads * config.value_dim;
+  const bool whole_blocks = columns % kBlockCols == 0;
+  c.for_each(int(tiles.size()) * n_groups, [&](int item) {
     const QueryTile& tile = tiles[std::size_t(item / n_groups)];
     const int first_head = item % n_groups * heads, kv_head = first_head / group;
+    const int first_column = first_head * config.value_dim;
     const AttentionHead head = {
         .q = step.q.row(tile.first) + std::size_t(first_head) * std::size_t(config.key_dim),
         .q_stride = step.q.stride,
-        .out = out.row(tile.first) + std::size_t(first_head) * std::size_t(config.value_dim),
-        .out_stride = out.stride,
+        .out = out.f32.row(tile.first) + first_column,
+        .out_stride = out.f32.stride,
         .pages = tile.pages,
         .keys = step.cache.keys(step.layer, kv_head),
         .values = step.cache.values(step.layer, kv_head),
@@ -164,7 +174,13 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
     };
     c.kernels.attention(head, 0, tile.count);
     c.scratch.multiply_adds += visible_pairs(tile, head.window) * heads * (config.key_dim + config.value_dim);
+    if (out.forms.int8 && whole_blocks)
+      for (int row = tile.first; row < tile.first + tile.count; ++row)
+        quantize_row(c, out, row, first_column / kBlockCols, columns / kBlockCols);
   });
+  // Blocks that hold columns of two items wait for both.
+  if (out.forms.int8 && !whole_blocks)
+    c.worker.for_each(rows_of(tiles), [&](int row) { quantize_row(c, out, row, 0, out.int8.blocks); });
 }
 
 }  // namespace metal_prefill::cpu

@@ -5,6 +5,7 @@
 #include <array>
 #include <initializer_list>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "../rope.h"
@@ -32,6 +33,13 @@ struct Context {
   Worker& worker;
   const Kernels& kernels;
   Scratch& scratch;
+
+  // A phase whose items call kernels that keep something loaded.
+  template <typename F>
+  void for_each(int items, F&& body) const {
+    worker.for_each(items, std::forward<F>(body));
+    if (kernels.end_phase) kernels.end_phase();
+  }
 };
 
 // A row of a pass: one token of one sequence.
@@ -48,8 +56,11 @@ struct QueryTile {
   int position;  // of the first row
   std::byte* const* pages;
 };
-// Cuts rows of one sequence at consecutive positions into tiles; `total` is how many rows the pass has.
-void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int total);
+// Rows of a tile, for a pass of `total` rows: K and V are read once for all of them, but all threads should
+// have a part.
+int query_tile_rows(int total, int kv_heads, int threads);
+// Cuts rows of one sequence at consecutive positions into tiles.
+void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows);
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);
 
@@ -78,8 +89,6 @@ void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float
 // x += norm(y).
 void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, float eps, int rows,
                     const FloatRows& x);
-// Fills the 8-bit form from the float32 one.
-void quantize(const Context& c, const Activations& a, int rows);
 // Row kept[i].index, which is i or a later one, becomes row i.
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 
@@ -100,7 +109,8 @@ enum class Rotate { kKeys, kQueriesAndKeys };
 // Norms and rotates keys, with them queries where asked for, and stores keys and values in the pages.
 void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows, Rotate rotate);
 void rotate_queries(const Context& c, const AttentionStep& step, std::span<const Row> rows);
+// In the forms that `out` asks for.
 void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
-            const FloatRows& out);
+            const Activations& out);
 
 }  // namespace metal_prefill::cpu

@@ -95,7 +95,7 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
     kernels.multiply_int8(packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
                           out.shape(1));
   }
-  if (kernels.end_products) kernels.end_products();
+  if (kernels.end_phase) kernels.end_phase();
 }
 
 void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out) {
@@ -179,6 +179,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                      .scale = scale,
                      .exact = exact},
                     first, count);
+  if (kernels.end_phase) kernels.end_phase();
 }
 
 }  // namespace metal_prefill::cpu::calls

@@ -127,7 +127,7 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   w.cache->addresses(pages, w.pages.data());
   std::vector<Row> rows;
   for (int t = 0; t < tokens; ++t) rows.push_back({0, t, t, w.pages.data()});
-  add_tiles(w.tiles, rows, 0, tokens);
+  add_tiles(w.tiles, rows, 0, query_tile_rows(tokens, kv_heads, threads));
   std::reverse(w.tiles.begin(), w.tiles.end());  // as in a pass: those that see the most first
   w.q = random_rows(w.q_memory, tokens, heads * head_dim);
   w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim);
@@ -160,7 +160,7 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
             .k = work->k,
             .v = work->v,
         };
-        attend(c, step, work->tiles, work->out);
+        attend(c, step, work->tiles, {.forms = {.f32 = true}, .f32 = work->out, .int8 = {}});
       },
       pairs * heads * 2 * head_dim, 0);
 }
