@@ -83,6 +83,22 @@ inline __attribute__((always_inline)) void store_tile(std::int32_t (&to)[16][16]
                : "r"(to), "r"(std::ptrdiff_t(kTileRowBytes)), "i"(kTile));
 }
 
+// Sixteen full rows, `stride` bytes from one to the next.
+template <int kTile>
+inline __attribute__((always_inline)) void load_tile_rows(const void* from, std::size_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline __attribute__((always_inline)) void store_tile_rows(void* to, std::size_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(kTile) : "memory");
+}
+
+// C += A * B, pairs of bfloat16.
+template <int kC, int kA, int kB>
+inline __attribute__((always_inline)) void multiply_pair_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
 // C += A * B, signed bytes.
 template <int kC, int kA, int kB>
 inline __attribute__((always_inline)) void multiply_tiles() {

@@ -7,16 +7,16 @@
 // bit.
 //
 // Per step the matrix unit works for 16 cycles, though only half of a 64-byte row of A is used; storing C
-// takes 16, and converting, scaling and adding 16 vectors 24 on the two vector pipes: these bound the speed,
-// at about three times that of VNNI. So the sums stay in 16 registers over all columns, and steps alternate
-// between buffers so that the matrix unit runs ahead of the vector pipes. Codes are unpacked to signed bytes
-// once for all tokens of a call.
+// takes 16, and converting, scaling and adding 16 vectors 24 on the two vector pipes, with 56 loads next to
+// them: these bound the speed. docs/cpu_kernels.md has what was measured. So the sums stay in 16 registers
+// over all columns, and steps alternate between buffers so that the matrix unit runs ahead of the vector
+// pipes. Codes are unpacked to signed bytes once for all tokens of a call.
 #include <type_traits>
 
 #include "amx_tiles.h"
 #include "simd_avx512.h"
 #include "table.h"
-#include "tile_attention_bf16.h"
+#include "tile_attention_amx.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -24,9 +24,10 @@ namespace {
 constexpr int kMinTokens = 16;  // in a call: for fewer, unpacking the weights costs more than it saves
 constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit too empty
 
-// Columns that are unpacked at a time: 32 rows of them stay in the L1 cache with the results of the step
-// before.
+// Columns that are unpacked at a time: 16 rows of them and the tokens of a tile stay in the L1 cache.
 constexpr int kSlabBlocks = 32;
+
+constexpr int kCacheLine = 64;
 
 // Each half of a block with scales of its own is multiplied separately.
 template <class Block>
@@ -60,15 +61,7 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
   if constexpr (requires { block.min; }) Simd::store(out.min, Simd::load(block.min + panel * kPanelRows));
 }
 
-// An integer sum is converted by adding the bits of kMagic: read as float32, that is kMagic + sum, exactly,
-// while |sum| < 2^22. The additions run on the pipe that the matrix unit leaves free; conversions would not.
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23
 using Sums = std::int32_t[kTileTokens][kPanelRows];
-
-inline F convert(const std::int32_t* sums) {
-  const I magic = _mm512_castps_si512(Simd::set(kMagic));
-  return Simd::sub(_mm512_castsi512_ps(_mm512_add_epi32(_mm512_load_si512(sums), magic)), Simd::set(kMagic));
-}
 
 // Neighbouring steps use different A and B.
 template <int kSlot, int kDepth>
@@ -117,7 +110,8 @@ inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const
   const F scale = Simd::load(panel.scale[half]);
 #pragma GCC unroll 16
   for (int t = 0; t < kTileTokens; ++t) {
-    acc[t] = Simd::fma(convert(sums[t]), Simd::mul(scale, Simd::set(x.scale[t])), acc[t]);
+    acc[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])), Simd::mul(scale, Simd::set(x.scale[t])),
+                       acc[t]);
   }
   if constexpr (kHasMin) {
     const F min = Simd::load(panel.min);
@@ -172,15 +166,21 @@ void amx_group(const PackedMatrix& weight, int group, const Int8Rows& x, int fir
                std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
-  SignedPanel panels[2][kSlabBlocks];
+  // The next group is fetched meanwhile, a part with each tile of tokens.
+  const std::byte* next = weight.group(group + 1);
+  const std::byte* const end = next + std::size_t(n_blocks) * sizeof(Block);
+  const int n_tiles = ceil_div(count, kTileTokens) * 2 * ceil_div(n_blocks, kSlabBlocks);
+  const std::ptrdiff_t part = round_up(ceil_div(end - next, n_tiles), kCacheLine);
+  SignedPanel panels[kSlabBlocks];
   for (int slab = 0; slab < n_blocks; slab += kSlabBlocks) {
     const int n = n_blocks - slab < kSlabBlocks ? n_blocks - slab : kSlabBlocks;
-    for (int b = 0; b < n; ++b)
-      for (int panel = 0; panel < 2; ++panel) unpack(block[slab + b], panel, panels[panel][b]);
-    for (int t = 0; t < count; t += kTileTokens) {
-      const int tokens = count - t < kTileTokens ? count - t : kTileTokens;
-      for (int panel = 0; panel < 2; ++panel) {
-        panel_tile<Block>(panels[panel], n, x.tile(first + t) + slab, slab == 0, tokens,
+    for (int panel = 0; panel < 2; ++panel) {
+      for (int b = 0; b < n; ++b) unpack(block[slab + b], panel, panels[b]);
+      for (int t = 0; t < count; t += kTileTokens) {
+        for (const std::byte* stop = next + part; next < end && next < stop; next += kCacheLine)
+          _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
+        const int tokens = count - t < kTileTokens ? count - t : kTileTokens;
+        panel_tile<Block>(panels, n, x.tile(first + t) + slab, slab == 0, tokens,
                           out + std::size_t(t) * stride + panel * kPanelRows, stride);
       }
     }
@@ -235,7 +235,7 @@ constexpr Kernels amx_table() {
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
   table.end_phase = drop_tile_config;
-  table.attention = attention_bf16;
+  table.attention = attention_amx;
   table.run_bfloat16 = run_bfloat16;
   table.run_dots = run_dots_amx;
   return table;

@@ -63,7 +63,7 @@ Features detect() {
   const unsigned avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
   features.avx512vnni = features.avx2 && zmm && (leaf7_b & avx512) == avx512 && (leaf7_c >> 11 & 1);
   const bool tile_registers = (xcr_low & 0x60000) == 0x60000;
-  const unsigned amx = 1u << 24 | 1u << 25;  // TILE, INT8
+  const unsigned amx = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
   if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
     features.avxvnni = features.avx2 && (a >> 4 & 1);
     features.avx512bf16 = features.avx512vnni && (a >> 5 & 1);

@@ -17,32 +17,39 @@ namespace {
 
 constexpr int kStripRows = 96;  // 32 tokens of a group of three heads: converting a span costs 5% of its use
 constexpr int kStripValues = 96 * 64;  // rows times dimensions: longer heads take fewer rows
+constexpr int kMaxTileRows = 16;       // that a strip takes at least, whatever the head
+constexpr int kPaddedDims = 32;        // queries and keys are filled up with zeros to a multiple of these
 constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or values, one query
 constexpr int kPairsOfSpan = kKeySpan / 2;
 constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
+static_assert(kStripValues <= kMaxTileRows * kMaxHeadDim);
 struct alignas(64) AttentionStrip {
   std::uint16_t keys[kMaxHeadDim / 2][kKeySpan][2];  // pairs of dimensions
   // Pairs of positions, [pairs][value_stride][2]. Rows as far apart as the longest head needs would share few
   // sets of the L1 cache.
   std::uint16_t values[kPairsOfSpan * kMaxHeadDim * 2];
-  std::uint16_t q[kStripValues];           // [rows][key_dim], scaled: scores are base-2 logarithms
-  float acc[kStripValues];                 // [rows][value_stride], sum of p * v
-  float sum[kStripRows][16];               // of p, in 16 parts
-  float max[kStripRows + 16];              // padded to whole vectors
-  int begin[kStripRows], end[kStripRows];  // positions that the row sees
+  std::uint16_t q[kMaxTileRows * kMaxHeadDim];  // [rows][q_stride], scaled: scores are base-2 logarithms
+  float acc[kMaxTileRows * kMaxHeadDim];        // [rows][value_stride], sum of p * v
+  float sum[kStripRows][16];                    // of p, in 16 parts
+  float max[kStripRows + 16];                   // padded to whole vectors
+  int begin[kStripRows], end[kStripRows];       // positions that the row sees
+  int q_stride;                                 // key_dim, filled up with zeros
 };
 
-// Sixteen elements of two rows, interleaved.
+// Sixteen elements of two rows, interleaved. A row that is null is zero.
 inline void interleave(const std::uint16_t* even, const std::uint16_t* odd, void* out) {
   alignas(64) static constexpr std::uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = round_to_pairs(Simd::load_half(even), odd ? Simd::load_half(odd) : Simd::set(0));
+  const __m512i both =
+      round_to_pairs(even ? Simd::load_half(even) : Simd::set(0), odd ? Simd::load_half(odd) : Simd::set(0));
   _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
 }
 
-// The first `n` positions of a span; later ones have weight 0 or are not read.
+// The first `n` positions of a span, with values of zero up to a multiple of kPositions; later ones are not
+// read.
+template <int kPositions>
 void convert_span(const AttentionHead& head, int span, int n, AttentionStrip& strip) {
   const auto* keys = static_cast<const std::uint16_t*>(head.keys_of(span));
   for (int lane = 0; lane < n; lane += kKeyBlock, keys += kKeyBlock * head.key_dim)
@@ -50,9 +57,9 @@ void convert_span(const AttentionHead& head, int span, int n, AttentionStrip& st
       interleave(keys + d * kKeyBlock, keys + (d + 1) * kKeyBlock, strip.keys[d / 2][lane]);
   const std::size_t stride = std::size_t(head.value_stride);
   const auto* values = static_cast<const std::uint16_t*>(head.values_of(span));
-  for (int i = 0; i < n; i += 2, values += 2 * stride)
+  for (int i = 0; i < round_up(n, kPositions); i += 2, values += 2 * stride)
     for (std::size_t column = 0; column < stride; column += Simd::kLanes)
-      interleave(values + column, i + 1 < n ? values + stride + column : nullptr,
+      interleave(i < n ? values + column : nullptr, i + 1 < n ? values + stride + column : nullptr,
                  strip.values + (std::size_t(i / 2) * stride + column) * 2);
 }
 
@@ -71,7 +78,7 @@ void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_di
     for (int v = 0; v < kVectors; ++v) k[v] = _mm512_load_si512(strip.keys[d / 2][v * Simd::kLanes]);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const __m512i value = broadcast_pair(q + r * key_dim + d);
+      const __m512i value = broadcast_pair(q + r * strip.q_stride + d);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], value, k[v]);
     }
@@ -103,14 +110,14 @@ inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
   return below(strip.end[row]) & ~below(strip.begin[row]);
 }
 
-// Scores of a span to weights in bfloat16; updates the maximum and the sum. Earlier results of row r must be
-// multiplied by rescale[r].
-template <int kRows>
-void bf16_softmax(AttentionStrip& strip, int row, int span, float (*scores)[kKeySpan],
-                  std::uint16_t (*p)[kKeySpan], float* rescale) {
+// Scores of a span to weights in bfloat16; updates the maximum and the sum. Earlier results of row r
+// must be multiplied by rescale[r].
+inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
+                                                        const float (*scores)[kKeySpan],
+                                                        std::uint16_t (*p)[kKeySpan], float* rescale) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const F before = Simd::load(strip.max + row), nothing = Simd::set(-kInfinity);
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < rows; ++r) {
     const std::uint64_t seen = visible(strip, row + r, span);
     F largest = nothing;
     for (int i = 0; i < kKeySpan; i += Simd::kLanes)
@@ -122,7 +129,7 @@ void bf16_softmax(AttentionStrip& strip, int row, int span, float (*scores)[kKey
   const __mmask16 same = _mm512_cmp_ps_mask(before, after, _CMP_EQ_OQ);  // also while a row has seen nothing
   Simd::store(rescale, _mm512_mask_mov_ps(weight_exp2(Simd::sub(before, after)), same, Simd::set(1)));
   const __m512i ones = _mm512_set1_epi32(0x3f803f80);
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < rows; ++r) {
     const float max = strip.max[row + r];
     const F shift = Simd::set(max == -kInfinity ? 0 : max);
     F sum = Simd::mul(Simd::load(strip.sum[row + r]), Simd::set(rescale[r]));
@@ -176,7 +183,7 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   alignas(64) float scores[kRows][kKeySpan];
   alignas(64) std::uint16_t p[kRows][kKeySpan];
   alignas(64) float rescale[Simd::kLanes];
-  const std::uint16_t* q = strip.q + row * head.key_dim;
+  const std::uint16_t* q = strip.q + row * strip.q_stride;
   if (n > 32) {
     bf16_scores<kRows, 4>(strip, q, head.key_dim, scores);
   } else if (n > 16) {
@@ -184,7 +191,7 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   } else {
     bf16_scores<kRows, 1>(strip, q, head.key_dim, scores);
   }
-  bf16_softmax<kRows>(strip, row, span, scores, p, rescale);
+  bf16_softmax(strip, row, kRows, span, scores, p, rescale);
   const int stride = head.value_stride, pairs = (n + 1) / 2;
   float* out = strip.acc + row * stride;
   int column = 0;
@@ -195,18 +202,32 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   for (; column < stride; column += 16) bf16_values<kRows, 1>(strip, p, rescale, pairs, column, stride, out);
 }
 
+// A span for all rows of a strip, by vectors.
+struct VectorTiles {
+  static constexpr int kRows = kTileRows, kPositions = 2;
+
+  static void span(const AttentionHead& head, int span, int rows, AttentionStrip& strip) {
+    int r = 0;
+    for (; r + kTileRows <= rows; r += kTileRows) bf16_tile<kTileRows>(head, span, r, strip);
+    for (; r + 3 <= rows; r += 3) bf16_tile<3>(head, span, r, strip);
+    for (; r < rows; ++r) bf16_tile<1>(head, span, r, strip);
+  }
+};
+
 // Query rows [row, row + rows) of the item; row = token * heads + head.
+template <class Tiles>
 void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
   std::fill(std::begin(strip.max), std::end(strip.max), -std::numeric_limits<float>::infinity());
   for (int r = 0; r < rows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
     const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
-    std::uint16_t* out = strip.q + r * head.key_dim;
+    std::uint16_t* out = strip.q + r * strip.q_stride;
     const F scale = Simd::set(head.scale * kLog2E);
-    for (int d = 0; d < head.key_dim; d += Simd::kLanes) {
-      const __mmask16 lanes = __mmask16((1u << std::min(Simd::kLanes, head.key_dim - d)) - 1);
-      const __m256bh rounded = _mm512_cvtneps_pbh(Simd::mul(_mm512_maskz_loadu_ps(lanes, q + d), scale));
-      _mm256_mask_storeu_epi16(out + d, lanes, reinterpret_cast<__m256i>(rounded));
+    for (int d = 0; d < strip.q_stride; d += Simd::kLanes) {
+      const int n = std::clamp(head.key_dim - d, 0, Simd::kLanes);
+      const F values = _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), q + d);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d),
+                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Simd::mul(values, scale))));
     }
     std::fill_n(strip.acc + r * head.value_stride, head.value_stride, 0.0f);
     std::fill_n(strip.sum[r], 16, 0.0f);
@@ -215,11 +236,8 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
   }
   const int end = strip.end[rows - 1];
   for (int span = strip.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
-    convert_span(head, span, std::min(kKeySpan, end - span * kKeySpan), strip);
-    int r = 0;
-    for (; r + kTileRows <= rows; r += kTileRows) bf16_tile<kTileRows>(head, span, r, strip);
-    for (; r + 3 <= rows; r += 3) bf16_tile<3>(head, span, r, strip);
-    for (; r < rows; ++r) bf16_tile<1>(head, span, r, strip);
+    convert_span<Tiles::kPositions>(head, span, std::min(kKeySpan, end - span * kKeySpan), strip);
+    Tiles::span(head, span, rows, strip);
   }
   for (int r = 0; r < rows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
@@ -232,14 +250,22 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
   }
 }
 
-void attention_bf16(const AttentionHead& head, int first, int count) {
+template <class Tiles>
+void attention_of_pairs(const AttentionHead& head, int first, int count) {
   if (!head.half || head.exact || head.key_dim % 2 != 0) return attention(head, first, count);
   AttentionStrip strip;
-  const int dim = std::max(head.key_dim, head.value_stride);
-  const int most = std::min(kStripRows, kStripValues / dim / kTileRows * kTileRows);
-  const int end = (first + count) * head.heads;
+  strip.q_stride = round_up(head.key_dim, kPaddedDims);
+  for (int pair = head.key_dim / 2; pair < strip.q_stride / 2; ++pair)
+    std::fill_n(strip.keys[pair][0], kKeySpan * 2, std::uint16_t(0));
+  const int dim = std::max(strip.q_stride, head.value_stride);
+  const int fitting = std::min(kStripRows, kStripValues / dim) / Tiles::kRows * Tiles::kRows;
+  const int most = std::max(fitting, Tiles::kRows), end = (first + count) * head.heads;
   for (int row = first * head.heads; row < end; row += most)
-    bf16_strip(head, row, std::min(most, end - row), strip);
+    bf16_strip<Tiles>(head, row, std::min(most, end - row), strip);
+}
+
+void attention_bf16(const AttentionHead& head, int first, int count) {
+  attention_of_pairs<VectorTiles>(head, first, count);
 }
 
 double run_bfloat16(int rounds) {

@@ -1,0 +1,94 @@
+// Causal attention on the matrix unit (AMX), with the roundings of tile_attention_bf16.h: sixteen query rows
+// at a time, 32 dimensions or positions in a step.
+//
+// For 16 rows and a span of 64 positions of a head of 64 dimensions the matrix unit works for 256 cycles, the
+// softmax takes about 450 on the vector pipes. A row's result depends on its own tile row only, and the steps
+// of a sum have the same order for every number of rows.
+#pragma once
+
+#include "amx_tiles.h"
+#include "tile_attention_bf16.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kAmxRows = 16;
+constexpr int kAmxDepth = 32;  // dimensions or positions in a row of a tile
+
+// Tiles 0 to 3 = A * B over `steps` of the depth, for `blocks` blocks of 16 columns. A's rows are `a_stride`
+// bytes apart, B's rows, pairs of the depth, `b_stride` bytes.
+inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, std::size_t a_stride,
+                            const std::uint16_t* b, std::size_t b_stride) {
+  zero_tile<0>();
+  zero_tile<1>();
+  zero_tile<2>();
+  zero_tile<3>();
+  for (int step = 0; step < steps; ++step, a += kAmxDepth, b += b_stride / sizeof *b * (kAmxDepth / 2)) {
+    load_tile_rows<4>(a, a_stride);
+    load_tile_rows<6>(b, b_stride);
+    multiply_pair_tiles<0, 4, 6>();
+    if (blocks > 1) {
+      load_tile_rows<7>(b + 32, b_stride);
+      multiply_pair_tiles<1, 4, 7>();
+    }
+    if (blocks > 2) {
+      load_tile_rows<6>(b + 64, b_stride);
+      multiply_pair_tiles<2, 4, 6>();
+    }
+    if (blocks > 3) {
+      load_tile_rows<7>(b + 96, b_stride);
+      multiply_pair_tiles<3, 4, 7>();
+    }
+  }
+}
+
+inline void store_blocks(int blocks, float (&out)[kAmxRows][64]) {
+  store_tile_rows<0>(out[0], sizeof out[0]);
+  if (blocks > 1) store_tile_rows<1>(out[0] + 16, sizeof out[0]);
+  if (blocks > 2) store_tile_rows<2>(out[0] + 32, sizeof out[0]);
+  if (blocks > 3) store_tile_rows<3>(out[0] + 48, sizeof out[0]);
+}
+
+// Rows [row, row + rows) of the strip, at most kAmxRows; what else lies in the tiles is computed and dropped.
+inline void amx_tile(const AttentionHead& head, int span, int row, int rows, AttentionStrip& strip) {
+  const int first = span * kKeySpan, end = strip.end[row + rows - 1];
+  if (end <= first || strip.begin[row] >= first + kKeySpan) return;
+  const int n = std::min(kKeySpan, end - first);
+  alignas(64) float products[kAmxRows][kKeySpan];
+  alignas(64) std::uint16_t p[kAmxRows][kKeySpan];
+  alignas(64) float rescale[Simd::kLanes];
+  const int key_blocks = ceil_div(n, kKeyBlock);
+  multiply_blocks(strip.q_stride / kAmxDepth, key_blocks, strip.q + row * strip.q_stride,
+                  std::size_t(strip.q_stride) * sizeof *strip.q, strip.keys[0][0], sizeof strip.keys[0]);
+  store_blocks(key_blocks, products);
+  bf16_softmax(strip, row, rows, span, products, p, rescale);
+  const int stride = head.value_stride;
+  for (int column = 0; column < stride; column += 64) {
+    const int blocks = std::min(4, (stride - column) / 16);
+    multiply_blocks(ceil_div(n, kAmxDepth), blocks, p[0], sizeof p[0], strip.values + column * 2,
+                    std::size_t(stride) * 2 * sizeof *strip.values);
+    store_blocks(blocks, products);
+    for (int r = 0; r < rows; ++r) {
+      float* out = strip.acc + (row + r) * stride + column;
+      const F factor = Simd::set(rescale[r]);
+      for (int i = 0; i < blocks * 16; i += Simd::kLanes)
+        Simd::store(out + i, Simd::fma(Simd::load(out + i), factor, Simd::load(products[r] + i)));
+    }
+  }
+}
+
+struct MatrixTiles {
+  static constexpr int kRows = kAmxRows, kPositions = kAmxDepth;
+
+  static void span(const AttentionHead& head, int span, int rows, AttentionStrip& strip) {
+    for (int r = 0; r < rows; r += kAmxRows) amx_tile(head, span, r, std::min(kAmxRows, rows - r), strip);
+  }
+};
+
+void attention_amx(const AttentionHead& head, int first, int count) {
+  keep_tile_config<kTileRowBytes>();
+  attention_of_pairs<MatrixTiles>(head, first, count);
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu
