@@ -1,6 +1,7 @@
 #include "batch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <functional>
 #include <string>
@@ -36,6 +37,7 @@ class Batch {
   bool is_waiting(Item& item) const;
   void make_room(Item& item, int kept, int end) const;
   Chunk next_chunk(Item& item, int tokens) const;
+  void check_results(const Chunk& chunk) const;
   void finish(Item& item, const Chunk& chunk) const;
   static void fail(Item& item, std::exception_ptr error);
   void count(std::span<Item* const> items, const CallCounters& counters) const;
@@ -161,10 +163,27 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   return chunk;
 }
 
-void Batch::finish(Item& item, const Chunk& chunk) const {
+// Nothing that is not a number leaves a call.
+void Batch::check_results(const Chunk& chunk) const {
+  const auto of_token = [&](std::size_t token) {
+    return " of the token at position " + std::to_string(chunk.position + int(token)) + " is NaN";
+  };
+  const std::size_t last = chunk.tokens.size() - 1;
   if (chunk.output == Output::kGreedy && chunk.token < 0)
-    throw NumericalError("every logit of the token at position " +
-                         std::to_string(chunk.position + int(chunk.tokens.size()) - 1) + " is NaN");
+    throw NumericalError("every logit" + of_token(last));
+  if (chunk.output == Output::kLogits) {
+    const float *logits = chunk.logits, *end = logits + engine_.config().vocab_size;
+    const float* bad = std::find_if(logits, end, [](float logit) { return std::isnan(logit); });
+    if (bad != end) throw NumericalError("logit " + std::to_string(bad - logits) + of_token(last));
+  }
+  if (chunk.output == Output::kLogProbs)
+    for (std::size_t i = 0; i <= last; ++i)
+      if (chunk.targets[i] >= 0 && std::isnan(chunk.log_probs[i]))
+        throw NumericalError("the log probability after that" + of_token(i));
+}
+
+void Batch::finish(Item& item, const Chunk& chunk) const {
+  check_results(chunk);
   Session& session = item.session();
   {
     const std::scoped_lock lock(session.state_mutex_);

@@ -123,7 +123,7 @@ class ModelBuilder {
   ModelBuilder(const Config& config, ByteArray mapping, nb::object owner) {
     model_.config = config;
     if (config.n_layers < 0 || config.n_layers > 100000)
-      throw std::invalid_argument("n_layers is out of range");
+      throw std::invalid_argument(std::to_string(config.n_layers) + " layers are more than 100000");
     model_.layers.resize(std::size_t(config.n_layers));
     model_.mapping = {reinterpret_cast<const std::byte*>(mapping.data()), mapping.shape(0),
                       keep_alive(std::move(owner))};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <stdexcept>
 #include <utility>
 
 namespace metal_prefill {
@@ -30,6 +31,12 @@ Rope rope_of(const Model& model, int layer) {
   }
   const auto* freq_factors = reinterpret_cast<const float*>(model.rope_freqs.data);
 
+  for (std::size_t i = 0; freq_factors && i < std::size_t(model.rope_freqs.cols); ++i)
+    if (!(freq_factors[i] > 0 && std::isfinite(freq_factors[i])))
+      throw std::invalid_argument("tensor " + model.rope_freqs.name + " has the value " +
+                                  std::to_string(freq_factors[i]) + " at index " + std::to_string(i) +
+                                  ", it must be positive and finite");
+
   Rope rope;
   rope.frequencies.resize(std::size_t(c.rope_dim / 2));
   for (std::size_t i = 0; i < rope.frequencies.size(); ++i) {
@@ -44,6 +51,12 @@ Rope rope_of(const Model& model, int layer) {
     }
     rope.frequencies[i] = float(frequency);
   }
+  const bool finite = std::all_of(rope.frequencies.begin(), rope.frequencies.end(),
+                                  [](float frequency) { return std::isfinite(frequency); });
+  if (!finite)
+    throw std::invalid_argument("the rotary frequencies of layer " + std::to_string(layer) +
+                                " are not all finite: base " + std::to_string(base) + ", factor " +
+                                std::to_string(factor));
   rope.magnitude = yarn ? c.rope_attn_factor * (1.0f + 0.1f * std::log(factor)) : c.rope_attn_factor;
   return rope;
 }

@@ -11,6 +11,8 @@ from metal_prefill.gguf_file import GGUFFile
 
 MAX_INT = 2**31 - 1  # the engines count in 32 bits
 
+_SMALLEST = float(np.finfo(np.float32).tiny)  # of the floats whose precision is whole
+
 _INTEGER_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _FLOAT_TYPES = ("float32", "float64")
 
@@ -60,13 +62,15 @@ class Keys:
         return self._positive(key, int(values[0]))
 
     def positive_float(self, suffix: str, default: float | None = None) -> float:
-        """Get a finite float above 0."""
+        """Get a finite float above 0, as the engines have it: rounded to 32 bits."""
         if default is not None and not self.has(suffix):
             return default
         key = self._key(suffix)
-        value = float(self._scalar(key, *_FLOAT_TYPES))
-        if not 0 < value < math.inf:
-            raise self.error(f"{key} is {value}, it must be positive and finite")
+        stated = float(self._scalar(key, *_FLOAT_TYPES))
+        with np.errstate(over="ignore", under="ignore"):
+            value = float(np.float32(stated))
+        if not _SMALLEST <= value < math.inf:
+            raise self.error(f"{key} is {stated}, it must be positive and finite in 32 bits")
         return value
 
     def number(self, key: str, default: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._tokens import Logits, TokenIds, token_array
+from metal_prefill._arguments import Logits, TokenIds, length_of, token_array
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.session import Session
 
@@ -45,11 +45,11 @@ def check_prompt(prompt: TokenIds, vocab_size: int, least: int, limit: int) -> n
     TypeError, ValueError, ContextOverflowError
         As for a prompt to be processed.
     """
+    if length_of(prompt) > limit:
+        raise ContextOverflowError(f"{length_of(prompt)} tokens exceed the limit of {limit}")
     array = token_array(prompt, vocab_size)
     if len(array) < least:
         raise ValueError(f"at least {least} tokens are needed, got {len(array)}")
-    if len(array) > limit:
-        raise ContextOverflowError(f"{len(array)} tokens exceed the limit of {limit}")
     return array
 
 

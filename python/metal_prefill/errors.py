@@ -61,7 +61,7 @@ class DeviceError(MetalPrefillError, RuntimeError):
 
 
 class NumericalError(MetalPrefillError, ArithmeticError):
-    """The model's results are not numbers: every logit is NaN. Weights that are damaged do that."""
+    """The model's results are not numbers, as damaged weights make them: nothing of them is returned."""
 
 
 class KVMemoryError(MetalPrefillError, MemoryError):

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core, _state
+from metal_prefill._arguments import MAX_INTEGER, integer
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._scoring import check_prompts, groups, score_many
-from metal_prefill._tokens import token_array
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
-from metal_prefill.errors import ClosedError, DeviceError
+from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
 from metal_prefill.scheduler import Scheduler, Stream
@@ -163,33 +163,30 @@ class Model:
         options = _core.EngineOptions()
         options.compute = _one_of("compute", compute, _COMPUTE)
         options.kv_type = _one_of("kv_dtype", kv_dtype, _KV_DTYPE)
-        if threads is not None and not 1 <= threads <= 1024:
-            raise ValueError(f"threads must be between 1 and 1024, got {threads}")
-        options.threads = threads or 0
-        if not 1 <= chunk_tokens <= 2048:
-            raise ValueError(f"chunk_tokens must be between 1 and 2048, got {chunk_tokens}")
-        options.chunk_tokens = chunk_tokens
-        if kv_memory is not None and kv_memory < 1:
-            raise ValueError(f"kv_memory must be positive, got {kv_memory}")
-        if prefix_memory < 0:
-            raise ValueError(f"prefix_memory must not be negative, got {prefix_memory}")
-        options.kv_memory = kv_memory or 0
-        options.prefix_memory = prefix_memory
+        options.threads = 0 if threads is None else integer("threads", threads, 1, 1024)
+        options.chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, 2048)
+        options.kv_memory = 0 if kv_memory is None else integer("kv_memory", kv_memory, 1, MAX_INTEGER)
+        options.prefix_memory = integer("prefix_memory", prefix_memory, 0, MAX_INTEGER)
         options.fused_norm = fused_norm
         options.fused_silu = fused_silu
-        if max_context is not None and max_context < 1:
-            raise ValueError(f"max_context must be at least 1, got {max_context}")
+        if max_context is not None:
+            integer("max_context", max_context, 1)  # before the file is opened
         device = resolve_device(device)
 
         self._path = Path(path) if path is not None else default_model_path()
         self._kv_dtype = kv_dtype
         self._gguf = GGUFFile(self._path)
         self._config = read_config(self._gguf)
-        builder = _core.ModelBuilder(core_config(self._config), self._gguf.mapping, self._gguf.mapping)
-        for role, layer, info in collect_tensors(self._gguf, self._config):
-            rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
-            builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
-        self._engine = builder.build(device, options)
+        try:
+            builder = _core.ModelBuilder(core_config(self._config), self._gguf.mapping, self._gguf.mapping)
+            for role, layer, info in collect_tensors(self._gguf, self._config):
+                rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
+                builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
+            self._engine = builder.build(device, options)
+        except MetalPrefillError:
+            raise
+        except ValueError as error:  # the options were checked: it is about the file
+            raise GGUFError(f"{self._path}: {error}") from None
         self._default = self.session(max_context=max_context)
 
     @classmethod
@@ -271,9 +268,11 @@ class Model:
         """
         if self._engine is None:
             raise ClosedError("the model is closed")
-        if max_context is not None and max_context < 1:
-            raise ValueError(f"max_context must be at least 1, got {max_context}")
-        return Session(self, self._engine.session(max_context or 0))
+        limit = self._config.context_length
+        context = 0 if max_context is None else integer("max_context", max_context, 1)
+        if context > limit:
+            raise ValueError(f"max_context {context} is outside 1 to {limit}, the model's context length")
+        return Session(self, self._engine.session(context))
 
     @cached_property
     def _state_owner(self) -> _state.Owner:
@@ -468,9 +467,9 @@ class Model:
                 f"{len(tokens)} lists of tokens and {len(outputs)} outputs"
             )
         arrays = []
-        for i, ids in enumerate(tokens):
+        for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
             try:
-                arrays.append(token_array(ids, self._config.vocab_size))
+                arrays.append(session._checked(ids, unread=int(outputs[i] == "log_probs")))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"session {i}: {error}") from None
         results = self._core_engine().forward_batch(

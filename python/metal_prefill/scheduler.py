@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core, sampling
+from metal_prefill._arguments import TokenIds, integer, length_of, token_array
 from metal_prefill._continuation import Continuation, FinishReason, stop_strings
-from metal_prefill._tokens import TokenIds, token_array
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 
@@ -109,8 +109,7 @@ class Scheduler:
     """
 
     def __init__(self, model: SharedEngine, *, max_streams: int = 32) -> None:
-        if max_streams < 1:
-            raise ValueError(f"max_streams must be at least 1, got {max_streams}")
+        max_streams = integer("max_streams", max_streams, 1)
         self._model = model
         self._engine = model._core_engine()
         self._max_streams = max_streams
@@ -149,19 +148,17 @@ class Scheduler:
             As for a prompt that is computed at once.
         """
         stops = stop_strings(stop)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        max_tokens = integer("max_tokens", max_tokens, 1)
         options = sampling.Options(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty
         )
         tokenizer = self._model.tokenizer
-        ids = token_array(
-            tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, self._model.config.vocab_size
-        )
-        if len(ids) > self._model.max_context:
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if length_of(tokens) > self._model.max_context:
             raise ContextOverflowError(
-                f"a prompt of {len(ids)} tokens exceeds the context of {self._model.max_context}"
+                f"a prompt of {length_of(tokens)} tokens exceeds the context of {self._model.max_context}"
             )
+        ids = token_array(tokens, self._model.config.vocab_size)
         stream = Stream(ids, Continuation(tokenizer, ids.tolist(), max_tokens, options, seed, stops))
         self._waiting.append(stream)
         return stream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -13,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _state, sampling
+from metal_prefill._arguments import Logits, Progress, TokenIds, integer, token_array, token_id
 from metal_prefill._continuation import Continuation, stop_strings
 from metal_prefill._dispatches import Dispatch, from_core
-from metal_prefill._tokens import Logits, Progress, TokenIds, token_array, token_id
 from metal_prefill.architecture import ModelConfig
-from metal_prefill.errors import ClosedError, DeviceError
+from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 
 if TYPE_CHECKING:
     from metal_prefill import _core
@@ -75,6 +74,17 @@ class Session:
             raise ClosedError("the session is closed")
         return core
 
+    def _checked(self, tokens: TokenIds, unread: int = 0) -> npt.NDArray[np.int32]:
+        """Convert token ids, of which the last `unread` need no room in the cache."""
+        core = self._open()
+        return token_array(
+            tokens,
+            self._model.config.vocab_size,
+            context=core.max_context,
+            position=core.position,
+            unread=unread,
+        )
+
     @property
     def position(self) -> int:
         """Number of tokens in the cache; the next token stands at this position."""
@@ -124,7 +134,7 @@ class Session:
         DeviceError
             The device failed.
         NumericalError
-            No logit is a number.
+            No logit is a number; or, where logits or log probabilities are returned, one of them is not.
         SessionBusyError
             Called from the progress callback of another call on this session.
 
@@ -133,7 +143,7 @@ class Session:
         After any of these errors position and cache are as before the call; with `reuse`, a device failure
         leaves the common prefix. Ctrl-C is honoured between chunks.
         """
-        ids = token_array(tokens, self._model.config.vocab_size)
+        ids = self._checked(tokens)
         return self._open().forward_prompt(ids, reuse, progress)
 
     def forward_prompt_logits(
@@ -148,7 +158,7 @@ class Session:
         numpy.ndarray
             float32, ``[vocab_size]``.
         """
-        ids = token_array(tokens, self._model.config.vocab_size)
+        ids = self._checked(tokens)
         return self._open().forward_prompt_logits(ids, reuse, progress)
 
     def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
@@ -168,7 +178,7 @@ class Session:
         numpy.ndarray
             float32, ``[n - 1]``; element i is ``log p(tokens[i + 1] | ..., tokens[i])`` in nats.
         """
-        return self._open().score(token_array(tokens, self._model.config.vocab_size), progress)
+        return self._open().score(self._checked(tokens, unread=1), progress)
 
     def forward_token(self, token: int) -> Logits:
         """Append one token and return the logits after it, float32 ``[vocab_size]``."""
@@ -192,7 +202,12 @@ class Session:
         SessionBusyError
             Called from the progress callback of another call on this session.
         """
-        self._open().rewind(operator.index(position))
+        core, target = self._open(), integer("position", position)
+        if not 0 <= target <= core.max_context:
+            raise ValueError(
+                f"cannot rewind to position {target}: the position of the session is {core.position}"
+            )
+        core.rewind(target)
 
     def fork(self) -> Session:
         """Return a new session with a copy of this one's cache and position."""
@@ -236,7 +251,12 @@ class Session:
         ValueError
             If `tokens` is less than 1.
         """
-        return from_core(self._inspector().plan(operator.index(tokens)))
+        inspector, count = self._inspector(), integer("tokens", tokens, 1)
+        if count > self.max_context:
+            raise ContextOverflowError(
+                f"position {self.position} + {count} tokens exceeds the context of {self.max_context}"
+            )
+        return from_core(inspector.plan(count))
 
     def trace(self, tokens: TokenIds, *, progress: Progress | None = None) -> tuple[int, list[Dispatch]]:
         """Process a prompt with each dispatch in a command buffer of its own, and say when it ran.
@@ -256,7 +276,7 @@ class Session:
         DeviceError
             Also where the engine makes no dispatches: it is the CPU's.
         """
-        ids = token_array(tokens, self._model.config.vocab_size)
+        ids = self._checked(tokens)
         token, dispatches = self._inspector().trace(ids, progress)
         return token, from_core(dispatches)
 
@@ -314,14 +334,13 @@ class Session:
             session of its own while it lasts. The session stays as the other call left it.
         """
         stops = stop_strings(stop)
-        if max_tokens < 0:
-            raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
+        max_tokens = integer("max_tokens", max_tokens, 0)
         options = sampling.Options(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty
         )
         tokenizer = self._model.tokenizer
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        array = token_array(ids, self._model.config.vocab_size)
+        array = self._checked(ids)
         if max_tokens == 0:
             return iter(())
         text = Continuation(tokenizer, array.tolist(), max_tokens, options, seed, stops)

@@ -1,0 +1,129 @@
+"""Arguments, checked before anything is computed: each error names the argument, its value and the limit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.errors import ContextOverflowError
+
+TokenIds: TypeAlias = "npt.NDArray[np.integer[Any]] | Sequence[int] | range"
+Progress: TypeAlias = Callable[[int, int], object]
+Logits: TypeAlias = npt.NDArray[np.float32]
+
+MAX_INTEGER = 2**63 - 1  # that the engines take, such as sizes of memory
+
+
+def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """Check an integer; booleans are none.
+
+    Raises
+    ------
+    TypeError
+        It is not an integer.
+    ValueError
+        It is not between `least` and `most`.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # the error is caught
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        limit = f"must be between {least} and {most}"
+        if most is None:
+            limit = f"must be at least {least}" if least else "must not be negative"
+        raise ValueError(f"{name} {limit}, got {number}")
+    return number
+
+
+def token_id(token: object, vocab_size: int) -> int:
+    """Check one token id.
+
+    Raises
+    ------
+    TypeError
+        It is not an integer.
+    ValueError
+        It is outside the vocabulary.
+    """
+    value = token if type(token) is int else integer("a token id", token)
+    if not 0 <= value < vocab_size:
+        raise ValueError(f"token id {value} is outside the vocabulary of {vocab_size}")
+    return value
+
+
+def token_array(
+    tokens: TokenIds,
+    vocab_size: int,
+    *,
+    context: int | None = None,
+    position: int = 0,
+    unread: int = 0,
+) -> npt.NDArray[np.int32]:
+    """Convert token ids to int32 without ever wrapping a value.
+
+    Parameters
+    ----------
+    tokens
+        One-dimensional integer array of any width, or a sequence of ints.
+    vocab_size
+        Ids must be in ``[0, vocab_size)``.
+    context, position, unread
+        More tokens than the context holds are refused before one of them is looked at, however many they are.
+        Of all the last `unread` need no room. `position` is for the message.
+
+    Raises
+    ------
+    TypeError
+        If the elements are not integers (booleans are not).
+    ValueError
+        If `tokens` is empty, not one-dimensional, or holds an id outside the vocabulary.
+    ContextOverflowError
+        There are more than the context holds.
+    """
+    if context is not None and (count := length_of(tokens) - unread) > context:
+        raise ContextOverflowError(f"position {position} + {count} tokens exceeds the context of {context}")
+    if isinstance(tokens, np.ma.MaskedArray) and np.ma.is_masked(tokens):
+        raise TypeError(f"token ids must be integers, got an array with {int(np.sum(tokens.mask))} masked")
+    kinds = set(map(type, tokens)) if isinstance(tokens, (list, tuple)) else set()
+    if not kinds.isdisjoint((bool, np.bool_)):
+        raise TypeError("token ids must be integers, got bool among them")
+    try:
+        array = np.asarray(tokens)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"tokens cannot be made an array: {error}") from error
+    if array.ndim != 1:
+        raise ValueError(f"tokens must be one-dimensional, got {array.ndim} dimensions")
+    if array.size == 0:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    if array.dtype.kind == "f" and kinds and all(issubclass(kind, (int, np.integer)) for kind in kinds):
+        array = np.array(tokens, object)  # integers for which NumPy knows no common type but a float
+    if array.dtype == object:  # Python's integers, some of which may be larger than any of NumPy's
+        for i, token in enumerate(array):
+            if not 0 <= integer(f"the token id at index {i}", token) < vocab_size:
+                raise ValueError(f"token id {token} at index {i} is outside the vocabulary of {vocab_size}")
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"token ids must be integers, got {array.dtype}")
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if bad.size:
+        raise ValueError(
+            f"token id {array[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab_size}"
+        )
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def length_of(tokens: TokenIds) -> int:
+    """Return the number of tokens, at most `MAX_INTEGER`; 0 for what has no length."""
+    try:
+        return len(tokens)
+    except OverflowError:  # of a range
+        return MAX_INTEGER
+    except TypeError:
+        return 0

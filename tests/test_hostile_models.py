@@ -1,0 +1,152 @@
+"""Model files that are valid in form: numbers at the edge of 32 bits, and weights that are no numbers."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from support.gguf_bytes import F64, scalar
+from support.llama_file import integer, model_file, number, string
+from support.small_models import MODELS, write
+
+from metal_prefill import GGUFError, Model, NumericalError
+from metal_prefill.architecture import read_config
+from metal_prefill.gguf_file import GGUFFile
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("plain") / "m.gguf", MODELS["gqa 1"])
+
+
+def with_number(path: Path, plain: Path, key: str, value: float) -> Path:
+    """Write a copy of a file in which a number of 4 bytes is another."""
+    content = bytearray(plain.read_bytes())
+    name = struct.pack("<Q", len(key)) + key.encode()
+    at = content.index(name) + len(name)
+    (kind,) = struct.unpack_from("<I", content, at)
+    content[at + 4 : at + 8] = scalar(kind, value)
+    path.write_bytes(content)
+    return path
+
+
+def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:
+    """Write a copy of a file in which values of a float32 tensor are others."""
+    content = bytearray(plain.read_bytes())
+    found = next(t for t in GGUFReader(plain).tensors if t.name == name)
+    values = np.frombuffer(content, "<f4", int(found.n_elements), int(found.data_offset))
+    change(values)
+    del values
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("context", [2**31 - 1, 2**31 - 64, 2**31 - 513, 2**30 + 1])
+def test_contexts_near_the_end_of_32_bits_compute_as_any(
+    device: str, plain: Path, tmp_path: Path, context: int
+) -> None:
+    path = with_number(tmp_path / "m.gguf", plain, "llama.context_length", context)
+    ids = list(range(70))
+    with Model(plain, device=device) as small, Model(path, device=device) as large:
+        assert large.max_context == context
+        np.testing.assert_array_equal(large.forward_prompt_logits(ids), small.forward_prompt_logits(ids))
+        with large.session() as session, session.fork() as fork:
+            assert (session.max_context, fork.max_context) == (context, context)
+
+
+FLOAT_KEYS = [
+    "attention.layer_norm_rms_epsilon",
+    "attention.scale",
+    "rope.freq_base",
+    "rope.scaling.factor",
+]
+
+
+@pytest.mark.parametrize("key", FLOAT_KEYS)
+@pytest.mark.parametrize("value", [1e-300, 1e300, 1e39, 1e-46, 1e-39, 0.0, -1.0, math.nan, math.inf])
+def test_numbers_that_32_bits_do_not_hold_are_refused(tmp_path: Path, key: str, value: float) -> None:
+    """The engines compute with 32 bits, where 1e-300 is 0 and 1e300 infinite."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model_file({f"llama.{key}": (F64, scalar(F64, value))}))
+    message = rf"llama\.{key} is .*, it must be positive and finite in 32 bits"
+    with GGUFFile(path) as gguf_file, pytest.raises(GGUFError, match=message):
+        read_config(gguf_file)
+
+
+def test_numbers_are_those_that_the_engines_compute_with(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model_file({"llama.rope.freq_base": (F64, scalar(F64, 123.4))}))
+    with GGUFFile(path) as gguf_file:
+        assert read_config(gguf_file).rope_base == float(np.float32(123.4)) != 123.4
+
+
+def test_a_base_that_is_one_in_32_bits_is_none_for_yarn(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(
+        model_file(
+            {
+                "llama.rope.freq_base": (F64, scalar(F64, 1 + 1e-12)),
+                "llama.rope.scaling.type": string("yarn"),
+                "llama.rope.scaling.factor": number(2.0),
+                "llama.rope.scaling.original_context_length": integer(32),
+            }
+        )
+    )
+    with GGUFFile(path) as gguf_file, pytest.raises(GGUFError, match=r"freq_base is 1\.0, YaRN needs more"):
+        read_config(gguf_file)
+
+
+def test_frequencies_that_are_not_finite_are_refused(device: str, tmp_path: Path) -> None:
+    """Each number fits; a frequency of 1e-30 ** (-2 i / 32) / 1e-30 does not for the last pairs."""
+    model = replace(MODELS["gqa 1"], rope_scaling="linear", rope_base=1e-30, rope_factor=1e-30)
+    with pytest.raises(GGUFError, match=r"m.gguf: the rotary frequencies of layer 0 are not all finite"):
+        Model(write(tmp_path / "m.gguf", model), device=device)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_frequency_factors_are_positive_numbers(device: str, tmp_path: Path, value: float) -> None:
+    llama3 = write(tmp_path / "plain.gguf", MODELS["rope frequency factors"])
+
+    def change(values: Any) -> None:
+        values[1] = value
+
+    path = with_tensor(tmp_path / "m.gguf", llama3, "rope_freqs.weight", change)
+    with pytest.raises(
+        GGUFError, match=rf"{path.name}: tensor rope_freqs.weight has the value .* at index 1"
+    ):
+        Model(path, device=device)
+
+
+def test_more_layers_than_an_engine_takes_are_the_files_error(tmp_path: Path) -> None:
+    n = 100_001
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model_file({"llama.block_count": integer(n)}, {f"x{i}": ((1,), 0) for i in range(n)}))
+    with pytest.raises(GGUFError, match="100001 layers are more than 100000"):
+        Model(path, device="cpu")
+
+
+def test_a_logit_that_is_not_a_number_is_an_error_and_changes_nothing(device: str, tmp_path: Path) -> None:
+    whole = write(tmp_path / "plain.gguf", replace(MODELS["gqa 1"], output="F32"))
+
+    def damage(values: Any) -> None:
+        values.reshape(MODELS["gqa 1"].vocab, -1)[7] = np.nan
+
+    path = with_tensor(tmp_path / "m.gguf", whole, "output.weight", damage)
+    with Model(path, device=device) as model, Model(whole, device=device) as plain:
+        session = model.session()
+        session.forward_prompt([5, 6])  # the greedy token is one of the others
+        for call in (session.forward_prompt_logits, session.score):
+            with pytest.raises(NumericalError, match=r"of the token at position [234] is NaN"):
+                call([1, 2, 3])
+            assert session.tokens == [5, 6]
+        with pytest.raises(NumericalError, match=r"logit 7 of the token at position 2 is NaN"):
+            session.forward_token(1)
+        plain.forward_prompt([5, 6])
+        assert session.forward_prompt([1, 2, 3]) == plain.forward_prompt([1, 2, 3]) != 7
