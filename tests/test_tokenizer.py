@@ -239,6 +239,69 @@ MERGES, SCORES, TYPES = "tokenizer.ggml.merges", "tokenizer.ggml.scores", "token
 BOS = "tokenizer.ggml.bos_token_id"
 
 
+def without(kind: str, *lost: str) -> dict[str, Any]:
+    """Return a recorded vocabulary without some tokens and their merges."""
+    vocabulary = RECORD["vocabularies"][kind]
+    tokens = [f"<unused {i}>" if t in lost else t for i, t in enumerate(vocabulary["tokens"])]
+    types = [
+        1 if t in lost else kind for t, kind in zip(vocabulary["tokens"], vocabulary["types"], strict=True)
+    ]
+    changes: dict[str, Any] = {"tokens": tokens, "types": types}
+    if kind == "gpt2":
+        known = set(tokens)
+        changes["merges"] = [m for m in vocabulary["merges"] if {*m.split(" "), m.replace(" ", "")} <= known]
+    return changes
+
+
+@pytest.mark.parametrize("name", ["smollm", "sentencepiece"])
+def test_a_vocabulary_that_covers_all_text_misses_no_bytes(open_variant: Open, name: str) -> None:
+    tokenizer = open_variant(comparison.TOKENIZERS[name])
+    assert tokenizer.missing_bytes == b""
+    for string in RECORD["texts"]:
+        assert tokenizer.encode(string, strict=True) == tokenizer.encode(string)
+
+
+def test_bytes_without_a_token_are_left_out_and_named(open_variant: Open) -> None:
+    """0x01 is written as U+0101, 0xF1 as itself; U+40000 in UTF-8 is f1 80 80 80."""
+    tokenizer = open_variant(comparison.TOKENIZERS["smollm"], **without("gpt2", "\u0101", "\u00f1"))
+    assert tokenizer.missing_bytes == b"\x01\xf1"
+    assert tokenizer.decode(tokenizer.encode("a\x01b")) == "ab"
+    with pytest.raises(ValueError, match=r"no token for '\\x01', U\+0001: it lacks some of the bytes 01"):
+        tokenizer.encode("a\x01b", strict=True)
+    with pytest.raises(ValueError, match=r"U\+40000: it lacks some of the bytes f1 80 80 80"):
+        tokenizer.encode("a\U00040000b", strict=True)
+    assert tokenizer.encode("ab", strict=True) == tokenizer.encode("ab")
+
+
+def test_sentencepiece_bytes_without_a_token_are_named(open_variant: Open) -> None:
+    tokenizer = open_variant(comparison.TOKENIZERS["sentencepiece"], **without("llama", "<0x01>"))
+    assert tokenizer.missing_bytes == b"\x01"
+    with pytest.raises(ValueError, match=r"no token for '\\x01', U\+0001"):
+        tokenizer.encode("a\x01b", strict=True)
+
+
+def test_control_tokens_are_whole_under_strict(smollm: Tokenizer) -> None:
+    string = "<|im_start|>user\nHi<|im_end|>"
+    for parse in (True, False):
+        assert smollm.encode(string, parse_special=parse, strict=True) == smollm.encode(
+            string, parse_special=parse
+        )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_tokens_of_any_length_would_take_any_time_and_are_refused(open_variant: Open, kind: str) -> None:
+    """Each is cut everywhere to find what merges to it: 200,000 characters took 10 s."""
+    variant = next(v for v in comparison.TOKENIZERS.values() if v.kind == kind)
+    tokens = list(RECORD["vocabularies"][kind]["tokens"])
+    tokens[-1] = "x" * 1024
+    assert open_variant(variant, tokens=tokens).token(len(tokens) - 1) == "x" * 1024
+    tokens[-1] = "x" * 1025
+    with pytest.raises(
+        GGUFError, match=rf"token {len(tokens) - 1} of .* has 1025 characters, more than 1024"
+    ):
+        open_variant(variant, tokens=tokens)
+
+
 def strings(*values: str) -> bytes:
     return array(STRING, [text(value) for value in values])
 

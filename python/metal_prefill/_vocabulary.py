@@ -22,6 +22,9 @@ from metal_prefill.gguf_file import GGUFFile
 
 _log = logging.getLogger("metal_prefill")
 
+MAX_TOKEN_CHARACTERS = (
+    1024  # published vocabularies have runs of up to 256 spaces; finding merges is quadratic
+)
 SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 
@@ -102,6 +105,12 @@ class Vocabulary:
                 f"{gguf.path}: tokenizer model {kind} is not supported; supported are gpt2, llama"
             )
         tokens = _strings(gguf, "tokenizer.ggml.tokens")
+        longest = max(range(len(tokens)), key=lambda i: len(tokens[i]), default=0)
+        if tokens and len(tokens[longest]) > MAX_TOKEN_CHARACTERS:
+            raise GGUFError(
+                f"{gguf.path}: token {longest} of tokenizer.ggml.tokens has "
+                f"{len(tokens[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
+            )
         if "tokenizer.ggml.token_type" in gguf.metadata:
             types = _numbers(gguf, "tokenizer.ggml.token_type", np.integer, len(tokens))
             unknown = np.flatnonzero((types < min(TokenType)) | (types > max(TokenType)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer as Segmenter
 
+from metal_prefill._arguments import token_id as check_token_id
 from metal_prefill._vocabulary import SPACE, TokenType, Vocabulary
 from metal_prefill.errors import GGUFError
 from metal_prefill.gguf_file import GGUFFile
@@ -104,8 +105,18 @@ class Tokenizer:
         """
         return cls(gguf)
 
-    def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        parse_special: bool = False,
+        strict: bool = False,
+    ) -> list[int]:
         """Turn text into token ids.
+
+        Text for which the vocabulary has no token is left out, as by other tokenizers of the model, or
+        becomes the unknown token where there is one; see :attr:`missing_bytes`.
 
         Parameters
         ----------
@@ -116,11 +127,14 @@ class Tokenizer:
         parse_special
             Whether the spelling of a control token, such as ``<|im_end|>``, stands for that token. Never set
             it for text that comes from outside.
+        strict
+            Raise an error instead of leaving text out.
 
         Raises
         ------
         ValueError
-            If `add_bos` is set and the vocabulary has no such token, or the text holds lone surrogates.
+            If `add_bos` is set and the vocabulary has no such token, the text holds lone surrogates, or, with
+            `strict`, the tokens do not stand for the whole text.
         """
         ids: list[int] = []
         if self.add_bos if add_bos is None else add_bos:
@@ -132,15 +146,45 @@ class Tokenizer:
         for piece in self._split(text, parse_special):
             if isinstance(piece, int):
                 ids.append(piece)
-            elif self._vocabulary.kind == "llama":
-                prefix = SPACE if self._space_prefix and after_token else ""
-                ids += self._segmenter.encode(
-                    prefix + piece.replace(" ", SPACE), add_special_tokens=False
-                ).ids
             else:
-                ids += self._segmenter.encode(piece, add_special_tokens=False).ids
+                if self._space_prefix and after_token:
+                    piece = " " + piece
+                plain = piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
+                made = self._segmenter.encode(plain, add_special_tokens=False).ids
+                if strict:
+                    self._check_whole(piece, made)
+                ids += made
             after_token = isinstance(piece, int)
         return ids
+
+    @cached_property
+    def missing_bytes(self) -> bytes:
+        """Bytes, in order, for which the vocabulary has no token of their own.
+
+        A character that needs one of them is left out by :meth:`encode` unless a longer token contains it,
+        and text that is decoded lacks it likewise. Empty for vocabularies that cover all text; SmolLM2's
+        lacks 21 of the 256.
+        """
+        single = {raw for i in range(self.vocab_size) if len(raw := self._plain_bytes(i)) == 1}
+        return bytes(byte for byte in range(256) if bytes([byte]) not in single)
+
+    def _plain_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token that can come out of plain text; none for others."""
+        piece = self._piece(token_id)
+        return b"" if piece.spelled else piece.raw
+
+    def _check_whole(self, piece: str, ids: Sequence[int]) -> None:
+        # SentencePiece writes a space as U+2581, and cannot write that otherwise.
+        wanted = piece.replace(SPACE, " ") if self._vocabulary.kind == "llama" else piece
+        if b"".join(map(self._plain_bytes, ids)) == wanted.encode("utf-8"):
+            return
+        lost = next((c for c in piece if set(c.encode("utf-8")) & set(self.missing_bytes)), None)
+        raise ValueError(
+            f"the vocabulary has no tokens for {piece[:40]!r}"
+            if lost is None
+            else f"the vocabulary has no token for {lost!r}, U+{ord(lost):04X}: it lacks some of the bytes "
+            f"{lost.encode('utf-8').hex(' ')}"
+        )
 
     @property
     def chat_template(self) -> str | None:
@@ -256,9 +300,10 @@ class Tokenizer:
         return f"<metal_prefill.Tokenizer {self._vocabulary.kind}, {self.vocab_size} tokens>"
 
     def _piece(self, token_id: int) -> _Piece:
+        token_id = self._checked(token_id)
         piece = self._pieces.get(token_id)
         if piece is None:
-            kind = TokenType(int(self._vocabulary.types[self._checked(token_id)]))
+            kind = TokenType(int(self._vocabulary.types[token_id]))
             special = kind in _SPECIAL
             spelled = special or kind == TokenType.USER_DEFINED
             raw = self._raw_bytes(self.token(token_id), kind, spelled)
@@ -333,9 +378,7 @@ class Tokenizer:
         return value
 
     def _checked(self, token_id: int) -> int:
-        if not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
-        return token_id
+        return check_token_id(token_id, self.vocab_size)
 
 
 class TokenDecoder:
