@@ -280,7 +280,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     ],
     no_module_imports_itself_through_others: [
         ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),
-        ("python/metal_prefill/_tokens.py", "def f():\n    import metal_prefill.session"),
+        ("python/metal_prefill/_arguments.py", "def f():\n    import metal_prefill.session"),
         (
             "python/metal_prefill/_bench/plot.py",
             "from metal_prefill._bench.results import BenchResults",

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
+from metal_prefill._metadata_keys import MAX_INT
 from metal_prefill._synth_blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill._synth_tokenizer import VOCABULARIES
 from metal_prefill.architecture import ARCHITECTURES, Architecture
@@ -142,6 +143,8 @@ def check(shape: ModelShape) -> None:
     for name in whole:
         if getattr(shape, name) < 1:
             raise ValueError(f"{name} {getattr(shape, name)}: must be at least 1")
+        if getattr(shape, name) > MAX_INT:
+            raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
     for name in ("value_dim", "window", "original_context"):
         given = getattr(shape, name)
         if given is not None and given < 1:

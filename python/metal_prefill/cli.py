@@ -86,7 +86,7 @@ def report(error: BaseException) -> int:
         print(f"error: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, (MetalPrefillError, OSError, MemoryError)):
-        print(f"error: {error or type(error).__name__}", file=sys.stderr)
+        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, ValueError):
         print(f"error: {error}", file=sys.stderr)
@@ -112,6 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv
         Arguments without the program's name; by default those of the process.
     """
+    if sys.stderr is None:  # closed; print() would take None for stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print("error: standard output is closed", file=sys.stderr)
+        return EXIT_FAILED
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     if wanted in FORMER_NAMES:

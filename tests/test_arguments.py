@@ -1,0 +1,236 @@
+"""Arguments: what is wrong is named with its value and the limit, and nothing has changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_prefill import ContextOverflowError, MetalPrefillError, Model, synth
+from metal_prefill._arguments import integer, token_array, token_id
+from metal_prefill.scheduler import Scheduler
+
+BOOL = np.bool_(True)
+
+
+class Index:
+    """An integer of somebody else's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+ACCEPTED: dict[str, Any] = {
+    "list": [1, 2, 3],
+    "tuple": (1, 2, 3),
+    "range": range(1, 4),
+    "int8": np.array([1, 2, 3], np.int8),
+    "uint64": np.array([1, 2, 3], np.uint64),
+    "big-endian": np.array([1, 2, 3], ">i4"),
+    "strided": np.array([1, 0, 2, 0, 3, 0])[::2],
+    "read-only": np.array([1, 2, 3]),
+    "objects": np.array([1, 2, 3], object),
+    "objects of NumPy": np.array([np.int64(1), np.uint8(2), 3], object),
+    "objects with an index": np.array([Index(1), Index(2), Index(3)], object),
+    "nothing masked": np.ma.array([1, 2, 3], mask=[False] * 3),
+    "a list of NumPy's integers": [np.int32(1), np.uint64(2), 3],
+}
+ACCEPTED["read-only"].flags.writeable = False
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "durations": (np.array([1, 2], "m8[s]"), TypeError, r"must be integers, got timedelta64\[s\]"),
+    "dates": (np.array([1, 2], "M8[s]"), TypeError, r"must be integers, got datetime64\[s\]"),
+    "booleans": ([True, False], TypeError, "must be integers, got bool"),
+    "a boolean among integers": ([True, 1], TypeError, "must be integers, got bool"),
+    "a NumPy boolean among integers": ((1, BOOL), TypeError, "must be integers, got bool"),
+    "an array of booleans": (np.array([True]), TypeError, "must be integers, got bool"),
+    "floats": ([1.0, 2.0], TypeError, "must be integers, got float64"),
+    "text": (["1"], TypeError, "must be integers, got <U1"),
+    "objects that are floats": (
+        np.array([1, 2.5], object),
+        TypeError,
+        "the token id at index 1 must be an integer, got float",
+    ),
+    "objects that are booleans": (
+        np.array([1, True], object),
+        TypeError,
+        "index 1 must be an integer, got bool",
+    ),
+    "objects that are text": (np.array(["x"], object), TypeError, "index 0 must be an integer, got str"),
+    "objects outside": (
+        np.array([1, 10], object),
+        ValueError,
+        "token id 10 at index 1 is outside the vocabulary",
+    ),
+    "masked": (np.ma.array([1, 2], mask=[True, False]), TypeError, "an array with 1 masked"),
+    "huge": ([1, 10**30], ValueError, rf"\b{10**30}\b"),
+    "negative": ([3, -1], ValueError, "token id -1 at index 1 is outside the vocabulary of 10"),
+    "too large": ([3, 10], ValueError, "token id 10 at index 1 is outside the vocabulary of 10"),
+    "too large for int32": (np.array([2**32 + 1]), ValueError, f"token id {2**32 + 1} at index 0"),
+    "uint64 that wraps": (np.array([2**64 - 1], np.uint64), ValueError, f"token id {2**64 - 1} at index 0"),
+    "two dimensions": ([[1, 2]], ValueError, "must be one-dimensional, got 2"),
+    "ragged": ([[1], [2, 3]], ValueError, "cannot be made an array"),
+    "a generator": ((i for i in range(3)), ValueError, "must be one-dimensional, got 0"),
+    "nothing": ([], ValueError, "the prompt is empty"),
+    "no array": (np.array([]), ValueError, "the prompt is empty"),
+}
+
+
+@pytest.mark.parametrize("tokens", ACCEPTED.values(), ids=ACCEPTED.keys())
+def test_integers_of_any_kind_are_token_ids(tokens: Any) -> None:
+    array = token_array(tokens, 10)
+    assert array.dtype == np.int32
+    assert array.flags.c_contiguous
+    assert array.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("tokens", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_no_token_id_is_refused(tokens: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        token_array(tokens, 10)
+
+
+@pytest.mark.parametrize(
+    "tokens", [range(10**20), range(10**9), np.broadcast_to(np.int8(0), 10**12)], ids=repr
+)
+def test_more_tokens_than_the_context_holds_are_refused_unseen(tokens: Any, demo_path: Path) -> None:
+    """Looking at 10^9 of them would take minutes, or all of the memory."""
+    with Model(demo_path, device="cpu") as model, model.session(max_context=64) as session:
+        session.forward_prompt([1, 2])
+        calls: list[Callable[[Any], Any]] = [
+            session.forward_prompt,
+            session.forward_prompt_logits,
+            session.score,
+            session.generate,
+            lambda ids: model.score_many([ids]),
+            lambda ids: model.forward_prompts([ids]),
+            lambda ids: list(model.generate_many([ids])),
+            lambda ids: model.forward_batch([session], [ids]),
+        ]
+        for call in calls:
+            with pytest.raises(ContextOverflowError, match=r"tokens exceeds? the (context|limit) of"):
+                call(tokens)
+        assert session.tokens == [1, 2]
+
+
+def test_the_last_token_that_is_scored_needs_no_room(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, model.session(max_context=8) as session:
+        assert len(session.score(range(9))) == 8
+        session.reset()
+        with pytest.raises(ContextOverflowError, match=r"position 0 \+ 9 tokens exceeds the context of 8"):
+            session.score(range(10))
+
+
+@pytest.mark.parametrize("value", [True, BOOL, 1.0, 1.5, "1", None, b"1", np.timedelta64(1), [1]], ids=repr)
+def test_what_is_no_integer_is_named(value: Any, demo_path: Path) -> None:
+    kind = type(value).__name__
+    with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
+        token_id(value, 10)
+    with pytest.raises(TypeError, match=rf"threads must be an integer, got {kind}"):
+        integer("threads", value, 1)
+    with Model(demo_path, device="cpu") as model:
+        for call in (model.forward_token, model.forward_token_greedy, model.tokenizer.token):
+            with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
+                call(value)
+        with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
+            model.tokenizer.decode([1, value])
+        with pytest.raises(TypeError, match=rf"position must be an integer, got {kind}"):
+            model.rewind(value)
+
+
+@pytest.mark.parametrize("value", [np.int8(3), np.uint64(3), Index(3)], ids=lambda v: type(v).__name__)
+def test_integers_of_any_kind_are_integers(value: Any) -> None:
+    assert integer("n", value, 0, 3) == 3
+    assert token_id(value, 4) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "limit"),
+    [
+        ("max_context", 0, "must be at least 1"),
+        ("max_context", 2**31, "is outside 1 to 1024, the model's context length"),
+        ("max_context", 10**30, "is outside 1 to 1024, the model's context length"),
+        ("threads", 0, "must be between 1 and 1024"),
+        ("threads", 2**40, "must be between 1 and 1024"),
+        ("chunk_tokens", 0, "must be between 1 and 2048"),
+        ("chunk_tokens", 2**31, "must be between 1 and 2048"),
+        ("kv_memory", 0, "must be between 1 and 9223372036854775807"),
+        ("kv_memory", 2**64, "must be between 1 and 9223372036854775807"),
+        ("prefix_memory", -1, "must be between 0 and 9223372036854775807"),
+    ],
+)
+def test_options_outside_their_limits_are_named(demo_path: Path, option: str, value: int, limit: str) -> None:
+    options: dict[str, Any] = {option: value}
+    with pytest.raises(ValueError, match=rf"^{option}.*{limit}") as caught:
+        Model(demo_path, device="cpu", **options)
+    assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("position", [-1, 3, 10**20, -(10**20)])
+def test_a_position_that_is_not_there_is_named(demo_path: Path, position: int) -> None:
+    with Model(demo_path, device="cpu") as model:
+        model.forward_prompt([1, 2])
+        with pytest.raises(ValueError, match=rf"rewind to position {position}: .* of the session is 2"):
+            model.rewind(position)
+        assert model.position == 2
+
+
+def test_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):
+            model.generate([1], -1)
+        with pytest.raises(TypeError, match="max_tokens must be an integer, got float"):
+            model.generate([1], 1.5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="max_streams must be at least 1, got 0"):
+            Scheduler(model, max_streams=0)
+        with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+            Scheduler(model).submit([1], 0)
+
+
+@pytest.mark.parametrize("name", ["layers", "vocab", "context", "ffn"])
+def test_synthetic_models_have_limits(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {name: 99999999999}
+    with pytest.raises(ValueError, match=rf"{name} 99999999999: must be at most 2147483647"):
+        synth.synthesize(tmp_path / "m.gguf", preset="tiny", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_closed(*arguments: str, closed: int) -> subprocess.CompletedProcess[str]:
+    """Run the command line with a standard stream closed."""
+    program = (
+        "import os, sys\n"
+        f"os.close({closed})\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'metal_prefill.cli', *sys.argv[1:]])\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes descriptors")
+def test_a_closed_output_is_one_error() -> None:
+    done = run_closed("run", "-p", "ROMEO:", "-n", "3", "--device", "cpu", closed=1)
+    assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
+    done = run_closed("run", "-p", "ROMEO:", "-n", "3", "--device", "cpu", closed=2)
+    assert done.returncode == 0
+    assert done.stdout.startswith("ROMEO:") or done.stdout
+
+
+def test_an_error_without_a_message_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    from metal_prefill.cli import report
+
+    class Nameless(MetalPrefillError):
+        pass
+
+    for error in (MemoryError(), Nameless()):
+        report(error)
+    assert capsys.readouterr().err == "error: MemoryError\nerror: Nameless\n"
