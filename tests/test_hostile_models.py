@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,3 +153,58 @@ def test_a_logit_that_is_not_a_number_is_an_error_and_changes_nothing(device: st
             session.forward_token(1)
         plain.forward_prompt([5, 6])
         assert session.forward_prompt([1, 2, 3]) == plain.forward_prompt([1, 2, 3]) != 7
+
+
+CHANGED = """
+import os, sys
+from metal_prefill import Model
+path, mmap = sys.argv[1], sys.argv[2] == "True"
+with Model(path, device="cpu", threads=1, mmap=mmap) as model:
+    print(model.forward_prompt([1, 2, 3]), flush=True)
+    with open(path, "r+b") as file:
+        file.truncate(100)
+    model.reset()
+    print(model.forward_prompt([1, 2, 3]), model.tokenizer.decode([5, 6]) != "", flush=True)
+"""
+
+
+def test_a_file_that_was_read_may_change_while_it_is_open(tmp_path: Path) -> None:
+    """Of a mapped file the weights would be gone: the process ends by SIGBUS."""
+    path = write(tmp_path / "m.gguf", replace(MODELS["gqa 1"], embedding="F32", types={"*": "F32"}))
+    with Model(path, device="cpu") as model:
+        expected = model.forward_prompt([1, 2, 3])
+    child = subprocess.run(
+        [sys.executable, "-c", CHANGED, str(path), "False"], capture_output=True, text=True, check=False
+    )
+    assert child.stdout.split() == [str(expected), str(expected), "True"], child.stderr
+
+
+def test_a_file_that_is_read_is_checked_as_one_that_is_mapped(
+    device: str, plain: Path, tmp_path: Path
+) -> None:
+    with Model(plain, device=device, mmap=False) as read, Model(plain, device=device) as mapped:
+        np.testing.assert_array_equal(
+            read.forward_prompt_logits([1, 2]), mapped.forward_prompt_logits([1, 2])
+        )
+        for model in (read, mapped):
+            assert not model.gguf.mapping.flags.writeable
+        assert read.gguf.mapping.ctypes.data % 4096 == 0
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(GGUFError, match="the file is empty"):
+        GGUFFile(tmp_path / "empty.gguf", mmap=False)
+    os.mkfifo(tmp_path / "fifo.gguf")
+    with pytest.raises(GGUFError, match="not a regular file"):
+        GGUFFile(tmp_path / "fifo.gguf", mmap=False)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Longer:
+        st_mode, st_size = plain.stat().st_mode, plain.stat().st_size + 5
+
+    monkeypatch.setattr(os, "fstat", lambda _: Longer)
+    with pytest.raises(
+        GGUFError, match=rf"became shorter while it was read, at byte {Longer.st_size - 5} of"
+    ):
+        GGUFFile(plain, mmap=False)

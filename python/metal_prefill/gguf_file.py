@@ -1,18 +1,22 @@
-"""GGUF model files: a validating reader that copies nothing.
+"""GGUF model files: a validating reader that copies nothing, unless it is told to.
 
-The file is mapped into memory; tensors are views into the mapping. Opening reads the header only. What the
-file says about itself is checked against its size before it is used, so that a damaged or hostile file is a
-`GGUFError` that names what is wrong and where, never a large allocation or a read out of bounds.
+The file is mapped into memory, or read into it with ``mmap=False``; tensors are views into that. Opening a
+mapped file reads the header only. What the file says about itself is checked against its size before it is
+used, so that a damaged or hostile file is a `GGUFError` that names what is wrong and where, never a large
+allocation or a read out of bounds.
 
 The format is specified in ggml's ``docs/gguf.md``; versions 2 and 3 are read, little-endian.
 """
 
 from __future__ import annotations
 
+import io
 import math
-import mmap
+import mmap as mmap_module
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +35,7 @@ MIN_ALIGNMENT = 8  # the specification asks for a multiple of 8
 MAX_TENSOR_NAME_BYTES = 64
 MAX_DIMS = 4
 MAX_ELEMENTS = 2**63 - 1
+_READ_BYTES = 16 << 20  # at a time, so that Ctrl-C is heard
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, one character, n_dims, one dimension, type, offset
 
 
@@ -114,6 +119,8 @@ class GGUFFile:
     Parameters
     ----------
     path : str or os.PathLike
+    mmap : bool
+        Map the file. False reads it as a whole instead, for files that other programs may change in place.
 
     Attributes
     ----------
@@ -137,13 +144,14 @@ class GGUFFile:
     Notes
     -----
     Views outlive `close`: the mapping is released with the last of them. As with any mapped file, another
-    program that truncates it in place while it is in use takes the process down; replacing it by renaming is
-    safe.
+    program that truncates it in place while it is in use takes the process down (SIGBUS), and one that writes
+    to it changes what is read; replacing it by renaming is safe. With ``mmap=False`` nothing that happens to
+    the file after it was opened matters.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, mmap: bool = True) -> None:
         self.path = Path(path)
-        data = _map_file(self.path)
+        data = _map_file(self.path) if mmap else _read_file(self.path)
         cursor = Cursor(self.path, data)
         self.version = _read_version(cursor)
         n_tensors = cursor.count("tensors", MIN_TENSOR_BYTES)
@@ -153,6 +161,7 @@ class GGUFFile:
         self.alignment = _read_alignment(cursor, self.metadata)
         self.tensors, self.data_offset = _read_tensors(cursor, n_tensors, self.alignment)
         self._mapping: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
+        self._mapping.flags.writeable = False
 
     @property
     def mapping(self) -> npt.NDArray[np.uint8]:
@@ -194,8 +203,11 @@ class GGUFFile:
         )
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    # Size and mapping come from one descriptor, so a file replaced meanwhile cannot mix two. Opening without
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[io.FileIO, int]]:
+    """Give the file and its size."""
+
+    # Size and contents come from one descriptor, so a file replaced meanwhile cannot mix two. Opening without
     # blocking keeps a named pipe from hanging the caller.
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
@@ -206,10 +218,28 @@ def _map_file(path: Path) -> mmap.mmap:
             raise GGUFError(f"{path}: not a regular file")
         if status.st_size == 0:
             raise GGUFError(f"{path}: the file is empty")
+        yield file, status.st_size
+
+
+def _map_file(path: Path) -> mmap_module.mmap:
+    with _opened(path) as (file, size):
         try:
-            return mmap.mmap(file.fileno(), status.st_size, access=mmap.ACCESS_READ)
+            return mmap_module.mmap(file.fileno(), size, access=mmap_module.ACCESS_READ)
         except ValueError as error:  # it became shorter in between
             raise GGUFError(f"{path}: cannot be mapped: {error}") from None
+
+
+def _read_file(path: Path) -> mmap_module.mmap:
+    with _opened(path) as (file, size):
+        data = mmap_module.mmap(-1, size)  # memory that begins on a page, as a mapped file does
+        with memoryview(data) as view:
+            done = 0
+            while done < size:
+                count = file.readinto(view[done : done + _READ_BYTES])
+                if not count:
+                    raise GGUFError(f"{path}: became shorter while it was read, at byte {done} of {size}")
+                done += count
+        return data
 
 
 def _read_version(cursor: Cursor) -> int:

@@ -123,6 +123,10 @@ class Model:
     prefix_memory
         Bytes of K and V that are kept after their sessions ended, so that prompts which begin alike find them
         (`reuse`, :meth:`generate`, :meth:`generate_many`). 0 keeps nothing.
+    mmap
+        Map the file, so that opening it reads what is needed and processes share it. Another program that
+        truncates it in place then ends the process (SIGBUS). False reads all of it into memory instead, for
+        files that others may change while they are open.
     fused_norm, fused_silu
         Metal only: use the kernels that fuse RMSNorm, or SwiGLU, into the projections of single tokens.
 
@@ -155,6 +159,7 @@ class Model:
         chunk_tokens: int = 512,
         kv_memory: int | None = None,
         prefix_memory: int = 256 << 20,
+        mmap: bool = True,
         fused_norm: bool = False,
         fused_silu: bool = False,
     ) -> None:
@@ -175,7 +180,7 @@ class Model:
 
         self._path = Path(path) if path is not None else default_model_path()
         self._kv_dtype = kv_dtype
-        self._gguf = GGUFFile(self._path)
+        self._gguf = GGUFFile(self._path, mmap=mmap)
         self._config = read_config(self._gguf)
         try:
             builder = _core.ModelBuilder(core_config(self._config), self._gguf.mapping, self._gguf.mapping)
