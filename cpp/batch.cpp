@@ -60,6 +60,13 @@ Batch::Batch(Engine& engine, std::span<Request> requests, const char* call) : en
   std::sort(sessions.begin(), sessions.end(), std::less<>());
   if (std::adjacent_find(sessions.begin(), sessions.end()) != sessions.end())
     throw std::invalid_argument("a session appears twice in a batch");
+  std::vector<Sampler*> samplers;
+  for (const Request& request : requests)
+    if (request.output == Output::kSampled) samplers.push_back(request.sampler);
+  std::sort(samplers.begin(), samplers.end(), std::less<>());
+  if (std::adjacent_find(samplers.begin(), samplers.end()) != samplers.end())
+    throw std::invalid_argument("a sampler appears twice in a batch");
+  if (!samplers.empty() && !samplers.front()) throw std::invalid_argument("a sampled output needs a sampler");
   for (Session* session : sessions) turns_.emplace_back(session->turn_, call);
   for (Item& item : items_) item.before = item.session().tokens_.size();
 }
@@ -159,6 +166,7 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   } else if (tokens == item.left()) {
     chunk.output = request.output;
     chunk.logits = request.logits;
+    chunk.sampler = request.sampler;
   }
   return chunk;
 }
@@ -176,6 +184,13 @@ void Batch::check_results(const Chunk& chunk) const {
     const float* bad = std::find_if(logits, end, [](float logit) { return std::isnan(logit); });
     if (bad != end) throw NumericalError("logit " + std::to_string(bad - logits) + of_token(last));
   }
+  if (chunk.error) {
+    try {
+      std::rethrow_exception(chunk.error);
+    } catch (const NanLogitError& error) {
+      throw NumericalError("logit " + std::to_string(error.token) + of_token(last));
+    }
+  }
   if (chunk.output == Output::kLogProbs)
     for (std::size_t i = 0; i <= last; ++i)
       if (chunk.targets[i] >= 0 && std::isnan(chunk.log_probs[i]))
@@ -190,7 +205,9 @@ void Batch::finish(Item& item, const Chunk& chunk) const {
     session.tokens_.insert(session.tokens_.end(), chunk.tokens.begin(), chunk.tokens.end());
   }
   item.request.result.done += int(chunk.tokens.size());
-  if (chunk.output == Output::kGreedy) item.request.result.token = chunk.token;
+  if (chunk.output == Output::kGreedy || chunk.output == Output::kSampled)
+    item.request.result.token = chunk.token;
+  if (chunk.output == Output::kSampled) chunk.sampler->accept(chunk.token);
   item.active = item.left() > 0;
 }
 

@@ -21,6 +21,7 @@ struct Request {
   float* logits = nullptr;           // kLogits: [vocab_size]
   std::span<const TokenId> targets;  // kLogProbs: [tokens.size()]
   float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
+  Sampler* sampler = nullptr;        // kSampled: of this request alone
   Trace* trace = nullptr;
   Claim claim = 0;
 

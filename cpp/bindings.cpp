@@ -2,6 +2,7 @@
 // releases the GIL around compute and turns C++ exceptions into the classes of metal_prefill.errors.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -26,6 +27,9 @@
 #include "gil.h"
 #include "inspection.h"
 #include "metal/python.h"
+#include "philox.h"
+#include "rounding.h"
+#include "sampling.h"
 #include "tensors.h"
 
 #ifdef METAL_PREFILL_EMULATOR
@@ -39,6 +43,7 @@ namespace metal_prefill {
 namespace {
 
 using TokenArray = nb::ndarray<const TokenId, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatArray = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 Prefix prefix_of(bool reuse) {
@@ -47,6 +52,10 @@ Prefix prefix_of(bool reuse) {
 
 std::span<const TokenId> view(const TokenArray& tokens) {
   return {tokens.data(), tokens.shape(0)};
+}
+
+std::span<const float> view(const FloatArray& values) {
+  return {values.data(), values.shape(0)};
 }
 
 // An array that NumPy owns. Made and handed over with the GIL held; filled without it.
@@ -303,12 +312,15 @@ nb::object exception_of(const std::exception_ptr& error) {
 nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Session*>& sessions,
                                            const std::vector<TokenArray>& tokens,
                                            const std::vector<Output>& outputs, bool reuse,
-                                           nb::object progress) {
+                                           nb::object progress, const std::vector<Sampler*>& samplers) {
   if (sessions.size() != tokens.size() || sessions.size() != outputs.size())
     throw std::invalid_argument("a batch needs tokens and an output for each session");
   const std::size_t n = sessions.size(), vocab_size = std::size_t(engine.config().vocab_size);
   std::vector<Request> requests(n);
   std::vector<std::unique_ptr<FloatResult>> arrays(n);
+  if (std::count(outputs.begin(), outputs.end(), Output::kSampled) != std::ptrdiff_t(samplers.size()))
+    throw std::invalid_argument("a batch needs a sampler for each sampled output");
+  auto sampler = samplers.begin();
   for (std::size_t i = 0; i < n; ++i) {
     Request& request = requests[i];
     request.session = sessions[i];
@@ -318,6 +330,8 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
     if (outputs[i] == Output::kLogits) {
       arrays[i] = std::make_unique<FloatResult>(vocab_size);
       request.logits = arrays[i]->data();
+    } else if (outputs[i] == Output::kSampled) {
+      request.sampler = *sampler++;
     } else if (outputs[i] == Output::kLogProbs) {
       if (request.tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
       engine.check_token(request.tokens.back(), request.tokens.size() - 1);
@@ -336,7 +350,7 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
       results.append(exception_of(requests[i].error));
     else if (arrays[i])
       results.append(arrays[i]->release());
-    else if (outputs[i] == Output::kGreedy)
+    else if (outputs[i] == Output::kGreedy || outputs[i] == Output::kSampled)
       results.append(requests[i].result.token);
     else
       results.append(nb::none());
@@ -344,11 +358,61 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
   return results;
 }
 
+void bind_sampling(nb::module_& m) {
+  nb::class_<SamplingOptions>(m, "SamplingOptions", "How tokens are chosen, checked by sampling.Options.")
+      .def(nb::init<>())
+      .def_rw("temperature", &SamplingOptions::temperature)
+      .def_rw("top_k", &SamplingOptions::top_k)
+      .def_rw("typical_p", &SamplingOptions::typical_p)
+      .def_rw("top_p", &SamplingOptions::top_p)
+      .def_rw("min_p", &SamplingOptions::min_p)
+      .def_rw("repeat_penalty", &SamplingOptions::repeat_penalty)
+      .def_rw("frequency_penalty", &SamplingOptions::frequency_penalty)
+      .def_rw("presence_penalty", &SamplingOptions::presence_penalty)
+      .def_rw("window", &SamplingOptions::window)
+      .def_rw("logit_bias", &SamplingOptions::logit_bias);
+
+  nb::class_<Sampler>(m, "Sampler", "Chooses the tokens of one text.")
+      .def(
+          "__init__",
+          [](Sampler* self, const SamplingOptions& options, std::uint64_t seed, std::uint32_t answer,
+             TokenArray tokens) { new (self) Sampler(options, seed, answer, view(tokens)); },
+          "options"_a, "seed"_a, "answer"_a, "tokens"_a)
+      .def("forbid", &Sampler::forbid, "tokens"_a, "position"_a)
+      .def(
+          "allow",
+          [](Sampler& self, ByteArray allowed) {
+            std::vector<std::uint32_t> words(ceil_div(allowed.shape(0), 32));
+            for (std::size_t i = 0; i < allowed.shape(0); ++i)
+              words[i / 32] |= std::uint32_t(allowed.data()[i] != 0) << i % 32;
+            self.allow(std::move(words));
+          },
+          "allowed"_a, "Takes whether each token may be chosen; nothing allows all.")
+      .def("report", &Sampler::report, "best"_a)
+      .def(
+          "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a)
+      .def("accept", &Sampler::accept, "token"_a)
+      .def_prop_ro("position", &Sampler::position)
+      .def_prop_ro("log_prob", &Sampler::log_prob)
+      .def_prop_ro(
+          "best",
+          [](const Sampler& self) {
+            std::vector<std::pair<TokenId, double>> best;
+            for (const Sampler::Scored& s : self.best()) best.emplace_back(s.token, s.log_prob);
+            return best;
+          },
+          "Ids and log probabilities of the most probable tokens at the last choice.");
+  m.def(
+      "philox", [](PhiloxCounter counter, PhiloxKey key) { return philox(counter, key); }, "counter"_a,
+      "key"_a, "Four random words of a counter and a key.");
+}
+
 void bind_engine(nb::module_& m) {
   nb::enum_<Output>(m, "Output", "What a call computes of the tokens that it is given.")
       .value("NONE", Output::kNone)
       .value("GREEDY", Output::kGreedy)
       .value("LOGITS", Output::kLogits)
+      .value("SAMPLED", Output::kSampled)
       .value("LOG_PROBS", Output::kLogProbs);
 
   nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")
@@ -360,7 +424,7 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
       .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "sessions"_a, "tokens"_a, "outputs"_a, "reuse"_a = false,
-           "progress"_a = nb::none())
+           "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>())
       .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)
@@ -444,6 +508,19 @@ void bind_session(nb::module_& m) {
           },
           "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
       .def(
+          "forward_prompt_sampled",
+          [](Session& self, TokenArray tokens, Sampler& sampler, bool reuse, nb::object progress,
+             Claim claim) {
+            ProgressGuard guard(std::move(progress));
+            const PromptResult result = without_gil([&] {
+              return self.forward_prompt_sampled(view(tokens), sampler, prefix_of(reuse), guard.function(),
+                                                 claim);
+            });
+            guard.raise_pending();
+            return result.token;
+          },
+          "tokens"_a, "sampler"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
+      .def(
           "score",
           [](Session& self, TokenArray tokens, nb::object progress) {
             FloatResult log_probs(tokens.shape(0) > 0 ? tokens.shape(0) - 1 : 0);
@@ -497,6 +574,7 @@ NB_MODULE(_core, m) {
       nb::set_leak_warnings(false);
   }));
   bind_config(m);
+  bind_sampling(m);
   bind_engine(m);
   metal::bind_recordings(m);
   bind_inspector(m);

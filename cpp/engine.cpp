@@ -19,6 +19,14 @@ CallCounters& CallCounters::operator+=(const CallCounters& other) {
   return *this;
 }
 
+void Chunk::choose_token(std::span<const float> all_logits) noexcept {
+  try {
+    token = sampler->choose(all_logits);
+  } catch (...) {
+    error = std::current_exception();
+  }
+}
+
 Session::Session(std::shared_ptr<Engine> engine, int max_context)
     : engine_(std::move(engine)),
       max_context_(max_context),
@@ -100,6 +108,14 @@ PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, flo
   return run(
       "forward_prompt_logits",
       {.tokens = tokens, .prefix = prefix, .output = Output::kLogits, .logits = logits, .claim = claim},
+      progress);
+}
+
+PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler, Prefix prefix,
+                                             const Progress& progress, Claim claim) {
+  return run(
+      "forward_prompt_sampled",
+      {.tokens = tokens, .prefix = prefix, .output = Output::kSampled, .sampler = &sampler, .claim = claim},
       progress);
 }
 

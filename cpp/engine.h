@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -22,11 +23,11 @@
 #include "fork_handler.h"
 #include "model.h"
 #include "pages.h"
+#include "sampling.h"
+#include "token.h"
 #include "turn.h"
 
 namespace metal_prefill {
-
-using TokenId = std::int32_t;
 
 // The prompt does not fit: position + tokens exceeds the limit of the session. Nothing was changed.
 struct ContextOverflowError : std::runtime_error {
@@ -72,6 +73,7 @@ enum class Output {
   kNone,      // nothing: more chunks follow
   kGreedy,    // the id of the largest logit of the last token
   kLogits,    // all logits of the last token
+  kSampled,   // the id that a sampler chooses by the logits of the last token
   kLogProbs,  // for every token of the chunk, the log probability of its target
 };
 
@@ -88,8 +90,13 @@ struct Chunk {
   float* logits = nullptr;           // kLogits: [vocab_size]
   std::span<const TokenId> targets;  // kLogProbs: target of each token; a negative one is not asked for
   float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
+  Sampler* sampler = nullptr;        // kSampled: its own, given the logits by choose_token()
   Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
-  TokenId token = -1;                // kGreedy: filled in; stays -1 where every logit is NaN
+  TokenId token = -1;                // kGreedy, kSampled: filled in; stays -1 where every logit is NaN
+  std::exception_ptr error = {};     // kSampled: why there is no token
+
+  // Has the sampler choose where the logits are. [vocab_size]
+  void choose_token(std::span<const float> all_logits) noexcept;
 };
 
 // Counts of one call, for Session::stats().
@@ -129,7 +136,7 @@ using Progress = std::function<bool(int done, int total)>;
 
 struct PromptResult {
   int done = 0;        // tokens of the prompt that are now in the cache
-  TokenId token = -1;  // kGreedy: the next token; -1 when the prompt was stopped
+  TokenId token = -1;  // kGreedy, kSampled: the next token; -1 when the prompt was stopped
 };
 
 enum class Prefix { kAppend, kReuse };
@@ -163,6 +170,10 @@ class Session {
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
                                      Prefix prefix = Prefix::kAppend, const Progress& progress = {},
                                      Claim claim = 0);
+  // The next token as the sampler chooses it, which counts as accepted.
+  PromptResult forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler,
+                                      Prefix prefix = Prefix::kAppend, const Progress& progress = {},
+                                      Claim claim = 0);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);

@@ -10,10 +10,9 @@
 #include <vector>
 
 #include "pages.h"
+#include "token.h"
 
 namespace metal_prefill {
-
-using TokenId = std::int32_t;
 
 // A radix tree over token ids, a page for each node: its tokens are those of the page, and the path to it
 // those before. The tree holds its pages as a session does, so that they outlive the sessions that computed

@@ -26,7 +26,7 @@ PUBLIC = {
     "metal_prefill.ray": ["ContinuePrompts", "ScorePrompts"],
     "metal_prefill.sampling": ["Options", "Sampler", "sample"],
     "metal_prefill.scheduler": ["Scheduler", "Stream"],
-    "metal_prefill.session": ["Logits", "Progress", "Session", "TokenIds"],
+    "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
     "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
     "metal_prefill.tokenizer": ["Tokenizer"],
 }

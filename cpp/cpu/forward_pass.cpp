@@ -8,7 +8,11 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-constexpr int kHeadRows = 32;  // rows whose logits are in memory together when scoring
+constexpr int kHeadRows = 32;  // rows whose logits are in memory together when the pass itself needs them
+
+bool uses_logits(const Chunk& chunk) {
+  return chunk.output == Output::kLogProbs || chunk.output == Output::kSampled;
+}
 
 }  // namespace
 
@@ -106,17 +110,19 @@ void ForwardPass::head(const Context& c) {
     const int count = std::min(kHeadRows, n - first);
     normalize(c, work_.x, model_.output_norm, config_.norm_eps, first, count, work_.normed);
     multiply_head(c, weights_.output, work_.normed, count, logits_.data() + first, first);
-    score(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
+    use_logits(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
   }
 }
 
-// Log probabilities of targets, where those are wanted.
-void ForwardPass::score(const Context& c, std::span<const Wanted> wanted) {
-  const auto is_scored = [](const Wanted& w) { return w.chunk->output == Output::kLogProbs; };
-  if (std::none_of(wanted.begin(), wanted.end(), is_scored)) return;
+// Log probabilities of targets and sampled tokens, where those are wanted.
+void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
+  if (std::none_of(wanted.begin(), wanted.end(), [](const Wanted& w) { return uses_logits(*w.chunk); }))
+    return;
   const float* const* logits_of = logits_.data() + (wanted.data() - outputs_.data());
   c.worker.for_each(int(wanted.size()), [&](int i) {
     const auto& [chunk, token] = wanted[std::size_t(i)];
+    if (chunk->output == Output::kSampled)
+      return chunk->choose_token({logits_of[i], std::size_t(config_.vocab_size)});
     if (chunk->output != Output::kLogProbs) return;
     const TokenId target = chunk->targets[std::size_t(token)];
     if (target < 0) return;
@@ -134,15 +140,15 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   const auto wanted_of = [&](const Chunk& chunk) {
     return chunk.output == Output::kNone ? 0 : chunk.output == Output::kLogProbs ? rows_of(chunk) : 1;
   };
-  int n = 0, n_wanted = 0, n_scored = 0;
+  int n = 0, n_wanted = 0, n_used = 0;
   std::size_t n_pages = 0;
   for (const Chunk& chunk : chunks) {
     n += rows_of(chunk);
     n_wanted += wanted_of(chunk);
-    if (chunk.output == Output::kLogProbs) n_scored += rows_of(chunk);
+    if (uses_logits(chunk)) n_used += wanted_of(chunk);
     n_pages += chunk.cache->pages().size();
   }
-  work_.reserve(config_, weights_, ropes_.ropes.size(), n, std::min(n_scored, kHeadRows));
+  work_.reserve(config_, weights_, ropes_.ropes.size(), n, std::min(n_used, kHeadRows));
   pages_.resize(n_pages);
   all_.rows.clear();
   all_.tiles.clear();
@@ -168,11 +174,11 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
               tile_rows(n_wanted));
     pages += chunk.cache->pages().size();
   }
-  // Logits that are only needed until they are scored take turns: at most kHeadRows are in use at a time.
-  std::size_t scored = 0;
+  // Logits that only the pass needs take turns: at most kHeadRows are in use at a time.
+  std::size_t used = 0;
   for (std::size_t i = 0; i < outputs_.size(); ++i)
-    if (outputs_[i].chunk->output == Output::kLogProbs)
-      logits_[i] = work_.logits + scored++ % kHeadRows * std::size_t(config_.vocab_size);
+    if (uses_logits(*outputs_[i].chunk))
+      logits_[i] = work_.logits + used++ % kHeadRows * std::size_t(config_.vocab_size);
   // The tiles that see the most go first, so that what is left at the end is short.
   for (Rows* rows : {&all_, &wanted_})
     std::sort(rows->tiles.begin(), rows->tiles.end(), [](const QueryTile& a, const QueryTile& b) {

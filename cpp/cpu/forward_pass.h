@@ -53,7 +53,7 @@ class ForwardPass {
   void add_block(const Context& c, const Linear& w, const Activations& x, const Tensor& post_norm, int rows);
   void feed_forward(const Context& c, int layer, int rows);
   void head(const Context& c);
-  void score(const Context& c, std::span<const Wanted> wanted);
+  void use_logits(const Context& c, std::span<const Wanted> wanted);
   void deliver();
 
   const Model& model_;

@@ -198,6 +198,10 @@ void MetalEngine::deliver(Chunk& chunk, const Batch& batch) const {
       std::memcpy(chunk.logits, contents(BufferName::kHostLogits),
                   std::size_t(config().vocab_size) * sizeof(float));
       break;
+    case Output::kSampled:
+      chunk.choose_token({static_cast<const float*>(contents(BufferName::kHostLogits)),
+                          std::size_t(config().vocab_size)});
+      break;
     case Output::kLogProbs:
       std::memcpy(chunk.log_probs, contents(BufferName::kLogProbs), chunk.tokens.size() * sizeof(float));
       break;

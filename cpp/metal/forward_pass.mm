@@ -42,6 +42,7 @@ void ForwardPass::encode(Encoder& e, const PassShape& shape, PassBuffers& buffer
       break;
     }
     case Output::kLogits:
+    case Output::kSampled:
       head(pass, buffers.get(BufferName::kHostLogits, logits_bytes));
       break;
     case Output::kLogProbs:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from metal_prefill.chat import Conversation
     from metal_prefill.model import Model, default_model_path
     from metal_prefill.scheduler import Scheduler
-    from metal_prefill.session import Session
+    from metal_prefill.session import Piece, Session
 
     __version__: str  # of the installed distribution, as pyproject.toml states it
 
@@ -53,6 +53,7 @@ __all__ = [
     "Model",
     "NumericalError",
     "OutputError",
+    "Piece",
     "Scheduler",
     "Session",
     "SessionBusyError",
@@ -65,6 +66,7 @@ __all__ = [
 _HOMES = {
     "Conversation": "metal_prefill.chat",
     "Model": "metal_prefill.model",
+    "Piece": "metal_prefill.session",
     "Scheduler": "metal_prefill.scheduler",
     "Session": "metal_prefill.session",
     "default_model_path": "metal_prefill.model",

@@ -2,29 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-from metal_prefill import sampling
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core, sampling
+from metal_prefill._arguments import integer, token_id
 
 if TYPE_CHECKING:
     from metal_prefill.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 
+MOST_LOGPROBS = 1000  # of a token
 
-def stop_strings(stop: str | Sequence[str]) -> list[str]:
-    """Check strings that end a text.
+
+class TextOptions(TypedDict, total=False):
+    """Options of a text, as :meth:`metal_prefill.Session.generate` explains them."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    typical_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stop: str | int | Sequence[str | int]
+    min_tokens: int
+    echo: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of a text, and the text that is ready with it.
+
+    Attributes
+    ----------
+    token : int
+        Its id.
+    text : str
+        Text that is certain now, which may belong to the tokens before. It is empty while a character is
+        incomplete or a stop string may come. An end-of-text or stop token adds none of its own.
+    logprob : float or None
+        Log probability of the token, in nats, by the model's logits as they are: before bias, penalties,
+        filters and temperature. None unless `logprobs` asks for it.
+    top_logprobs : tuple of (int, float)
+        Ids and log probabilities of the most probable tokens, best first: `logprobs` of them.
+    finish_reason : str or None
+        None unless this is the last token: ``"stop"``, ``"length"`` or ``"context"``, as for
+        :class:`metal_prefill.scheduler.Stream`.
+    """
+
+    token: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Check what ends a text, and return its strings and its token ids.
 
     Raises
     ------
     ValueError
-        If one of them is empty.
+        If a string is empty, or an id outside the vocabulary.
+    TypeError
+        If something is neither a string nor an integer.
     """
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if any(not s for s in stops):
+    stops = [stop] if isinstance(stop, (str, int, np.integer)) else list(stop)
+    strings = [s for s in stops if isinstance(s, str)]
+    if any(not s for s in strings):
         raise ValueError("a stop string is empty")
-    return stops
+    return strings, [token_id(s, vocab_size) for s in stops if not isinstance(s, str)]
 
 
 class StopFilter:
@@ -63,17 +119,37 @@ class Continuation:
     ----------
     tokenizer
         Of the model.
+    vocab_size
+        Of the model: ids in the options are below it.
     ids
-        The prompt.
+        Of the prompt, ``[n]``.
     max_tokens
         Upper bound on the number of tokens made, at least 1.
-    options, seed
+    prompt
+        Its text; None where it has been given as ids.
+    logprobs
+        How many of the most probable tokens each piece has; None: none, and no log probabilities at all.
+    answer
+        Number of the text among those of one prompt and seed.
+    temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
+logit_bias, seed
         How tokens are chosen, see :class:`metal_prefill.sampling.Sampler`.
-    stops
-        Strings that end the text.
+    stop
+        Strings and token ids that end the text.
+    min_tokens
+        Tokens before which nothing ends the text: end-of-text and stop tokens are not chosen, and stop
+        strings are text.
+    echo
+        Let the text begin with the prompt.
 
     Attributes
     ----------
+    ids : numpy.ndarray
+        Of the prompt, int32 ``[n]``.
+    echo : str
+        The beginning of the text that is not made, until it is taken with the first token.
+    sampler : _core.Sampler or None
+        Chooses the tokens; None where the engine's own argmax does.
     token : int
         The last token that was chosen; the next one to be computed.
     ended : str or None
@@ -83,32 +159,79 @@ class Continuation:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        ids: Sequence[int],
+        vocab_size: int,
+        ids: npt.NDArray[np.int32],
         max_tokens: int,
-        options: sampling.Options,
-        seed: int | None,
-        stops: Sequence[str],
+        *,
+        prompt: str | None = None,
+        logprobs: int | None = None,
+        answer: int = 0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        typical_p: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop: str | int | Sequence[str | int] = (),
+        min_tokens: int = 0,
+        echo: bool = False,
     ) -> None:
+        strings, stop_ids = split_stops(stop, vocab_size)
+        options = sampling.Options(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            typical_p=typical_p,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias={token_id(t, vocab_size): bias for t, bias in (logit_bias or {}).items()},
+        )
+        min_tokens = integer("min_tokens", min_tokens, 0)
+        if logprobs is not None:
+            logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
+        self.ids = ids
+        self.echo = ""
+        if echo:
+            self.echo = tokenizer.decode(ids.tolist()) if prompt is None else prompt
         self._decoder = tokenizer.decoder()
-        self._stop_ids = tokenizer.stop_ids
-        self._choose = sampling.Sampler(options, seed=seed, recent=[int(t) for t in ids])
-        self._filter = StopFilter(stops)
-        self._left = max_tokens
-        self.greedy = options.is_greedy
+        self._stop_ids = frozenset({*tokenizer.stop_ids, *stop_ids})
+        self._filter = StopFilter(strings)
+        self._made, self._least, self._most = 0, min_tokens, max_tokens
+        self._reports = logprobs is not None
+        self.sampler: _core.Sampler | None = None
+        if not options.is_greedy or self._reports or min_tokens:
+            self.sampler = sampling.core_sampler(options, seed, self.ids.tolist(), answer)
+            self.sampler.report(-1 if logprobs is None else logprobs)
+            if min_tokens:
+                self.sampler.forbid(sorted(self._stop_ids), len(self.ids) + min_tokens)
         self.token = -1
         self.ended: FinishReason | None = None
 
-    def take(self, result: Any) -> str:
-        """Take the greedy token, or the logits where tokens are sampled, and return the text it adds."""
-        self.token = int(result) if self.greedy else self._choose(result)
-        if self.token in self._stop_ids:
-            return self.end("stop")
-        text = self._filter.step(self._decoder.step(self.token))
-        self._left -= 1
-        if self._filter.found:
-            self.ended = "stop"
-            return text
-        return text + self.end("length") if self._left == 0 else text
+    def take(self, token: int, *, full: bool = False) -> Piece:
+        """Take a token and return what it adds; `full` says that the context has no room to compute it."""
+        self.token = token
+        self._made += 1
+        text, self.echo = self.echo, ""
+        if token in self._stop_ids:
+            text += self.end("stop")
+        else:
+            made = self._decoder.step(token)
+            text += self._filter.step(made) if self._made > self._least else made
+            if self._filter.found:
+                self.ended = "stop"
+            elif self._made >= self._most:
+                text += self.end("length")
+            elif full:
+                text += self.end("context")
+        if not self._reports or self.sampler is None:
+            return Piece(token, text, finish_reason=self.ended)
+        return Piece(token, text, self.sampler.log_prob, tuple(self.sampler.best), self.ended)
 
     def end(self, reason: FinishReason) -> str:
         """End the text and return what was held back of it."""

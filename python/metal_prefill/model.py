@@ -24,9 +24,12 @@ from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefi
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
 from metal_prefill.scheduler import Scheduler, Stream
-from metal_prefill.session import Logits, Progress, Session, TokenIds
+from metal_prefill.session import Logits, Piece, Progress, Session, TokenIds
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from metal_prefill._continuation import TextOptions
     from metal_prefill.tokenizer import Tokenizer
 
 BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs"]
@@ -519,8 +522,7 @@ class Model:
         progress
             Called with the number of prompts that ended and the number that began.
         options
-            Of :meth:`Session.generate`: `temperature`, `top_k`, `top_p`, `min_p`, `repeat_penalty`, `seed`,
-            `stop`.
+            Of :meth:`Session.generate`, such as `temperature`, `seed` and `stop`.
 
         Yields
         ------
@@ -589,28 +591,23 @@ class Model:
         prompt: str | TokenIds,
         max_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repeat_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
         progress: Progress | None = None,
+        **options: Unpack[TextOptions],
     ) -> Iterator[str]:
         """See :meth:`Session.generate`."""
-        return self._open().generate(
-            prompt,
-            max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repeat_penalty=repeat_penalty,
-            seed=seed,
-            stop=stop,
-            progress=progress,
-        )
+        return self._open().generate(prompt, max_tokens, progress=progress, **options)
+
+    def stream(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        logprobs: int | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[Piece]:
+        """See :meth:`Session.stream`."""
+        return self._open().stream(prompt, max_tokens, logprobs=logprobs, progress=progress, **options)
 
     def close(self) -> None:
         """Free weights, pools and the default session.

@@ -1,25 +1,35 @@
 """Choosing the next token from logits.
 
-The steps and their order are those of llama.cpp's default chain: repeat penalty, top-k, top-p, min-p,
-temperature. Each filter sees the probabilities before the temperature, over what the filters before it left.
+The steps and their order are those of llama.cpp's default chain: logit bias, penalties, top-k, typical,
+top-p, min-p, temperature. Each filter sees the probabilities before the temperature, over what the filters
+before it left.
+
+:class:`Sampler` and everything that generates text choose in the native core, where the logits are;
+:func:`sample` is the same in NumPy, for experiments and to compare with. Both compute in float64, and a sum
+that equals a threshold reaches it. Where a sum is within rounding (some 1e-15 of it) of a threshold, the two
+may decide differently, each always in the same way.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
+
 Ids: TypeAlias = npt.NDArray[np.intp]
 Scores: TypeAlias = npt.NDArray[np.float64]
 
-REPEAT_WINDOW = 64  # latest tokens that the repeat penalty looks at
+REPEAT_WINDOW = 64  # latest tokens that the penalties look at
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -38,14 +48,23 @@ class Options:
         Keep tokens of at least this fraction of the highest probability; 0 keeps all.
     repeat_penalty : float
         Divides positive logits of recent tokens and multiplies negative ones (arXiv:1909.05858); 1 changes
-        nothing.
+        nothing. Recent are the last 64 tokens of prompt and text.
+    typical_p : float
+        Keep the fewest tokens whose probabilities sum to at least this and whose surprise is nearest to the
+        expected one (arXiv:2202.00666); 1 keeps all.
+    frequency_penalty : float
+        Taken from a recent token's logit for each time that it occurs.
+    presence_penalty : float
+        Taken from the logit of each recent token.
+    logit_bias : mapping of int to float
+        Added to the logits of these tokens before all else; ``-inf`` excludes a token.
 
     Raises
     ------
     ValueError
         If an option is out of range.
     TypeError
-        If `top_k` is not an integer.
+        If `top_k` or an id of `logit_bias` is not an integer.
     """
 
     temperature: float = 0.0
@@ -53,6 +72,10 @@ class Options:
     top_p: float = 1.0
     min_p: float = 0.0
     repeat_penalty: float = 1.0
+    typical_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -65,35 +88,86 @@ class Options:
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
         if not 0 < self.repeat_penalty < math.inf:
             raise ValueError(f"repeat_penalty must be positive and finite, got {self.repeat_penalty}")
+        if not 0 < self.typical_p <= 1:
+            raise ValueError(f"typical_p must be above 0 and at most 1, got {self.typical_p}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        for token, bias in self.logit_bias.items():
+            if operator.index(token) < 0 or token > _LARGEST_ID:
+                raise ValueError(f"logit_bias names token id {token}, which no vocabulary has")
+            if math.isnan(bias) or bias == math.inf:
+                raise ValueError(f"logit_bias of token {token} must be finite or -inf, got {bias}")
 
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the plain argmax of the logits, as the engines compute it."""
-        return self.temperature == 0 and self.repeat_penalty == 1
+        return self.temperature == 0 and not self.logit_bias and not self._penalizes
+
+    @property
+    def _penalizes(self) -> bool:
+        return self.repeat_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+_LARGEST_ID = 2**31 - 1
+
+
+def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answer: int = 0) -> _core.Sampler:
+    """Make the native sampler of a text.
+
+    Parameters
+    ----------
+    options, seed, recent
+        As for :class:`Sampler`.
+    answer
+        Number of the text among those of one prompt and seed: each has random numbers of its own.
+    """
+    core = _core.SamplingOptions()
+    core.window = REPEAT_WINDOW
+    core.temperature = options.temperature
+    core.top_k = min(operator.index(options.top_k), _LARGEST_ID)
+    core.typical_p, core.top_p, core.min_p = options.typical_p, options.top_p, options.min_p
+    core.repeat_penalty = options.repeat_penalty
+    core.frequency_penalty, core.presence_penalty = options.frequency_penalty, options.presence_penalty
+    core.logit_bias = {operator.index(token): float(bias) for token, bias in options.logit_bias.items()}
+    if seed is None:
+        seed = secrets.randbits(64)
+    elif operator.index(seed) < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    ids = np.fromiter(recent, dtype=np.int64)
+    ids[(ids < 0) | (ids > _LARGEST_ID)] = -1  # as far outside of the vocabulary, and refused when it counts
+    return _core.Sampler(core, operator.index(seed) % 2**64, answer, ids.astype(np.int32))
 
 
 class Sampler:
-    """Chooses token after token, remembering them for the repeat penalty.
+    """Chooses token after token, remembering them for the penalties.
+
+    A choice depends on the logits, the tokens before it, the seed and the position alone: random numbers are
+    a function of seed and position (Philox 4x32-10), on every machine the same.
 
     Parameters
     ----------
     options
         How to choose.
     seed
-        Of the random numbers; None draws a fresh one.
+        Of the random numbers, not negative; its lowest 64 bits count. None draws a fresh one.
     recent
-        Ids of the tokens before the first choice, oldest first.
+        Ids of the tokens before the first choice, oldest first. Their number is its position.
     """
 
     def __init__(self, options: Options, *, seed: int | None = None, recent: Iterable[int] = ()) -> None:
         self.options = options
-        self._rng = np.random.default_rng(seed)
-        self._recent = deque(recent, maxlen=REPEAT_WINDOW)
+        self._core = core_sampler(options, seed, recent)
 
-    def __call__(self, logits: npt.ArrayLike) -> int:
-        """Choose a token; see :func:`sample` for the logits and the errors."""
-        token = _choose(logits, self.options, self._recent, self._rng)
-        self._recent.append(token)
+    def __call__(self, logits: npt.ArrayLike, *, allowed: npt.ArrayLike | None = None) -> int:
+        """Choose a token; see :func:`sample` for logits, mask and errors. Logits are taken as float32."""
+        with np.errstate(over="ignore"):
+            scores = np.ascontiguousarray(logits, dtype=np.float32)
+        _check_shape(scores)
+        mask = np.empty(0, np.uint8) if allowed is None else _checked_mask(allowed, scores.size)
+        self._core.allow(mask.astype(np.uint8))
+        token = self._core.choose(scores)
+        self._core.accept(token)
         return token
 
 
@@ -105,6 +179,11 @@ def sample(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repeat_penalty: float = 1.0,
+    typical_p: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] = _NO_BIAS,
+    allowed: npt.ArrayLike | None = None,
     recent: Iterable[int] = (),
     rng: np.random.Generator | None = None,
 ) -> int:
@@ -115,10 +194,13 @@ def sample(
     logits
         ``[vocab_size]``, left as they are. ``-inf`` excludes a token; where some are ``+inf``, the choice is
         among those.
-    temperature, top_k, top_p, min_p, repeat_penalty
+    temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
+logit_bias
         See :class:`Options`.
+    allowed
+        Whether each token may be chosen, bool ``[vocab_size]``; None allows all.
     recent
-        Ids that the repeat penalty applies to, once each however often they occur.
+        Ids that the penalties apply to. How often one occurs counts for `frequency_penalty` alone.
     rng
         Source of random numbers; a fresh one by default.
 
@@ -130,20 +212,52 @@ def sample(
     Raises
     ------
     ValueError
-        If a logit is NaN, none is above ``-inf``, the array is not one-dimensional or empty, a recent id is
-        outside the vocabulary, or an option is out of range.
+        If a logit is NaN, none that is allowed is above ``-inf``, the array is not one-dimensional or empty,
+        a recent id is outside the vocabulary, or an option is out of range.
     """
-    options = Options(temperature, top_k, top_p, min_p, repeat_penalty)
-    return _choose(logits, options, recent, np.random.default_rng() if rng is None else rng)
+    options = Options(
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repeat_penalty,
+        typical_p,
+        frequency_penalty,
+        presence_penalty,
+        logit_bias,
+    )
+    return _choose(logits, options, allowed, recent, np.random.default_rng() if rng is None else rng)
 
 
-def _choose(logits: npt.ArrayLike, options: Options, recent: Iterable[int], rng: np.random.Generator) -> int:
+def _check_shape(logits: npt.NDArray[np.floating]) -> None:
+    if logits.ndim != 1 or logits.size == 0:
+        raise ValueError(f"logits must be one-dimensional and not empty, got shape {logits.shape}")
+
+
+def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> npt.NDArray[np.bool_]:
+    mask = np.asarray(allowed)
+    if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
+        raise ValueError(
+            f"a mask of allowed tokens must be bool [{vocab_size}], got {mask.dtype} {list(mask.shape)}"
+        )
+    return mask
+
+
+def _choose(
+    logits: npt.ArrayLike,
+    options: Options,
+    allowed: npt.ArrayLike | None,
+    recent: Iterable[int],
+    rng: np.random.Generator,
+) -> int:
     scores = np.array(logits, dtype=np.float64)
-    if scores.ndim != 1 or scores.size == 0:
-        raise ValueError(f"logits must be one-dimensional and not empty, got shape {scores.shape}")
+    _check_shape(scores)
     if np.isnan(scores).any():
         raise ValueError(f"the logit of token {int(np.flatnonzero(np.isnan(scores))[0])} is NaN")
-    _penalize(scores, recent, options.repeat_penalty)
+    _add_bias(scores, options.logit_bias)
+    if allowed is not None:
+        scores[~_checked_mask(allowed, scores.size)] = -math.inf
+    _penalize(scores, recent, options)
     highest = scores.max()
     if highest == -math.inf:
         raise ValueError("every logit is -inf: there is no token to choose")
@@ -154,21 +268,32 @@ def _choose(logits: npt.ArrayLike, options: Options, recent: Iterable[int], rng:
 
     ids = np.flatnonzero(scores > -math.inf)
     ids = _top_k(ids, scores, options.top_k)
+    ids = _typical(ids, scores, options.typical_p)
     ids = _top_p(ids, scores, options.top_p)
     ids = _min_p(ids, scores, options.min_p)
-    # A draw in [0, 1) picks the token whose stretch of the cumulative distribution it falls into.
+    # A draw in [0, 1) picks the token, by ids in their order, into whose stretch of the cumulative
+    # distribution it falls.
     cumulative = np.cumsum(_softmax(scores[ids], options.temperature))
     drawn = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
     return int(ids[min(drawn, len(ids) - 1)])
 
 
-def _penalize(scores: Scores, recent: Iterable[int], penalty: float) -> None:
-    if penalty == 1:
+def _add_bias(scores: Scores, logit_bias: Mapping[int, float]) -> None:
+    for token, bias in logit_bias.items():
+        if token >= scores.size:
+            raise ValueError(f"the id of a logit bias {token} is outside the vocabulary of {scores.size}")
+        scores[token] = bias if bias == -math.inf else scores[token] + bias
+
+
+def _penalize(scores: Scores, recent: Iterable[int], options: Options) -> None:
+    if not options._penalizes:
         return
-    ids = np.unique(np.fromiter(recent, dtype=np.int64))
+    ids, counts = np.unique(np.fromiter(recent, dtype=np.int64), return_counts=True)
     if ids.size and not 0 <= ids[0] <= ids[-1] < scores.size:
         raise ValueError(f"a recent token id is outside the vocabulary of {scores.size}")
+    penalty = options.repeat_penalty
     scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty, scores[ids] * penalty)
+    scores[ids] -= counts * options.frequency_penalty + options.presence_penalty
 
 
 def _top_k(ids: Ids, scores: Scores, k: int) -> Ids:
@@ -180,12 +305,26 @@ def _top_k(ids: Ids, scores: Scores, k: int) -> Ids:
     return np.sort(np.concatenate([above, ids[values == border][: k - len(above)]]))
 
 
+def _typical(ids: Ids, scores: Scores, p: float) -> Ids:
+    if p == 1:
+        return ids
+    weights = _softmax(scores[ids])
+    below = scores[ids].max() - scores[ids]  # surprise, less that of the most probable token
+    distance = np.abs(below - (weights * below).sum())
+    return _fewest(ids, distance, weights, p)
+
+
 def _top_p(ids: Ids, scores: Scores, p: float) -> Ids:
     if p == 1:
         return ids
-    descending = ids[np.argsort(-scores[ids], kind="stable")]
-    cumulative = np.cumsum(_softmax(scores[descending]))
-    return descending[: int(np.searchsorted(cumulative, p)) + 1]
+    return _fewest(ids, -scores[ids], _softmax(scores[ids]), p)
+
+
+def _fewest(ids: Ids, keys: Scores, weights: Scores, p: float) -> Ids:
+    """Keep the fewest tokens of lowest key, of equal ones those of lowest id, whose weights sum to `p`."""
+    order = np.argsort(keys, kind="stable")
+    cumulative = np.cumsum(weights[order])
+    return np.sort(ids[order[: int(np.searchsorted(cumulative, p)) + 1]])
 
 
 def _min_p(ids: Ids, scores: Scores, p: float) -> Ids:

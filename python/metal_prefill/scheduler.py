@@ -9,19 +9,20 @@ the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import _core, sampling
+from metal_prefill import _core
 from metal_prefill._arguments import TokenIds, integer, length_of, token_array
-from metal_prefill._continuation import Continuation, FinishReason, stop_strings
+from metal_prefill._continuation import Continuation, FinishReason, Piece, TextOptions
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from metal_prefill.tokenizer import Tokenizer
 
 PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
@@ -62,11 +63,11 @@ class Stream:
         Passes in which it got nothing although it was ready, since it last got something.
     """
 
-    def __init__(self, ids: npt.NDArray[np.int32], text: Continuation) -> None:
+    def __init__(self, text: Continuation) -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.passes_waited = 0
-        self._ids = ids  # the prompt, and after that what was made
+        self._ids = text.ids  # the prompt, and after that what was made
         self._made: list[int] = []
         self._text = text
         self._core: _core.Session | None = None
@@ -132,39 +133,46 @@ class Scheduler:
         prompt: str | TokenIds,
         max_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repeat_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        **options: Unpack[TextOptions],
     ) -> Stream:
-        """Add a stream. Parameters are those of :meth:`metal_prefill.Session.generate`.
+        """Add a stream. Parameters are those of :meth:`metal_prefill.Session.stream`.
 
         Raises
         ------
         TypeError, ValueError, ContextOverflowError
             As for a prompt that is computed at once.
         """
-        stops = stop_strings(stop)
         max_tokens = integer("max_tokens", max_tokens, 1)
-        options = sampling.Options(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty
-        )
-        tokenizer = self._model.tokenizer
-        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if length_of(tokens) > self._model.max_context:
+        model = self._model
+        tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if length_of(tokens) > model.max_context:
             raise ContextOverflowError(
-                f"a prompt of {length_of(tokens)} tokens exceeds the context of {self._model.max_context}"
+                f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
             )
-        ids = token_array(tokens, self._model.config.vocab_size)
-        stream = Stream(ids, Continuation(tokenizer, ids.tolist(), max_tokens, options, seed, stops))
+        ids = token_array(tokens, model.config.vocab_size)
+        text = Continuation(
+            model.tokenizer,
+            model.config.vocab_size,
+            ids,
+            max_tokens,
+            prompt=prompt if isinstance(prompt, str) else None,
+            logprobs=logprobs,
+            **options,
+        )
+        stream = Stream(text)
         self._waiting.append(stream)
         return stream
 
     def step(self) -> list[tuple[Stream, str]]:
         """Compute one pass and return the text it added, by stream; without streams, return an empty list.
+
+        See :meth:`step_pieces`.
+        """
+        return [(stream, piece.text) for stream, piece in self.step_pieces() if piece.text]
+
+    def step_pieces(self) -> list[tuple[Stream, Piece]]:
+        """Compute one pass and return the tokens it added, by stream; without streams, return an empty list.
 
         A stream that ended has its `finish_reason`. An exception that is not a stream's own, such as
         KeyboardInterrupt, leaves every stream as it was before the pass or after it.
@@ -178,17 +186,24 @@ class Scheduler:
         chosen += self._prompt_pieces(max(self._engine.pass_rows - len(chosen), LEAST_PROMPT_ROWS))
         if not chosen:
             return []
+        outputs = [self._output(s, tokens) for s, tokens in chosen]
+        samplers = [
+            s._text.sampler
+            for (s, _), output in zip(chosen, outputs, strict=True)
+            if output == _core.Output.SAMPLED
+        ]
         results = self._engine.forward_batch(
             [s._session for s, _ in chosen],
             [tokens for _, tokens in chosen],
-            [self._output(s, tokens) for s, tokens in chosen],
+            outputs,
+            samplers=[sampler for sampler in samplers if sampler is not None],
         )
         self.passes += 1
         pieces = []
         for (stream, _), result in zip(chosen, results, strict=True):
-            text = self._take(stream, result)
-            if text:
-                pieces.append((stream, text))
+            piece = self._take(stream, result)
+            if piece is not None:
+                pieces.append((stream, piece))
         self._drop_ended()
         return pieces
 
@@ -221,29 +236,27 @@ class Scheduler:
     def _output(self, stream: Stream, tokens: npt.NDArray[np.int32]) -> _core.Output:
         if not stream._writing and stream._session.position + len(tokens) < len(stream._ids):
             return _core.Output.NONE
-        return _core.Output.GREEDY if stream._text.greedy else _core.Output.LOGITS
+        return _core.Output.GREEDY if stream._text.sampler is None else _core.Output.SAMPLED
 
-    def _take(self, stream: Stream, result: Any) -> str:
-        """Note what a pass brought a stream, and return its text."""
+    def _take(self, stream: Stream, result: Any) -> Piece | None:
+        """Note what a pass brought a stream, and return its token, if there is one."""
         if isinstance(result, KVMemoryError) and len(self._active) > 1:
             # Others will end and leave room.
             stream._restart()
             self._active.remove(stream)
             self._waiting.appendleft(stream)
             self._max_streams = max(len(self._active), 1)
-            return ""
+            return None
         if isinstance(result, Exception):
             stream.error, stream.finish_reason = result, "error"
-            return ""
+            return None
         if result is None:
-            return ""
+            return None
         stream._writing = True
-        text = stream._text.take(result)
-        stream._made.append(stream._text.token)
-        if stream._text.ended is None and stream._session.position >= self._model.max_context:
-            text += stream._text.end("context")
-        stream.finish_reason = stream.finish_reason or stream._text.ended
-        return text
+        piece = stream._text.take(result, full=stream._session.position >= self._model.max_context)
+        stream._made.append(piece.token)
+        stream.finish_reason = stream.finish_reason or piece.finish_reason
+        return piece
 
     def _drop_ended(self) -> None:
         for stream in [s for s in self._active if s.finish_reason is not None]:

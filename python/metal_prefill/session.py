@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import _state, sampling
+from metal_prefill import _state
 from metal_prefill._arguments import Logits, Progress, TokenIds, integer, token_array, token_id
-from metal_prefill._continuation import Continuation, stop_strings
+from metal_prefill._continuation import Continuation, Piece, TextOptions
 from metal_prefill._dispatches import Dispatch, from_core
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from metal_prefill import _core
     from metal_prefill.tokenizer import Tokenizer
 
-__all__ = ["Logits", "Progress", "Session", "TokenIds", "token_array", "token_id"]
+__all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
 
 
 class _SharedModel(Protocol):
@@ -293,18 +295,13 @@ class Session:
         prompt: str | TokenIds,
         max_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repeat_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
         progress: Progress | None = None,
+        **options: Unpack[TextOptions],
     ) -> Iterator[str]:
         """Continue a prompt and yield text as it is made.
 
-        The prompt is the whole context: what the cache already holds of it is reused.
+        The prompt is the whole context: what the cache already holds of it is reused. Tokens are chosen where
+        the logits are, so that sampling takes no longer than greedy choices.
 
         Parameters
         ----------
@@ -312,60 +309,104 @@ class Session:
             Text, encoded with the model's tokenizer, or token ids.
         max_tokens
             Upper bound on the number of tokens made.
-        temperature, top_k, top_p, min_p, repeat_penalty
-            See :func:`metal_prefill.sampling.sample`; temperature 0 is greedy.
-        seed
-            Of the random numbers; None draws a fresh one.
-        stop
-            Strings that end the text; they are not part of it.
         progress
             As in :meth:`forward_prompt`, for the prompt.
+        temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
+logit_bias
+            See :class:`metal_prefill.sampling.Options`; temperature 0, the default, is greedy.
+        seed
+            Of the random numbers, not negative; None draws a fresh one. The random number of a token is a
+            function of the seed and its position: a text depends on the seed and the logits alone.
+        stop
+            Strings and token ids that end the text; they are not part of it.
+        min_tokens
+            Tokens before which nothing ends the text but `max_tokens` and a full context: end-of-text and
+            stop tokens are not chosen, and stop strings are text.
+        echo
+            Let the text begin with the prompt.
 
         Yields
         ------
         str
             Pieces of text, never an incomplete character. They end at an end-of-text token, at a stop
-            string, after `max_tokens`, or where the context is full.
+            string or token, after `max_tokens`, or where the context is full.
 
         Raises
         ------
         SessionBusyError
             Another call changed the session since the last piece, such as a second generator: each needs a
             session of its own while it lasts. The session stays as the other call left it.
+        NumericalError
+            A logit is NaN.
+        ValueError
+            An option is out of range; or no token may be chosen, such as where `logit_bias` excludes all.
         """
-        stops = stop_strings(stop)
-        max_tokens = integer("max_tokens", max_tokens, 0)
-        options = sampling.Options(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty
-        )
-        tokenizer = self._model.tokenizer
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        array = self._checked(ids)
+        text = self._continuation(prompt, max_tokens, options)
         if max_tokens == 0:
-            return iter(())
-        text = Continuation(tokenizer, array.tolist(), max_tokens, options, seed, stops)
-        return self._pieces(array, text, progress)
+            return iter([text.echo] if text.echo else [])
+        return (piece.text for piece in self._pieces(text, progress) if piece.text)
 
-    def _pieces(
-        self, ids: npt.NDArray[np.int32], text: Continuation, progress: Progress | None
-    ) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        logprobs: int | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[Piece]:
+        """Continue a prompt and yield each token with its text and, if asked for, log probabilities.
+
+        Parameters and errors are those of :meth:`generate`.
+
+        Parameters
+        ----------
+        prompt, max_tokens, progress, options
+            As in :meth:`generate`.
+        logprobs
+            Say the log probability of each token and of so many of the most probable ones, 0 to 1000; None
+            says neither.
+
+        Yields
+        ------
+        Piece
+            One for each token; the last has the reason for the end.
+        """
+        text = self._continuation(prompt, max_tokens, options, logprobs)
+        return self._pieces(text, progress) if max_tokens else iter(())
+
+    def _continuation(
+        self, prompt: str | TokenIds, max_tokens: int, options: TextOptions, logprobs: int | None = None
+    ) -> Continuation:
+        model = self._model
+        return Continuation(
+            model.tokenizer,
+            model.config.vocab_size,
+            self._checked(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+            integer("max_tokens", max_tokens, 0),
+            prompt=prompt if isinstance(prompt, str) else None,
+            logprobs=logprobs,
+            **options,
+        )
+
+    def _pieces(self, text: Continuation, progress: Progress | None) -> Iterator[Piece]:
         claim = next(_claims)  # ends when another call changes the session
 
-        def following(tokens: npt.NDArray[np.int32], reuse: bool, progress: Progress | None) -> Any:
-            core = self._open()
-            compute = core.forward_prompt if text.greedy else core.forward_prompt_logits
-            return compute(tokens, reuse, progress, claim)
+        position = 0  # after the pass; the session's own may be another call's already
 
-        piece = text.take(following(ids, True, progress))
+        def following(tokens: npt.NDArray[np.int32], reuse: bool, progress: Progress | None) -> Piece:
+            nonlocal position
+            core = self._open()
+            if text.sampler is None:
+                token = core.forward_prompt(tokens, reuse, progress, claim)
+            else:
+                token = core.forward_prompt_sampled(tokens, text.sampler, reuse, progress, claim)
+            position += len(tokens)
+            return text.take(token, full=position >= core.max_context)
+
+        yield following(text.ids, True, progress)
         while text.ended is None:
-            if piece:
-                yield piece
-            if self.position >= self.max_context:
-                piece = text.end("context")
-                break
-            piece = text.take(following(np.array([text.token], np.int32), False, None))
-        if piece:
-            yield piece
+            yield following(np.array([text.token], np.int32), False, None)
 
     def close(self) -> None:
         """Free the cache. Calls under way finish; later ones raise :class:`ClosedError`."""

@@ -18,6 +18,18 @@ WIDTH_OF_FILES = 160  # columns of a table that goes to a file or a pipe
 MODEL_HELP = (
     "GGUF file, or owner/repo:file on the Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
 )
+SAMPLING_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "typical_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "seed",
+)
 PROGRESS_FROM = 1024  # tokens; shorter prompts are done before a bar would help
 
 
@@ -116,6 +128,34 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         help="penalty on recent tokens; 1 is none (default: 1)",
     )
     sampling.add_argument(
+        "--typical-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="keep the tokens nearest to the expected surprise whose probabilities add up to P (default: 1)",
+    )
+    sampling.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="taken from the logit of a recent token for each time that it occurs (default: 0)",
+    )
+    sampling.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="taken from the logit of a recent token (default: 0)",
+    )
+    sampling.add_argument(
+        "--min-tokens",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="tokens before which nothing ends the text (default: 0)",
+    )
+    sampling.add_argument(
         "--seed", type=int, metavar="N", help="seed of the random numbers (default: a new one each time)"
     )
     return sampling
@@ -123,8 +163,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of :meth:`metal_prefill.Session.generate` that choose tokens."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
-    return {name: getattr(arguments, name) for name in names}
+    return {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

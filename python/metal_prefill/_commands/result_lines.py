@@ -26,8 +26,12 @@ OPTIONS: Mapping[str, tuple[type, ...]] = {
     "top_p": Number,
     "min_p": Number,
     "repeat_penalty": Number,
+    "typical_p": Number,
+    "frequency_penalty": Number,
+    "presence_penalty": Number,
+    "min_tokens": (int,),
     "seed": (int, type(None)),
-    "stop": (str, list),
+    "stop": (str, int, list),
 }
 
 

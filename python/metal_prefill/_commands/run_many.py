@@ -13,9 +13,9 @@ from typing import IO, Any
 
 from metal_prefill._commands import common
 from metal_prefill._commands.result_lines import Prompt, continued, read_prompts
-from metal_prefill._continuation import stop_strings
+from metal_prefill._continuation import split_stops
 from metal_prefill.errors import MetalPrefillError
-from metal_prefill.sampling import Options
+from metal_prefill.sampling import Options, core_sampler
 from metal_prefill.scheduler import Scheduler, Stream
 
 # Results that may wait for an earlier prompt, which is slower than they were: bounds their memory.
@@ -103,8 +103,13 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.max_tokens < 1:
         raise common.UsageError("many prompts are continued by at least 1 token: -n 1 or more")
     options = common.sampling_options(arguments)
-    Options(**{name: value for name, value in options.items() if name != "seed"})
-    return {**options, "max_tokens": arguments.max_tokens, "stop": stop_strings(arguments.stop)}
+    choosing = {name: value for name, value in options.items() if name not in ("seed", "min_tokens")}
+    core_sampler(Options(**choosing), options["seed"], [])
+    return {
+        **options,
+        "max_tokens": arguments.max_tokens,
+        "stop": split_stops(arguments.stop, vocab_size=0)[0],
+    }
 
 
 def execute(arguments: argparse.Namespace, texts: Sequence[str] | None) -> None:

@@ -1,0 +1,9 @@
+#pragma once
+
+#include <cstdint>
+
+namespace metal_prefill {
+
+using TokenId = std::int32_t;
+
+}  // namespace metal_prefill

@@ -1,0 +1,226 @@
+"""Texts: tokens are those that a reference chooses from the logits, and each text ends as asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from support.sampling_reference import Drawn, log_softmax
+from support.small_models import MODELS, write
+
+from metal_prefill import Conversation, Model, NumericalError, Piece
+from metal_prefill.sampling import REPEAT_WINDOW, sample
+
+PROMPT = "ROMEO:\nBut soft, what light"
+CHAINS: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1},
+    {"temperature": 1.0},
+    {"temperature": 1.2, "min_p": 0.05, "frequency_penalty": 0.3, "presence_penalty": 0.1},
+    {"temperature": 0.9, "typical_p": 0.8, "logit_bias": {30: 2.0, 31: -math.inf}},
+    {"repeat_penalty": 1.3},
+]
+
+
+@pytest.fixture
+def cpu(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="cpu") as model:
+        yield model
+
+
+def text_of(pieces: Iterator[tuple[int, str | Exception]]) -> str:
+    """Join the text of a single prompt."""
+    return "".join(str(piece) for _, piece in pieces)
+
+
+def tokens_of(pieces: Iterator[Piece]) -> list[int]:
+    return [piece.token for piece in pieces]
+
+
+def reference_tokens(model: Model, ids: list[int], n: int, seed: int, **options: Any) -> list[int]:
+    """Choose in NumPy, from logits that leave the core, with the random numbers of the seed."""
+    with model.session() as session:
+        logits, made = session.forward_prompt_logits(ids), list(ids)
+        for _ in range(n):
+            drawn = Drawn(seed, len(made))
+            made.append(sample(logits, recent=made[-REPEAT_WINDOW:], rng=drawn, **options))
+            logits = session.forward_token(made[-1])
+    return made[len(ids) :]
+
+
+@pytest.mark.parametrize("options", CHAINS)
+def test_a_text_is_what_a_reference_chooses_from_the_logits(demo: Model, options: dict[str, Any]) -> None:
+    n = 4 if demo.backend == "metal" else 40
+    ids = demo.tokenizer.encode(PROMPT)
+    expected = reference_tokens(demo, ids, n, 17, **options)
+    assert tokens_of(demo.stream(ids, n, seed=17, **options)) == expected
+    text = demo.tokenizer.decode(expected)
+    assert "".join(demo.generate(ids, n, seed=17, **options)) == text
+    assert text_of(demo.generate_many([ids], n, seed=17, **options)) == text
+
+
+def test_streams_of_a_batch_sample_each_with_its_own_seed_and_options(cpu: Model) -> None:
+    chains = [(chain | {"seed": i, "max_tokens": 30}) for i, chain in enumerate(CHAINS * 8)]
+    texts = [""] * len(chains)
+    for i, piece in cpu.generate_many([(PROMPT, chain) for chain in chains], max_streams=40):
+        texts[i] += str(piece)
+    for i in (0, 7, 13, 24, 39):  # more than go through the head together
+        assert texts[i] == "".join(cpu.session().generate(PROMPT, **chains[i])), i
+
+
+def test_a_text_that_is_continued_is_the_text_made_at_once(cpu: Model) -> None:
+    """Random numbers belong to positions, wherever the text began."""
+    ids = cpu.tokenizer.encode(PROMPT)
+    options = CHAINS[0] | {"seed": 3}
+    whole = tokens_of(cpu.stream(ids, 40, **options))
+    for cut in (1, 20):
+        assert tokens_of(cpu.stream([*ids, *whole[:cut]], 40 - cut, **options)) == whole[cut:]
+
+
+def test_conversations_sample_in_the_core_too(cpu: Model) -> None:
+    chat = Conversation(cpu)
+    answer = "".join(chat.answer("Who art thou?", 20, seed=5, **CHAINS[0]))
+    ids = cpu.tokenizer.apply_chat_template([{"role": "user", "content": "Who art thou?"}])
+    stop = cpu.tokenizer.chat_stop
+    assert answer == "".join(cpu.generate(ids, 20, seed=5, stop=stop, **CHAINS[0]))
+
+
+@pytest.mark.parametrize("options", [{}, CHAINS[0]], ids=["greedy", "sampled"])
+def test_pieces_have_the_log_probabilities_of_the_model(demo: Model, options: dict[str, Any]) -> None:
+    n = 4 if demo.backend == "metal" else 12
+    ids = demo.tokenizer.encode(PROMPT)
+    pieces = list(demo.stream(ids, n, logprobs=3, seed=1, **options))
+    assert [p.token for p in pieces] == tokens_of(demo.stream(ids, n, seed=1, **options))
+    assert "".join(p.text for p in pieces) == "".join(demo.generate(ids, n, seed=1, **options))
+    with demo.session() as session:
+        logits = session.forward_prompt_logits(ids)
+        for piece in pieces:
+            expected = log_softmax(logits)
+            best = np.argsort(-logits, kind="stable")[:3]
+            assert piece.logprob == pytest.approx(expected[piece.token], rel=1e-9)
+            assert [token for token, _ in piece.top_logprobs] == best.tolist()
+            np.testing.assert_allclose([p for _, p in piece.top_logprobs], expected[best], rtol=1e-9)
+            logits = session.forward_token(piece.token)
+    assert [p.finish_reason for p in pieces] == [None] * (n - 1) + ["length"]
+    assert all(p.logprob is None and p.top_logprobs == () for p in demo.stream(ids, 2, **options))
+
+
+def test_logprobs_out_of_range_are_refused(cpu: Model) -> None:
+    for wrong in (-1, 1001):
+        with pytest.raises(ValueError, match=f"logprobs must be between 0 and 1000, got {wrong}"):
+            cpu.stream(PROMPT, 2, logprobs=wrong)
+
+
+def test_a_stop_token_ends_the_text_before_it(cpu: Model) -> None:
+    whole = tokens_of(cpu.stream(PROMPT, 30))
+    stop = whole[12]
+    first = whole.index(stop)
+    pieces = list(cpu.stream(PROMPT, 30, stop=[stop, "no such text"]))
+    assert [p.token for p in pieces] == whole[: first + 1]
+    assert pieces[-1].finish_reason == "stop"
+    text = cpu.tokenizer.decode(whole[:first])
+    assert "".join(p.text for p in pieces) == text
+    assert "".join(cpu.generate(PROMPT, 30, stop=stop)) == text
+    assert text_of(cpu.generate_many([PROMPT], 30, stop=stop)) == text
+
+
+@pytest.mark.parametrize(
+    ("stop", "error", "message"),
+    [
+        ([1 << 20], ValueError, "token id 1048576 is outside the vocabulary of 1024"),
+        (-1, ValueError, "token id -1 is outside the vocabulary"),
+        (["a", 1.5], TypeError, "float"),
+        ([True], TypeError, "bool"),
+        (["a", ""], ValueError, "a stop string is empty"),
+    ],
+)
+def test_stops_that_cannot_be_are_refused(
+    cpu: Model, stop: Any, error: type[Exception], message: str
+) -> None:
+    for call in (cpu.generate, cpu.session().stream):
+        with pytest.raises(error, match=message):
+            call(PROMPT, 3, stop=stop)
+
+
+def test_nothing_ends_a_text_before_min_tokens(cpu: Model) -> None:
+    whole = tokens_of(cpu.stream(PROMPT, 20))
+    stop = whole[3]
+    for least in (4, 10):
+        tokens = tokens_of(cpu.stream(PROMPT, 30, stop=stop, min_tokens=least))
+        assert len(tokens) > least
+        assert stop not in tokens[:least]
+    # The first token that may be the stop token again is the one after the least.
+    assert len(tokens_of(cpu.stream(PROMPT, 30, stop=stop, min_tokens=3))) == 4
+    with pytest.raises(ValueError, match="min_tokens must not be negative, got -1"):
+        cpu.generate(PROMPT, 3, min_tokens=-1)
+
+
+def test_stop_strings_before_min_tokens_are_text(cpu: Model) -> None:
+    whole = "".join(cpu.generate(PROMPT, 30))
+    early = whole[2:4]
+    assert "".join(cpu.generate(PROMPT, 30, stop=early)) == whole[: whole.index(early)]
+    text = "".join(cpu.generate(PROMPT, 30, stop=early, min_tokens=29))
+    assert text.startswith(whole[: whole.index(early) + 2])
+
+
+def test_min_tokens_holds_back_the_end_of_text(cpu: Model) -> None:
+    eos = sorted(cpu.tokenizer.stop_ids)
+    favoured = dict.fromkeys(eos, 100.0)
+    assert tokens_of(cpu.stream(PROMPT, 9, logit_bias=favoured))[0] in eos
+    tokens = tokens_of(cpu.stream(PROMPT, 9, logit_bias=favoured, min_tokens=5))
+    assert len(tokens) == 6
+    assert set(tokens[:5]).isdisjoint(eos)
+    assert tokens[5] in eos
+
+
+def test_echo_begins_the_text_with_the_prompt(cpu: Model) -> None:
+    text = "".join(cpu.generate(PROMPT, 8))
+    ids = cpu.tokenizer.encode(PROMPT)
+    assert "".join(cpu.generate(PROMPT, 8, echo=True)) == PROMPT + text
+    assert "".join(cpu.generate(ids, 8, echo=True)) == cpu.tokenizer.decode(ids) + text
+    assert text_of(cpu.generate_many([PROMPT], 8, echo=True)) == PROMPT + text
+    assert "".join(cpu.generate(PROMPT, 0, echo=True)) == PROMPT
+    assert next(iter(cpu.stream(PROMPT, 8, echo=True))).text.startswith(PROMPT)
+
+
+def test_a_full_context_ends_the_last_piece(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", max_context=12) as model:
+        pieces = list(model.stream([1] * 10, 50, temperature=1.0, seed=1))
+        assert [p.finish_reason for p in pieces] == [None, None, "context"]
+        assert model.position == 12
+
+
+def test_a_bias_can_name_only_tokens_of_the_vocabulary(cpu: Model) -> None:
+    with pytest.raises(ValueError, match="token id 1024 is outside the vocabulary of 1024"):
+        cpu.generate(PROMPT, 3, logit_bias={1024: 1.0})
+
+
+def test_excluding_every_token_is_an_error_and_changes_nothing(demo: Model) -> None:
+    none = dict.fromkeys(range(demo.config.vocab_size), -math.inf)
+    demo.forward_prompt([1, 2, 3])
+    with pytest.raises(ValueError, match="there is no token to choose"):
+        list(demo.generate([1, 2, 3, 4, 5], 3, logit_bias=none))
+    assert demo.position == 3
+    results = list(demo.generate_many([([1, 2], {"logit_bias": none}), [3]], 2, errors="return"))
+    assert {i: type(r) for i, r in results} == {0: ValueError, 1: str}
+
+
+def test_a_nan_among_the_logits_is_an_error_of_sampling_and_changes_nothing(
+    device: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["gqa 1"])
+    embedding = next(t for t in GGUFReader(path).tensors if t.name in ("output.weight", "output_norm.weight"))
+    broken = bytearray(path.read_bytes())
+    start, size = embedding.data_offset, embedding.n_bytes
+    broken[start : start + size] = b"\xff" * size
+    path.write_bytes(bytes(broken))
+    with Model(path, device=device) as model, model.session() as session:
+        with pytest.raises(
+            NumericalError, match=r"logit \d+ of the token at position 2 is NaN"
+        ):
+            list(session.stream([1, 2, 3], 2, temperature=1.0))
+        assert session.position == 0
