@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import metal_prefill
-from metal_prefill import Model, _core
+from metal_prefill import MissingExtraError, Model, _core
+from metal_prefill._packaged import packaged_model
 
 METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "
@@ -52,6 +53,19 @@ def device(request: pytest.FixtureRequest) -> str:
 def demo_path() -> Path:
     """Path of the bundled model."""
     return metal_prefill.default_model_path()
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Path of a real model, where its package is installed."""
+    try:
+        path = packaged_model("smollm2")
+    except MissingExtraError as error:
+        if os.environ.get("METAL_PREFILL_REQUIRE_MODEL"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    assert path is not None
+    return path
 
 
 @pytest.fixture

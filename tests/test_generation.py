@@ -219,8 +219,6 @@ def test_a_nan_among_the_logits_is_an_error_of_sampling_and_changes_nothing(
     broken[start : start + size] = b"\xff" * size
     path.write_bytes(bytes(broken))
     with Model(path, device=device) as model, model.session() as session:
-        with pytest.raises(
-            NumericalError, match=r"logit \d+ of the token at position 2 is NaN"
-        ):
+        with pytest.raises(NumericalError, match=r"logit \d+ of the token at position 2 is NaN"):
             list(session.stream([1, 2, 3], 2, temperature=1.0))
         assert session.position == 0

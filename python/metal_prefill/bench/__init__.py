@@ -101,6 +101,7 @@ def run(
     from metal_prefill._bench.client import WorkerProcess
     from metal_prefill._bench.rows import in_order, make_row
     from metal_prefill._bench.runner import Runner
+    from metal_prefill._packaged import packaged_model
     from metal_prefill.model import resolve_device
 
     if repetitions < 1:
@@ -111,7 +112,7 @@ def run(
     names = [engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         engines.check_installed(name)
-    path = Path(model) if model is not None else model_file.smollm_shape()
+    path = model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
     facts = model_file.read_facts(path)
     longest = max(tests, key=lambda case: case.context)
     if longest.context > facts.context_length:
