@@ -233,3 +233,66 @@ def test_errors_reach_the_task(cpu: Model) -> None:
                 pass
 
     asyncio.run(closed())
+
+
+@pytest.mark.parametrize("max_streams", [1, 2, 32])
+def test_answers_to_one_prompt_have_random_numbers_of_their_own(cpu: Model, max_streams: int) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    pieces = cpu.generate_many(TEXTS[:2], 20, n=3, max_streams=max_streams, **options)
+    texts = texts_of(pieces, 6)
+    assert texts[0] == alone(cpu, TEXTS[0], 20, **options)
+    assert texts[3] == alone(cpu, TEXTS[1], 20, **options)
+    assert len(set(texts)) == 6
+    assert texts == texts_of(cpu.generate_many(TEXTS[:2], 20, n=3, **options), 6)
+
+
+class CountingEngine:
+    """An engine that counts the rows it is given."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.rows = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def forward_batch(self, sessions: Any, tokens: Any, *args: Any, **options: Any) -> Any:
+        self.rows += sum(map(len, tokens))
+        return self._engine.forward_batch(sessions, tokens, *args, **options)
+
+
+def test_answers_are_made_from_one_prefill_on_each_device(demo: Model) -> None:
+    ids = np.random.default_rng(0).integers(1, 900, 24 if demo.backend == "metal" else 200)
+    scheduler = Scheduler(demo)
+    engine: Any = CountingEngine(scheduler._engine)
+    scheduler._engine = engine
+    streams = scheduler.submit_answers(ids, 4, 3, temperature=1.0, seed=1)
+    while scheduler.streams:
+        scheduler.step()
+    assert {s.finish_reason for s in streams} == {"length"}
+    # The prompt once, its last token for each other answer, and of each the tokens but the last.
+    assert engine.rows == len(ids) + 3 + 4 * 2
+
+
+def test_answers_follow_even_where_the_first_ends_at_once(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    streams = scheduler.submit_answers([1, 2, 3], 3, 1, temperature=1.0, seed=1)
+    while scheduler.streams:
+        scheduler.step()
+    assert [s.finish_reason for s in streams] == ["length"] * 3
+
+
+def test_errors_name_the_prompt_of_answers(cpu: Model) -> None:
+    results = list(cpu.generate_many([[1], [1 << 20]], 2, n=2, errors="return"))
+    assert {i for i, r in results if isinstance(r, ValueError) and "prompt 1: token id" in str(r)} == {2, 3}
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        cpu.generate_many([[1]], 2, n=0)
+
+
+def test_pieces_of_many_prompts_are_those_of_each_alone(cpu: Model) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logprobs": 2}
+    pieces: list[list[Any]] = [[], []]
+    for index, piece in cpu.stream_many(TEXTS[:2], 9, **options):
+        pieces[index].append(piece)
+    for prompt, made in zip(TEXTS[:2], pieces, strict=True):
+        assert made == list(cpu.session().stream(prompt, 9, **options))

@@ -503,6 +503,7 @@ class Model:
         prompts: Iterable[str | TokenIds | tuple[str | TokenIds, Mapping[str, Any]]],
         max_tokens: int = 128,
         *,
+        n: int = 1,
         max_streams: int = 32,
         errors: Literal["raise", "return"] | str = "raise",
         progress: Progress | None = None,
@@ -519,8 +520,10 @@ class Model:
             Texts or token ids. A pair holds a prompt and options of its own, which override the common ones.
         max_tokens
             Upper bound on the number of tokens made of each prompt.
+        n
+            Texts to make of each prompt, which is computed once; each has random numbers of its own.
         max_streams
-            Most prompts that are under way at a time.
+            Most texts that are under way at a time.
         errors
             ``"raise"``: the first error ends the iteration; its message names the prompt. ``"return"``: an
             exception takes the place of the text of the prompt that failed, and the others continue.
@@ -532,13 +535,40 @@ class Model:
         Yields
         ------
         tuple of int and str
-            Index of the prompt and a piece of its text.
+            Index of the prompt and a piece of its text. With several texts of each prompt it is the
+            index times `n`, plus the number of the text.
+        """
+        pieces = self.stream_many(
+            prompts, max_tokens, n=n, max_streams=max_streams, errors=errors, progress=progress, **options
+        )
+        return (
+            (index, piece.text if isinstance(piece, Piece) else piece)
+            for index, piece in pieces
+            if not isinstance(piece, Piece) or piece.text
+        )
+
+    def stream_many(
+        self,
+        prompts: Iterable[str | TokenIds | tuple[str | TokenIds, Mapping[str, Any]]],
+        max_tokens: int = 128,
+        *,
+        n: int = 1,
+        max_streams: int = 32,
+        errors: Literal["raise", "return"] | str = "raise",
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Piece | Exception]]:
+        """Continue many prompts together and yield each token, with its text and what else is asked for.
+
+        As :meth:`generate_many`, whose parameters it has; `options` are those of :meth:`Session.stream`,
+        `logprobs` among them.
         """
         if errors not in ("raise", "return"):
             raise ValueError(f"errors must be 'raise' or 'return', got {errors!r}")
+        n = integer("n", n, 1)
         scheduler = Scheduler(self, max_streams=max_streams)
-        return _generate_many(
-            scheduler, iter(prompts), {"max_tokens": max_tokens, **options}, errors, progress
+        return _stream_many(
+            scheduler, iter(prompts), n, {"max_tokens": max_tokens, **options}, errors, progress
         )
 
     async def generate_async(
@@ -637,13 +667,14 @@ class Model:
         return f"<metal_prefill.Model {self._path.name!r} on {state}>"
 
 
-def _generate_many(
+def _stream_many(
     scheduler: Scheduler,
     prompts: Iterator[Any],
+    n: int,
     common: dict[str, Any],
     errors: str,
     progress: Progress | None,
-) -> Iterator[tuple[int, str | Exception]]:
+) -> Iterator[tuple[int, Piece | Exception]]:
     indices: dict[Stream, int] = {}
     begun = ended = 0
     more = True
@@ -659,23 +690,24 @@ def _generate_many(
             if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
                 prompt, own = prompt
             try:
-                indices[scheduler.submit(prompt, **{**common, **own})] = begun
+                streams = scheduler.submit_answers(prompt, n, **{**common, **own})
+                indices.update(zip(streams, range(begun, begun + n), strict=True))
             except (TypeError, ValueError) as error:
-                named = type(error)(f"prompt {begun}: {error}")
+                named = type(error)(f"prompt {begun // n}: {error}")
                 if errors == "raise":
                     raise named from None
-                ended += 1
-                yield begun, named
-            begun += 1
+                ended += n
+                yield from ((index, named) for index in range(begun, begun + n))
+            begun += n
         if not scheduler.streams:
             return
-        for stream, piece in scheduler.step():
+        for stream, piece in scheduler.step_pieces():
             yield indices[stream], piece
         for stream in [s for s in indices if s.finish_reason is not None]:
             index = indices.pop(stream)
             ended += 1
             if stream.error is not None:
-                failure = type(stream.error)(f"prompt {index}: {stream.error}")
+                failure = type(stream.error)(f"prompt {index // n}: {stream.error}")
                 if errors == "raise":
                     raise failure from stream.error
                 yield index, failure

@@ -63,7 +63,7 @@ class Stream:
         Passes in which it got nothing although it was ready, since it last got something.
     """
 
-    def __init__(self, text: Continuation) -> None:
+    def __init__(self, text: Continuation, leader: Stream | None = None) -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.passes_waited = 0
@@ -72,6 +72,7 @@ class Stream:
         self._text = text
         self._core: _core.Session | None = None
         self._writing = False  # the prompt is computed
+        self._leader = leader  # computes the same prompt first; its cache is the beginning of this one's
 
     def cancel(self) -> None:
         """End the stream; its memory is given back before the next pass."""
@@ -143,6 +144,23 @@ class Scheduler:
         TypeError, ValueError, ContextOverflowError
             As for a prompt that is computed at once.
         """
+        return self.submit_answers(prompt, 1, max_tokens, logprobs=logprobs, **options)[0]
+
+    def submit_answers(
+        self,
+        prompt: str | TokenIds,
+        n: int,
+        max_tokens: int = 128,
+        *,
+        logprobs: int | None = None,
+        **options: Unpack[TextOptions],
+    ) -> list[Stream]:
+        """Add `n` streams of one prompt, which is computed once.
+
+        Each has random numbers of its own. The first makes the text that :meth:`submit` makes with the same
+        seed. Other parameters and errors are those of :meth:`submit`.
+        """
+        n = integer("n", n, 1)
         max_tokens = integer("max_tokens", max_tokens, 1)
         model = self._model
         tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -151,18 +169,21 @@ class Scheduler:
                 f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
             )
         ids = token_array(tokens, model.config.vocab_size)
-        text = Continuation(
-            model.tokenizer,
-            model.config.vocab_size,
-            ids,
-            max_tokens,
-            prompt=prompt if isinstance(prompt, str) else None,
-            logprobs=logprobs,
-            **options,
-        )
-        stream = Stream(text)
-        self._waiting.append(stream)
-        return stream
+        streams: list[Stream] = []
+        for answer in range(n):
+            text = Continuation(
+                model.tokenizer,
+                model.config.vocab_size,
+                ids,
+                max_tokens,
+                prompt=prompt if isinstance(prompt, str) else None,
+                logprobs=logprobs,
+                answer=answer,
+                **options,
+            )
+            streams.append(Stream(text, streams[0] if streams else None))
+        self._waiting.extend(streams)
+        return streams
 
     def step(self) -> list[tuple[Stream, str]]:
         """Compute one pass and return the text it added, by stream; without streams, return an empty list.
@@ -209,7 +230,7 @@ class Scheduler:
 
     def _prompt_pieces(self, room: int) -> list[tuple[Stream, npt.NDArray[np.int32]]]:
         """Choose what of the prompts goes into the pass, those first that waited longest."""
-        prompts = [s for s in self._active if not s._writing]
+        prompts = [s for s in self._active if not s._writing and not self._follows(s)]
         ends: dict[Stream, int] = {}
         starts: dict[Stream, int] = {}
         for stream in prompts:
@@ -232,6 +253,19 @@ class Scheduler:
             self._active.remove(stream)
             self._active.append(stream)
         return [(s, s._ids[starts[s] : ends[s]]) for s in ends]
+
+    def _follows(self, stream: Stream) -> bool:
+        """Whether a stream waits for the one that computes its prompt; else let it continue from there."""
+        leader = stream._leader
+        if leader is None:
+            return False
+        if leader in self._active and not leader._writing and leader.finish_reason is None:
+            return True
+        stream._leader = None
+        if leader._core is not None and leader._writing:
+            stream._core = leader._core.fork()
+            stream._core.rewind(len(stream._ids) - 1)  # the logits after the last token are wanted once more
+        return False
 
     def _output(self, stream: Stream, tokens: npt.NDArray[np.int32]) -> _core.Output:
         if not stream._writing and stream._session.position + len(tokens) < len(stream._ids):
