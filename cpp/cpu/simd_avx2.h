@@ -109,6 +109,12 @@ struct Simd {
     return _mm256_dpbusd_avx_epi32(acc, codes, x);
   }
 #else
+  // Sixteen bits hold the products of a block of 4-bit codes: 32 * 15 * 127 / 2 in each half of a lane.
+  static I add_pairs(I acc, I codes, I x) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, x)); }
+  static I add_halfwords(I a, I b) { return _mm256_add_epi16(a, b); }
+  static I sum_halfwords(I acc, I pairs) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
   // maddubs adds pairs of products in 16 bits: codes up to 31 leave room (2 * 31 * 127), bytes do not. Those
   // are centred, and the sign of the weight goes to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <
   // 2^15.

@@ -22,10 +22,17 @@ struct Fetch {
   int begin = 0, every = 0;
 };
 
+// Sets without a product that sums four bytes in 32 bits may sum a whole block of 4-bit codes in 16.
+template <class S>
+concept SumsHalfwords = requires(typename S::I a) {
+  S::add_pairs(a, a, a);
+  S::sum_halfwords(a, a);
+};
+
 // kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of a tile.
 // The integer sum of a block is exact in any order; the float sum over the blocks runs in the order of the
 // columns. `fetch` is the part of the next group that is prefetched meanwhile.
-template <class Block, int kRows, int kTokens>
+template <class S, class Block, int kRows, int kTokens>
 inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
                       std::size_t stride, Fetch fetch) {
   constexpr bool kHalves = requires(Block b) { b.half_scale; };
@@ -34,6 +41,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
   constexpr bool kParts = kTokens == 1 && !kHalves;
   constexpr int kChains = kParts ? 2 : kSums;
+  constexpr bool kHalfwords = Block::kBits == 4 && SumsHalfwords<S>;
   const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
 
   F acc[kRows][kTokens];
@@ -71,15 +79,20 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 2
       for (int h = 0; h < kChains; ++h)
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) sum[h][r][t] = start[h];
+        for (int r = 0; r < kRows; ++r) sum[h][r][t] = kHalfwords ? Simd::set_int(0) : start[h];
     }
     const auto multiply = [&](int chain, const I(&codes)[kRows], int column) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; ++t) {
         const I value = Simd::broadcast4(x->q[token + t] + column);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r)
-          sum[chain][r][t] = Simd::template dot<Block::kZero>(sum[chain][r][t], codes[r], value);
+        for (int r = 0; r < kRows; ++r) {
+          if constexpr (kHalfwords) {
+            sum[chain][r][t] = S::add_pairs(sum[chain][r][t], codes[r], value);
+          } else {
+            sum[chain][r][t] = S::template dot<Block::kZero>(sum[chain][r][t], codes[r], value);
+          }
+        }
       }
     };
     if constexpr (Block::kBits == 4) {
@@ -142,8 +155,14 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
           const F both = Simd::mul(scale, Simd::set(x->scale[token + t]));
+          if constexpr (kHalfwords) {
+            if constexpr (kParts) sum[0][r][t] = S::add_halfwords(sum[0][r][t], sum[1][r][t]);
+            const std::int32_t start = S::template kStartsFromSum<Block::kZero> ? x->start[token + t] : 0;
+            sum[0][r][t] = S::sum_halfwords(S::set_int(start), sum[0][r][t]);
+          }
           F total = Simd::to_float(sum[h][r][t]);
-          if constexpr (kParts) total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
+          if constexpr (kParts && !kHalfwords)
+            total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
           acc[r][t] = Simd::fma(total, both, acc[r][t]);
         }
       }
@@ -166,8 +185,8 @@ template <class Block, int kTokens>
 void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
                  std::size_t stride, Fetch fetch) {
   for (int v = 0; v < kGroupRows / Simd::kLanes; v += Simd::kInt8Rows)
-    int8_tile<Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, token, out, stride,
-                                               v == 0 ? fetch : Fetch{});
+    int8_tile<Simd, Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, token, out, stride,
+                                                     v == 0 ? fetch : Fetch{});
 }
 
 // int8_tokens with as many tokens as `count` says, 1 to kTokens.
