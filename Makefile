@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup test test-emulator test-ray sanitize lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
+.PHONY: demo setup test test-emulator test-ray sanitize fuzz lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -88,6 +88,12 @@ test-processor: build/.testing
 sanitize: sanitize-address sanitize-thread
 sanitize-%: build/.emulator
 	tools/sanitize.sh $*
+
+# Model files, saved states, chat templates and arguments that are almost right, MINUTES of each, under AddressSanitizer
+# and UBSan.
+MINUTES ?= 1
+fuzz: build/.emulator
+	FUZZ_SECONDS=$$((60 * $(MINUTES))) FUZZ_SEED=$$(date +%s) tools/sanitize.sh address tests/fuzz
 
 # Apart from the rest: Ray takes half a gigabyte and a while to start.
 $(VENV)/.ray: pyproject.toml build/.plain

@@ -234,3 +234,27 @@ def test_an_error_without_a_message_is_named(capsys: pytest.CaptureFixture[str])
     for error in (MemoryError(), Nameless()):
         report(error)
     assert capsys.readouterr().err == "error: MemoryError\nerror: Nameless\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_an_interruption_of_an_import_is_an_interruption(tmp_path: Path) -> None:
+    """NumPy makes an ImportError of it, which speaks of a bad installation."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    for _ in range(1000): pass\n"
+        "except KeyboardInterrupt:\n"
+        "    raise ImportError('your installation of NumPy is bad') from None\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "metal_prefill.cli", "run", "-p", "ROMEO:"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "emulator/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]

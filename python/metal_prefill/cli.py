@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import NamedTuple
 
 EXIT_FAILED = 1
@@ -104,6 +107,31 @@ def drop_unwritable_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """List the interruptions by Ctrl-C while the block runs. Not all become KeyboardInterrupt.
+
+    NumPy, interrupted while it is imported, raises ImportError and speaks of a bad installation.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        signal.default_int_handler(number, frame)
+
+    try:
+        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if ours:
+            signal.signal(signal.SIGINT, hear)
+    except ValueError:  # not the main thread, which alone hears signals
+        ours = False
+    try:
+        yield heard
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
@@ -118,6 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: standard output is closed", file=sys.stderr)
         return EXIT_FAILED
     arguments = list(sys.argv[1:] if argv is None else argv)
+    with interruptions() as interrupted:
+        return _execute(arguments, interrupted)
+
+
+def _execute(arguments: list[str], interrupted: list[int]) -> int:
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     if wanted in FORMER_NAMES:
         name = FORMER_NAMES[wanted]
@@ -142,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option, message already printed
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except (Exception, KeyboardInterrupt) as error:
-        code = report(error)
+        code = report(KeyboardInterrupt() if interrupted and isinstance(error, ImportError) else error)
         drop_unwritable_output()
         return code
     return 0

@@ -21,7 +21,7 @@ from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model
 from metal_prefill._scoring import check_prompts, groups, score_many
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
-from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError
+from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError, StateError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
 from metal_prefill.scheduler import Scheduler, Stream
@@ -312,7 +312,12 @@ class Model:
         """
         session = self.session(max_context=max_context)
         saved = _state.read(path, self._state_owner)
-        session._open().import_state(saved.tokens, saved.rows)
+        try:
+            session._open().import_state(saved.tokens, saved.rows)
+        except MetalPrefillError:
+            raise
+        except ValueError as error:
+            raise StateError(f"{path}: {error}") from None
         session.notes = saved.notes
         return session
 

@@ -1,0 +1,275 @@
+"""Random inputs that are almost right: model files, saved states, chat templates, arguments.
+
+Whatever comes in, a call returns or raises an error of the package; it neither ends the process nor hangs.
+The suite runs a few seconds of each with a fixed seed; ``make fuzz MINUTES=n`` runs longer, with another seed
+each time and under sanitizers. An input that fails is kept in ``build/fuzz``; moved to ``regressions``, it is
+tried first ever after.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gguf_mutator import mutate, take_apart
+from support.small_models import MODELS, write
+from support.template_writer import write_template
+
+from metal_prefill import ChatTemplateError, MetalPrefillError, Model, _state
+from metal_prefill._arguments import token_array
+from metal_prefill.chat_template import ChatTemplate
+
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: as many inputs as the suite takes
+PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
+REGRESSIONS = Path(__file__).parent / "regressions"
+FAILED = Path(__file__).parents[2] / "build" / "fuzz"
+
+pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
+
+
+def rounds(count: int) -> Iterator[Random]:
+    """Give a generator of random numbers for each input: `count` of them, or as many as the time allows."""
+    end = time.monotonic() + SECONDS
+    i = 0
+    while time.monotonic() < end if SECONDS else i < count:
+        yield Random(f"{SEED}.{i}")
+        i += 1
+    print(f"{i} inputs, seed {SEED}")
+
+
+def regressions(target: str) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(REGRESSIONS.glob(f"{target}-*"))]
+
+
+@contextmanager
+def kept(target: str, content: bytes) -> Iterator[None]:
+    """Keep an input where it can be found until it turned out harmless."""
+    FAILED.mkdir(parents=True, exist_ok=True)
+    path = FAILED / f"{target}-{os.getpid()}"
+    path.write_bytes(content)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = replace(MODELS["gemma3"], layers=2, dim=32, key_dim=32, heads=2, kv_heads=1, ffn=32, vocab=280)
+    return write(tmp_path_factory.mktemp("fuzz") / "m.gguf", shape)
+
+
+def use_model(path: Path) -> None:
+    """Do with a model file what a user does, and expect no error but the package's own."""
+    with suppress(MetalPrefillError), Model(path, device="cpu", threads=1, prefix_memory=0) as model:
+        with suppress(MetalPrefillError):
+            logits = model.forward_prompt_logits([1, 2, 3])
+            assert not np.isnan(logits).any()
+        with suppress(MetalPrefillError):
+            tokenizer = model.tokenizer
+            ids = tokenizer.encode("Hello, world 123 \u00e9", add_bos=False)
+            tokenizer.decode(ids)
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_model_files(small: Path, tmp_path: Path) -> None:
+    parts = take_apart(small)
+    assert parts.assemble() == small.read_bytes()
+    path = tmp_path / "m.gguf"
+
+    def run(content: bytes) -> None:
+        with kept("gguf", content):
+            path.write_bytes(content)
+            use_model(path)
+
+    for content in regressions("gguf"):
+        run(content)
+    for random in rounds(400):
+        run(mutate(parts, random))
+
+
+def test_saved_states(small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "s.session"
+    with Model(small, device="cpu", threads=1) as model:
+        with model.session() as session:
+            session.forward_prompt(range(5))
+            session.save(path)
+        plain = path.read_bytes()
+
+        def run(content: bytes) -> None:
+            with kept("state", content):
+                path.write_bytes(content)
+                with suppress(MetalPrefillError), model.load_session(path) as session:
+                    session.forward_token(1)
+
+        for content in regressions("state"):
+            run(content)
+        for random in rounds(400):
+            run(mutate_state(plain, random))
+
+
+def mutate_state(plain: bytes, random: Random) -> bytes:
+    """Change the header by its structure, the rest by its bytes; often the checksum is that of the result."""
+    (length,) = struct.unpack_from("<Q", plain)
+    header, body = json.loads(plain[8 : 8 + length]), bytearray(plain[8 + length :])
+    odd: list[Any] = [0, -1, 2**63, 1.5, "x", None, [], {}, [0, 1], True, "F16", "I64", [[[]]], 10**30]
+    for _ in range(random.choice((0, 1, 1, 2))):
+        node: Any = header
+        while isinstance(node, dict) and node and random.random() < 0.8:
+            key = random.choice(list(node))
+            if isinstance(node[key], (dict, list)) and node[key] and random.random() < 0.8:
+                node = node[key]
+                continue
+            node[key] = deepcopy(random.choice(odd))
+            break
+        if isinstance(node, list) and node:
+            node[random.randrange(len(node))] = deepcopy(random.choice(odd))
+    for _ in range(random.choice((0, 0, 1, 8))):
+        body[random.randrange(len(body))] = random.randrange(256)
+    with suppress(Exception):  # a header that no checksum can be made for stays without one
+        metadata = header["__metadata__"]
+        tensors = {k: v for k, v in header.items() if k != "__metadata__"}
+        if random.random() < 0.7:
+            slices = {k: slice(*v["data_offsets"]) for k, v in tensors.items()}
+            arrays = {k: np.frombuffer(bytes(body[s]), np.uint8) for k, s in slices.items()}
+            metadata["checksum"] = _state._checksum(arrays, metadata)
+    raw = bytearray(json.dumps(header).encode())
+    for _ in range(random.choice((0, 0, 0, 2))):
+        raw[random.randrange(len(raw))] = random.randrange(256)
+    stated = random.choice((len(raw),) * 9 + (2**64 - 1, 0, len(raw) + 1))
+    content = struct.pack("<Q", stated) + raw + body
+    return bytes(content[: random.randrange(len(content))] if random.random() < 0.1 else content)
+
+
+def test_chat_templates() -> None:
+    messages = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Yes"}]
+
+    def run(source: str) -> None:
+        with kept("template", source.encode("utf-8", "surrogatepass")), suppress(ChatTemplateError):
+            pieces = ChatTemplate(source, ["<|im_end|>", "<s>"]).render(messages, {"bos_token": "<s>"})
+            assert all(isinstance(piece, str) for piece, _ in pieces)
+
+    for content in regressions("template"):
+        run(content.decode("utf-8", "surrogatepass"))
+    for random in rounds(150):
+        run(write_template(random))
+
+
+def hypothesis_test(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have the same inputs in each run of the suite, and others in each of ``make fuzz``."""
+    from hypothesis import HealthCheck, settings
+
+    return settings(
+        max_examples=count + int(count * SECONDS / 10),
+        derandomize=not SECONDS,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def test_token_ids() -> None:
+    pytest.importorskip("hypothesis", reason="needs the extra test")
+    from hypothesis import given
+    from hypothesis import strategies as st
+
+    scalars = st.one_of(
+        st.integers(),
+        st.integers(0, 9),
+        st.booleans(),
+        st.floats(),
+        st.text(max_size=2),
+        st.none(),
+        st.binary(max_size=2),
+    )
+    lists = st.lists(scalars, max_size=6)
+    dtypes = st.sampled_from(
+        ["i1", "u1", ">i4", "i8", "u8", "f2", "f8", "?", "m8[s]", "M8[s]", "O", "U2", "c16"]
+    )
+
+    @hypothesis_test(200)
+    @given(
+        st.one_of(
+            lists,
+            st.lists(st.integers(0, 9)),
+            st.tuples(scalars, scalars),
+            st.lists(lists, max_size=3),
+            scalars,
+        ),
+        dtypes,
+        st.booleans(),
+    )
+    def check(tokens: Any, dtype: str, as_array: bool) -> None:
+        if as_array:
+            try:
+                with np.errstate(all="ignore"):
+                    tokens = np.array(tokens, dtype)
+            except (TypeError, ValueError, OverflowError):
+                return
+        try:
+            array = token_array(tokens, 10)
+        except (TypeError, ValueError):
+            return
+        # Whatever is accepted were integers of the vocabulary, unchanged and none of them a boolean.
+        assert array.dtype == np.int32
+        assert array.tolist() == [int(t) for t in tokens]
+        assert all(0 <= t < 10 and not isinstance(t, (bool, np.bool_, float)) for t in tokens)
+
+    check()
+
+
+CALLS = {"prompt": "forward_prompt", "token": "forward_token", "rewind": "rewind", "score": "score"}
+
+
+def tokens_after(call: str, tokens: list[int], value: Any) -> list[int]:
+    if call == "rewind":
+        return tokens[:value]
+    if call == "token":
+        return [*tokens, value]
+    return [*tokens, *(value if call == "prompt" else value[:-1])]  # of what is scored, the last is not read
+
+
+def test_calls_in_any_order(small: Path) -> None:
+    """Of a session: whatever is called with whatever, the tokens are those of the calls that did not fail."""
+    pytest.importorskip("hypothesis", reason="needs the extra test")
+    from hypothesis import given
+    from hypothesis import strategies as st
+
+    ids = st.lists(st.integers(-1, 290), max_size=20)
+    step = st.one_of(
+        st.tuples(st.just("prompt"), ids),
+        st.tuples(st.just("token"), st.integers(-1, 290)),
+        st.tuples(st.just("rewind"), st.integers(-2, 40)),
+        st.tuples(st.just("score"), ids),
+    )
+    with Model(small, device="cpu", threads=1) as model:
+
+        @hypothesis_test(60)
+        @given(st.lists(step, max_size=8))
+        def check(steps: list[tuple[str, Any]]) -> None:
+            with model.session(max_context=32) as session:
+                expected: list[int] = []
+                for name, value in steps:
+                    with suppress(ValueError):
+                        getattr(session, CALLS[name])(value)
+                        expected = tokens_after(name, expected, value)
+                    assert session.tokens == expected
+                    assert session.position == len(expected) <= 32
+
+        check()

@@ -1,0 +1,227 @@
+"""GGUF files that are wrong in a few places: taken apart, changed where it matters, put together again."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from metal_prefill.gguf_file import GGUFFile
+from support.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, gguf, scalar, tensor, text
+
+INTEGERS = [
+    0,
+    1,
+    2,
+    7,
+    8,
+    31,
+    32,
+    33,
+    255,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**60,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
+FLOATS = [0.0, -0.0, -1.0, 1e-300, 1e-46, 1e-39, 1e38, 1e39, 1e300, float("nan"), float("inf"), float("-inf")]
+
+
+@dataclass
+class Parts:
+    """A file taken apart.
+
+    Attributes
+    ----------
+    metadata
+        Key, number of the value's type, bytes of the value.
+    tensors
+        Name, dimensions as in the file, number of the type, offset.
+    data
+        What follows the header.
+    """
+
+    metadata: list[tuple[bytes, int, bytes]]
+    tensors: list[tuple[str, list[int], int, int]]
+    data: bytes
+    options: dict[str, int] = field(default_factory=dict)
+
+    def assemble(self) -> bytes:
+        """Make a file of the parts."""
+        entries = [text(key) + struct.pack("<I", kind) + value for key, kind, value in self.metadata]
+        tensors = [tensor(name, dims, kind, offset) for name, dims, kind, offset in self.tensors]
+        return gguf(entries, tensors, self.data, **self.options)  # type: ignore[arg-type]
+
+
+def take_apart(path: Path) -> Parts:
+    """Read a valid file."""
+    content = path.read_bytes()
+    with GGUFFile(path) as opened:
+        tensors = [
+            (t.name, list(reversed(t.shape)), t.type, t.offset - opened.data_offset)
+            for t in opened.tensors.values()
+        ]
+        data = content[opened.data_offset :]
+    metadata, pos = [], 24
+    for _ in range(struct.unpack_from("<Q", content, 16)[0]):
+        (length,) = struct.unpack_from("<Q", content, pos)
+        key = content[pos + 8 : pos + 8 + length]
+        (kind,) = struct.unpack_from("<I", content, pos + 8 + length)
+        start = pos + 12 + length
+        pos = _end(content, start, kind)
+        metadata.append((key, kind, content[start:pos]))
+    return Parts(metadata, tensors, data)
+
+
+def _end(content: bytes, pos: int, kind: int) -> int:
+    if kind == STRING:
+        return pos + 8 + int(struct.unpack_from("<Q", content, pos)[0])
+    if kind != ARRAY:
+        return pos + struct.calcsize(SCALAR_FORMATS[kind])
+    element, count = struct.unpack_from("<IQ", content, pos)
+    pos += 12
+    for _ in range(count):
+        pos = _end(content, pos, element)
+    return pos
+
+
+def mutate(parts: Parts, random: Random) -> bytes:
+    """Return a file that differs from `parts` in a few places."""
+    changed = Parts(list(parts.metadata), list(parts.tensors), parts.data, dict(parts.options))
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        random.choice((_number, _number, _value_type, _entry, _array, _tensor, _tensor, _counts, _weights))(
+            changed, random
+        )
+    content = bytearray(changed.assemble())
+    if random.random() < 0.1:
+        del content[random.randrange(len(content)) :]
+    if random.random() < 0.2:
+        header = len(content) - len(changed.data)
+        for _ in range(random.choice((1, 1, 4, 16))):
+            if content:
+                content[random.randrange(max(1, min(header, len(content))))] = random.randrange(256)
+    return bytes(content)
+
+
+def _some(parts: Parts, random: Random, wanted: bool) -> int | None:
+    """Choose an entry whose value is an array, or one whose value is not."""
+    found = [i for i, (_, kind, _) in enumerate(parts.metadata) if (kind == ARRAY) == wanted]
+    return random.choice(found) if found else None
+
+
+def _number(parts: Parts, random: Random) -> None:
+    """Give a number another value, and often another type."""
+    i = _some(parts, random, wanted=False)
+    if i is None:
+        return
+    key, kind, _ = parts.metadata[i]
+    if kind == STRING:
+        parts.metadata[i] = (
+            key,
+            kind,
+            text(random.choice((b"", b"x" * 5000, b"\xff", b"yarn", b"llama", b"gpt2"))),
+        )
+        return
+    known = list(SCALAR_FORMATS)
+    kind = random.choice((kind if kind in known else known[0], random.choice(known)))
+    form = SCALAR_FORMATS[kind]
+    if form[-1] in "fd":
+        value: float = random.choice(FLOATS)
+        if form[-1] == "f" and abs(value) > 3e38:
+            value = float("inf")
+    else:
+        bits = 8 * struct.calcsize(form)
+        value = random.choice(INTEGERS) % 2**bits
+        if form[-1].islower() and form[-1] != "?":
+            value -= 2**bits if value >= 2 ** (bits - 1) else 0
+    parts.metadata[i] = (key, kind, scalar(kind, value))
+
+
+def _value_type(parts: Parts, random: Random) -> None:
+    """Say that a value is of another type than its bytes."""
+    i = random.randrange(len(parts.metadata))
+    key, _, value = parts.metadata[i]
+    parts.metadata[i] = (key, random.choice((*range(14), 2**32 - 1)), value)
+
+
+def _entry(parts: Parts, random: Random) -> None:
+    """Drop an entry, repeat one, or rename one."""
+    i = random.randrange(len(parts.metadata))
+    key, kind, value = parts.metadata[i]
+    other = parts.metadata[random.randrange(len(parts.metadata))][0]
+    choice = random.randrange(4)
+    if choice == 0:
+        del parts.metadata[i]
+        parts.metadata = parts.metadata or [(key, kind, value)]
+    elif choice == 1:
+        parts.metadata.append((key, kind, value))
+    else:
+        parts.metadata[i] = (
+            random.choice((other, b"", b"k" * 70000, b"\xc3")) if choice == 2 else other,
+            kind,
+            value,
+        )
+
+
+def _array(parts: Parts, random: Random) -> None:
+    """Change the count of an array, the type of its elements, or some of its bytes."""
+    i = _some(parts, random, wanted=True)
+    if i is None:
+        return
+    key, kind, value = parts.metadata[i]
+    element, count = struct.unpack_from("<IQ", value)
+    body = bytearray(value[12:])
+    choice = random.randrange(3)
+    if choice == 0:
+        count = random.choice((*INTEGERS, count + 1, max(count - 1, 0)))
+    elif choice == 1:
+        element = random.randrange(14)
+    else:
+        for _ in range(random.choice((1, 8))):
+            if body:
+                body[random.randrange(len(body))] = random.choice((0, 0xFF, random.randrange(256)))
+    parts.metadata[i] = (key, kind, struct.pack("<IQ", element, count % 2**64) + body)
+
+
+def _tensor(parts: Parts, random: Random) -> None:
+    """Change the name, dimensions, type or offset of a tensor, drop it, or repeat it."""
+    i = random.randrange(len(parts.tensors))
+    name, dims, kind, offset = parts.tensors[i]
+    choice = random.randrange(6)
+    if choice == 0:
+        name = random.choice(("", "x" * 65, parts.tensors[0][0], "output.weight", "rope_freqs.weight"))
+    elif choice == 1:
+        dims = list(dims)
+        dims[random.randrange(len(dims))] = random.choice((*INTEGERS, dims[0] * 2, dims[0] + 32))
+    elif choice == 2:
+        dims = random.choice(([], [1], dims[:1], [*dims, 1], [*dims, 1, 1, 1]))
+    elif choice == 3:
+        kind = random.choice((*range(42), 2**32 - 1))
+    elif choice == 4:
+        offset = random.choice((*INTEGERS, offset + 32, max(offset - 32, 0)))
+    else:
+        parts.tensors.append(parts.tensors[i])
+    parts.tensors[i] = (name, dims, kind, offset)
+
+
+def _counts(parts: Parts, random: Random) -> None:
+    """Claim another version, or other numbers of tensors and entries."""
+    name = random.choice(("version", "n_tensors", "n_metadata"))
+    value = random.choice(INTEGERS)
+    parts.options[name] = value % 2**32 if name == "version" else value
+
+
+def _weights(parts: Parts, random: Random) -> None:
+    """Damage weights: NaN and infinity among them."""
+    data = bytearray(parts.data)
+    for _ in range(random.choice((1, 16, 256))):
+        at = random.randrange(len(data) - 4)
+        data[at : at + 4] = random.choice(
+            (b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff" * 4, random.randbytes(4))
+        )
+    parts.data = bytes(data)
