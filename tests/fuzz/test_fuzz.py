@@ -61,7 +61,7 @@ def kept(target: str, content: bytes) -> Iterator[None]:
     FAILED.mkdir(parents=True, exist_ok=True)
     path = FAILED / f"{target}-{os.getpid()}"
     path.write_bytes(content)
-    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__ or 2)
     try:
         yield
     finally:
