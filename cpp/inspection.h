@@ -23,7 +23,10 @@ struct Dispatch {
   std::vector<std::string> buffers;  // labels, by binding
   std::vector<std::byte> args;       // the kernel's struct of shaders/args_fields.h
   std::string args_struct;           // its name
-  double start = 0, end = 0;         // seconds of the GPU's clock
+  // The rows that it works on, where a kernel reads or writes K and V: of each run of consecutive rows of a
+  // sequence, the position of the first, and their number.
+  std::vector<std::array<int, 2>> runs;
+  double start = 0, end = 0;  // seconds of the GPU's clock
 };
 
 struct Trace {

@@ -29,7 +29,9 @@ std::size_t half_of_the_memory() {
 PagePool::PagePool(PageStore& store, std::size_t limit)
     : store_(store),
       page_bytes_(store.page_bytes()),
-      max_pages_(std::max((limit > 0 ? limit : half_of_the_memory()) / page_bytes_, std::size_t(1))) {}
+      max_pages_(
+          std::max(std::min(limit > 0 ? limit : half_of_the_memory(), store.most_bytes()) / page_bytes_,
+                   std::size_t(1))) {}
 
 std::vector<PageId> PagePool::take(std::size_t n) {
   std::unique_lock lock(mutex_);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -31,6 +32,8 @@ class PageStore {
  public:
   virtual ~PageStore() = default;
   virtual std::size_t page_bytes() const = 0;
+  // That all pages together can have.
+  virtual std::size_t most_bytes() const { return std::numeric_limits<std::size_t>::max(); }
   // Room for `pages` in all; those that exist stay as they are. Throws DeviceError without a change.
   virtual void grow(std::size_t pages) = 0;
   // The first `positions` of a page, in every layer.

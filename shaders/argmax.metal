@@ -1,4 +1,5 @@
-// Index and value of the largest logit, in two stages. NaN is skipped, the lowest index wins ties.
+// Index and value of the largest logit of each row, in two stages. NaN is skipped, the lowest index wins
+// ties.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -34,27 +35,31 @@ static inline bool is_number(float value) {
   return (as_type<uint>(value) & 0x7fffffffu) <= 0x7f800000u;
 }
 
-// Each threadgroup finds the best of its share: partial[group].
-kernel void argmax_stage1(device const float* logits [[buffer(0)]], device Candidate* partial [[buffer(1)]],
-                          constant ArgmaxArgs& args [[buffer(2)]], uint position [[thread_position_in_grid]],
-                          uint threads [[threads_per_grid]], uint group [[threadgroup_position_in_grid]],
+// Each threadgroup finds the best of its share of a row: partial[row][group]. Grid: (groups, rows).
+kernel void argmax_stage1(device const float* logits [[buffer(0)]],  // [rows][n]
+                          device Candidate* partial [[buffer(1)]],   // [rows][groups]
+                          constant ArgmaxArgs& args [[buffer(2)]], uint2 position [[thread_position_in_grid]],
+                          uint2 threads [[threads_per_grid]], uint2 group [[threadgroup_position_in_grid]],
+                          uint2 groups [[threadgroups_per_grid]],
                           ushort thread_index [[thread_index_in_threadgroup]],
                           ushort lane [[thread_index_in_simdgroup]],
                           ushort simdgroup [[simdgroup_index_in_threadgroup]],
                           ushort simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup Candidate scratch[32];
   Candidate best = {-INFINITY, ARGMAX_NONE};
-  for (uint i = position; i < args.n; i += threads) {
+  logits += ulong(group.y) * args.n;
+  for (uint i = position.x; i < args.n; i += threads.x) {
     const Candidate candidate = {logits[i], i};
     if (is_number(candidate.value) && better(candidate, best)) best = candidate;
   }
   best = threadgroup_best(best, scratch, lane, simdgroup, simdgroups);
-  if (thread_index == 0) partial[group] = best;
+  if (thread_index == 0) partial[group.y * groups.x + group.x] = best;
 }
 
-// One threadgroup: the best of the candidates.
-kernel void argmax_stage2(device const Candidate* partial [[buffer(0)]],
-                          device Candidate* result [[buffer(1)]], constant ArgmaxArgs& args [[buffer(2)]],
+// One threadgroup for each row: the best of the candidates.
+kernel void argmax_stage2(device const Candidate* partial [[buffer(0)]],  // [rows][n]
+                          device Candidate* result [[buffer(1)]],         // [rows]
+                          constant ArgmaxArgs& args [[buffer(2)]], uint row [[threadgroup_position_in_grid]],
                           ushort thread_index [[thread_index_in_threadgroup]],
                           ushort threads [[threads_per_threadgroup]],
                           ushort lane [[thread_index_in_simdgroup]],
@@ -63,9 +68,9 @@ kernel void argmax_stage2(device const Candidate* partial [[buffer(0)]],
   threadgroup Candidate scratch[32];
   Candidate best = {-INFINITY, ARGMAX_NONE};
   for (uint i = thread_index; i < args.n; i += threads) {
-    const Candidate candidate = partial[i];
+    const Candidate candidate = partial[row * args.n + i];
     if (better(candidate, best)) best = candidate;
   }
   best = threadgroup_best(best, scratch, lane, simdgroup, simdgroups);
-  if (thread_index == 0) *result = best;
+  if (thread_index == 0) result[row] = best;
 }

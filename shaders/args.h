@@ -22,8 +22,8 @@ typedef std::uint64_t u64_t;
 #define ROPE_INTERLEAVED 0
 #define ROPE_NEOX 1
 
-#define MULTI_TOKEN_TILE 8     // tokens that share a dequantized weight in multi_token_matvec_q4_0
-#define MULTI_TOKEN_ROWS 8     // rows of a threadgroup there, one for each simdgroup
+#define PAGE_POSITIONS 64      // positions of a page of K and V
+#define MULTI_TOKEN_TILE 8     // most tokens that share a dequantized weight in multi_token_matvec
 #define MATMUL_THREADS 128     // four simdgroups, 2 x 2 over the tile
 #define MATMUL_K 32            // columns that a matmul stages at a time
 #define MATMUL_NARROW_TILE 32  // tokens and rows of a matmul's tile

@@ -24,25 +24,18 @@ ARGS_STRUCT(RmsnormArgs)
   ARGS_FIELD(float, eps)
 ARGS_END(RmsnormArgs, 8)
 
-// y[row] (+)= w[row] . x
+// y[t][row] (+)= w[row] . x[t]
 ARGS_STRUCT(MatvecArgs)
   ARGS_FIELD(StackedWeights, weights)
   ARGS_FIELD(u32_t, in_dim)
   ARGS_FIELD(u32_t, out_dim)        // rows of all stacked matrices; of one of the two for SwiGLU
   ARGS_FIELD(u32_t, lanes_per_row)  // 8, 16 or 32 lanes share a row
-  ARGS_FIELD(u32_t, accumulate)     // add to y instead of storing
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, out_stride)     // from one token of y to the next
+  ARGS_FIELD(u32_t, accumulate)     // matvec: add to y instead of storing
   ARGS_FIELD(u32_t, activation)     // SwiGLU only
   ARGS_FIELD(float, eps)            // with RMSNorm only
-ARGS_END(MatvecArgs, 64)
-
-// y[t][row] (+)= w[row] . x[t]
-ARGS_STRUCT(MultiTokenArgs)
-  ARGS_FIELD(StackedWeights, weights)
-  ARGS_FIELD(u32_t, in_dim)
-  ARGS_FIELD(u32_t, out_dim)
-  ARGS_FIELD(u32_t, batch_size)
-  ARGS_FIELD(u32_t, out_stride)  // from one token of y to the next
-ARGS_END(MultiTokenArgs, 56)
+ARGS_END(MatvecArgs, 72)
 
 ARGS_STRUCT(MatmulArgs)
   ARGS_FIELD(StackedWeights, weights)
@@ -54,6 +47,24 @@ ARGS_STRUCT(MatmulArgs)
   ARGS_FIELD(u32_t, activation)  // SwiGLU only
 ARGS_END(MatmulArgs, 64)
 
+// A row of a pass: a token of one of its sequences.
+ARGS_STRUCT(PassRow)
+  ARGS_FIELD(u32_t, position)    // of the token in its sequence
+  ARGS_FIELD(u32_t, pages)       // index of the first page of its sequence in the block tables of the pass
+  ARGS_FIELD(u32_t, splits)      // attention_decode: threadgroups that share the keys
+  ARGS_FIELD(u32_t, split_keys)  // attention_decode: keys of each
+ARGS_END(PassRow, 16)
+
+// The work of a simdgroup of attention_prefill: a tile of the stacked query heads of a run of rows, which are
+// consecutive both in the pass and in their sequence.
+ARGS_STRUCT(AttentionTile)
+  ARGS_FIELD(u32_t, row)       // first row of the run
+  ARGS_FIELD(u32_t, tokens)    // rows of the run
+  ARGS_FIELD(u32_t, position)  // of its first row
+  ARGS_FIELD(u32_t, pages)     // as in PassRow
+  ARGS_FIELD(u32_t, first)     // stacked row of the run at which the tile begins
+ARGS_END(AttentionTile, 20)
+
 // Rotates q in place and appends K and V to the cache. A row of qkv is [n_heads * key_dim | n_kv_heads *
 // key_dim | n_kv_heads * value_dim].
 ARGS_STRUCT(RopeArgs)
@@ -63,7 +74,7 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, value_dim)
   ARGS_FIELD(u32_t, rope_dim)      // 0: no rotation
   ARGS_FIELD(u32_t, style)         // ROPE_INTERLEAVED or ROPE_NEOX
-  ARGS_FIELD(u32_t, position)      // of the first token
+  ARGS_FIELD(u32_t, page_stride)   // from one page of the cache to the next
   ARGS_FIELD(u32_t, has_bias)      // biases of q, k and v are bound
   ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head before the rotation
   ARGS_FIELD(u32_t, has_k_norm)
@@ -71,27 +82,26 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, skip_queries)  // only K and V are needed
 ARGS_END(RopeArgs, 48)
 
-// softmax(scale * q . k) v over the keys at and before each token's position. K and V are
-// [position][kv_head][dim].
+// softmax(scale * q . k) v over the keys at and before each token's position. K and V of a page are
+// [PAGE_POSITIONS][kv_head][dim].
 ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(u32_t, n_heads)
   ARGS_FIELD(u32_t, n_kv_heads)
   ARGS_FIELD(u32_t, key_dim)
   ARGS_FIELD(u32_t, value_dim)
-  ARGS_FIELD(u32_t, tokens)
-  ARGS_FIELD(u32_t, position)    // of the first token
-  ARGS_FIELD(u32_t, q_stride)    // from one token of q to the next
-  ARGS_FIELD(u32_t, window)      // positions that a token sees, including its own; 0: all
-  ARGS_FIELD(u32_t, splits)      // attention_decode: threadgroups that share the keys; 1: no combining pass
-  ARGS_FIELD(u32_t, split_keys)  // attention_decode: keys of each
-  ARGS_FIELD(float, scale)       // of q . k
-ARGS_END(AttentionArgs, 44)
+  ARGS_FIELD(u32_t, q_stride)     // from one token of q to the next
+  ARGS_FIELD(u32_t, page_stride)  // from one page of the cache to the next
+  ARGS_FIELD(u32_t, window)       // positions that a token sees, including its own; 0: all
+  ARGS_FIELD(u32_t, splits)       // attention_decode: most splits of a row; 1: no combining pass
+  ARGS_FIELD(u32_t, tiles)        // attention_prefill: how many
+  ARGS_FIELD(float, scale)        // of q . k
+ARGS_END(AttentionArgs, 40)
 
-// rope_append and attention_decode of a single token.
+// rope_append and attention_decode of sequences with a single token each.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 92)
+ARGS_END(RopeAttentionArgs, 88)
 
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input is [gate | up]
 ARGS_STRUCT(SwigluArgs)
@@ -101,7 +111,7 @@ ARGS_STRUCT(SwigluArgs)
 ARGS_END(SwigluArgs, 12)
 
 ARGS_STRUCT(ArgmaxArgs)
-  ARGS_FIELD(u32_t, n)  // values of the first stage, candidates of the second
+  ARGS_FIELD(u32_t, n)  // of a row: values of the first stage, candidates of the second
 ARGS_END(ArgmaxArgs, 4)
 
 // Intermediate and final result of the argmax kernels.

@@ -3,6 +3,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "pages.h"
 #include "rope.h"
 
 using namespace metal;
@@ -98,8 +99,9 @@ struct Share {
   uint begin, end;  // keys
 };
 
-// Grid: (splits, n_kv_heads * blocks of query heads, tokens).
-static inline Share share_of(uint3 group, constant AttentionArgs& args, ushort most_heads) {
+// Grid: (splits, n_kv_heads * blocks of query heads, tokens). A row may have fewer splits than the grid.
+static inline Share share_of(uint3 group, constant PassRow& row, constant AttentionArgs& args,
+                             ushort most_heads) {
   const uint heads_per_kv = args.n_heads / args.n_kv_heads;
   const uint blocks = (heads_per_kv + most_heads - 1) / most_heads;
   const uint first_of_kv = group.y % blocks * most_heads;
@@ -109,38 +111,65 @@ static inline Share share_of(uint3 group, constant AttentionArgs& args, ushort m
   share.token = group.z;
   share.heads = min(uint(most_heads), heads_per_kv - first_of_kv);
   // Its split of the keys that the token sees.
-  const uint last = args.position + share.token + 1;
+  const uint last = row.position + 1;
   const uint window_start = args.window > 0 && last > args.window ? last - args.window : 0;
-  share.begin = max(window_start, group.x * args.split_keys);
-  share.end = min(last, (group.x + 1) * args.split_keys);
+  share.begin = max(window_start, group.x * row.split_keys);
+  share.end = min(last, (group.x + 1) * row.split_keys);
   return share;
 }
+
+// K and V of a layer as a sequence sees them.
+template <typename T>
+struct Cache {
+  device const T* k;  // in the first page of the pool
+  device const T* v;
+  device const uint* block_table;
+};
 
 // Keys of the cache and their values, one for each group of lanes, in the type of the cache.
 template <typename T, ushort kChunks>
 struct CachedKeys {
   vec<T, 4> keys[kChunks], values[kChunks];
+  uint page;  // of the key that is loaded next, which is known before it is needed
 
-  // From `first` on; lanes whose key would be after `last` get `last`.
-  void load(device const T* k, device const T* v, constant AttentionArgs& args, uint kv_head, uint first,
-            uint last, ushort lane) {
+  // Lanes whose key would be after `last` get `last`.
+  static uint key_of(uint first, uint last, ushort lane) { return min(first + lane / kLanes, last); }
+
+  void find_page(Cache<T> cache, uint first, uint last, ushort lane) {
+    page = cache.block_table[key_of(first, last, lane) / PAGE_POSITIONS];
+  }
+
+  // From `first` on; those from `next` on are the next to be loaded.
+  void load(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint next, uint last,
+            ushort lane) {
     const ushort dim = lane % kLanes * 4;
-    const ulong row = ulong(min(first + lane / kLanes, last)) * args.n_kv_heads + kv_head;
+    const ulong page_start = ulong(page) * args.page_stride;
+    const uint row = key_of(first, last, lane) % PAGE_POSITIONS * args.n_kv_heads + kv_head;
+    device const T* k = cache.k + page_start + row * args.key_dim;
+    device const T* v = cache.v + page_start + row * args.value_dim;
+    find_page(cache, next, last, lane);
 #pragma unroll
     for (ushort c = 0; c < kChunks; ++c) {
       const uint d = dim + c * 32;
-      keys[c] = d < args.key_dim ? *(device const vec<T, 4>*)(k + row * args.key_dim + d) : vec<T, 4>(0);
-      values[c] =
-          d < args.value_dim ? *(device const vec<T, 4>*)(v + row * args.value_dim + d) : vec<T, 4>(0);
+      keys[c] = d < args.key_dim ? *(device const vec<T, 4>*)(k + d) : vec<T, 4>(0);
+      values[c] = d < args.value_dim ? *(device const vec<T, 4>*)(v + d) : vec<T, 4>(0);
     }
+  }
+
+  // The first of keys [first, end), four at every `step`-th position.
+  void begin(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint end, uint step,
+             ushort lane) {
+    if (first >= end) return;
+    find_page(cache, first, end - 1, lane);
+    load(cache, args, kv_head, first, first + step, end - 1, lane);
   }
 };
 
-// Takes keys [first, end) of the cache: four at every `step`-th position. `cached` has the first four.
+// Takes keys [first, end) of the cache, with which `cached` began.
 template <typename T, ushort kChunks>
 static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKeys<T, kChunks>& cached,
-                               device const T* k, device const T* v, constant AttentionArgs& args,
-                               uint kv_head, uint first, uint end, uint step, ushort lane) {
+                               Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first,
+                               uint end, uint step, ushort lane) {
   while (first < end) {
     float4 keys[kChunks], values[kChunks];
 #pragma unroll
@@ -150,13 +179,13 @@ static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKe
     }
     queries.take(keys, values, first + lane / kLanes < end);
     first += step;
-    if (first < end) cached.load(k, v, args, kv_head, first, end - 1, lane);
+    if (first < end) cached.load(cache, args, kv_head, first, first + step, end - 1, lane);
   }
 }
 
-// Joins the simdgroups, whose parts are in `shared`. With one split `out` is [token][n_heads][value_dim];
-// else, for attention_combine, [token][n_heads][splits][value_dim + 2] with the maximum and the sum after
-// the values.
+// Joins the simdgroups, whose parts are in `shared`. Those that had no keys change nothing. With one split
+// `out` is [token][n_heads][value_dim]; else, for attention_combine, [token][n_heads][splits][value_dim + 2]
+// with the maximum and the sum after the values.
 template <ushort kChunks>
 static inline void store(threadgroup const float* shared, device float* out, constant AttentionArgs& args,
                          Share share, uint split, ushort thread_index, ushort threads, ushort simdgroups) {
@@ -187,22 +216,25 @@ static inline void store(threadgroup const float* shared, device float* out, con
 
 // Up to DECODE_SIMDGROUPS simdgroups.
 template <typename T, ushort kChunks>
-kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q_stride]
-                             device const T* k [[buffer(1)]],      // [position][n_kv_heads][key_dim]
-                             device const T* v [[buffer(2)]],      // [position][n_kv_heads][value_dim]
-                             device float* out [[buffer(3)]], constant AttentionArgs& args [[buffer(4)]],
-                             uint3 group [[threadgroup_position_in_grid]],
-                             ushort thread_index [[thread_index_in_threadgroup]],
-                             ushort3 threads [[threads_per_threadgroup]],
-                             ushort lane [[thread_index_in_simdgroup]],
-                             ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                             ushort simdgroups [[simdgroups_per_threadgroup]]) {
+kernel void attention_decode(
+    device const float* q [[buffer(0)]],     // [tokens][q_stride]
+    constant PassRow* rows [[buffer(1)]],    // [tokens]
+    device const uint* pages [[buffer(2)]],  // block tables
+    device const T* k [[buffer(3)]],         // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
+    device const T* v [[buffer(4)]],         // the same with value_dim
+    device float* out [[buffer(5)]], constant AttentionArgs& args [[buffer(6)]],
+    uint3 group [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]],
+    ushort3 threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2);
   threadgroup float shared[DECODE_SIMDGROUPS * kPart];
-  const Share share = share_of(group, args, kHeads);
+  constant PassRow& row = rows[group.z];
+  if (group.x >= row.splits) return;
+  const Share share = share_of(group, row, args, kHeads);
   const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
+  const Cache<T> cache = {k, v, pages + row.pages};
   CachedKeys<T, kChunks> cached;
-  if (first < share.end) cached.load(k, v, args, share.kv_head, first, share.end - 1, lane);
+  cached.begin(cache, args, share.kv_head, first, share.end, step, lane);
   const ushort dim = lane % kLanes * 4;  // first dimension of this lane
   Queries<kChunks> queries;
   queries.heads = share.heads;
@@ -217,25 +249,27 @@ kernel void attention_decode(device const float* q [[buffer(0)]],  // [tokens][q
       queries.query[h][c] = inside ? args.scale * *(device const float4*)values : float4(0.0f);
     }
   }
-  take_cached(queries, cached, k, v, args, share.kv_head, first, share.end, step, lane);
+  take_cached(queries, cached, cache, args, share.kv_head, first, share.end, step, lane);
   queries.join(shared + simdgroup * kPart, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store<kChunks>(shared, out, args, share, group.x, thread_index, threads.x, simdgroups);
 }
 
-// rope_append and attention_decode of a single token in one: each threadgroup rotates the heads that it needs
-// in threadgroup memory. The one whose share includes the token's own key appends that key to the cache,
-// where no other threadgroup of this dispatch reads it.
+// rope_append and attention_decode of sequences with a single token each, in one: each threadgroup rotates
+// the heads that it needs in threadgroup memory. The one whose share includes the token's own key appends
+// that key to the cache, where no other threadgroup of this dispatch reads it.
 template <typename T, ushort kChunks>
 kernel void rope_attention_decode(
     device const float* bias [[buffer(0)]],    // one row of qkv
     device const float* q_norm [[buffer(1)]],  // [key_dim]
     device const float* k_norm [[buffer(2)]],  // [key_dim]
     device const float2* table [[buffer(3)]],  // [position][rope_dim / 2]
-    device const float* qkv [[buffer(4)]],     // [q | k | v]
-    device T* k_cache [[buffer(5)]],           // [position][n_kv_heads][key_dim]
-    device T* v_cache [[buffer(6)]],           // [position][n_kv_heads][value_dim]
-    device float* out [[buffer(7)]], constant RopeAttentionArgs& args [[buffer(8)]],
+    device const float* qkv [[buffer(4)]],     // [tokens][q | k | v]
+    constant PassRow* rows [[buffer(5)]],      // [tokens]
+    device const uint* pages [[buffer(6)]],    // block tables
+    device T* k_cache [[buffer(7)]],           // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
+    device T* v_cache [[buffer(8)]],           // pages of [PAGE_POSITIONS][n_kv_heads][value_dim]
+    device float* out [[buffer(9)]], constant RopeAttentionArgs& args [[buffer(10)]],
     uint3 group [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]],
     ushort3 threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
@@ -246,20 +280,24 @@ kernel void rope_attention_decode(
       (threadgroup float*)aligned;  // the queries, the token's own key and value
   constant RopeArgs& rope = args.rope;
   constant AttentionArgs& attention = args.attention;
-  const Share share = share_of(group, attention, kHeads);
+  constant PassRow& row = rows[group.z];
+  if (group.x >= row.splits) return;
+  const Share share = share_of(group, row, attention, kHeads);
   threadgroup float* const own_key = rotated + kHeads * kDims;
   threadgroup float* const own_value = own_key + kDims;
 
   // Loads of keys of earlier calls begin before the queries are ready for them.
   const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
-  const uint end = min(share.end, attention.position);
+  const uint position = row.position, end = min(share.end, position);
+  const Cache<T> cache = {k_cache, v_cache, pages + row.pages};
   CachedKeys<T, kChunks> cached;
-  if (first < end) cached.load(k_cache, v_cache, attention, share.kv_head, first, end - 1, lane);
+  cached.begin(cache, attention, share.kv_head, first, end, step, lane);
 
   // A simdgroup takes a head at a time.
   const uint k_first = attention.n_heads * attention.key_dim;
   const uint v_first = k_first + attention.n_kv_heads * attention.key_dim;
-  table += attention.position * (rope.rope_dim / 2);
+  table += position * (rope.rope_dim / 2);
+  qkv += group.z * attention.q_stride;
   for (ushort h = simdgroup; h < share.heads + 2; h += simdgroups) {
     if (h < share.heads)
       rotate_head<float>(qkv, (share.head + h) * attention.key_dim, bias, q_norm, rope.has_q_norm, table,
@@ -285,10 +323,12 @@ kernel void rope_attention_decode(
       queries.query[h][c] = inside ? attention.scale * *(threadgroup const float4*)values : float4(0.0f);
     }
   }
-  take_cached(queries, cached, k_cache, v_cache, attention, share.kv_head, first, end, step, lane);
+  take_cached(queries, cached, cache, attention, share.kv_head, first, end, step, lane);
 
-  if (share.begin <= attention.position && attention.position < share.end) {
-    if (simdgroup == simdgroups - 1) {  // has the fewest cached keys
+  if (share.begin <= position && position < share.end) {
+    // Its turn is where it would be in the cache, so that the sums are those of attention_decode.
+    const uint turn = position - share.begin;
+    if (simdgroup == turn / (32 / kLanes) % simdgroups) {
       float4 keys[kChunks], values[kChunks];
 #pragma unroll
       for (ushort c = 0; c < kChunks; ++c) {
@@ -298,14 +338,16 @@ kernel void rope_attention_decode(
                         ? *(threadgroup const float4*)(own_value + dim + c * 32)
                         : float4(0.0f);
       }
-      queries.take(keys, values, lane < kLanes);
+      queries.take(keys, values, lane / kLanes == turn % (32 / kLanes));
     }
     if (share.head == share.kv_head * (attention.n_heads / attention.n_kv_heads)) {
-      const uint row = attention.position * attention.n_kv_heads + share.kv_head;
+      const uint head = position % PAGE_POSITIONS * attention.n_kv_heads + share.kv_head;
+      device T* k_page = page_at(k_cache, cache.block_table, position, attention.page_stride);
+      device T* v_page = page_at(v_cache, cache.block_table, position, attention.page_stride);
       for (ushort i = thread_index; i < attention.key_dim; i += threads.x)
-        k_cache[row * attention.key_dim + i] = T(own_key[i]);
+        k_page[head * attention.key_dim + i] = T(own_key[i]);
       for (ushort i = thread_index; i < attention.value_dim; i += threads.x)
-        v_cache[row * attention.value_dim + i] = T(own_value[i]);
+        v_page[head * attention.value_dim + i] = T(own_value[i]);
     }
   }
   queries.join(shared + simdgroup * kPart, lane);
@@ -315,21 +357,23 @@ kernel void rope_attention_decode(
 
 // Joins the splits. Grid: (n_heads, tokens) threadgroups.
 kernel void attention_combine(device const float* partial
-                              [[buffer(0)]],                    // [tokens][n_heads][splits][value_dim + 2]
-                              device float* out [[buffer(1)]],  // [tokens][n_heads][value_dim]
-                              constant AttentionArgs& args [[buffer(2)]],
+                              [[buffer(0)]],  // [tokens][n_heads][splits][value_dim + 2]
+                              constant PassRow* rows [[buffer(1)]],  // [tokens]
+                              device float* out [[buffer(2)]],       // [tokens][n_heads][value_dim]
+                              constant AttentionArgs& args [[buffer(3)]],
                               uint2 group [[threadgroup_position_in_grid]],
                               ushort thread_index [[thread_index_in_threadgroup]],
                               ushort2 threads [[threads_per_threadgroup]]) {
-  const uint row = group.y * args.n_heads + group.x, stride = args.value_dim + 2;
+  const uint row = group.y * args.n_heads + group.x, stride = args.value_dim + 2,
+             splits = rows[group.y].splits;
   partial += row * args.splits * stride;
   float best = kLowest, sum = 0.0f;
-  for (uint s = 0; s < args.splits; ++s) best = max(best, partial[s * stride + args.value_dim]);
-  for (uint s = 0; s < args.splits; ++s)
+  for (uint s = 0; s < splits; ++s) best = max(best, partial[s * stride + args.value_dim]);
+  for (uint s = 0; s < splits; ++s)
     sum += fast::exp(partial[s * stride + args.value_dim] - best) * partial[s * stride + args.value_dim + 1];
   for (uint d = thread_index; d < args.value_dim; d += threads.x) {
     float o = 0.0f;
-    for (uint s = 0; s < args.splits; ++s)
+    for (uint s = 0; s < splits; ++s)
       o += fast::exp(partial[s * stride + args.value_dim] - best) * partial[s * stride + d];
     out[row * args.value_dim + d] = o / sum;
   }

@@ -8,6 +8,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "pages.h"
 
 using namespace metal;
 
@@ -17,9 +18,10 @@ constant constexpr float kLowest = -1e30f;  // below every score, and finite: di
 // exactly so many where kWhole: then no branch depends on their number, and the loads of a block row can all
 // be in flight at the same time.
 template <typename T, ushort kDimBlocks, ushort kRowBlocks, bool kWhole>
-static inline void attend(device const float* q, device const T* k, device const T* v, device half* out,
-                          constant AttentionArgs& args, threadgroup float* scratch, uint2 group, uint2 groups,
-                          ushort lane, ushort simdgroup, ushort simdgroups) {
+static inline void attend(device const float* q, AttentionTile tile, device const uint* pages,
+                          device const T* k, device const T* v, device half* out,
+                          constant AttentionArgs& args, threadgroup float* scratch, uint kv_head, ushort lane,
+                          ushort simdgroup) {
   constexpr ushort kRows = 8 * kRowBlocks;
   constexpr ushort kRowLanes = 32 / kRows;  // lanes that share a row of the scores
   constexpr ushort kLaneKeys = PREFILL_KEYS / kRowLanes;
@@ -30,19 +32,18 @@ static inline void attend(device const float* q, device const T* k, device const
   threadgroup float* diagonal = scores + kRows * PREFILL_KEYS;         // [kRowBlocks][8][8]
   threadgroup T* tail = (threadgroup T*)(diagonal + kRowBlocks * 64);  // [8][8]
 
-  // The last tiles see the most keys: they start first.
-  const uint g = args.n_heads / args.n_kv_heads, rows = g * args.tokens, kv_head = group.y;
-  const uint first_row = ((groups.x - 1 - group.x) * simdgroups + simdgroup) * kRows;
-  if (first_row >= rows) return;
+  const uint g = args.n_heads / args.n_kv_heads, rows = g * tile.tokens, first_row = tile.first;
+  device const uint* block_table = pages + tile.pages;
   const ushort row = lane / kRowLanes, part = lane % kRowLanes * kLaneKeys;  // of the scores, for this lane
   const uint my_row = min(first_row + row, rows - 1), my_token = my_row / g;
-  const uint my_last = args.position + my_token;  // last key that this lane's row sees
+  const uint my_last = tile.position + my_token;  // last key that this lane's row sees
   const uint my_first = args.window > 0 && my_last >= args.window ? my_last + 1 - args.window : 0;
 
   // Queries, scaled for exp2, in registers.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
                value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
-  device const float* my_query = q + my_token * args.q_stride + (kv_head * g + my_row % g) * args.key_dim;
+  device const float* my_query =
+      q + (tile.row + my_token) * args.q_stride + (kv_head * g + my_row % g) * args.key_dim;
   Block query[kRowBlocks][kDimBlocks];
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {
@@ -72,19 +73,23 @@ static inline void attend(device const float* q, device const T* k, device const
   float best = kLowest, sum = 0.0f;  // of this lane's row
 
   const uint first_token = first_row / g, last_token = min(first_row + kRows - 1, rows - 1) / g;
-  const uint end = args.position + last_token + 1, cached = args.position + args.tokens;
-  const uint window_start = args.window > 0 && args.position + first_token >= args.window
-                                ? args.position + first_token + 1 - args.window
+  const uint end = tile.position + last_token + 1, cached = tile.position + tile.tokens;
+  const uint window_start = args.window > 0 && tile.position + first_token >= args.window
+                                ? tile.position + first_token + 1 - args.window
                                 : 0;
   const ulong k_stride = args.n_kv_heads * args.key_dim, v_stride = args.n_kv_heads * args.value_dim;
-  for (uint key = window_start & ~7u; key < end; key += PREFILL_KEYS) {
+  // A step of keys never straddles two pages.
+  for (uint key = window_start / PREFILL_KEYS * PREFILL_KEYS; key < end; key += PREFILL_KEYS) {
+    const uint in_page = key % PAGE_POSITIONS;
+    device const T* k_keys = page_at(k, block_table, key, args.page_stride) + in_page * k_stride;
+    device const T* v_keys = page_at(v, block_table, key, args.page_stride) + in_page * v_stride;
     // Scores of 32 keys. A block that extends beyond the cached keys reads rows of the cache with undefined
     // contents: they are masked below.
     simdgroup_float8x8 score[kRowBlocks];
 #pragma unroll
     for (ushort j = 0; j < PREFILL_KEYS / 8; ++j) {
       if (key + j * 8 < end) {
-        device const T* k_block = k + (key + j * 8) * k_stride + kv_head * args.key_dim;
+        device const T* k_block = k_keys + j * 8 * k_stride + kv_head * args.key_dim;
 #pragma unroll
         for (ushort r = 0; r < kRowBlocks; ++r) score[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 #pragma unroll
@@ -146,7 +151,7 @@ static inline void attend(device const float* q, device const T* k, device const
 #pragma unroll
         for (ushort r = 0; r < kRowBlocks; ++r)
           simdgroup_load(weight[r], weights + r * 8 * PREFILL_KEYS + j * 8, PREFILL_KEYS);
-        device const T* v_block = v + (key + j * 8) * v_stride + kv_head * args.value_dim;
+        device const T* v_block = v_keys + j * 8 * v_stride + kv_head * args.value_dim;
         if (key + j * 8 + 8 <= cached) {
 #pragma unroll
           for (ushort b = 0; b < kDimBlocks; ++b) {
@@ -182,7 +187,8 @@ static inline void attend(device const float* q, device const T* k, device const
 
   // Normalize: four blocks of 8 dimensions at a time through threadgroup memory.
   for (ushort offset = kRowLanes / 2; offset > 0; offset /= 2) sum += simd_shuffle_xor(sum, offset);
-  device half* my_out = out + (my_token * args.n_heads + kv_head * g + my_row % g) * args.value_dim;
+  device half* my_out =
+      out + ((tile.row + my_token) * args.n_heads + kv_head * g + my_row % g) * args.value_dim;
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {
     if (c < value_blocks) {
@@ -203,26 +209,27 @@ static inline void attend(device const float* q, device const T* k, device const
   }
 }
 
-// Grid: (simdgroups for n_heads / n_kv_heads * tokens rows, n_kv_heads).
+// Grid: (simdgroups for the tiles, n_kv_heads).
 template <typename T, ushort kDimBlocks, ushort kRowBlocks>
-kernel void attention_prefill(device const float* q [[buffer(0)]],  // [tokens][q_stride]
-                              device const T* k [[buffer(1)]],      // [position][n_kv_heads][key_dim]
-                              device const T* v [[buffer(2)]],      // [position][n_kv_heads][value_dim]
-                              device half* out [[buffer(3)]],       // [tokens][n_heads][value_dim]
-                              constant AttentionArgs& args [[buffer(4)]],
-                              threadgroup float* scratch
-                              [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
-                              uint2 group [[threadgroup_position_in_grid]],
-                              uint2 groups [[threadgroups_per_grid]],
-                              ushort lane [[thread_index_in_simdgroup]],
-                              ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                              ushort simdgroups [[simdgroups_per_threadgroup]]) {
+kernel void attention_prefill(
+    device const float* q [[buffer(0)]],  // [tokens][q_stride]
+    constant AttentionTile* tiles [[buffer(1)]],
+    device const uint* pages [[buffer(2)]],  // block tables
+    device const T* k [[buffer(3)]],         // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
+    device const T* v [[buffer(4)]],         // the same with value_dim
+    device half* out [[buffer(5)]],          // [tokens][n_heads][value_dim]
+    constant AttentionArgs& args [[buffer(6)]],
+    threadgroup float* scratch [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
+    uint2 group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint tile = group.x * simdgroups + simdgroup;
+  if (tile >= args.tiles) return;
   if (args.key_dim == kDimBlocks * 8 && args.value_dim == kDimBlocks * 8)
-    attend<T, kDimBlocks, kRowBlocks, true>(q, k, v, out, args, scratch, group, groups, lane, simdgroup,
-                                            simdgroups);
+    attend<T, kDimBlocks, kRowBlocks, true>(q, tiles[tile], pages, k, v, out, args, scratch, group.y, lane,
+                                            simdgroup);
   else
-    attend<T, kDimBlocks, kRowBlocks, false>(q, k, v, out, args, scratch, group, groups, lane, simdgroup,
-                                             simdgroups);
+    attend<T, kDimBlocks, kRowBlocks, false>(q, tiles[tile], pages, k, v, out, args, scratch, group.y, lane,
+                                             simdgroup);
 }
 
 typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;

@@ -1,5 +1,6 @@
 // Decode kernels that include the step before a projection. They save a dispatch and a pass through memory,
-// but repeat work in every row: whether that is faster depends on the device.
+// but repeat work in every row: whether that is faster depends on the device. Grid: (rows, tokens); each
+// token reads the weights for itself.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -48,42 +49,44 @@ static inline void rmsnorm_matvec(device const uchar* w, device const float* nor
 
 kernel void rmsnorm_matvec_q4_0(device const uchar* w [[buffer(0)]],     // stacked matrices [out_dim][in_dim]
                                 device const float* norm [[buffer(1)]],  // [in_dim]
-                                device const float* x [[buffer(2)]],     // [in_dim]
-                                device float* y [[buffer(3)]],           // [out_dim]
+                                device const float* x [[buffer(2)]],     // [tokens][in_dim]
+                                device float* y [[buffer(3)]],           // [tokens][out_stride]
                                 constant MatvecArgs& args [[buffer(4)]],
-                                uint group [[threadgroup_position_in_grid]],
+                                uint2 group [[threadgroup_position_in_grid]],
                                 ushort lane [[thread_index_in_simdgroup]],
                                 ushort simdgroup [[simdgroup_index_in_threadgroup]],
                                 ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  rmsnorm_matvec<Q4_0>(w, norm, x, y, args, (group * simdgroups + simdgroup) * (32 / args.lanes_per_row),
-                       lane);
+  rmsnorm_matvec<Q4_0>(w, norm, x + group.y * args.in_dim, y + group.y * args.out_stride, args,
+                       (group.x * simdgroups + simdgroup) * (32 / args.lanes_per_row), lane);
 }
 
 kernel void rmsnorm_matvec_f32(device const uchar* w [[buffer(0)]],     // stacked matrices [out_dim][in_dim]
                                device const float* norm [[buffer(1)]],  // [in_dim]
-                               device const float* x [[buffer(2)]],     // [in_dim]
-                               device float* y [[buffer(3)]],           // [out_dim]
+                               device const float* x [[buffer(2)]],     // [tokens][in_dim]
+                               device float* y [[buffer(3)]],           // [tokens][out_stride]
                                constant MatvecArgs& args [[buffer(4)]],
-                               uint group [[threadgroup_position_in_grid]],
+                               uint2 group [[threadgroup_position_in_grid]],
                                ushort lane [[thread_index_in_simdgroup]],
                                ushort simdgroup [[simdgroup_index_in_threadgroup]],
                                ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  rmsnorm_matvec<F32>(w, norm, x, y, args, (group * simdgroups + simdgroup) * (32 / args.lanes_per_row),
-                      lane);
+  rmsnorm_matvec<F32>(w, norm, x + group.y * args.in_dim, y + group.y * args.out_stride, args,
+                      (group.x * simdgroups + simdgroup) * (32 / args.lanes_per_row), lane);
 }
 
 // y[row] += w[row] . (activation(gate) * up): SwiGLU of the input of the down projection.
 kernel void silu_matvec_q4_0_accumulate(device const uchar* w [[buffer(0)]],  // [out_dim][in_dim]
                                         device const float* gate_up
-                                        [[buffer(1)]],                  // [gate | up], [2 * in_dim]
-                                        device float* y [[buffer(2)]],  // [out_dim]
+                                        [[buffer(1)]],  // [tokens][gate | up], rows of 2 * in_dim
+                                        device float* y [[buffer(2)]],  // [tokens][out_stride]
                                         constant MatvecArgs& args [[buffer(3)]],
-                                        uint group [[threadgroup_position_in_grid]],
+                                        uint2 group [[threadgroup_position_in_grid]],
                                         ushort lane [[thread_index_in_simdgroup]],
                                         ushort simdgroup [[simdgroup_index_in_threadgroup]],
                                         ushort simdgroups [[simdgroups_per_threadgroup]]) {
   const ushort lanes = args.lanes_per_row;
-  const uint row = (group * simdgroups + simdgroup) * (32 / lanes) + lane / lanes;
+  gate_up += group.y * 2 * args.in_dim;
+  y += group.y * args.out_stride;
+  const uint row = (group.x * simdgroups + simdgroup) * (32 / lanes) + lane / lanes;
   device const uchar* weights = stacked_row(w, args.weights, min(row, args.out_dim - 1));
   float sum = 0.0f;
   for (uint i = lane % lanes; i < args.in_dim / 8; i += lanes) {

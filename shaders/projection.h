@@ -7,8 +7,8 @@
 
 using namespace metal;
 
-// Items of a row that a lane of a product with one token loads before it needs the first. The numbers of
-// rounds are multiples of three at 576 columns with 32 lanes (3), 1536 with 32 (6) and 576 with 8 (9).
+// Items of a row that a lane of a product with one or two tokens loads before it needs the first. The numbers
+// of rounds are multiples of three at 576 columns with 32 lanes (3), 1536 with 32 (6) and 576 with 8 (9).
 constant constexpr ushort kAhead = 3;
 
 // Start of row `row` of the stacked matrices.
@@ -24,6 +24,12 @@ static inline device const uchar* stacked_row(device const uchar* weights, const
     }
   }
   return weights + offset + ulong(row) * stack.row_bytes;
+}
+
+// Row `row` of matrix `which` of two with as many rows: gate or up.
+static inline device const uchar* half_row(device const uchar* weights, constant StackedWeights& stack,
+                                           ushort which, uint row) {
+  return weights + stack.offset[which] + ulong(row) * stack.row_bytes;
 }
 
 // Activation of the feed-forward block: SiLU, or GELU by its tanh approximation

@@ -16,8 +16,9 @@ from metal_prefill import ContextOverflowError, KVMemoryError, Model, Session, _
 PAGE = 64  # positions
 Ids = npt.NDArray[np.int32]
 
-# Of the largest logit: kernels for one token and for many add in different orders (docs/kernels.md).
+# Of the largest logit: kernels for a few tokens and for many add in different orders (docs/kernels.md).
 METAL_TOLERANCE = 1e-3
+FEW = 8  # tokens of a sequence in a pass, up to which Metal's results are bitwise those of one by one
 
 
 def ids_of(model: Model, n: int, seed: int = 0) -> Ids:
@@ -25,13 +26,24 @@ def ids_of(model: Model, n: int, seed: int = 0) -> Ids:
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
 
 
-def assert_same(model: Model, actual: Any, expected: Any) -> None:
-    """Bit for bit on the CPU, within the kernels' tolerance on Metal."""
-    if model.backend == "cpu":
+def assert_same(model: Model, actual: Any, expected: Any, few: bool = False) -> None:
+    """Bit for bit on the CPU, and on Metal where passes had but a few tokens; else within the tolerance."""
+    if model.backend == "cpu" or few:
         np.testing.assert_array_equal(actual, expected)
     else:
-        bound = METAL_TOLERANCE * float(np.abs(expected).max())
+        bound = METAL_TOLERANCE * float(np.abs(expected).max(initial=0))
         np.testing.assert_allclose(actual, expected, rtol=0, atol=bound)
+
+
+def assert_largest(model: Model, token: int, logits: Any, few: bool = False) -> None:
+    """Require the id of the largest logit, or of one that is nearly as large."""
+    bound = 0.0 if model.backend == "cpu" or few else METAL_TOLERANCE * float(np.abs(logits).max())
+    assert logits[token] >= logits.max() - bound
+
+
+def assert_same_cache(model: Model, actual: Session, expected: Session, few: bool = False) -> None:
+    for rows, wanted in zip(cache_of(actual), cache_of(expected), strict=True):
+        assert_same(model, rows.view(np.float16), wanted.view(np.float16), few)
 
 
 def cache_of(session: Session) -> list[npt.NDArray[np.uint8]]:
@@ -81,27 +93,37 @@ def test_every_output_may_be_mixed(demo: Model) -> None:
     assert [s.position for s in sessions] == [19, 1, 33, 40, 4]
 
 
-def test_more_rows_than_a_pass_takes_are_cut(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", chunk_tokens=16) as model:
+def test_more_rows_than_a_pass_takes_are_cut(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device, chunk_tokens=16) as model:
         prompts = [ids_of(model, n, n) for n in (50, 3, 17, 100)]
         results = model.forward_batch([model.session() for _ in prompts], prompts, output="logits")
         for prompt, logits in zip(prompts, results, strict=True):
-            np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))
+            assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
 
-@pytest.mark.parametrize("name", ["gqa 3", "gemma3", "values wider than keys", "biases"])
-@pytest.mark.parametrize("compute", ["int8", "f32"])
-def test_every_kind_of_model_computes_sequences_together(tmp_path: Path, name: str, compute: str) -> None:
+@pytest.mark.parametrize("name", ["gqa 3", "gemma3", "smollm3", "values wider than keys", "biases"])
+@pytest.mark.parametrize(
+    ("device", "compute"), [("cpu", "int8"), ("cpu", "f32"), ("metal", "f32")], indirect=["device"]
+)
+def test_every_kind_of_model_computes_sequences_together(
+    device: str, tmp_path: Path, name: str, compute: str
+) -> None:
     path = write(tmp_path / "model.gguf", MODELS[name])
-    with Model(path, device="cpu", compute=compute) as model:
-        prompts = [ids_of(model, n, n) for n in (5, 70, 130, 64, 1)]
+    with Model(path, device=device, compute=compute) as model:
+        prompts = [ids_of(model, n, n) for n in (5, 70, 130, 64, 1, 8)]
         sessions = [model.session() for _ in prompts]
-        results = model.forward_batch(sessions, prompts, output="logits")
+        for _ in range(2):  # the second time from positions of their own
+            results = model.forward_batch(sessions, prompts, output="logits")
         for logits, prompt, session in zip(results, prompts, sessions, strict=True):
-            with model.session() as other:
-                np.testing.assert_array_equal(logits, other.forward_prompt_logits(prompt))
-                for rows, wanted in zip(cache_of(session), cache_of(other), strict=True):
-                    np.testing.assert_array_equal(rows, wanted)
+            few = len(prompt) <= FEW
+            with alone(model, prompt) as other:
+                assert_same(model, logits, other.forward_prompt_logits(prompt), few)
+                assert_same_cache(model, session, other, few)
+                other.rewind(len(prompt))
+                if few:
+                    for token in prompt:
+                        one_by_one = other.forward_token(int(token))
+                    np.testing.assert_array_equal(logits, one_by_one)
 
 
 @pytest.mark.parametrize("position", [1, 15, 16, 63, 64, 65, 127, 128])
@@ -118,8 +140,8 @@ def test_a_fork_and_its_origin_go_their_own_ways_from_any_position(demo: Model, 
             assert session.tokens == other.tokens
 
 
-def test_forks_share_the_pages_of_what_they_have_in_common(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_forks_share_the_pages_of_what_they_have_in_common(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device) as model:
         with alone(model, ids_of(model, 5 * PAGE)) as origin:
             one = model.stats()["kv_pool_bytes"]
             forks = [origin.fork() for _ in range(20)]
@@ -135,7 +157,9 @@ def test_forks_share_the_pages_of_what_they_have_in_common(demo_path: Path) -> N
         assert model.stats()["kv_pool_bytes"] == 0
 
 
-def test_rows_that_nobody_wrote_are_never_read(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_nobody_wrote_are_never_read(
+    device: str, demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Poisoned(_core.EngineOptions):
         def __init__(self) -> None:
             super().__init__()
@@ -152,10 +176,10 @@ def test_rows_that_nobody_wrote_are_never_read(demo_path: Path, monkeypatch: pyt
         )
         return [*batch, model.score(ids_of(model, 130)), first.forward_token(3)]
 
-    with Model(demo_path, device="cpu") as model:
+    with Model(demo_path, device=device) as model:
         wanted = scores(model)
     monkeypatch.setattr(_core, "EngineOptions", Poisoned)
-    with Model(demo_path, device="cpu") as model:
+    with Model(demo_path, device=device) as model:
         for _ in range(2):  # the second time with pages that were used before
             for result, expected in zip(scores(model), wanted, strict=True):
                 np.testing.assert_array_equal(result, expected)
@@ -194,10 +218,10 @@ def test_nothing_is_computed_when_arguments_are_wrong(demo: Model, demo_path: Pa
     assert session.position == 0
 
 
-def test_the_limit_of_memory_is_named_and_nothing_changes(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_the_limit_of_memory_is_named_and_nothing_changes(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device="cpu", kv_memory=4 * page) as model:
+    with Model(demo_path, device=device, kv_memory=4 * page) as model:
         first = alone(model, ids_of(model, 3 * PAGE))
         second = model.session()
         with pytest.raises(KVMemoryError, match=f"exceeds kv_memory of {4 * page} bytes"):
@@ -212,15 +236,21 @@ def test_the_limit_of_memory_is_named_and_nothing_changes(demo_path: Path) -> No
         second.forward_prompt(ids_of(model, 2 * PAGE))
 
 
-def test_random_histories_are_what_they_would_be_one_by_one(demo_path: Path) -> None:
-    """Joins, leaves, forks, rewinds and mixed outputs, against sessions that compute alone."""
+@pytest.mark.parametrize("lengths", [(1, 1, 2, 17, 64, 90), (1, 1, 2, 5, FEW)], ids=["any", "few"])
+def test_random_histories_are_what_they_would_be_one_by_one(
+    device: str, tmp_path: Path, lengths: tuple[int, ...]
+) -> None:
+    """Joins, leaves, forks, rewinds, cancellations and mixed outputs, against sessions that compute alone."""
     rng = random.Random(5)
+    few = max(lengths) <= FEW
+    path = write(tmp_path / "model.gguf", MODELS["gqa 3"])
     with (
-        Model(demo_path, device="cpu", chunk_tokens=48) as model,
-        Model(demo_path, device="cpu", threads=1, prefix_memory=0) as reference,
+        Model(path, device=device, chunk_tokens=48) as model,
+        Model(path, device=device, threads=1, prefix_memory=0) as reference,
     ):
+        limit = model.config.context_length
         pairs: list[tuple[Session, Session]] = []
-        for step in range(40):
+        for step in range(40 if device == "cpu" else 25):
             choice = rng.random()
             if choice < 0.3 or not pairs:
                 pairs.append((model.session(), reference.session()))
@@ -235,33 +265,47 @@ def test_random_histories_are_what_they_would_be_one_by_one(demo_path: Path) -> 
             elif choice < 0.65 and len(pairs) > 1:
                 for session in pairs.pop(rng.randrange(len(pairs))):
                     session.close()
+            elif choice < 0.75:
+                cancel(rng.choice(pairs)[0])
+            for session in (s for pair in pairs for s in pair if s.position > limit - 100):
+                session.rewind(70)
             chosen = rng.sample(pairs, rng.randint(1, len(pairs)))
-            tokens = [
-                ids_of(model, rng.choice([1, 1, 2, 17, 64, 90]), step * 100 + i) for i in range(len(chosen))
-            ]
+            tokens = [ids_of(model, rng.choice(lengths), step * 100 + i) for i in range(len(chosen))]
             outputs: list[Any] = [rng.choice(["greedy", "logits", "none"]) for _ in chosen]
             results = model.forward_batch([a for a, _ in chosen], tokens, output=outputs)
             for (a, b), ids, output, result in zip(chosen, tokens, outputs, results, strict=True):
                 wanted = b.forward_prompt_logits(ids)
                 assert a.tokens == b.tokens
                 if output == "logits":
-                    np.testing.assert_array_equal(result, wanted)
+                    assert_same(model, result, wanted, few)
                 elif output == "greedy":
-                    assert result == int(np.argmax(wanted))
+                    assert_largest(model, result, wanted, few)
         for a, b in pairs:
-            for rows, expected in zip(cache_of(a), cache_of(b), strict=True):
-                np.testing.assert_array_equal(rows, expected)
+            assert_same_cache(model, a, b, few)
             a.close()
             b.close()
         assert model.stats()["kv_pool_bytes"] == 0
+
+
+def cancel(session: Session) -> None:
+    """Stop a prompt after its first pass, and take back what that computed."""
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    position = session.position
+    with pytest.raises(KeyboardInterrupt):
+        session.forward_prompt(np.full(60, 3, np.int32), progress=stop)
+    assert session.position > position
+    session.rewind(position)
 
 
 # Shared beginnings.
 
 
 @pytest.mark.parametrize("shared", [20, 64, 100, 128])
-def test_a_living_session_lends_its_full_pages(demo_path: Path, shared: int) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_a_living_session_lends_its_full_pages(device: str, demo_path: Path, shared: int) -> None:
+    with Model(demo_path, device=device) as model:
         start = ids_of(model, shared)
         first, second = model.session(), model.session()
         first.forward_prompt(np.concatenate([start, ids_of(model, 40, 1)]), reuse=True)
@@ -269,38 +313,36 @@ def test_a_living_session_lends_its_full_pages(demo_path: Path, shared: int) -> 
         logits = second.forward_prompt_logits(prompt, reuse=True)
         known = (shared + 40) // PAGE * PAGE  # what lies in full pages
         assert second.stats()["tokens_reused"] == min(known, shared)
-        np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))
+        assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
 
-def test_a_finished_session_leaves_all_it_had(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_a_finished_session_leaves_all_it_had(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device) as model:
         prompt = ids_of(model, 100)
         with model.session() as session:
             session.forward_prompt(prompt, reuse=True)
         later = model.session()
         logits = later.forward_prompt_logits(np.concatenate([prompt, [7]]), reuse=True)
         assert later.stats()["tokens_reused"] == 100
-        np.testing.assert_array_equal(
-            logits, model.session().forward_prompt_logits(np.concatenate([prompt, [7]]))
-        )
+        assert_same(model, logits, model.session().forward_prompt_logits(np.concatenate([prompt, [7]])))
 
 
-def test_prompts_of_one_batch_compute_their_common_beginning_once(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", prefix_memory=0) as model:
+def test_prompts_of_one_batch_compute_their_common_beginning_once(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device, prefix_memory=0) as model:
         start = ids_of(model, 150)
         prompts = [np.concatenate([start, ids_of(model, n, n)]) for n in (1, 9, 30, 64, 5, 90)]
         sessions = [model.session() for _ in prompts]
         results = model.forward_batch(sessions, prompts, output="logits", reuse=True)
         for prompt, logits in zip(prompts, results, strict=True):
-            np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))
+            assert_same(model, logits, model.session().forward_prompt_logits(prompt))
         followers = [s for s in sessions if s.stats()["tokens_reused"] >= 150]
         assert len(followers) == len(prompts) - 1
 
 
-def test_what_is_remembered_is_bounded_and_the_oldest_leaves_first(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_what_is_remembered_is_bounded_and_the_oldest_leaves_first(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device="cpu", prefix_memory=3 * page) as model:
+    with Model(demo_path, device=device, prefix_memory=3 * page) as model:
         for seed in range(5):
             with model.session() as session:
                 session.forward_prompt(ids_of(model, PAGE + 1, seed), reuse=True)
@@ -313,10 +355,10 @@ def test_what_is_remembered_is_bounded_and_the_oldest_leaves_first(demo_path: Pa
         assert reused == [PAGE + 1, 0]
 
 
-def test_remembered_pages_make_room_for_prompts(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
+def test_remembered_pages_make_room_for_prompts(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
-    with Model(demo_path, device="cpu", kv_memory=4 * page, prefix_memory=4 * page) as model:
+    with Model(demo_path, device=device, kv_memory=4 * page, prefix_memory=4 * page) as model:
         for seed in range(6):
             with model.session() as session:
                 session.forward_prompt(ids_of(model, 3 * PAGE, seed), reuse=True)
@@ -337,9 +379,9 @@ def test_forward_prompts_is_forward_prompt_of_each(demo: Model) -> None:
         demo.forward_prompts([[1], []])
 
 
-def test_pages_are_found_at_their_positions_only(demo_path: Path) -> None:
+def test_pages_are_found_at_their_positions_only(device: str, demo_path: Path) -> None:
     """The page that followed a whole page is not used after a part of that page."""
-    with Model(demo_path, device="cpu") as model:
+    with Model(demo_path, device=device) as model:
         first, second = ids_of(model, PAGE, 1), ids_of(model, PAGE, 2)
         with model.session() as session:
             session.forward_prompt(np.concatenate([first, second]), reuse=True)
@@ -347,4 +389,4 @@ def test_pages_are_found_at_their_positions_only(demo_path: Path) -> None:
         with model.session() as session:
             logits = session.forward_prompt_logits(prompt, reuse=True)
             assert session.stats()["tokens_reused"] == 40
-        np.testing.assert_array_equal(logits, model.session().forward_prompt_logits(prompt))
+        assert_same(model, logits, model.session().forward_prompt_logits(prompt))

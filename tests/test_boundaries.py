@@ -29,7 +29,15 @@ SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/args_fields.h", "shaders/quant
 # Sources with which every build records the passes of the Metal engine.
 RECORDING = tuple(
     f"cpp/metal/{name}"
-    for name in ("forward_pass.mm", "forward_plan.mm", "ops.mm", "kernel_key.cpp", "recorder.cpp", "view.cpp")
+    for name in (
+        "forward_pass.mm",
+        "forward_plan.mm",
+        "ops.mm",
+        "kernel_key.cpp",
+        "pass_rows.cpp",
+        "recorder.cpp",
+        "view.cpp",
+    )
 )
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -30,6 +30,7 @@ from support.kernel_harness import CONSTANTS, Weights, ceil_div, make_args  # no
 
 IN_DIM, OUT_DIM = 576, 1536
 REPEATS = 5
+LANES = 8  # of a row in multi_token_matvec
 
 
 def measure(kernels: ShaderLibrary, kernel: str, tokens: int, tile: tuple[int, int], threads: int) -> float:
@@ -43,7 +44,9 @@ def measure(kernels: ShaderLibrary, kernel: str, tokens: int, tile: tuple[int, i
     if matmul:
         args = make_args("MatmulArgs", **given, tokens=tokens, accumulate=0, activation=0)
     else:
-        args = make_args("MultiTokenArgs", **given, batch_size=tokens)
+        args = make_args(
+            "MatvecArgs", **given, tokens=tokens, lanes_per_row=LANES, accumulate=0, activation=0, eps=0
+        )
     grid = (ceil_div(OUT_DIM, tile[0]), ceil_div(tokens, tile[1]))
     buffers = [weights.bytes, x, y, args.tobytes()]
     seconds = [kernels.run(kernel, grid, (threads,), buffers, workers=1).seconds for _ in range(REPEATS + 1)][
@@ -70,7 +73,7 @@ def prepared(folder: Path) -> tuple[Path, Path]:
     model = folder / "model.gguf"
     if not model.exists():
         synth.synthesize(model, preset="smollm-135m")
-    sources = [ROOT / "shaders" / f"{name}.metal" for name in ("matmul", "multi_token_matvec_q4_0")]
+    sources = [ROOT / "shaders" / f"{name}.metal" for name in ("matmul", "matvec")]
     library = folder / f"lib{sources[0].stem}.so"
     inputs = [p for f in ("shaders", "emulator") for p in (ROOT / f).rglob("*") if p.suffix != ".pyc"]
     if not library.exists() or library.stat().st_mtime < max(
@@ -86,12 +89,11 @@ def main() -> None:
     if "--prepare" in sys.argv[1:]:
         return
     kernels = ShaderLibrary(library)
-    rows, batch = CONSTANTS["MULTI_TOKEN_ROWS"], CONSTANTS["MULTI_TOKEN_TILE"]
     threads = CONSTANTS["MATMUL_THREADS"]
     for kernel, tokens, tile, size in (
         ("matmul_q4_0_wide", 128, (64, 64), threads),
         ("matmul_q4_0_narrow", 128, (32, 32), threads),
-        ("multi_token_matvec_q4_0", 8, (rows, batch), 32 * rows),
+        ("multi_token_matvec_q4_0", 8, (2 * 64 // LANES, CONSTANTS["MULTI_TOKEN_TILE"]), 64),
     ):
         speed = measure(kernels, kernel, tokens, tile, size)
         print(f"{kernel:26s} {tokens:4d} tokens  {speed:5.2f} GMAC/s a core")

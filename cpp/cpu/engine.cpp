@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "../paged_cache.h"
 #include "../prefix_tree.h"
 #include "forward_pass.h"
 #include "kernels.h"
@@ -54,7 +55,7 @@ class CpuEngine final : public Engine {
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
 
  private:
-  class PagedCache;
+  class CpuCache;
 
   const Kernels& kernels_;
   Team team_;
@@ -74,32 +75,23 @@ class CpuEngine final : public Engine {
                                   }};
 };
 
-class CpuEngine::PagedCache final : public Cache {
+class CpuEngine::CpuCache final : public PagedCache {
  public:
-  explicit PagedCache(CpuEngine& engine) : store_(engine.store_), table_(engine.pool_) {}
+  explicit CpuCache(CpuEngine& engine) : PagedCache(engine.pool_), store_(engine.store_) {}
 
-  void reserve(int kept, int end, CallCounters&) override { table_.reserve(kept, end); }
-  void truncate(int positions) override { table_.truncate(positions); }
-  void share(const Cache& from, int positions) override {
-    table_.share(static_cast<const PagedCache&>(from).table_, positions);
-  }
-  std::span<const PageId> pages() const override { return table_.pages(); }
-  void adopt(std::vector<PageId> pages) override { table_.adopt(std::move(pages)); }
   void read(int layer, bool values, int positions, std::byte* out) const override {
-    store_.read(table_.pages(), layer, values, positions, out);
+    store_.read(pages(), layer, values, positions, out);
   }
   void write(int layer, bool values, int positions, const std::byte* in) override {
-    store_.write(table_.pages(), layer, values, positions, in);
+    store_.write(pages(), layer, values, positions, in);
   }
-  std::size_t bytes() const override { return table_.bytes(); }
 
  private:
   KvPages& store_;
-  BlockTable table_;
 };
 
 std::unique_ptr<Cache> CpuEngine::make_cache(int) {
-  return std::make_unique<PagedCache>(*this);
+  return std::make_unique<CpuCache>(*this);
 }
 
 void CpuEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {

@@ -5,6 +5,7 @@
 #import <Metal/Metal.h>
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "../engine.h"
@@ -62,11 +63,17 @@ class Device {
     if (counters_) ++counters_->dispatches;
   }
 
-  // Copies between the host and any buffer.
-  void upload(const View& to, const void* from, std::size_t bytes) const;
-  void download(const View& from, void* to, std::size_t bytes) const;
+  // Copies between the host, where the pieces follow each other, and places of any buffers.
+  struct Piece {
+    View place;
+    std::size_t bytes;
+  };
+  void upload(std::span<const Piece> to, const void* from) const { transfer(to, from, nullptr); }
+  void download(std::span<const Piece> from, void* to) const { transfer(from, nullptr, to); }
 
  private:
+  void transfer(std::span<const Piece> pieces, const void* from, void* to) const;
+
   id<MTLDevice> device_;
   id<MTLCommandQueue> queue_;
   bool debug_;

@@ -106,39 +106,37 @@ void Device::run(id<MTLCommandBuffer> commands) const {
   if (counters_) counters_->gpu_seconds += commands.GPUEndTime - commands.GPUStartTime;
 }
 
-void Device::upload(const View& to, const void* from, std::size_t bytes) const {
-  if (bytes == 0) return;
-  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost);
-  for (std::size_t done = 0; done < bytes; done += kStagingBytes) {
-    const std::size_t size = std::min(bytes - done, kStagingBytes);
-    std::memcpy(staging.contents, static_cast<const std::byte*>(from) + done, size);
-    id<MTLCommandBuffer> commands = command_buffer("an upload");
+void Device::transfer(std::span<const Piece> pieces, const void* from, void* to) const {
+  std::size_t total = 0;
+  for (const Piece& piece : pieces) total += piece.bytes;
+  if (total == 0) return;
+  id<MTLBuffer> staging = allocate("staging", std::min(total, kStagingBytes), Access::kHost);
+  auto piece = pieces.begin();
+  std::size_t in_piece = 0;
+  for (std::size_t done = 0; done < total; done += kStagingBytes) {
+    const std::size_t size = std::min(total - done, kStagingBytes);
+    if (from) std::memcpy(staging.contents, static_cast<const std::byte*>(from) + done, size);
+    id<MTLCommandBuffer> commands = command_buffer(from ? "an upload" : "a download");
     id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
-    [blit copyFromBuffer:staging
-             sourceOffset:0
-                 toBuffer:buffer_of(to)
-        destinationOffset:to.offset + done
-                     size:size];
+    for (std::size_t staged = 0; staged < size;) {
+      const std::size_t bytes = std::min(size - staged, piece->bytes - in_piece);
+      __unsafe_unretained const id<MTLBuffer> buffer = buffer_of(piece->place);
+      const std::size_t offset = piece->place.offset + in_piece;
+      [blit copyFromBuffer:from ? staging : buffer
+               sourceOffset:from ? staged : offset
+                   toBuffer:from ? buffer : staging
+          destinationOffset:from ? offset : staged
+                       size:bytes];
+      staged += bytes;
+      in_piece += bytes;
+      if (in_piece == piece->bytes) {
+        ++piece;
+        in_piece = 0;
+      }
+    }
     [blit endEncoding];
     run(commands);
-  }
-}
-
-void Device::download(const View& from, void* to, std::size_t bytes) const {
-  if (bytes == 0) return;
-  id<MTLBuffer> staging = allocate("staging", std::min(bytes, kStagingBytes), Access::kHost);
-  for (std::size_t done = 0; done < bytes; done += kStagingBytes) {
-    const std::size_t size = std::min(bytes - done, kStagingBytes);
-    id<MTLCommandBuffer> commands = command_buffer("a download");
-    id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
-    [blit copyFromBuffer:buffer_of(from)
-             sourceOffset:from.offset + done
-                 toBuffer:staging
-        destinationOffset:0
-                     size:size];
-    [blit endEncoding];
-    run(commands);
-    std::memcpy(static_cast<std::byte*>(to) + done, staging.contents, size);
+    if (to) std::memcpy(static_cast<std::byte*>(to) + done, staging.contents, size);
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "args_layout.h"
 #include "kernel_key.h"
+#include "pass_rows.h"
 #include "tuning.h"
 #include "view.h"
 
@@ -26,8 +27,9 @@ struct Step {
   const void* args;
   const ArgsLayout& layout;  // of the arguments
   const Grid& grid;
-  bool after_barrier;  // waits for the dispatches before it
-  int layer;           // -1: before the layers or after them
+  bool after_barrier;            // waits for the dispatches before it
+  int layer;                     // -1: before the layers or after them
+  std::span<const RowRun> runs;  // the rows, where a kernel reads or writes the cache
 };
 
 // Dispatches run in order, except for those of an Overlap, which may run at the same time.
@@ -55,10 +57,16 @@ class Encoder {
 
   template <typename Args>
   void dispatch(const KernelKey& kernel, std::initializer_list<View> buffers, const Args& args,
-                const Grid& grid) {
+                const Grid& grid, std::span<const RowRun> runs = {}) {
     const bool barrier = std::exchange(needs_barrier_, !overlap_);
-    encode(
-        {kernel, {buffers.begin(), buffers.size()}, &args, ArgsTable<Args>::kLayout, grid, barrier, layer_});
+    encode({kernel,
+            {buffers.begin(), buffers.size()},
+            &args,
+            ArgsTable<Args>::kLayout,
+            grid,
+            barrier,
+            layer_,
+            runs});
   }
 
   // The layer that the following dispatches are part of.

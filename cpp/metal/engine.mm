@@ -1,5 +1,6 @@
-// The Metal engine: the weights and pipelines that sessions share, and how a chunk goes through the GPU.
-#include "../engine.h"
+// The Metal engine: the weights and pipelines that sessions share, and how passes go through the GPU.
+#include "../paged_cache.h"
+#include "../prefix_tree.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,10 +8,11 @@
 #include <memory>
 
 #include "buffers.h"
-#include "kv_cache.h"
+#include "kv_pages.h"
 #include "metal_encoder.h"
 #include "padding.h"
 #include "recorder.h"
+#include "rope_tables.h"
 
 namespace metal_prefill {
 namespace metal {
@@ -27,7 +29,12 @@ class MetalEngine final : public Engine, private PassInspector {
         weights_(device_, padded_),
         forward_(device_.tuning(), padded_, options_, weights_),
         kernels_(device_, forward_.kernels(), forward_.cache_shape()),
-        rope_tables_(padded_) {}
+        rope_tables_(padded_),
+        store_(device_, forward_.page_layout(), options_.poison_cache),
+        pool_(store_, options_.kv_memory),
+        prefixes_(pool_, std::min(options_.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()) {
+    pool_.reclaim = [this] { return prefixes_.evict(); };
+  }
 
   std::string device_name() const override {
     const AutoreleasePool pool;
@@ -41,10 +48,13 @@ class MetalEngine final : public Engine, private PassInspector {
             {"weights_copied_bytes", double(weights_.copied_bytes())},
             {"batch_pool_bytes", double(batches_.bytes())},
             {"rope_table_bytes", double(rope_tables_.bytes())},
+            {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
+            {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
             {"pipelines", double(kernels_.count())}};
   }
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
+  PrefixTree* prefixes() override { return &prefixes_; }
   int pass_rows() const override { return options().chunk_tokens; }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
@@ -58,16 +68,17 @@ class MetalEngine final : public Engine, private PassInspector {
   std::vector<Dispatch> plan(int tokens, int position) const override;
   std::vector<float> intermediate(const Cache& cache, const std::string& name) const override;
 
-  class SessionCache;
+  class MetalCache;
   void require_unforked() const {
     if (forked_)
       throw ForkError(
           "this process was forked from one that uses the GPU, which only that one can; open the model again "
           "here, or start processes by 'spawn'");
   }
-  void forward(Chunk& chunk, CallCounters& counters);
-  void deliver(Chunk& chunk, const Batch& batch) const;
-  void keep_intermediates(const Chunk& chunk, const Batch& batch) const;
+  void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
+  static void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks);
+  void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
+  void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
 
   const Device device_;
   const Model padded_;  // the model itself, where its dimensions suit the kernels
@@ -75,66 +86,57 @@ class MetalEngine final : public Engine, private PassInspector {
   const ForwardPass forward_;
   const Kernels kernels_;
   RopeTables rope_tables_;
+  KvPages store_;
+  PagePool pool_;
+  PrefixTree prefixes_;
   BatchPool batches_;
   std::atomic<int> sessions_{0};
   bool forked_ = false;
   const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
 };
 
-// K and V of a session in buffers of its own, and, when debugging, the intermediate results of its last
-// chunk.
-class MetalEngine::SessionCache final : public Cache {
+// The pages of a session, and, when debugging, the intermediate results of its last pass.
+class MetalEngine::MetalCache final : public PagedCache {
  public:
-  SessionCache(MetalEngine& engine, int max_context)
-      : metal_(engine),
-        cache_(std::make_unique<KvCache>(engine.padded_.config, engine.options().kv_type, max_context)) {
-    ++metal_.sessions_;
-  }
-  ~SessionCache() override {
-    if (metal_.forked_) {
-      static_cast<void>(cache_.release());
-      return;
-    }
-    const AutoreleasePool pool;
-    cache_.reset();
+  explicit MetalCache(MetalEngine& engine) : PagedCache(engine.pool_), metal_(engine) { ++metal_.sessions_; }
+  ~MetalCache() override {
+    if (metal_.forked_) return;
     if (--metal_.sessions_ == 0) metal_.batches_.trim();
   }
 
   void reserve(int kept, int end, CallCounters& counters) override;
-  void truncate(int) override {}
-  void share(const Cache& from, int positions) override;
-  std::span<const PageId> pages() const override { return {}; }
-  void adopt(std::vector<PageId>) override {}
   void read(int layer, bool values, int positions, std::byte* out) const override;
   void write(int layer, bool values, int positions, const std::byte* in) override;
-  std::size_t bytes() const override { return cache_->bytes(); }
 
-  const KvCache& buffers() const { return *cache_; }
-  std::map<std::string, std::vector<float>> intermediates;
+  using Intermediates = std::map<std::string, std::vector<float>>;
+  std::shared_ptr<const Intermediates> intermediates;
 
  private:
   struct Heads {  // of K or V at one position
     std::size_t count, bytes, padded_bytes;
   };
   Heads heads_of(bool values) const;
-  View rows_of(int layer, bool values) const;
 
   MetalEngine& metal_;
-  std::unique_ptr<KvCache> cache_;  // until the destructor
 };
 
+// Chunks with few tokens get, bit for bit, what they would get alone, for which they need a pass without
+// longer ones.
 void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
   require_unforked();
-  for (Chunk& chunk : chunks) forward(chunk, counters);
+  std::vector<Chunk*> few, many;
+  for (Chunk& chunk : chunks) (chunk.tokens.size() <= std::size_t(kFewTokens) ? few : many).push_back(&chunk);
+  for (const std::vector<Chunk*>* together : {&few, &many})
+    if (!together->empty()) run_pass(*together, counters);
 }
 
-// The buffers of a pass: K and V of a session, and activations from the pool.
+// The buffers of a pass: pages of K and V, and activations from the pool.
 class MetalPassBuffers final : public PassBuffers {
  public:
-  MetalPassBuffers(const Device& device, Batch& batch, const KvCache& cache, RopeTables::ByLayer rope_tables)
-      : device_(device), batch_(batch), cache_(cache), rope_tables_(std::move(rope_tables)) {}
+  MetalPassBuffers(const Device& device, Batch& batch, KvPages& pages, RopeTables::ByLayer rope_tables)
+      : device_(device), batch_(batch), pages_(pages), rope_tables_(std::move(rope_tables)) {}
   View get(BufferName name, std::size_t bytes) override { return batch_.get(device_, name, bytes); }
-  LayerCache cache(int layer) override { return cache_.layer(layer); }
+  LayerCache cache(int layer) override { return pages_.layer(layer); }
   View rope_table(int layer) override {
     return view_of((*rope_tables_)[std::size_t(layer)], BufferName::kRopeTable);
   }
@@ -142,78 +144,111 @@ class MetalPassBuffers final : public PassBuffers {
  private:
   const Device& device_;
   Batch& batch_;
-  const KvCache& cache_;
+  const KvPages::Hold pages_;
   const RopeTables::ByLayer rope_tables_;
 };
 
-PassShape shape_of(const Chunk& chunk) {
-  return {int(chunk.tokens.size()), chunk.position, chunk.output};
+std::string label_of(const PassRows& rows, std::span<Chunk* const> chunks) {
+  const std::string tokens = std::to_string(rows.all.count) + " tokens ";
+  return chunks.size() == 1 ? tokens + "at position " + std::to_string(chunks[0]->position)
+                            : tokens + "of " + std::to_string(chunks.size()) + " sequences";
 }
 
-void MetalEngine::forward(Chunk& chunk, CallCounters& counters) {
+void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
   const AutoreleasePool pool;
   const Device device = device_.counting(counters);
   const BatchPool::Lease lease = batches_.take();
   Batch& batch = *lease;
-  const KvCache& cache = static_cast<const SessionCache&>(*chunk.cache).buffers();
-  MetalPassBuffers buffers(device, batch, cache, rope_tables_.by_layer());
+  MetalPassBuffers buffers(device, batch, store_, rope_tables_.by_layer());
 
-  const auto upload = [&](BufferName name, std::span<const TokenId> ids) {
-    std::memcpy(buffer_of(buffers.get(name, ids.size_bytes())).contents, ids.data(), ids.size_bytes());
-  };
-  upload(BufferName::kIds, chunk.tokens);
-  if (chunk.output == Output::kLogProbs) upload(BufferName::kTargets, chunk.targets);
-  if (chunk.trace) {
-    TracingEncoder encoder(device, kernels_, *chunk.trace);
-    forward_.encode(encoder, shape_of(chunk), buffers);
+  std::vector<PassChunk> shapes;
+  for (const Chunk* chunk : chunks)
+    shapes.push_back({int(chunk->tokens.size()), chunk->position, chunk->output});
+  const PassRows rows = forward_.rows_of(shapes);
+  fill(forward_.tables(rows, buffers), rows, chunks);
+  if (Trace* trace = chunks[0]->trace) {
+    TracingEncoder encoder(device, kernels_, *trace);
+    forward_.encode(encoder, rows, buffers);
   } else {
-    id<MTLCommandBuffer> commands = device.command_buffer(
-        std::to_string(chunk.tokens.size()) + " tokens at position " + std::to_string(chunk.position));
+    id<MTLCommandBuffer> commands = device.command_buffer(label_of(rows, chunks));
     {
       MetalEncoder encoder(commands, device, kernels_);
-      forward_.encode(encoder, shape_of(chunk), buffers);
+      forward_.encode(encoder, rows, buffers);
     }
     device.run(commands);
   }
-  if (device.debug()) keep_intermediates(chunk, batch);
-  deliver(chunk, batch);
+  if (device.debug()) keep_intermediates(rows, chunks, batch);
+  deliver(rows, chunks, batch);
+}
+
+template <typename T>
+void copy(std::span<const T> from, const View& to, std::size_t index = 0) {
+  if (!from.empty())
+    std::memcpy(static_cast<T*>(buffer_of(to).contents) + index, from.data(), from.size_bytes());
+}
+
+void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks) {
+  copy(std::span(rows.rows), tables.rows);
+  copy(std::span(rows.tiles), tables.tiles);
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    const std::size_t first = rows.first_page[i], end = rows.first_page[i + 1];
+    copy(chunks[i]->cache->pages().first(end - first), tables.pages, first);
+  }
+  const auto tokens_of = [](const RowRun& run, std::span<const TokenId> tokens) {
+    return tokens.subspan(std::size_t(run.token), std::size_t(run.count));
+  };
+  for (const RowRun& run : rows.all.runs)
+    copy(tokens_of(run, chunks[std::size_t(run.chunk)]->tokens), tables.ids, std::size_t(run.row));
+  for (const RowRun& run : rows.wanted.runs)
+    if (const Chunk& chunk = *chunks[std::size_t(run.chunk)]; chunk.output == Output::kLogProbs)
+      copy(tokens_of(run, chunk.targets), tables.targets, std::size_t(run.row - rows.scored.first));
 }
 
 std::vector<Dispatch> MetalEngine::plan(int tokens, int position) const {
   return record_prompt(forward_, {tokens, position, Output::kGreedy});
 }
 
-// Copies the output of the chunk from the buffers that the host can read.
-void MetalEngine::deliver(Chunk& chunk, const Batch& batch) const {
+// Copies the outputs from the buffers that the host can read.
+void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const {
   const auto contents = [&](BufferName name) { return batch.peek(name).contents; };
-  switch (chunk.output) {
-    case Output::kNone:
-      break;
-    case Output::kGreedy: {
-      const auto* best = static_cast<const Candidate*>(contents(BufferName::kResult));
-      chunk.token = best->index == ARGMAX_NONE ? -1 : TokenId(best->index);
-      break;
+  const std::size_t vocab_size = std::size_t(config().vocab_size);
+  for (const RowRun& run : rows.wanted.runs) {
+    Chunk& chunk = *chunks[std::size_t(run.chunk)];
+    switch (chunk.output) {
+      case Output::kNone:
+        break;
+      case Output::kGreedy: {
+        const auto* best = static_cast<const Candidate*>(contents(BufferName::kResult));
+        best += run.row - rows.greedy.first;
+        chunk.token = best->index == ARGMAX_NONE ? -1 : TokenId(best->index);
+        break;
+      }
+      case Output::kLogits:
+      case Output::kSampled: {
+        const auto* logits = static_cast<const float*>(contents(BufferName::kHostLogits));
+        logits += std::size_t(run.row - rows.logits.first) * vocab_size;
+        if (chunk.output == Output::kSampled)
+          chunk.choose_token({logits, vocab_size});
+        else
+          std::memcpy(chunk.logits, logits, vocab_size * sizeof(float));
+        break;
+      }
+      case Output::kLogProbs: {
+        const auto* log_probs = static_cast<const float*>(contents(BufferName::kLogProbs));
+        log_probs += run.row - rows.scored.first;
+        std::memcpy(chunk.log_probs + run.token, log_probs, std::size_t(run.count) * sizeof(float));
+        break;
+      }
     }
-    case Output::kLogits:
-      std::memcpy(chunk.logits, contents(BufferName::kHostLogits),
-                  std::size_t(config().vocab_size) * sizeof(float));
-      break;
-    case Output::kSampled:
-      chunk.choose_token({static_cast<const float*>(contents(BufferName::kHostLogits)),
-                          std::size_t(config().vocab_size)});
-      break;
-    case Output::kLogProbs:
-      std::memcpy(chunk.log_probs, contents(BufferName::kLogProbs), chunk.tokens.size() * sizeof(float));
-      break;
   }
 }
 
-void MetalEngine::keep_intermediates(const Chunk& chunk, const Batch& batch) const {
-  auto& intermediates = static_cast<SessionCache&>(*chunk.cache).intermediates;
-  intermediates.clear();
-  for (const ForwardPass::Intermediate& wanted : forward_.intermediates(shape_of(chunk))) {
+void MetalEngine::keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks,
+                                     const Batch& batch) const {
+  auto all = std::make_shared<MetalCache::Intermediates>();
+  for (const ForwardPass::Intermediate& wanted : forward_.intermediates(rows)) {
     const void* contents = batch.peek(wanted.name).contents;
-    std::vector<float>& kept = intermediates[traits_of(wanted.name).label];
+    std::vector<float>& kept = (*all)[traits_of(wanted.name).label];
     if (wanted.precision == Precision::kF16) {
       const auto* bits = static_cast<const std::uint16_t*>(contents);
       for (std::size_t i = 0; i < wanted.elements; ++i) kept.push_back(half_to_float(bits[i]));
@@ -222,13 +257,14 @@ void MetalEngine::keep_intermediates(const Chunk& chunk, const Batch& batch) con
       kept.assign(values, values + wanted.elements);
     }
   }
+  for (Chunk* chunk : chunks) static_cast<MetalCache&>(*chunk->cache).intermediates = all;
 }
 
 std::vector<float> MetalEngine::intermediate(const Cache& cache, const std::string& name) const {
   if (!device_.debug()) throw std::invalid_argument("intermediates are kept with METAL_PREFILL_DEBUG=1 only");
-  const auto& intermediates = static_cast<const SessionCache&>(cache).intermediates;
-  const auto kept = intermediates.find(name);
-  if (kept == intermediates.end())
+  const auto intermediates = static_cast<const MetalCache&>(cache).intermediates;
+  const auto kept = intermediates ? intermediates->find(name) : MetalCache::Intermediates::const_iterator();
+  if (!intermediates || kept == intermediates->end())
     throw std::invalid_argument("the last call left no intermediate '" + name + "'");
   return kept->second;
 }
@@ -244,69 +280,45 @@ std::unique_ptr<Cache> MetalEngine::make_cache(int max_context) {
   require_unforked();
   const AutoreleasePool pool;
   rope_tables_.reserve(device_, std::min(max_context, kFirstRopePositions));
-  return std::make_unique<SessionCache>(*this, max_context);
+  return std::make_unique<MetalCache>(*this);
 }
 
-void MetalEngine::SessionCache::reserve(int, int end, CallCounters& counters) {
+void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters) {
   metal_.require_unforked();
   const AutoreleasePool pool;
-  const Device device = metal_.device_.counting(counters);
-  metal_.rope_tables_.reserve(device, end);
-  cache_->reserve(device, end);
-}
-
-void MetalEngine::SessionCache::share(const Cache& from, int positions) {
-  CallCounters uncounted;
-  reserve(0, positions, uncounted);
-  std::vector<std::byte> rows;
-  for (int layer = 0; layer < metal_.config().n_layers; ++layer) {
-    for (const bool values : {false, true}) {
-      const Heads heads = heads_of(values);
-      rows.resize(std::size_t(positions) * heads.count * heads.bytes);
-      from.read(layer, values, positions, rows.data());
-      write(layer, values, positions, rows.data());
-    }
-  }
+  metal_.rope_tables_.reserve(metal_.device_.counting(counters), end);
+  PagedCache::reserve(kept, end, counters);
 }
 
 // Rows are exported and imported without the dimensions that padding added to the heads.
-void MetalEngine::SessionCache::read(int layer, bool values, int positions, std::byte* out) const {
+void MetalEngine::MetalCache::read(int layer, bool values, int positions, std::byte* out) const {
   metal_.require_unforked();
-  const AutoreleasePool pool;
-  const View rows = rows_of(layer, values);
   const Heads heads = heads_of(values);
+  if (heads.bytes == heads.padded_bytes) return metal_.store_.read(pages(), layer, values, positions, out);
   const std::size_t n = std::size_t(positions) * heads.count;
-  if (heads.bytes == heads.padded_bytes) return metal_.device_.download(rows, out, n * heads.bytes);
   std::vector<std::byte> padded(n * heads.padded_bytes);
-  metal_.device_.download(rows, padded.data(), padded.size());
+  metal_.store_.read(pages(), layer, values, positions, padded.data());
   for (std::size_t i = 0; i < n; ++i)
     std::memcpy(out + i * heads.bytes, padded.data() + i * heads.padded_bytes, heads.bytes);
 }
 
-void MetalEngine::SessionCache::write(int layer, bool values, int positions, const std::byte* in) {
+void MetalEngine::MetalCache::write(int layer, bool values, int positions, const std::byte* in) {
   metal_.require_unforked();
-  const AutoreleasePool pool;
-  const View rows = rows_of(layer, values);
   const Heads heads = heads_of(values);
+  if (heads.bytes == heads.padded_bytes) return metal_.store_.write(pages(), layer, values, positions, in);
   const std::size_t n = std::size_t(positions) * heads.count;
-  if (heads.bytes == heads.padded_bytes) return metal_.device_.upload(rows, in, n * heads.bytes);
   std::vector<std::byte> padded(n * heads.padded_bytes);
   for (std::size_t i = 0; i < n; ++i)
     std::memcpy(padded.data() + i * heads.padded_bytes, in + i * heads.bytes, heads.bytes);
-  metal_.device_.upload(rows, padded.data(), padded.size());
+  metal_.store_.write(pages(), layer, values, positions, padded.data());
 }
 
-MetalEngine::SessionCache::Heads MetalEngine::SessionCache::heads_of(bool values) const {
+MetalEngine::MetalCache::Heads MetalEngine::MetalCache::heads_of(bool values) const {
   const Config& own = metal_.config();
   const Config& padded = metal_.padded_.config;
-  const std::size_t element = metal_.options().kv_type == KvType::kF16 ? 2 : 4;
+  const std::size_t element = metal_.forward_.page_layout().element;
   return {std::size_t(own.n_kv_heads), std::size_t(values ? own.value_dim : own.key_dim) * element,
           std::size_t(values ? padded.value_dim : padded.key_dim) * element};
-}
-
-View MetalEngine::SessionCache::rows_of(int layer, bool values) const {
-  const LayerCache rows = cache_->layer(layer);
-  return values ? rows.values : rows.keys;
 }
 
 }  // namespace

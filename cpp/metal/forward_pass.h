@@ -1,4 +1,4 @@
-// The forward pass over a chunk of tokens: which kernels run, in which order, on which buffers.
+// The forward pass over rows of sequences: which kernels run, in which order, on which buffers.
 #pragma once
 
 #include <set>
@@ -7,15 +7,9 @@
 #include <vector>
 
 #include "ops.h"
+#include "page_layout.h"
 
 namespace metal_prefill::metal {
-
-// The dispatches of a pass depend on this, and not on the ids of its tokens.
-struct PassShape {
-  int tokens;
-  int position;  // of the first one
-  Output output;
-};
 
 // Where a model's weights are.
 class WeightViews {
@@ -36,26 +30,43 @@ class PassBuffers {
   virtual View rope_table(int layer) = 0;
 };
 
-// The kernels that multiply by the weights; the number of tokens decides.
+// The kernels that multiply by the weights.
 enum class Path {
-  kOneToken,    // matvec, activations in float32
-  kFewTokens,   // multi_token_matvec_q4_0, activations in float32
-  kManyTokens,  // matmul, activations in half precision where it reads them
+  kFewTokens,   // matvec, activations in float32; a token gets the same bits alone and with others
+  kManyTokens,  // matmul, activations in float16 where it reads them
 };
+
+// What the host writes for a pass; null where the list is empty.
+struct PassTables {
+  View ids;      // [rows] int32
+  View rows;     // as PassRows::rows
+  View tiles;    // as PassRows::tiles
+  View pages;    // block tables of the chunks, int32
+  View targets;  // [rows whose targets are scored] int32
+};
+
+// Most rows whose logits are on the GPU at the same time, unless the host wants them.
+inline constexpr int kHeadRows = 64;
 
 // A model whose dimensions suit the kernels (see fits_kernels). The model must outlive it.
 class ForwardPass {
  public:
   ForwardPass(const Tuning& tuning, const Model& model, const EngineOptions& options, WeightViews& weights);
 
-  // Sends the dispatches of the pass to `e`. The ids are in the buffer kIds, the targets in kTargets; the
-  // results appear in kResult, kHostLogits or kLogProbs.
-  void encode(Encoder& e, const PassShape& pass, PassBuffers& buffers) const;
+  // The rows of a pass over these chunks. Chunks with few tokens get the bits that they would get alone where
+  // no chunk of the pass has more.
+  PassRows rows_of(std::span<const PassChunk> chunks) const;
+  // Where the host writes the tables of the pass.
+  PassTables tables(const PassRows& rows, PassBuffers& buffers) const;
+  // Sends the dispatches of the pass to `e`. The results appear in kResult, kHostLogits and kLogProbs, in the
+  // order of the rows that they are wanted of.
+  void encode(Encoder& e, const PassRows& rows, PassBuffers& buffers) const;
 
   // Every kernel that a pass can need.
   std::set<KernelKey> kernels() const;
   const Tuning& tuning() const { return tuning_; }
   const CacheShape& cache_shape() const { return cache_shape_; }
+  const PageLayout& page_layout() const { return page_layout_; }
   int chunk_tokens() const { return options_.chunk_tokens; }
 
   // A buffer as the pass left it, when debugging.
@@ -64,7 +75,7 @@ class ForwardPass {
     std::size_t elements;
     Precision precision;
   };
-  std::vector<Intermediate> intermediates(const PassShape& pass) const;
+  std::vector<Intermediate> intermediates(const PassRows& rows) const;
 
  private:
   struct Layer {
@@ -75,38 +86,44 @@ class ForwardPass {
     std::vector<Projection> gate_up;     // one, merged, or two
     Projection wo, w_down;
   };
-  // The tokens of a pass that a step works on.
+  // The rows of a pass that a step works on.
   struct Rows {
-    std::size_t first;
+    int first;
     int count;
     Path path;
     Precision precision() const { return path == Path::kManyTokens ? Precision::kF16 : Precision::kF32; }
   };
+  // Rows that go through a layer, and their sequences.
+  struct Part {
+    Rows rows;
+    Sequences sequences;
+  };
   struct Activations {
-    View x, normed, qkv, partial, att, block, gate_up, ffn;
+    View x, normed, qkv, partial, att, block, gate_up, ffn, logits;
   };
   // A pass in progress.
   struct Pass {
     Encoder& e;
-    const PassShape& shape;
+    const PassRows& rows;
     PassBuffers& buffers;
-    Rows all;
-    Rows wanted;  // those whose output is asked for
+    PassTables tables;
+    Part all;
+    Part wanted;  // the rows whose output is asked for
     Activations a;
   };
 
   Layer layer_of(const LayerWeights& w, WeightViews& weights) const;
-  Path path_of(int tokens) const;
-  Rows wanted_rows(const PassShape& pass) const;
-  Activations activations(const PassShape& pass, PassBuffers& buffers) const;
+  Rows all_rows(const PassRows& rows) const;
+  Rows wanted_rows(const PassRows& rows) const;
+  Activations activations(const PassRows& rows, PassBuffers& buffers) const;
   bool fuses_norm(const std::vector<Projection>& projections) const;
   bool fuses_silu(const Layer& w) const;
   // True if gate and up are computed before SwiGLU, in dispatches of their own.
   bool gate_up_apart(const Layer& w, Path path) const;
-  RopeArgs rope_args(int layer, const Pass& pass, const Rows& queries) const;
-  AttentionArgs attention_args(int layer, int position, int tokens) const;
+  RopeArgs rope_args(int layer, bool skip_queries) const;
+  AttentionArgs attention_args(int layer) const;
 
-  void encode_layer(Pass& pass, int layer, const Rows& wanted) const;
+  void encode_layer(Pass& pass, int layer, const Part& wanted) const;
   void normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
                           const View& x, const View& normed, const StridedRows& y, const Rows& rows) const;
   void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,
@@ -115,14 +132,16 @@ class ForwardPass {
   void add_block(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
                  const View& residual, const Rows& rows) const;
   void feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
-  void head(const Pass& pass, const View& logits) const;
+  void head(const Pass& pass, const Rows& rows, const View& logits) const;
   void score(const Pass& pass) const;
+  void find_largest(const Pass& pass) const;
+  void deliver_logits(const Pass& pass) const;
 
   const Config& config_;
   const Tuning tuning_;
   const EngineOptions options_;
-  const int few_tokens_;  // most tokens of Path::kFewTokens; 1: there is no such path
   const CacheShape cache_shape_;
+  const PageLayout page_layout_;
   Projection embedding_;
   std::vector<Projection> output_;  // one
   Norm output_norm_;

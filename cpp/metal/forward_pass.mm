@@ -6,93 +6,83 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// Tokens whose logits are in memory together when scoring.
-constexpr int kScoredTogether = 32;
+// The tables of some rows.
+Sequences sequences_of(const PassPart& part, const PassTables& tables) {
+  return {.part = part,
+          .rows = tables.rows.at(std::size_t(part.first) * sizeof(PassRow)),
+          .tiles = tables.tiles.at(std::size_t(part.first_tile) * sizeof(AttentionTile)),
+          .pages = tables.pages};
+}
 
 }  // namespace
 
-void ForwardPass::encode(Encoder& e, const PassShape& shape, PassBuffers& buffers) const {
+void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers) const {
+  const PassTables tables = this->tables(rows, buffers);
   Pass pass = {.e = e,
-               .shape = shape,
+               .rows = rows,
                .buffers = buffers,
-               .all = {0, shape.tokens, path_of(shape.tokens)},
-               .wanted = wanted_rows(shape),
-               .a = activations(shape, buffers)};
-  const View ids = buffers.get(BufferName::kIds, std::size_t(shape.tokens) * sizeof(TokenId));
+               .tables = tables,
+               .all = {all_rows(rows), sequences_of(rows.all, tables)},
+               .wanted = {wanted_rows(rows), sequences_of(rows.wanted, tables)},
+               .a = activations(rows, buffers)};
 
-  ops::embed(e, embedding_, ids, pass.a.x, shape.tokens, config_.embedding_scale);
+  ops::embed(e, embedding_, tables.ids, pass.a.x, pass.all.rows.count, config_.embedding_scale);
   for (int layer = 0; layer < config_.n_layers; ++layer) {
-    // The last layer writes K and V of every token, and continues only with tokens whose output is wanted.
+    // The last layer writes K and V of every row, and continues only with rows whose output is wanted.
     const bool last = layer == config_.n_layers - 1;
     e.enter_layer(layer);
     encode_layer(pass, layer, last ? pass.wanted : pass.all);
   }
   e.leave_layers();
-
-  const std::size_t logits_bytes = std::size_t(config_.vocab_size) * sizeof(float);
-  switch (shape.output) {
-    case Output::kNone:
-      break;
-    case Output::kGreedy: {
-      const View logits = buffers.get(BufferName::kLogits, logits_bytes);
-      const View candidates = buffers.get(BufferName::kCandidates, ops::candidates_bytes(tuning_));
-      head(pass, logits);
-      ops::argmax(e, logits, candidates, buffers.get(BufferName::kResult, sizeof(Candidate)),
-                  config_.vocab_size);
-      break;
-    }
-    case Output::kLogits:
-    case Output::kSampled:
-      head(pass, buffers.get(BufferName::kHostLogits, logits_bytes));
-      break;
-    case Output::kLogProbs:
-      score(pass);
-      break;
-  }
+  score(pass);
+  find_largest(pass);
+  deliver_logits(pass);
 }
 
-void ForwardPass::encode_layer(Pass& pass, int layer, const Rows& wanted) const {
+void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
+  const Rows &all = pass.all.rows, &rows = wanted.rows;
   const LayerCache cache = pass.buffers.cache(layer);
   const View table = pass.buffers.rope_table(layer);
   // A binding for which the model has no tensor is never read, but must have a buffer: any will do.
   const auto bound = [&](const View& view) { return view ? view : table; };
   const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm), bound(w.k_norm), table};
 
-  normed_projections(pass.e, w.attn_norm, w.qkv, a.x, a.normed, {a.qkv, qkv_dim_}, pass.all);
-  const RopeArgs rope = rope_args(layer, pass, wanted);
-  const bool rope_with_attention = pass.all.count == 1 && wanted.count == 1;
-  if (!rope_with_attention) ops::rope_append(pass.e, rope_inputs, a.qkv, cache, rope, pass.all.count);
-  if (wanted.count == 0) return;
+  normed_projections(pass.e, w.attn_norm, w.qkv, a.x, a.normed, {a.qkv, qkv_dim_}, all);
+  const RopeArgs rope = rope_args(layer, rows.count == 0);
+  const bool rope_with_attention = pass.rows.one_each && rows.count == all.count;
+  if (!rope_with_attention) ops::rope_append(pass.e, rope_inputs, a.qkv, pass.all.sequences, cache, rope);
+  if (rows.count == 0) return;
 
-  const AttentionArgs attention =
-      attention_args(layer, pass.shape.position + int(wanted.first), wanted.count);
-  const View q = a.qkv.row(wanted.first, qkv_dim_), x = a.x.row(wanted.first, config_.dim);
+  const AttentionArgs attention = attention_args(layer);
+  const View q = a.qkv.row(std::size_t(rows.first), qkv_dim_),
+             x = a.x.row(std::size_t(rows.first), config_.dim);
   if (rope_with_attention)
-    ops::rope_attention_decode(pass.e, rope_inputs, a.qkv, cache, {a.partial, a.att}, {rope, attention});
-  else if (wanted.path == Path::kManyTokens)
-    ops::attention_prefill(pass.e, q, cache, a.att, attention);
+    ops::rope_attention_decode(pass.e, rope_inputs, a.qkv, wanted.sequences, cache, {a.partial, a.att},
+                               {rope, attention});
+  else if (rows.path == Path::kManyTokens)
+    ops::attention_prefill(pass.e, q, wanted.sequences, cache, a.att, attention);
   else
-    ops::attention_decode(pass.e, q, cache, {a.partial, a.att}, attention);
-  add_block(pass, w.wo, a.att, w.post_attn_norm, x, wanted);
-  feed_forward(pass, w, x, wanted);
+    ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
+  add_block(pass, w.wo, a.att, w.post_attn_norm, x, rows);
+  feed_forward(pass, w, x, rows);
 }
 
 void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const {
   Encoder& e = pass.e;
   const Activations& a = pass.a;
-  const bool one_token = rows.path == Path::kOneToken;
+  const bool few = rows.path == Path::kFewTokens;
   if (!gate_up_apart(w, rows.path)) {
     ops::rmsnorm(e, w.ffn_norm, x, a.normed, rows.count, rows.precision());
-    if (one_token)
-      ops::matvec_swiglu(e, w.gate_up[0], a.normed, a.ffn, activation_);
+    if (few)
+      ops::matvec_swiglu(e, w.gate_up[0], a.normed, a.ffn, rows.count, activation_);
     else
       ops::matmul_swiglu(e, w.gate_up[0], a.normed, a.ffn, rows.count, activation_);
   } else {
     normed_projections(e, w.ffn_norm, w.gate_up, x, a.normed, {a.gate_up, 2 * config_.ffn_dim}, rows);
-    if (one_token && fuses_silu(w)) {
-      ops::silu_matvec_q4_0_accumulate(e, w.w_down, a.gate_up, x, activation_);
+    if (few && fuses_silu(w)) {
+      ops::silu_matvec_q4_0_accumulate(e, w.w_down, a.gate_up, x, rows.count, activation_);
       return;
     }
     ops::swiglu(e, a.gate_up, a.ffn, config_.ffn_dim, rows.count, activation_, rows.precision());
@@ -103,12 +93,12 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
 void ForwardPass::normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
                                      const View& x, const View& normed, const StridedRows& y,
                                      const Rows& rows) const {
-  const bool fused = rows.path == Path::kOneToken && fuses_norm(projections);
+  const bool fused = rows.path == Path::kFewTokens && fuses_norm(projections);
   if (!fused) ops::rmsnorm(e, norm, x, normed, rows.count, rows.precision());
   const Encoder::Overlap overlap(e);
   for (const Projection& w : projections) {
     if (fused)
-      ops::rmsnorm_matvec(e, w, norm, x, y.view);
+      ops::rmsnorm_matvec(e, w, norm, x, y, rows.count);
     else
       project(e, w, normed, y, rows, Write::kStore);
   }
@@ -116,14 +106,10 @@ void ForwardPass::normed_projections(Encoder& e, const Norm& norm, const std::ve
 
 void ForwardPass::project(Encoder& e, const Projection& w, const View& x, const StridedRows& y,
                           const Rows& rows, Write write) const {
-  switch (rows.path) {
-    case Path::kOneToken:
-      return ops::matvec(e, w, x, y.view, write);
-    case Path::kFewTokens:
-      return ops::multi_token_matvec_q4_0(e, w, x, y, rows.count, write);
-    case Path::kManyTokens:
-      return ops::matmul(e, w, x, y, rows.count, write);
-  }
+  if (rows.path == Path::kFewTokens)
+    ops::matvec(e, w, x, y, rows.count, write);
+  else
+    ops::matmul(e, w, x, y, rows.count, write);
 }
 
 void ForwardPass::add_block(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
@@ -133,29 +119,42 @@ void ForwardPass::add_block(const Pass& pass, const Projection& w, const View& x
   ops::rmsnorm_add(pass.e, post_norm, pass.a.block, residual, rows.count);
 }
 
-void ForwardPass::head(const Pass& pass, const View& logits) const {
-  const View last_token = pass.a.x.row(pass.wanted.first, config_.dim);
-  normed_projections(pass.e, output_norm_, output_, last_token, pass.a.normed, {logits, config_.vocab_size},
-                     {0, 1, Path::kOneToken});
+void ForwardPass::head(const Pass& pass, const Rows& rows, const View& logits) const {
+  normed_projections(pass.e, output_norm_, output_, pass.a.x.row(std::size_t(rows.first), config_.dim),
+                     pass.a.normed, {logits, config_.vocab_size}, rows);
 }
 
 void ForwardPass::score(const Pass& pass) const {
-  Encoder& e = pass.e;
-  const int tokens = pass.shape.tokens, together = std::min(tokens, kScoredTogether);
-  const auto bytes = [](int rows, int columns) {
-    return std::size_t(rows) * std::size_t(columns) * sizeof(float);
-  };
-  const View logits = pass.buffers.get(BufferName::kLogits, bytes(together, config_.vocab_size));
-  const View targets = pass.buffers.get(BufferName::kTargets, bytes(tokens, 1));
-  const View log_probs = pass.buffers.get(BufferName::kLogProbs, bytes(tokens, 1));
-  ops::rmsnorm(e, output_norm_, pass.a.x, pass.a.normed, tokens, Precision::kF16);
-  for (int first = 0; first < tokens; first += together) {
-    const int count = std::min(together, tokens - first);
-    const View normed = pass.a.normed.at(bytes(first, config_.dim) / 2);  // half precision
-    ops::matmul(e, output_[0], normed, {logits, config_.vocab_size}, count, Write::kStore);
-    ops::log_prob(e, logits, targets.row(std::size_t(first), 1), log_probs.row(std::size_t(first), 1),
-                  config_.vocab_size, count);
+  const auto [first, count] = pass.rows.scored;
+  if (count == 0) return;
+  const View log_probs = pass.buffers.get(BufferName::kLogProbs, std::size_t(count) * sizeof(float));
+  for (int i = 0; i < count; i += kHeadRows) {
+    const Rows rows = {first + i, std::min(count - i, kHeadRows), pass.wanted.rows.path};
+    head(pass, rows, pass.a.logits);
+    ops::log_prob(pass.e, pass.a.logits, pass.tables.targets.row(std::size_t(i), 1),
+                  log_probs.row(std::size_t(i), 1), config_.vocab_size, rows.count);
   }
+}
+
+void ForwardPass::find_largest(const Pass& pass) const {
+  const auto [first, count] = pass.rows.greedy;
+  if (count == 0) return;
+  const View candidates =
+      pass.buffers.get(BufferName::kCandidates, ops::candidates_bytes(tuning_, std::min(count, kHeadRows)));
+  const View result = pass.buffers.get(BufferName::kResult, std::size_t(count) * sizeof(Candidate));
+  for (int i = 0; i < count; i += kHeadRows) {
+    const Rows rows = {first + i, std::min(count - i, kHeadRows), Path::kFewTokens};
+    head(pass, rows, pass.a.logits);
+    ops::argmax(pass.e, pass.a.logits, candidates, result.at(std::size_t(i) * sizeof(Candidate)),
+                config_.vocab_size, rows.count);
+  }
+}
+
+void ForwardPass::deliver_logits(const Pass& pass) const {
+  const auto [first, count] = pass.rows.logits;
+  if (count == 0) return;
+  const std::size_t bytes = std::size_t(count) * std::size_t(config_.vocab_size) * sizeof(float);
+  head(pass, {first, count, Path::kFewTokens}, pass.buffers.get(BufferName::kHostLogits, bytes));
 }
 
 }  // namespace metal_prefill::metal

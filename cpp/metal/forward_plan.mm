@@ -14,14 +14,6 @@ namespace metal_prefill::metal {
 
 namespace {
 
-bool all_projections_are_q4_0(const Model& model) {
-  return std::all_of(model.layers.begin(), model.layers.end(), [](const LayerWeights& w) {
-    return std::all_of(std::begin(kLayerTensors), std::end(kLayerTensors), [&](const LayerTensor& tensor) {
-      return tensor.row.kind != TensorKind::kMatrix || (w.*tensor.member).type == TensorType::kQ4_0;
-    });
-  });
-}
-
 // Buffers for more than a few tokens hold a multiple of 32, so that prompts of nearly the same length share
 // them.
 std::size_t buffered_tokens(int tokens) {
@@ -79,8 +71,8 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
     : config_(model.config),
       tuning_(tuning),
       options_(options),
-      few_tokens_(all_projections_are_q4_0(model) ? tuning.few_tokens : 1),
       cache_shape_{options.kv_type, std::max(model.config.key_dim, model.config.value_dim)},
+      page_layout_(model.config, options.kv_type),
       embedding_(projection(model.token_embedding, weights)),
       output_{projection(model.output, weights)},
       output_norm_{weights.view(model.output_norm), config_.dim, config_.norm_eps},
@@ -112,15 +104,30 @@ ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& wei
   return layer;
 }
 
-Path ForwardPass::path_of(int tokens) const {
-  if (tokens == 1) return Path::kOneToken;
-  return tokens <= few_tokens_ ? Path::kFewTokens : Path::kManyTokens;
+PassRows ForwardPass::rows_of(std::span<const PassChunk> chunks) const {
+  return {chunks, tuning_, ops::tile_shape(cache_shape_, config_.n_heads / config_.n_kv_heads)};
 }
 
-ForwardPass::Rows ForwardPass::wanted_rows(const PassShape& pass) const {
-  if (pass.output == Output::kLogProbs) return {0, pass.tokens, path_of(pass.tokens)};
-  const int count = pass.output == Output::kNone ? 0 : 1;
-  return {std::size_t(pass.tokens - count), count, Path::kOneToken};
+PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const {
+  // Lists grow by steps, so that a sequence that grows by one token needs no new buffer.
+  const auto list = [&](BufferName name, std::size_t n, std::size_t step, std::size_t bytes) {
+    return n > 0 ? buffers.get(name, round_up(n, step) * bytes) : View{};
+  };
+  const std::size_t n = buffered_tokens(rows.all.count);
+  return {.ids = list(BufferName::kIds, n, 1, sizeof(TokenId)),
+          .rows = list(BufferName::kRows, n, 1, sizeof(PassRow)),
+          .tiles = list(BufferName::kTiles, rows.tiles.size(), 64, sizeof(AttentionTile)),
+          .pages = list(BufferName::kPages, rows.first_page.back(), 256, sizeof(PageId)),
+          .targets = list(BufferName::kTargets, std::size_t(rows.scored.count), 1, sizeof(TokenId))};
+}
+
+ForwardPass::Rows ForwardPass::all_rows(const PassRows& rows) const {
+  return {0, rows.all.count, rows.few ? Path::kFewTokens : Path::kManyTokens};
+}
+
+ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
+  const bool few = rows.few || rows.scored.count == 0;  // then it is one row of a sequence at most
+  return {rows.wanted.first, rows.wanted.count, few ? Path::kFewTokens : Path::kManyTokens};
 }
 
 bool ForwardPass::fuses_norm(const std::vector<Projection>& projections) const {
@@ -134,27 +141,24 @@ bool ForwardPass::fuses_silu(const Layer& w) const {
 }
 
 bool ForwardPass::gate_up_apart(const Layer& w, Path path) const {
-  return w.gate_up.size() > 1 || path == Path::kFewTokens ||
-         (path == Path::kOneToken && (fuses_norm(w.gate_up) || fuses_silu(w)));
+  return w.gate_up.size() > 1 || (path == Path::kFewTokens && (fuses_norm(w.gate_up) || fuses_silu(w)));
 }
 
-AttentionArgs ForwardPass::attention_args(int layer, int position, int tokens) const {
-  const ops::DecodeSplits splits = ops::decode_splits(tuning_, tokens, position);
+AttentionArgs ForwardPass::attention_args(int layer) const {
   return {.n_heads = u32_t(config_.n_heads),
           .n_kv_heads = u32_t(config_.n_kv_heads),
           .key_dim = u32_t(config_.key_dim),
           .value_dim = u32_t(config_.value_dim),
-          .tokens = u32_t(tokens),
-          .position = u32_t(position),
           .q_stride = u32_t(qkv_dim_),
+          .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
           .window = u32_t(config_.window(layer)),
-          .splits = u32_t(splits.count),
-          .split_keys = u32_t(splits.keys),
+          .splits = 1,
+          .tiles = 0,
           .scale = config_.attention_scale != 0.0f ? config_.attention_scale
                                                    : 1.0f / std::sqrt(float(config_.key_dim))};
 }
 
-RopeArgs ForwardPass::rope_args(int layer, const Pass& pass, const Rows& queries) const {
+RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
   const Layer& w = layers_[std::size_t(layer)];
   return {.n_heads = u32_t(config_.n_heads),
           .n_kv_heads = u32_t(config_.n_kv_heads),
@@ -162,58 +166,69 @@ RopeArgs ForwardPass::rope_args(int layer, const Pass& pass, const Rows& queries
           .value_dim = u32_t(config_.value_dim),
           .rope_dim = config_.uses_rope(layer) ? u32_t(config_.rope_dim) : 0,
           .style = config_.rope_style == RopeStyle::kNeox ? u32_t(ROPE_NEOX) : u32_t(ROPE_INTERLEAVED),
-          .position = u32_t(pass.shape.position),
+          .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
           .has_bias = bool(w.bias),
           .has_q_norm = bool(w.q_norm),
           .has_k_norm = bool(w.k_norm),
           .eps = config_.norm_eps,
-          .skip_queries = queries.count == 0};
+          .skip_queries = skip_queries};
 }
 
-ForwardPass::Activations ForwardPass::activations(const PassShape& pass, PassBuffers& buffers) const {
-  const Path path = path_of(pass.tokens);
-  const std::size_t n = buffered_tokens(pass.tokens);
-  // Float32, or float16 where a matmul reads it; those of the last token are always float32.
+ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuffers& buffers) const {
+  const Rows all = all_rows(rows), wanted = wanted_rows(rows);
+  const std::size_t n = buffered_tokens(all.count);
+  // Float32, or float16 where a matmul reads it; rows that continue in float32 are few.
   const auto operand = [&](int columns) {
-    return std::size_t(columns) * std::max(n * (path == Path::kManyTokens ? 2 : 4), std::size_t(4));
+    const std::size_t few = buffered_tokens(rows.few ? all.count : rows.greedy.count + rows.logits.count);
+    return std::size_t(columns) * std::max(n * (rows.few ? 4 : 2), few * 4);
   };
-  const auto floats = [&](int columns) { return std::size_t(columns) * n * 4; };
+  const auto floats = [](int columns, std::size_t count) { return std::size_t(columns) * count * 4; };
   const auto any_layer = [&](const auto& holds) {
     return std::any_of(layers_.begin(), layers_.end(), holds);
   };
 
   Activations a;
-  a.x = buffers.get(BufferName::kX, floats(config_.dim));
+  a.x = buffers.get(BufferName::kX, floats(config_.dim, n));
   a.normed = buffers.get(BufferName::kNormed, operand(config_.dim));
-  a.qkv = buffers.get(BufferName::kQkv, floats(qkv_dim_));
+  a.qkv = buffers.get(BufferName::kQkv, floats(qkv_dim_, n));
   a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
   a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
   if (any_layer([](const Layer& w) { return w.post_attn_norm.weight || w.post_ffn_norm.weight; }))
-    a.block = buffers.get(BufferName::kBlock, floats(config_.dim));
-  if (any_layer([&](const Layer& w) { return gate_up_apart(w, path) || gate_up_apart(w, Path::kOneToken); }))
-    a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * config_.ffn_dim));
-  AttentionArgs attention = attention_args(0, pass.position, pass.tokens);
-  if (attention.splits > 1) {
-    attention.tokens = path == Path::kManyTokens ? 1 : u32_t(n);
+    a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
+  if (any_layer(
+          [&](const Layer& w) { return gate_up_apart(w, all.path) || gate_up_apart(w, Path::kFewTokens); }))
+    a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * config_.ffn_dim, n));
+  const PassPart& decoded = rows.few ? rows.all : rows.wanted;
+  if (decoded.splits > 1 && wanted.path == Path::kFewTokens) {
+    AttentionArgs attention = attention_args(0);
     attention.splits = u32_t(tuning_.max_splits);
-    a.partial = buffers.get(BufferName::kPartial, ops::decode_partial_bytes(attention));
+    const int count = int(buffered_tokens(decoded.count));
+    a.partial = buffers.get(BufferName::kPartial, ops::decode_partial_bytes(attention, count));
   }
+  if (const int most = std::max(rows.scored.count, rows.greedy.count); most > 0)
+    a.logits =
+        buffers.get(BufferName::kLogits, floats(config_.vocab_size, std::size_t(std::min(most, kHeadRows))));
   return a;
 }
 
-std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassShape& pass) const {
-  const auto elements = [](int rows, int columns) { return std::size_t(rows) * std::size_t(columns); };
-  const Rows wanted = wanted_rows(pass);
-  std::vector<Intermediate> all = {{BufferName::kX, elements(pass.tokens, config_.dim), Precision::kF32},
-                                   {BufferName::kQkv, elements(pass.tokens, qkv_dim_), Precision::kF32}};
-  if (wanted.count == 0) return all;
-  const Precision normed = pass.output == Output::kLogProbs ? Precision::kF16 : Precision::kF32;
-  all.push_back({BufferName::kNormed, elements(wanted.count, config_.dim), normed});
-  all.push_back({BufferName::kAtt, elements(wanted.count, att_dim_), wanted.precision()});
-  all.push_back({BufferName::kFfn, elements(wanted.count, config_.ffn_dim), wanted.precision()});
-  if (pass.output == Output::kGreedy)
-    all.push_back({BufferName::kLogits, elements(1, config_.vocab_size), Precision::kF32});
-  return all;
+std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows& rows) const {
+  const auto elements = [](int n, int columns) { return std::size_t(n) * std::size_t(columns); };
+  const Rows all = all_rows(rows), wanted = wanted_rows(rows);
+  std::vector<Intermediate> kept = {{BufferName::kX, elements(all.count, config_.dim), Precision::kF32},
+                                    {BufferName::kQkv, elements(all.count, qkv_dim_), Precision::kF32}};
+  if (wanted.count == 0) return kept;
+  // The head norms the rows of each output, at most kHeadRows at a time, in one place.
+  const auto [head_rows, path] = rows.logits.count > 0   ? std::pair(rows.logits.count, Path::kFewTokens)
+                                 : rows.greedy.count > 0 ? std::pair(rows.greedy.count, Path::kFewTokens)
+                                                         : std::pair(rows.scored.count, wanted.path);
+  const int last_rows = rows.logits.count > 0 ? head_rows : (head_rows - 1) % kHeadRows + 1;
+  kept.push_back({BufferName::kNormed, elements(last_rows, config_.dim), Rows{0, 0, path}.precision()});
+  kept.push_back({BufferName::kAtt, elements(wanted.count, att_dim_), wanted.precision()});
+  kept.push_back({BufferName::kFfn, elements(wanted.count, config_.ffn_dim), wanted.precision()});
+  if (rows.greedy.count > 0)
+    kept.push_back({BufferName::kLogits,
+                    elements((rows.greedy.count - 1) % kHeadRows + 1, config_.vocab_size), Precision::kF32});
+  return kept;
 }
 
 std::set<KernelKey> ForwardPass::kernels() const {
@@ -222,14 +237,14 @@ std::set<KernelKey> ForwardPass::kernels() const {
   // every kernel.
   const int longest = std::min(options_.chunk_tokens, config_.context_length);
   std::set<int> lengths;
-  for (const int tokens : {1, 2, few_tokens_, few_tokens_ + 1, longest})
+  for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})
     if (tokens <= longest) lengths.insert(tokens);
   KernelCollector collector(tuning_, cache_shape_);
   RecordedBuffers buffers;
   for (const int tokens : lengths)
     for (const int position : {0, config_.context_length - tokens})
       for (const Output output : {Output::kNone, Output::kGreedy, Output::kLogits, Output::kLogProbs})
-        encode(collector, {tokens, position, output}, buffers);
+        encode(collector, rows_of({{{tokens, position, output}}}), buffers);
   return collector.kernels();
 }
 

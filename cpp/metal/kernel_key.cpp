@@ -57,12 +57,14 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return typed("matmul_swiglu_") + "_narrow";
     case Kernel::kMatmulSwigluWide:
       return typed("matmul_swiglu_") + "_wide";
+    case Kernel::kMultiTokenMatvec:
+      return typed("multi_token_matvec_");
+    case Kernel::kMultiTokenMatvecAccumulate:
+      return typed("multi_token_matvec_") + "_accumulate";
+    case Kernel::kMultiTokenMatvecSwiglu:
+      return typed("multi_token_matvec_swiglu_");
     case Kernel::kRmsnormMatvec:
       return typed("rmsnorm_matvec_");
-    case Kernel::kMultiTokenMatvecQ4_0:
-      return "multi_token_matvec_q4_0";
-    case Kernel::kMultiTokenMatvecQ4_0Accumulate:
-      return "multi_token_matvec_q4_0_accumulate";
     case Kernel::kSiluMatvecQ4_0Accumulate:
       return "silu_matvec_q4_0_accumulate";
     case Kernel::kRmsnormF32:

@@ -17,11 +17,12 @@ enum class Kernel {
   kMatmulWide,
   kMatmulSwigluNarrow,
   kMatmulSwigluWide,
+  kMultiTokenMatvec,
+  kMultiTokenMatvecAccumulate,
+  kMultiTokenMatvecSwiglu,
   kRmsnormMatvec,  // Q4_0 and F32 only
   kLastTyped = kRmsnormMatvec,
 
-  kMultiTokenMatvecQ4_0,
-  kMultiTokenMatvecQ4_0Accumulate,
   kSiluMatvecQ4_0Accumulate,
   kRmsnormF32,
   kRmsnormF16,

@@ -32,6 +32,13 @@ struct AttentionOutput {
   View partial, out;
 };
 
+// Some of the rows of a pass, with the tables by which kernels find the sequence of each.
+struct Sequences {
+  const PassPart& part;
+  View rows, tiles;  // of the part
+  View pages;        // of the pass
+};
+
 // Rows of float32 that begin `stride` elements apart.
 struct StridedRows {
   View view;
@@ -49,42 +56,40 @@ void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tok
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
 
 // Products with the weights. x is float32, except for matmul: float16.
-void matvec(Encoder& e, const Projection& w, const View& x, const View& y, Write write);
-void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, u32_t activation);
-void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y);
+// Those of matvec are bitwise the same for any number of tokens.
+void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write);
+void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
+                   u32_t activation);
+void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y,
+                    int tokens);
 void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& gate_up, const View& y,
-                                 u32_t activation);
-void multi_token_matvec_q4_0(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens,
-                             Write write);
+                                 int tokens, u32_t activation);
 void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write);
 void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);
 
-void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const LayerCache& cache,
-                 const RopeArgs& args, int tokens);
+void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
+                 const LayerCache& cache, const RopeArgs& args);
 
-// Threadgroups that share the keys of a head in attention_decode, and the bytes that they exchange.
-struct DecodeSplits {
-  int count;
-  int keys;  // of each
-};
-DecodeSplits decode_splits(const Tuning& tuning, int tokens, int position);
-std::size_t decode_partial_bytes(const AttentionArgs& args);
-// `args` says how the keys are split.
-void attention_decode(Encoder& e, const View& q, const LayerCache& cache, const AttentionOutput& output,
-                      const AttentionArgs& args);
-// rope_append and attention_decode of one token.
-void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const LayerCache& cache,
-                           const AttentionOutput& output, const RopeAttentionArgs& args);
-void attention_prefill(Encoder& e, const View& q, const LayerCache& cache, const View& out,
-                       const AttentionArgs& args);
+// Bytes that the threadgroups of attention_decode exchange where they share the keys of a head.
+std::size_t decode_partial_bytes(const AttentionArgs& args, int tokens);
+// `sequences` has the number of splits, or of tiles: that of `args` does not count.
+void attention_decode(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
+                      const AttentionOutput& output, AttentionArgs args);
+// rope_append and attention_decode of sequences with one token each.
+void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
+                           const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args);
+void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
+                       const View& out, AttentionArgs args);
+// Tiles of attention_prefill.
+TileShape tile_shape(const CacheShape& cache, int heads_per_kv_head);
 
 void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int tokens, u32_t activation,
             Precision precision);
 
-// Both stages; `candidates` holds candidates_bytes.
-std::size_t candidates_bytes(const Tuning& tuning);
-void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n);
+// Both stages, of each row of `n` logits; `candidates` holds candidates_bytes.
+std::size_t candidates_bytes(const Tuning& tuning, int rows);
+void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n, int rows);
 void log_prob(Encoder& e, const View& logits, const View& targets, const View& out, int vocab_size,
               int tokens);
 

@@ -29,11 +29,22 @@ struct MatvecPlan {
   Grid grid;
 };
 
-MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t rows) {
+// `rows` of y for each token; `rows_together` of them share the lanes of one.
+MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t rows, const StridedRows& y,
+                       int tokens, std::size_t rows_together = 1) {
   const std::size_t lanes = lanes_per_row(tuning, rows), threads = std::size_t(tuning.matvec_group);
   return {
-      {.weights = w.stack, .in_dim = u32_t(w.in_dim), .out_dim = u32_t(rows), .lanes_per_row = u32_t(lanes)},
-      {.x = ceil_div(rows, threads / lanes), .threads = threads}};
+      {.weights = w.stack,
+       .in_dim = u32_t(w.in_dim),
+       .out_dim = u32_t(rows),
+       .lanes_per_row = u32_t(lanes),
+       .tokens = u32_t(tokens),
+       .out_stride = u32_t(y.stride)},
+      {.x = ceil_div(rows, rows_together * threads / lanes), .y = std::size_t(tokens), .threads = threads}};
+}
+
+std::size_t token_tiles(int tokens) {
+  return ceil_div(std::size_t(tokens), MULTI_TOKEN_TILE);
 }
 
 // Four values a thread: a row is then read in one go.
@@ -73,41 +84,39 @@ void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int
   dispatch_norm(e, Kernel::kRmsnormAdd, norm, x, y, tokens);
 }
 
-void matvec(Encoder& e, const Projection& w, const View& x, const View& y, Write write) {
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim));
-  plan.args.accumulate = write == Write::kAccumulate;
-  e.dispatch({Kernel::kMatvec, w.type}, {w.weights, x, output_of(w, y)}, plan.args, plan.grid);
+void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {
+  const bool one = tokens == 1, accumulate = write == Write::kAccumulate;
+  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim), y, tokens, one ? 1 : 2);
+  plan.args.accumulate = accumulate;
+  plan.grid.y = token_tiles(tokens);
+  const Kernel many = accumulate ? Kernel::kMultiTokenMatvecAccumulate : Kernel::kMultiTokenMatvec;
+  e.dispatch({one ? Kernel::kMatvec : many, w.type}, {w.weights, x, output_of(w, y.view)}, plan.args,
+             plan.grid);
 }
 
-void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, u32_t activation) {
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim) / 2);
+void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
+                   u32_t activation) {
+  const int rows = w.out_dim / 2;
+  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(rows), {y, rows}, tokens);
   plan.args.activation = activation;
-  e.dispatch({Kernel::kMatvecSwiglu, w.type}, {w.weights, x, y}, plan.args, plan.grid);
+  plan.grid.y = token_tiles(tokens);
+  e.dispatch({tokens == 1 ? Kernel::kMatvecSwiglu : Kernel::kMultiTokenMatvecSwiglu, w.type},
+             {w.weights, x, y}, plan.args, plan.grid);
 }
 
-void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y) {
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim));
+void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y,
+                    int tokens) {
+  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim), y, tokens);
   plan.args.eps = norm.eps;
-  e.dispatch({Kernel::kRmsnormMatvec, w.type}, {w.weights, norm.weight, x, output_of(w, y)}, plan.args,
+  e.dispatch({Kernel::kRmsnormMatvec, w.type}, {w.weights, norm.weight, x, output_of(w, y.view)}, plan.args,
              plan.grid);
 }
 
 void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& gate_up, const View& y,
-                                 u32_t activation) {
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim));
+                                 int tokens, u32_t activation) {
+  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim), {y, w.out_dim}, tokens);
   plan.args.activation = activation;
   e.dispatch(Kernel::kSiluMatvecQ4_0Accumulate, {w.weights, gate_up, y}, plan.args, plan.grid);
-}
-
-void multi_token_matvec_q4_0(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens,
-                             Write write) {
-  const MultiTokenArgs args = {w.stack, u32_t(w.in_dim), u32_t(w.out_dim), u32_t(tokens), u32_t(y.stride)};
-  e.dispatch(
-      write == Write::kAccumulate ? Kernel::kMultiTokenMatvecQ4_0Accumulate : Kernel::kMultiTokenMatvecQ4_0,
-      {w.weights, x, output_of(w, y.view)}, args,
-      {.x = ceil_div(std::size_t(w.out_dim), MULTI_TOKEN_ROWS),
-       .y = ceil_div(std::size_t(tokens), MULTI_TOKEN_TILE),
-       .threads = MULTI_TOKEN_ROWS * kSimd});
 }
 
 namespace {
@@ -164,76 +173,88 @@ std::size_t rope_simdgroups(std::size_t heads) {
 
 }  // namespace
 
-void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const LayerCache& cache,
-                 const RopeArgs& args, int tokens) {
+void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
+                 const LayerCache& cache, const RopeArgs& args) {
   const std::size_t heads = 2 * args.n_kv_heads + (args.skip_queries ? 0 : args.n_heads);
   const std::size_t simdgroups = rope_simdgroups(heads);
   e.dispatch(Kernel::kRopeAppend,
-             {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, cache.keys, cache.values}, args,
-             {.x = heads / simdgroups, .y = std::size_t(tokens), .threads = simdgroups * kSimd});
+             {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, sequences.rows, sequences.pages,
+              cache.keys, cache.values},
+             args,
+             {.x = heads / simdgroups, .y = std::size_t(sequences.part.count), .threads = simdgroups * kSimd},
+             sequences.part.runs);
 }
 
-DecodeSplits decode_splits(const Tuning& tuning, int tokens, int position) {
-  const int keys = position + tokens;
-  const int count = std::clamp(keys / tuning.split_keys, 1, tuning.max_splits);
-  return {count, int(ceil_div(std::size_t(keys), std::size_t(count)))};
-}
-
-std::size_t decode_partial_bytes(const AttentionArgs& args) {
-  return std::size_t(args.tokens) * args.n_heads * args.splits * (args.value_dim + 2) * sizeof(float);
+std::size_t decode_partial_bytes(const AttentionArgs& args, int tokens) {
+  return std::size_t(tokens) * args.n_heads * args.splits * (args.value_dim + 2) * sizeof(float);
 }
 
 namespace {
 
-Grid decode_grid(const Encoder& e, const AttentionArgs& args) {
+Grid decode_grid(const Encoder& e, const AttentionArgs& args, const PassPart& part) {
   const int chunks = e.cache().decode_size() / 32;
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
-  // A simdgroup takes four keys at a time: only as many simdgroups as get keys.
-  const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(args.split_keys, 4), 1, DECODE_SIMDGROUPS);
-  return {
-      .x = args.splits, .y = args.n_kv_heads * head_blocks, .z = args.tokens, .threads = simdgroups * kSimd};
+  // Four keys for each simdgroup at a time: no more simdgroups than have keys.
+  const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(part.split_keys, 4), 1, DECODE_SIMDGROUPS);
+  return {.x = part.splits,
+          .y = args.n_kv_heads * head_blocks,
+          .z = std::size_t(part.count),
+          .threads = simdgroups * kSimd};
 }
 
-// The buffer that attention_decode itself writes to.
+// Where attention_decode itself writes.
 const View& first_output(const AttentionOutput& output, const AttentionArgs& args) {
   return args.splits > 1 ? output.partial : output.out;
 }
 
-void attention_combine(Encoder& e, const AttentionOutput& output, const AttentionArgs& args) {
+void attention_combine(Encoder& e, const Sequences& sequences, const AttentionOutput& output,
+                       const AttentionArgs& args) {
   if (args.splits == 1) return;
-  e.dispatch(Kernel::kAttentionCombine, {output.partial, output.out}, args,
-             {.x = args.n_heads, .y = args.tokens, .threads = round_up(args.value_dim, kSimd)});
+  const PassPart& part = sequences.part;
+  e.dispatch(Kernel::kAttentionCombine, {output.partial, sequences.rows, output.out}, args,
+             {.x = args.n_heads, .y = std::size_t(part.count), .threads = round_up(args.value_dim, kSimd)},
+             part.runs);
 }
 
 }  // namespace
 
-void attention_decode(Encoder& e, const View& q, const LayerCache& cache, const AttentionOutput& output,
-                      const AttentionArgs& args) {
-  e.dispatch(Kernel::kAttentionDecode, {q, cache.keys, cache.values, first_output(output, args)}, args,
-             decode_grid(e, args));
-  attention_combine(e, output, args);
+void attention_decode(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
+                      const AttentionOutput& output, AttentionArgs args) {
+  args.splits = sequences.part.splits;
+  e.dispatch(Kernel::kAttentionDecode,
+             {q, sequences.rows, sequences.pages, cache.keys, cache.values, first_output(output, args)}, args,
+             decode_grid(e, args, sequences.part), sequences.part.runs);
+  attention_combine(e, sequences, output, args);
 }
 
-void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const LayerCache& cache,
-                           const AttentionOutput& output, const RopeAttentionArgs& args) {
+void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
+                           const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args) {
+  args.attention.splits = sequences.part.splits;
   e.dispatch(Kernel::kRopeAttentionDecode,
-             {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, cache.keys, cache.values,
-              first_output(output, args.attention)},
-             args, decode_grid(e, args.attention));
-  attention_combine(e, output, args.attention);
+             {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, sequences.rows, sequences.pages,
+              cache.keys, cache.values, first_output(output, args.attention)},
+             args, decode_grid(e, args.attention, sequences.part), sequences.part.runs);
+  attention_combine(e, sequences, output, args.attention);
 }
 
-void attention_prefill(Encoder& e, const View& q, const LayerCache& cache, const View& out,
-                       const AttentionArgs& args) {
+TileShape tile_shape(const CacheShape& cache, int heads_per_kv_head) {
+  return {heads_per_kv_head,
+          8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), cache.type == KvType::kF16 ? 2 : 4)};
+}
+
+void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
+                       const View& out, AttentionArgs args) {
   const std::size_t row_blocks =
-      PREFILL_ROW_BLOCKS(e.cache().prefill_size(), e.cache().type == KvType::kF16 ? 2 : 4);
+      std::size_t(tile_shape(e.cache(), int(args.n_heads / args.n_kv_heads)).rows) / 8;
   const std::size_t simdgroups = std::size_t(e.tuning().prefill_simdgroups);
-  const std::size_t rows = args.n_heads / args.n_kv_heads * args.tokens;
-  e.dispatch(Kernel::kAttentionPrefill, {q, cache.keys, cache.values, out}, args,
-             {.x = ceil_div(rows, simdgroups * row_blocks * 8),
+  args.tiles = u32_t(sequences.part.n_tiles);
+  e.dispatch(Kernel::kAttentionPrefill, {q, sequences.tiles, sequences.pages, cache.keys, cache.values, out},
+             args,
+             {.x = ceil_div(args.tiles, simdgroups),
               .y = args.n_kv_heads,
               .threads = simdgroups * kSimd,
-              .threadgroup_bytes = simdgroups * PREFILL_SCRATCH(row_blocks) * sizeof(float)});
+              .threadgroup_bytes = simdgroups * PREFILL_SCRATCH(row_blocks) * sizeof(float)},
+             sequences.part.runs);
 }
 
 void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int tokens, u32_t activation,
@@ -244,16 +265,16 @@ void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int t
              {.x = ceil_div(std::size_t(ffn_dim), kThreads), .y = std::size_t(tokens), .threads = kThreads});
 }
 
-std::size_t candidates_bytes(const Tuning& tuning) {
-  return std::size_t(tuning.argmax_groups) * sizeof(Candidate);
+std::size_t candidates_bytes(const Tuning& tuning, int rows) {
+  return std::size_t(rows) * std::size_t(tuning.argmax_groups) * sizeof(Candidate);
 }
 
-void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n) {
+void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n, int rows) {
   const std::size_t groups = std::size_t(e.tuning().argmax_groups);
   e.dispatch(Kernel::kArgmaxStage1, {logits, candidates}, ArgmaxArgs{u32_t(n)},
-             {.x = groups, .threads = 256});
+             {.x = groups, .y = std::size_t(rows), .threads = 256});
   e.dispatch(Kernel::kArgmaxStage2, {candidates, result}, ArgmaxArgs{u32_t(groups)},
-             {.x = 1, .threads = kSimd});
+             {.x = std::size_t(rows), .threads = kSimd});
 }
 
 void log_prob(Encoder& e, const View& logits, const View& targets, const View& out, int vocab_size,

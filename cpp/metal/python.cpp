@@ -69,7 +69,7 @@ std::map<std::string, std::tuple<std::size_t, std::vector<FieldRow>>> args_struc
 #define CONSTANT(name) {#name, name}
 const std::map<std::string, std::uint32_t> kConstants = {
     CONSTANT(ACTIVATION_SILU),  CONSTANT(ACTIVATION_GELU),   CONSTANT(ROPE_INTERLEAVED),
-    CONSTANT(ROPE_NEOX),        CONSTANT(MULTI_TOKEN_TILE),  CONSTANT(MULTI_TOKEN_ROWS),
+    CONSTANT(ROPE_NEOX),        CONSTANT(MULTI_TOKEN_TILE),  CONSTANT(PAGE_POSITIONS),
     CONSTANT(MATMUL_THREADS),   CONSTANT(MATMUL_K),          CONSTANT(MATMUL_NARROW_TILE),
     CONSTANT(MATMUL_WIDE_TILE), CONSTANT(DECODE_SIMDGROUPS), CONSTANT(PREFILL_KEYS),
     CONSTANT(ARGMAX_NONE)};
@@ -90,6 +90,15 @@ void bind_recordings(nb::module_& m) {
       .def_ro("buffers", &Dispatch::buffers, "Labels, by binding.")
       .def_prop_ro("args", [](const Dispatch& self) { return nb::bytes(self.args.data(), self.args.size()); })
       .def_ro("args_struct", &Dispatch::args_struct, "Name of their struct, in args_structs.")
+      .def_prop_ro(
+          "runs",
+          [](const Dispatch& self) {
+            std::vector<std::tuple<int, int>> runs;
+            for (const auto& [position, rows] : self.runs) runs.emplace_back(position, rows);
+            return runs;
+          },
+          "(position, rows) of each run of consecutive rows of a sequence, where K and V are read or "
+          "written.")
       .def_ro("start", &Dispatch::start, "Seconds of the GPU's clock.")
       .def_ro("end", &Dispatch::end);
   nb::class_<ModelShape>(m, "ModelShape", "A model without weights: types and dimensions of its tensors.")

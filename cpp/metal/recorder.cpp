@@ -20,10 +20,11 @@ Dispatch describe(const Step& step, const CacheShape& cache) {
   const auto* bytes = static_cast<const std::byte*>(step.args);
   dispatch.args.assign(bytes, bytes + step.layout.bytes);
   dispatch.args_struct = step.layout.name;
+  for (const RowRun& run : step.runs) dispatch.runs.push_back({run.position, run.count});
   return dispatch;
 }
 
-std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassShape& prompt) {
+std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassChunk& prompt) {
   std::vector<Dispatch> dispatches;
   RecordedBuffers buffers;
   for (int done = 0; done < prompt.tokens;) {
@@ -31,7 +32,7 @@ std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassShape&
     const bool has_output = done + n == prompt.tokens || prompt.output == Output::kLogProbs;
     const Output output = has_output ? prompt.output : Output::kNone;
     Recorder recorder(forward.tuning(), forward.cache_shape());
-    forward.encode(recorder, {n, prompt.position + done, output}, buffers);
+    forward.encode(recorder, forward.rows_of({{{n, prompt.position + done, output}}}), buffers);
     for (Dispatch& dispatch : recorder.take()) dispatches.push_back(std::move(dispatch));
     done += n;
   }
@@ -51,7 +52,7 @@ const Tuning& tuning_of(int family) {
 
 }  // namespace
 
-std::vector<Dispatch> plan(const Model& shape, const PassShape& prompt, int family,
+std::vector<Dispatch> plan(const Model& shape, const PassChunk& prompt, int family,
                            const EngineOptions& options) {
   if (prompt.tokens < 1 || prompt.position < 0)
     throw std::invalid_argument("cannot plan " + std::to_string(prompt.tokens) + " tokens at position " +

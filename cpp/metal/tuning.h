@@ -7,7 +7,6 @@ namespace metal_prefill::metal {
 
 struct Tuning {
   int family;              // of Apple's GPUs: 7 stands for MTLGPUFamilyApple7
-  int few_tokens;          // most tokens of multi_token_matvec_q4_0; for more, matmul
   int wide_groups;         // wide matmul tiles where there are at least so many threadgroups of them
   int matvec_threads;      // threads that a matvec needs in total: more lanes share a row until it has them
   int matvec_group;        // threads of a matvec threadgroup
@@ -18,10 +17,10 @@ struct Tuning {
 };
 
 inline constexpr std::array<Tuning, 3> kTunings = {{
-    // family, few wide matvec splits prefill argmax
-    {9, 8, 40, 16384, 64, 128, 32, 4, 32},  // M3, M4
-    {8, 8, 40, 12288, 64, 128, 32, 4, 32},  // M2
-    {7, 8, 32, 12288, 64, 128, 32, 2, 32},  // M1
+    // family, wide matvec splits prefill argmax
+    {9, 40, 16384, 64, 128, 32, 4, 32},  // M3, M4
+    {8, 40, 12288, 64, 128, 32, 4, 32},  // M2
+    {7, 32, 12288, 64, 128, 32, 2, 32},  // M1
 }};
 
 }  // namespace metal_prefill::metal

@@ -9,6 +9,12 @@ BufferTraits traits_of(BufferName name) {
   switch (name) {
     case BufferName::kIds:
       return {"ids", true};
+    case BufferName::kRows:
+      return {"rows", true};
+    case BufferName::kTiles:
+      return {"tiles", true};
+    case BufferName::kPages:
+      return {"pages", true};
     case BufferName::kX:
       return {"x", false};
     case BufferName::kNormed:
@@ -42,9 +48,9 @@ BufferTraits traits_of(BufferName name) {
     case BufferName::kQkvBias:
       return {"qkv_bias", true};
     case BufferName::kKeys:
-      return {"k_cache", false};
+      return {"keys", false};
     case BufferName::kValues:
-      return {"v_cache", false};
+      return {"values", false};
     case BufferName::kRopeTable:
       return {"rope_table", false};
   }

@@ -8,6 +8,9 @@ namespace metal_prefill::metal {
 // docs/kernels.md lists the sizes of the activation buffers.
 enum class BufferName {
   kIds,         // [tokens] int32, from the host
+  kRows,        // [tokens] PassRow, from the host
+  kTiles,       // [tiles] AttentionTile, from the host
+  kPages,       // block tables, int32, from the host
   kX,           // [tokens][dim] f32: the residual stream
   kNormed,      // [tokens][dim] f16 or f32
   kQkv,         // [tokens][q | k | v] f32
@@ -17,16 +20,16 @@ enum class BufferName {
   kGateUp,      // [tokens][2 * ffn_dim] f32
   kFfn,         // [tokens][ffn_dim] f16 or f32
   kLogits,      // [rows][vocab_size] f32
-  kHostLogits,  // [vocab_size] f32, to the host
-  kCandidates,  // argmax: one for each threadgroup
-  kResult,      // one Candidate, to the host
-  kTargets,     // [tokens] int32, from the host
-  kLogProbs,    // [tokens] f32, to the host
+  kHostLogits,  // [rows][vocab_size] f32, to the host
+  kCandidates,  // argmax: [rows], one for each threadgroup
+  kResult,      // [rows] Candidate, to the host
+  kTargets,     // [rows] int32, from the host
+  kLogProbs,    // [rows] f32, to the host
   kActivationCount,
 
   kWeights = kActivationCount,  // of the file
   kQkvBias,
-  kKeys,  // [layer][position][kv_head][key_dim]
+  kKeys,  // pages of the pool, from the keys of a layer in the first one on
   kValues,
   kRopeTable,  // [position][rope_dim / 2] pairs
 };

@@ -36,6 +36,9 @@ class Dispatch:
         have their own names only. Offsets into the weights are left out.
     buffers
         Labels of the buffers, by binding.
+    runs
+        The rows that it works on, where it reads or writes K and V: (position, rows) of each run of
+        consecutive rows of a sequence.
     start, end
         Seconds of the GPU's clock; 0 for a dispatch that was not run.
     """
@@ -48,6 +51,7 @@ class Dispatch:
     after_barrier: bool
     args: dict[str, Any]
     buffers: tuple[str, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
     start: float = 0.0
     end: float = 0.0
 
@@ -102,6 +106,7 @@ def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:
             after_barrier=d.after_barrier,
             args=decode_args(d.args_struct, d.args),
             buffers=tuple(d.buffers),
+            runs=tuple(d.runs),
             start=d.start,
             end=d.end,
         )

@@ -198,6 +198,7 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
                 "after_barrier": d.after_barrier,
                 "buffers": list(d.buffers),
                 "arguments": d.args,
+                "runs": [list(run) for run in d.runs],
             }
             if work is not None:
                 args["bytes"] = round(work.dram_bytes + work.cached_bytes)
@@ -245,6 +246,7 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
                 a["after_barrier"],
                 a["arguments"],
                 tuple(a["buffers"]),
+                tuple((position, rows) for position, rows in a["runs"]),
                 start,
                 start + event["dur"] / 1e6,
             )

@@ -2,112 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from support.kernel_harness import CONSTANTS, Array, Doubles, Output, Run, ceil_div, close, make_args, near
-
-POISON = 8  # rows of the cache after the last token, which hold NaN
+from support.kernel_harness import (
+    CONSTANTS,
+    STRUCTS,
+    Array,
+    Doubles,
+    Output,
+    Run,
+    ceil_div,
+    close,
+    make_args,
+    near,
+)
+from support.paged import PAGE, Pages
 
 
 class Case:
-    """Random queries over a cache."""
+    """Random queries of sequences, (tokens, position) each, over a cache in pages."""
 
     def __init__(
         self,
-        tokens: int,
-        position: int,
-        *,
+        *sequences: tuple[int, int],
         heads: tuple[int, int] = (9, 3),
         dims: tuple[int, int] = (64, 64),
         cache: type = np.float16,
         window: int = 0,
         spread: float = 1.0,
     ) -> None:
-        self.tokens, self.position, self.window = tokens, position, window
+        self.sequences, self.window = sequences, window
         self.n_heads, self.n_kv = heads
         self.key_dim, self.value_dim = dims
         self.name = "f16" if cache is np.float16 else "f32"
         self.scale = 1 / np.sqrt(self.key_dim)
-        rng = np.random.default_rng(tokens + position)
-        keys = position + tokens
+        self.rows = [(i, p + t) for i, (tokens, p) in enumerate(sequences) for t in range(tokens)]
         self.q_stride = self.n_heads * self.key_dim + 24  # queries are the first columns of longer rows
-        self.q = np.full((tokens, self.q_stride), np.nan, np.float32)
-        queries = spread * rng.standard_normal((tokens, self.n_heads * self.key_dim))
-        self.q[:, : self.n_heads * self.key_dim] = queries
-        self.k: Array = np.full((keys + POISON, self.n_kv, self.key_dim), np.nan, cache)
-        self.v: Array = np.full((keys + POISON, self.n_kv, self.value_dim), np.nan, cache)
-        self.k[:keys] = rng.standard_normal(self.k[:keys].shape)
-        self.v[:keys] = rng.standard_normal(self.v[:keys].shape)
+        self.q = np.full((len(self.rows), self.q_stride), np.nan, np.float32)
+        self.pages = Pages([sum(s) for s in sequences], self.n_kv, dims, cache)
+        self.k: list[Array] = []
+        self.v: list[Array] = []
+        row = 0
+        for i, (tokens, position) in enumerate(sequences):
+            # What a sequence holds depends on nothing but its shape: alone it is the same.
+            rng = np.random.default_rng([tokens, position])
+            shape = (tokens, self.n_heads * self.key_dim)
+            self.q[row : row + tokens, : shape[1]] = spread * rng.standard_normal(shape)
+            row += tokens
+            keys = tokens + position
+            self.k.append(rng.standard_normal((keys, self.n_kv, self.key_dim)).astype(cache))
+            self.v.append(rng.standard_normal((keys, self.n_kv, self.value_dim)).astype(cache))
+            self.pages.put(i, self.k[-1], self.v[-1])
 
     def expected(self) -> Doubles:
-        q = self.q[:, : self.n_heads * self.key_dim].astype(np.float64)
-        q = q.reshape(self.tokens, self.n_heads, self.key_dim)
-        k, v = (np.repeat(x.astype(np.float64), self.n_heads // self.n_kv, axis=1) for x in (self.k, self.v))
-        out = np.empty((self.tokens, self.n_heads, self.value_dim))
-        for t in range(self.tokens):
-            last = self.position + t + 1
-            seen = slice(max(0, last - self.window) if self.window else 0, last)
-            scores = np.einsum("hd,khd->hk", q[t], k[seen]) * self.scale
+        out = np.empty((len(self.rows), self.n_heads, self.value_dim))
+        for row, (sequence, position) in enumerate(self.rows):
+            q = self.q[row, : self.n_heads * self.key_dim].astype(np.float64)
+            seen = slice(max(0, position + 1 - self.window) if self.window else 0, position + 1)
+            k, v = (
+                np.repeat(x[sequence][seen].astype(np.float64), self.n_heads // self.n_kv, axis=1)
+                for x in (self.k, self.v)
+            )
+            scores = np.einsum("hd,khd->hk", q.reshape(self.n_heads, self.key_dim), k) * self.scale
             weights = np.exp(scores - scores.max(1, keepdims=True))
-            out[t] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v[seen])
+            out[row] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
         return out
 
     def args(self, **fields: Any) -> Array:
-        given = {"splits": 1, "split_keys": self.position + self.tokens} | fields
         return make_args(
             "AttentionArgs",
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
-            tokens=self.tokens,
-            position=self.position,
             q_stride=self.q_stride,
+            page_stride=self.pages.stride,
             window=self.window,
             scale=self.scale,
-            **given,
+            **({"splits": 1, "tiles": 0} | fields),
         )
 
-    def decode(self, run: Run, splits: int = 1, threads: int = 256) -> Array:
-        dim = max(self.key_dim, self.value_dim)
-        size = next(s for s in (32, 64, 96, 128, 256) if s >= dim)
+    def decode(self, run: Run, splits: int | Sequence[int] = 1, threads: int = 256) -> Array:
+        """Run attention_decode with so many splits, of every row or of each."""
+        each = [splits] * len(self.rows) if isinstance(splits, int) else splits
+        most = max(each)
+        size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
         heads = {32: 4, 64: 4, 96: 2, 128: 2, 256: 1}[size]
         blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, heads)
-        out = Output([self.tokens, self.n_heads, self.value_dim])
-        partial = Output([self.tokens, self.n_heads, splits, self.value_dim + 2])
-        args = self.args(splits=splits, split_keys=ceil_div(self.position + self.tokens, splits))
+        out = Output([len(self.rows), self.n_heads, self.value_dim])
+        partial = Output([len(self.rows), self.n_heads, most, self.value_dim + 2])
+        rows, args = self.pages.row_table(self.rows, each), self.args(splits=most)
         run(
             f"attention_decode_{self.name}_{size}",
             self.q,
-            self.k,
-            self.v,
-            (out if splits == 1 else partial).buffer,
+            rows.view(np.uint8),
+            self.pages.pages,
+            self.pages.k.buffer,
+            self.pages.v.buffer,
+            (out if most == 1 else partial).buffer,
             args,
-            groups=(splits, blocks, self.tokens),
+            groups=(most, blocks, len(self.rows)),
             threads=(threads,),
         )
-        if splits > 1:
-            groups = (self.n_heads, self.tokens)
-            run("attention_combine", partial.buffer, out.buffer, args, groups=groups, threads=(64,))
+        if most > 1:
+            groups = (self.n_heads, len(self.rows))
+            buffers = (partial.buffer, rows.view(np.uint8), out.buffer, args)
+            run("attention_combine", *buffers, groups=groups, threads=(64,))
             partial.check()
         return out.check()
 
     def prefill(self, run: Run, simdgroups: int = 4) -> Array:
-        dim = max(self.key_dim, self.value_dim)
-        size = next(s for s in (64, 128, 256) if s >= dim)
+        size = next(s for s in (64, 128, 256) if s >= max(self.key_dim, self.value_dim))
         blocks = 2 if size == 64 or (size == 128 and self.name == "f16") else 1
-        rows = self.n_heads // self.n_kv * self.tokens
-        out = Output([self.tokens, self.n_heads, self.value_dim], np.float16)
+        tiles, row = [], 0
+        for i, (tokens, position) in enumerate(self.sequences):
+            stacked = range(0, tokens * self.n_heads // self.n_kv, 8 * blocks)
+            tiles += [(row, tokens, position, self.pages.first[i], first) for first in stacked]
+            row += tokens
+        np.random.default_rng(0).shuffle(tiles)  # their order says who starts first, and nothing else
+        out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
         run(
             f"attention_prefill_{self.name}_{size}",
             self.q,
-            self.k,
-            self.v,
+            np.array([tuple(t) for t in tiles], STRUCTS["AttentionTile"]).view(np.uint8),
+            self.pages.pages,
+            self.pages.k.buffer,
+            self.pages.v.buffer,
             out.buffer,
-            self.args(),
-            groups=(ceil_div(rows, simdgroups * blocks * 8), self.n_kv),
+            self.args(tiles=len(tiles)),
+            groups=(ceil_div(len(tiles), simdgroups), self.n_kv),
             threads=(32 * simdgroups,),
             threadgroup_bytes=4 * simdgroups * (blocks * (8 * CONSTANTS["PREFILL_KEYS"] + 64) + 64),
         )
@@ -129,58 +155,71 @@ caches = pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", 
 
 @shapes
 @caches
-@pytest.mark.parametrize(("tokens", "position"), [(1, 0), (1, 70), (3, 41)])
-def test_attention_decode(run: Run, shape: dict[str, Any], cache: type, tokens: int, position: int) -> None:
-    case = Case(tokens, position, cache=cache, **shape)
+@pytest.mark.parametrize("sequences", [[(1, 0)], [(1, 70)], [(3, 41)], [(1, 64), (2, 127), (1, 5)]])
+def test_attention_decode(
+    run: Run, shape: dict[str, Any], cache: type, sequences: list[tuple[int, int]]
+) -> None:
+    case = Case(*sequences, cache=cache, **shape)
     for threads in (32, 256):
         close(case.decode(run, threads=threads), case.expected())
 
 
 @pytest.mark.parametrize("splits", [2, 5])
-@pytest.mark.parametrize(("tokens", "position"), [(1, 300), (2, 3)])
-def test_attention_decode_over_several_threadgroups(
-    run: Run, splits: int, tokens: int, position: int
-) -> None:
-    case = Case(tokens, position)
+@pytest.mark.parametrize("sequence", [(1, 300), (2, 3)])
+def test_attention_decode_over_several_threadgroups(run: Run, splits: int, sequence: tuple[int, int]) -> None:
+    case = Case(sequence)
     close(case.decode(run, splits), case.expected())
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_attention_decode_in_a_window(run: Run, splits: int) -> None:
-    case = Case(2, 200, window=50)  # the first splits see no key at all
+    case = Case((2, 200), (1, 60), (1, 10), window=50)  # the first splits see no key at all
     close(case.decode(run, splits), case.expected())
+
+
+@pytest.mark.parametrize("position", [30, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1])
+def test_a_row_of_attention_decode_gets_the_bits_that_it_gets_alone(run: Run, position: int) -> None:
+    """Whatever the other rows are, and however many threads and splits they need."""
+    splits = 1 if position < PAGE else 2
+    alone = Case((1, position)).decode(run, splits, threads=32 * min(8, ceil_div(position + 1, 4 * splits)))
+    together = Case((2, 3), (1, position), (1, 400)).decode(run, [1, 1, splits, 3])
+    np.testing.assert_array_equal(together[2], alone[0])
 
 
 @shapes
 @caches
-@pytest.mark.parametrize(("tokens", "position"), [(1, 0), (9, 0), (33, 0), (17, 45)])
-def test_attention_prefill(run: Run, shape: dict[str, Any], cache: type, tokens: int, position: int) -> None:
-    case = Case(tokens, position, cache=cache, **shape)
+@pytest.mark.parametrize(
+    "sequences", [[(1, 0)], [(9, 0)], [(33, 0)], [(17, 45)], [(9, 120), (40, 0), (1, 70)]]
+)
+def test_attention_prefill(
+    run: Run, shape: dict[str, Any], cache: type, sequences: list[tuple[int, int]]
+) -> None:
+    case = Case(*sequences, cache=cache, **shape)
     near(case.prefill(run), case.expected())
 
 
 @pytest.mark.parametrize("tokens", [2, 7, 8, 31, 32, 129])
 @pytest.mark.parametrize("simdgroups", [1, 4])
 def test_attention_prefill_at_the_edges_of_its_tiles(run: Run, tokens: int, simdgroups: int) -> None:
-    case = Case(tokens, 0)
+    case = Case((tokens, 0))
     near(case.prefill(run, simdgroups), case.expected())
 
 
-@pytest.mark.parametrize("position", [31, 32, 33, 512])
+@pytest.mark.parametrize("position", [31, 32, 33, PAGE - 12, PAGE - 1, PAGE, PAGE + 1, 512])
 def test_attention_prefill_after_other_chunks(run: Run, position: int) -> None:
-    case = Case(12, position)
+    case = Case((12, position))
     near(case.prefill(run), case.expected())
 
 
 @pytest.mark.parametrize("window", [1, 8, 40])
 def test_attention_prefill_in_a_window(run: Run, window: int) -> None:
-    case = Case(50, 60, window=window)
+    case = Case((50, 60), (20, 10), window=window)
     near(case.prefill(run), case.expected())
 
 
 @pytest.mark.parametrize("position", [0, 100])
 def test_attention_with_scores_far_apart(run: Run, position: int) -> None:
-    case = Case(20, position, spread=60.0)
+    case = Case((20, position), spread=60.0)
     close(case.decode(run), case.expected(), 5e-4)  # float32 scores of about 200
-    case = Case(20, position, spread=60.0, cache=np.float32)
+    case = Case((20, position), spread=60.0, cache=np.float32)
     near(case.prefill(run), case.expected())

@@ -10,14 +10,15 @@ INF, NAN = np.float32(np.inf), np.float32(np.nan)
 NONE = CONSTANTS["ARGMAX_NONE"]
 
 
-def argmax(run: Run, logits: Floats, groups: int = 16, threads: int = 256) -> Array:
-    partial, result = Output([groups], CANDIDATE), Output([1], CANDIDATE)
+def argmax_of_rows(run: Run, logits: Floats, groups: int = 16, threads: int = 256) -> Array:
+    rows, n = logits.shape
+    partial, result = Output([rows, groups], CANDIDATE), Output([rows], CANDIDATE)
     run(
         "argmax_stage1",
         logits,
         partial.buffer,
-        make_args("ArgmaxArgs", n=logits.size),
-        groups=(groups,),
+        make_args("ArgmaxArgs", n=n),
+        groups=(groups, rows),
         threads=(threads,),
     )
     run(
@@ -25,11 +26,26 @@ def argmax(run: Run, logits: Floats, groups: int = 16, threads: int = 256) -> Ar
         partial.check(),
         result.buffer,
         make_args("ArgmaxArgs", n=groups),
-        groups=(1,),
+        groups=(rows,),
         threads=(32,),
     )
-    winner: Array = result.check()[0]
+    return result.check()
+
+
+def argmax(run: Run, logits: Floats, groups: int = 16, threads: int = 256) -> Array:
+    winner: Array = argmax_of_rows(run, logits[None], groups, threads)[0]
     return winner
+
+
+@pytest.mark.parametrize("rows", [2, 5, 33])
+def test_argmax_of_several_rows(run: Run, rows: int) -> None:
+    logits = np.random.default_rng(rows).standard_normal((rows, 4097), np.float32)
+    logits[1] = np.nan
+    winners = argmax_of_rows(run, logits)
+    assert winners["index"][1] == NONE
+    others = np.arange(rows) != 1
+    np.testing.assert_array_equal(winners["index"][others], logits[others].argmax(1))
+    np.testing.assert_array_equal(winners["value"][others], logits[others].max(1))
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 255, 4096, 4097, 49152])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal_prefill import ContextOverflowError, DeviceError, Model, _core, synth
+from metal_prefill import ContextOverflowError, DeviceError, KVMemoryError, Model, _core, synth
 
 pytestmark = pytest.mark.emulator
 
@@ -22,6 +22,9 @@ if not _core.has_emulator:
 gpu = _core.emulator
 HOST_BUFFERS = {
     "ids",
+    "rows",
+    "tiles",
+    "pages",
     "host_logits",
     "result",
     "targets",
@@ -68,18 +71,16 @@ def kernels() -> list[str]:
     return [dispatch.kernel for dispatch in gpu.history()[-1].dispatches]
 
 
-@pytest.mark.parametrize(("tokens", "per_layer"), [(1, 7), (4, 9), (8, 9), (9, 8), (32, 8), (200, 8)])
+@pytest.mark.parametrize(("tokens", "per_layer"), [(1, 7), (4, 8), (8, 8), (9, 8), (32, 8), (200, 8)])
 def test_the_number_of_dispatches_does_not_grow_with_the_prompt(
     model: Model, tokens: int, per_layer: int
 ) -> None:
     model.forward_prompt(prompt(tokens))
     stats = model.stats()
     layers = model.config.n_layers
-    # The last layer of a few tokens continues with one, whose SwiGLU is merged; only where there is no more
-    # than one token is rope part of attention. Around the layers: embedding, norm, head and two stages of
-    # argmax.
-    last = min(per_layer, 8)
-    assert stats["dispatches"] == (layers - 1) * per_layer + last + 5 == len(kernels())
+    # Only where there is no more than one token is rope part of attention. Around the layers: embedding,
+    # norm, head and two stages of argmax.
+    assert stats["dispatches"] == layers * per_layer + 5 == len(kernels())
     assert stats["command_buffers"] == 1
 
 
@@ -88,8 +89,7 @@ def test_a_chunk_is_one_command_buffer(demo_path: Path) -> None:
         model.forward_prompt(prompt(64))
         before = gpu.counters()
         model.forward_prompt(prompt(130))
-        grown = 1  # the cache outgrew its first capacity
-        assert gpu.counters().command_buffers - before.command_buffers == 3 + grown
+        assert gpu.counters().command_buffers - before.command_buffers == 3
         # A chunk that more follow ends with the K and V of its last layer.
         middle = gpu.history()[-2].dispatches
         assert middle[-1].kernel == "rope_append_f16"
@@ -124,7 +124,7 @@ def test_dispatches_are_separated_by_barriers_but_for_independent_ones(tmp_path:
     with Model(path, device="metal") as model:
         model.forward_prompt([1, 2, 3])
     overlapping = [d.kernel for d in gpu.history()[-1].dispatches[1:] if not d.after_barrier]
-    assert overlapping == ["matmul_q6_k_narrow"] * model.config.n_layers  # overlaps that of q and k
+    assert overlapping == ["multi_token_matvec_q6_k"] * model.config.n_layers  # overlaps that of q and k
 
 
 def private_and_shared() -> tuple[set[str], set[str]]:
@@ -147,12 +147,10 @@ def test_scratch_is_private_and_what_the_host_touches_is_shared(model: Model) ->
         "qkv",
         "partial",
         "att",
-        "gate_up",
         "ffn",
         "logits",
         "candidates",
-        "k_cache",
-        "v_cache",
+        "kv_pages",
         "rope_table",
     }
 
@@ -314,7 +312,7 @@ def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
             used |= set(kernels())
         model.forward_token(5)
         used |= set(kernels())
-        for tokens in (12, 280):
+        for tokens in (2, 4, 12, 280):
             model.reset()
             model.score(list(range(tokens)))
             used |= set(kernels())
@@ -386,7 +384,7 @@ def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: 
         before = gpu.counters().buffers
         expected = model.forward_prompt(prompt(70))
         needed = gpu.counters().buffers - before
-    assert needed >= 10  # rope table, K, V, and the activations
+    assert needed >= 10  # rope table, pages, the tables of the pass, and the activations
     for nth in range(1, needed + 1):
         with Model(tiny_path, device="metal") as model:
             gpu.fail_allocation(nth)
@@ -420,15 +418,103 @@ def test_fused_kernels_drift_less_than_a_thousandth_through_thirty_layers(tmp_pa
     assert np.abs(separate - together).max() <= 1e-3 * np.abs(separate).max()
 
 
-def test_a_failure_while_the_cache_grows_keeps_what_it_holds(model: Model) -> None:
+LARGE_PAGES: dict[str, Any] = {  # of 2 MiB: the first four fill what the pool begins with
+    "preset": "tiny",
+    "layers": 4,
+    "dim": 64,
+    "heads": 8,
+    "kv_heads": 8,
+    "head_dim": 256,
+    "ffn": 64,
+    "vocab": 1024,
+    "context": 640,
+}
+
+
+@pytest.fixture
+def large_pages(tmp_path: Path) -> Iterator[Model]:
+    path = synth.synthesize(tmp_path / "large.gguf", **LARGE_PAGES)
+    with Model(path, device="metal", chunk_tokens=64) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("failure", ["allocation", "command buffer"])
+def test_a_failure_while_the_cache_grows_keeps_what_it_holds(large_pages: Model, failure: str) -> None:
+    model = large_pages
     token = model.forward_prompt(prompt(60))
     expected = model.forward_token_greedy(token)
     model.rewind(60)
-    gpu.fail_command_buffer(message="no room to grow")
-    with pytest.raises(DeviceError, match=r"growth of the KV cache.*no room to grow"):
-        model.forward_prompt(prompt(100))
+    if failure == "allocation":
+        gpu.fail_allocation()
+    else:
+        gpu.fail_command_buffer(message="no room to grow")
+    with pytest.raises(
+        DeviceError, match=r"'kv_pages': out of memory|growth of the KV cache.*no room to grow"
+    ):
+        model.forward_prompt(prompt(250))
     assert model.position == 60
     assert model.forward_token_greedy(token) == expected
+
+
+def test_a_cache_that_grows_keeps_what_it_holds(large_pages: Model) -> None:
+    first = large_pages.session()
+    logits = first.forward_prompt_logits(prompt(100))
+    first.rewind(99)
+    others = [large_pages.session() for _ in range(3)]
+    for other in others:
+        other.forward_prompt(prompt(100, 9))
+    labels = [b.label for b in gpu.live_buffers()]
+    assert labels.count("kv_pages") == 1
+    np.testing.assert_allclose(first.forward_token(prompt(100)[99]), logits, atol=1e-3 * np.abs(logits).max())
+
+
+def test_the_pool_is_no_larger_than_a_buffer(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "large.gguf", **LARGE_PAGES)
+    gpu.set_limits(gpu.Limits(max_buffer_length=5 << 20))
+    with Model(path, device="metal") as model:
+        model.forward_prompt(prompt(128))
+        with model.session() as other, pytest.raises(KVMemoryError, match=f"{4 << 20} bytes .2 pages"):
+            other.forward_prompt(prompt(1))
+        assert model.position == 128
+
+
+@pytest.mark.parametrize(
+    ("options", "per_layer"), [({}, 7), ({"fused_norm": True, "fused_silu": True}, 5)], ids=str
+)
+def test_the_number_of_dispatches_does_not_grow_with_the_number_of_sequences(
+    tiny_path: Path, options: dict[str, Any], per_layer: int
+) -> None:
+    with Model(tiny_path, device="metal", **options) as model:
+        layers = model.config.n_layers
+        sessions = [model.session() for _ in range(32)]
+        for session in sessions[::3]:
+            session.forward_prompt(prompt(5))
+        counts: dict[str, set[float]] = {"tokens": set(), "a few": set(), "prompts": set(), "scores": set()}
+        for n in (1, 8, 32):
+            some = sessions[:n]
+            model.forward_batch(some, [[3]] * n)
+            counts["tokens"].add(some[0].stats()["dispatches"])
+            model.forward_batch(some, [prompt(2 + i % 7) for i in range(n)], output="logits")
+            counts["a few"].add(some[0].stats()["dispatches"])
+            model.forward_batch(some, [prompt(9 + i % 7) for i in range(n)])
+            counts["prompts"].add(some[0].stats()["dispatches"])
+            assert some[0].stats()["command_buffers"] == 1
+            model.forward_batch(some, [prompt(3)] * n, output="log_probs")
+            counts["scores"].add(some[0].stats()["dispatches"])
+        assert counts["tokens"] == {per_layer * layers + 5}  # embedding, norm, head and argmax
+        assert {len(c) for c in counts.values()} == {1}, counts
+
+
+def test_a_table_of_sequences_is_written_once_for_all_layers(model: Model) -> None:
+    """The host copies ids and tables before the pass; a second pass of the size makes no buffers."""
+    sessions = [model.session() for _ in range(4)]
+    for _ in range(2):
+        before = gpu.counters().buffers
+        model.forward_batch(sessions, [prompt(n) for n in (1, 8, 3, 2)])
+    assert gpu.counters().buffers == before
+    assert sessions[0].stats()["allocations"] == 0
+    assert {b.label for b in gpu.live_buffers()} >= {"ids", "rows", "pages"}
+    assert "tiles" not in {b.label for b in gpu.live_buffers()}  # of prompts alone
 
 
 def test_a_failure_at_load_leaves_no_object(demo_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_arguments_are_read_by_name() -> None:
     assert first.buffers == ("weights", "ids", "x")
     decode = planned(uniform_shape(SMALL, "q4_0", "q8_0"), 1, position=20)
     attention = next(d for d in decode if d.kernel.startswith("rope_attention"))
-    assert attention.args["position"] == 20
+    assert attention.runs == ((20, 1),)
     assert attention.args["n_heads"] == 4
     assert attention.args["scale"] == 0.125
     qkv = next(d for d in decode if d.kernel == "matvec_q4_0")

@@ -31,7 +31,7 @@ def activation(x: Doubles, kind: int) -> Doubles:
 
 
 def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Array:
-    given = {"accumulate": 0, "activation": SILU, "eps": 0.0} | fields
+    given = {"tokens": 1, "out_stride": out_dim, "accumulate": 0, "activation": SILU, "eps": 0.0} | fields
     return make_args(
         "MatvecArgs", weights=w.stacked(), in_dim=w.cols, out_dim=out_dim, lanes_per_row=lanes, **given
     )
@@ -107,57 +107,81 @@ def test_matvec_swiglu(run: Run, kind: str, act: int) -> None:
     close(y.check(), activation(gate.astype(np.float64), act) * up)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 8, 9, 31, 32, 33])
-@pytest.mark.parametrize("cols", [32, 64, 576, 1536, 2048])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_multi_token_matvec_q4_0(run: Run, batch: int, cols: int, accumulate: bool) -> None:
-    rng = np.random.default_rng(batch)
-    rows = [11, 4, 4] if cols == 576 else [19]  # no multiple of the threadgroup's 8
-    w = Weights(rng, "Q4_0", rows, cols)
-    x = rng.standard_normal((batch, cols), np.float32)
-    before = rng.standard_normal((batch, 19), np.float32)
-    y = Output([batch, 19], initial=before if accumulate else None)
-    args = make_args(
-        "MultiTokenArgs", weights=w.stacked(), in_dim=cols, out_dim=19, batch_size=batch, out_stride=19
-    )
+def multi_token(
+    run: Run, w: Weights, x: Array, y: Output, lanes: int, swiglu: bool = False, **fields: Any
+) -> None:
+    """Run multi_token_matvec or multi_token_matvec_swiglu."""
+    out_dim = sum(w.rows) // (2 if swiglu else 1)
+    rows_of_group = (1 if swiglu else 2) * 64 // lanes
+    stem = "multi_token_matvec_swiglu" if swiglu else "multi_token_matvec"
     run(
-        "multi_token_matvec_q4_0" + ("_accumulate" if accumulate else ""),
+        f"{stem}_{w.kind.lower()}" + ("_accumulate" if fields.get("accumulate") else ""),
         w.bytes,
         x,
         y.buffer,
-        args,
-        groups=(ceil_div(19, CONSTANTS["MULTI_TOKEN_ROWS"]), ceil_div(batch, CONSTANTS["MULTI_TOKEN_TILE"])),
-        threads=(256,),
+        matvec_args(w, out_dim, lanes, tokens=len(x), **fields),
+        groups=(ceil_div(out_dim, rows_of_group), ceil_div(len(x), CONSTANTS["MULTI_TOKEN_TILE"])),
+        threads=(64,),
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 9, 31, 33])
+@pytest.mark.parametrize(("cols", "lanes"), [(32, 8), (64, 32), (576, 16), (1536, 32)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_multi_token_matvec(run: Run, tokens: int, cols: int, lanes: int, accumulate: bool) -> None:
+    rng = np.random.default_rng(tokens)
+    rows = [11, 4, 4] if cols == 576 else [19]  # no multiple of what a threadgroup takes
+    w = Weights(rng, "Q4_0", rows, cols)
+    x = rng.standard_normal((tokens, cols), np.float32)
+    before = rng.standard_normal((tokens, 19), np.float32)
+    y = Output([tokens, 19], initial=before if accumulate else None)
+    multi_token(run, w, x, y, lanes, accumulate=accumulate)
     close(y.check(), x.astype(np.float64) @ w.values.T + (before if accumulate else 0))
 
 
-def test_multi_token_matvec_q4_0_at_its_largest_batch(run: Run) -> None:
+def test_multi_token_matvec_at_its_largest_batch(run: Run) -> None:
     rng = np.random.default_rng(4)
     w = Weights(rng, "Q4_0", [9], 64)
     x = rng.standard_normal((2048, 64), np.float32)
     y = Output([2048, 9])
-    args = make_args(
-        "MultiTokenArgs", weights=w.stacked(), in_dim=64, out_dim=9, batch_size=2048, out_stride=9
-    )
-    run("multi_token_matvec_q4_0", w.bytes, x, y.buffer, args, groups=(2, 256), threads=(256,))
+    multi_token(run, w, x, y, 8)
     close(y.check(), x.astype(np.float64) @ w.values.T)
 
 
-def test_multi_token_matvec_q4_0_equals_matvec(run: Run) -> None:
+def test_multi_token_matvec_leaves_the_rest_of_a_longer_row(run: Run) -> None:
+    rng = np.random.default_rng(4)
+    w = Weights(rng, "Q4_0", [9], 64)
+    x = rng.standard_normal((20, 64), np.float32)
+    y = Output([20, 12], initial=np.full((20, 12), 3.0))
+    multi_token(run, w, x, y, 8, out_stride=12)
+    close(y.check()[:, :9], x.astype(np.float64) @ w.values.T)
+    assert (y.array[:, 9:] == 3).all()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("lanes", [8, 32])
+def test_a_token_gets_the_same_bits_alone_and_with_others(run: Run, kind: str, lanes: int) -> None:
     rng = np.random.default_rng(5)
-    w = Weights(rng, "Q4_0", [192], 576)
-    x = rng.standard_normal((5, 576), np.float32)
-    many, one = Output([5, 192]), Output([5, 192])
-    args = make_args(
-        "MultiTokenArgs", weights=w.stacked(), in_dim=576, out_dim=192, batch_size=5, out_stride=192
-    )
-    run("multi_token_matvec_q4_0", w.bytes, x, many.buffer, args, groups=(24, 1), threads=(256,))
-    for t in range(5):
-        y = Output([192])
-        run("matvec_q4_0", w.bytes, x[t], y.buffer, matvec_args(w, 192), groups=(24,), threads=(64,))
-        one.array[t] = y.check()
-    close(many.check(), one.check().astype(np.float64), 1e-5)
+    cols = columns(kind, 576)
+    w = Weights(rng, kind, [45, 45], cols)
+    x = rng.standard_normal((11, cols), np.float32)
+    before = rng.standard_normal((11, 90), np.float32)
+    alone, gated = Output([11, 90]), Output([11, 45])
+    for t in range(11):
+        y, ffn = Output([90], initial=before[t]), Output([45])
+        groups = matvec_groups(90, lanes, 64)
+        args = matvec_args(w, 90, lanes, accumulate=1)
+        run(f"matvec_{kind.lower()}", w.bytes, x[t], y.buffer, args, groups=groups, threads=(64,))
+        alone.array[t] = y.check()
+        name, args = f"matvec_swiglu_{kind.lower()}", matvec_args(w, 45, lanes)
+        run(name, w.bytes, x[t], ffn.buffer, args, groups=groups, threads=(64,))
+        gated.array[t] = ffn.check()
+    for n in (1, 2, 3, 4, 5, 8, 11):
+        y, ffn = Output([n, 90], initial=before[:n]), Output([n, 45])
+        multi_token(run, w, x[:n], y, lanes, accumulate=1)
+        multi_token(run, w, x[:n], ffn, lanes, swiglu=True)
+        np.testing.assert_array_equal(y.check(), alone.check()[:n])
+        np.testing.assert_array_equal(ffn.check(), gated.check()[:n])
 
 
 TILES = {"narrow": 32, "wide": 64}
@@ -310,6 +334,24 @@ def check_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int
     close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), bound)
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "F32"])
+def test_rmsnorm_matvec_of_several_tokens(run: Run, kind: str) -> None:
+    rng = np.random.default_rng(13)
+    w = Weights(rng, kind, [45], 576)
+    x = rng.standard_normal((3, 576), np.float32)
+    norm = rng.uniform(0.5, 1.5, 576).astype(np.float32)
+
+    def product(x: Array, y: Output) -> Array:
+        args = matvec_args(w, 45, 16, eps=1e-5, tokens=len(x), out_stride=50)
+        grid: dict[str, Any] = {"groups": (12, len(x)), "threads": (64,)}
+        run(f"rmsnorm_matvec_{kind.lower()}", w.bytes, norm, x, y.buffer, args, **grid)
+        return y.check()[:, :45]
+
+    together = product(x, Output([3, 50], initial=np.zeros((3, 50))))
+    for t in range(3):
+        np.testing.assert_array_equal(product(x[t : t + 1], Output([1, 50]))[0], together[t])
+
+
 @pytest.mark.parametrize(("cols", "rows"), FUSED_SHAPES)
 @pytest.mark.parametrize("act", [SILU, GELU], ids=["silu", "gelu"])
 def test_silu_matvec_q4_0_accumulate(run: Run, cols: int, rows: int, act: int) -> None:
@@ -329,3 +371,21 @@ def test_silu_matvec_q4_0_accumulate(run: Run, cols: int, rows: int, act: int) -
     )
     gate, up = np.split(gate_up.astype(np.float64), 2)
     close(y.check(), before + w.values @ (activation(gate, act) * up), 2e-4)
+
+
+def test_silu_matvec_q4_0_accumulate_of_several_tokens(run: Run) -> None:
+    rng = np.random.default_rng(14)
+    w = Weights(rng, "Q4_0", [45], 96)
+    gate_up = rng.standard_normal((3, 192), np.float32)
+    before = rng.standard_normal((3, 45), np.float32)
+
+    def product(gate_up: Array, y: Output) -> Array:
+        args = matvec_args(w, 45, 16, tokens=len(gate_up))
+        grid: dict[str, Any] = {"groups": (12, len(gate_up)), "threads": (64,)}
+        run("silu_matvec_q4_0_accumulate", w.bytes, gate_up, y.buffer, args, **grid)
+        return y.check()
+
+    together = product(gate_up, Output([3, 45], initial=before))
+    for t in range(3):
+        alone = product(gate_up[t : t + 1], Output([1, 45], initial=before[t : t + 1]))
+        np.testing.assert_array_equal(alone[0], together[t])

@@ -1,60 +1,67 @@
-"""Rope, append and attention of a single token in one kernel, against float64."""
+"""Rope, append and attention of sequences with a single token each in one kernel, against float64."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from support.head_cases import ROPE_CASES, rms, rotate
 from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, close, make_args
-
-ROWS_AFTER = 3  # of the cache, after the token
+from support.paged import PAGE, Pages
 
 
 class Case:
-    """A row of qkv, and a cache that holds `position` tokens and NaN from there on."""
+    """Rows of qkv, one for each position, and a cache with as many tokens of each sequence."""
 
-    def __init__(self, position: int, cache: type, window: int = 0, **given: Any) -> None:
+    def __init__(self, *positions: int, cache: type = np.float16, window: int = 0, **given: Any) -> None:
+        given = {"heads": (9, 3), "dims": (64, 64), "rope": 64} | given
         given = {"neox": False, "bias": False, "norms": False} | given
         self.n_heads, self.n_kv = given["heads"]
         self.key_dim, self.value_dim = given["dims"]
-        self.position, self.window = position, window
+        self.positions, self.window = positions, window
         self.cache = np.dtype(cache)
-        rng = np.random.default_rng(position)
+        n = len(positions)
         q_dim, k_dim, v_dim = (
             self.n_heads * self.key_dim,
             self.n_kv * self.key_dim,
             self.n_kv * self.value_dim,
         )
-        self.qkv = rng.standard_normal(q_dim + k_dim + v_dim).astype(np.float32)
-        self.bias = rng.standard_normal(self.qkv.size).astype(np.float32)
+        row = q_dim + k_dim + v_dim
+        self.qkv = np.stack([np.random.default_rng(p).standard_normal(row, np.float32) for p in positions])
+        rng = np.random.default_rng(1)
+        self.bias = rng.standard_normal(row).astype(np.float32)
         self.norms = np.asarray(rng.uniform(0.5, 1.5, (2, self.key_dim)), dtype=np.float32)
-        half = max(int(given["rope"]) // 2, 1)
-        angles = rng.uniform(-np.pi, np.pi, size=(position + 1, half))
+        angles = rng.uniform(-np.pi, np.pi, size=(500, max(int(given["rope"]) // 2, 1)))
         self.table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
-        rows = position + 1 + ROWS_AFTER
-        self.k: Array = np.full((rows, self.n_kv, self.key_dim), np.nan, cache)
-        self.v: Array = np.full((rows, self.n_kv, self.value_dim), np.nan, cache)
-        self.k[:position] = rng.standard_normal(self.k[:position].shape)
-        self.v[:position] = rng.standard_normal(self.v[:position].shape)
+        self.before: list[tuple[Array, Array]] = []
+        for p in positions:
+            rng = np.random.default_rng([p, 1])
+            k: Array = rng.standard_normal((p, self.n_kv, self.key_dim)).astype(cache)
+            self.before.append((k, rng.standard_normal((p, self.n_kv, self.value_dim)).astype(cache)))
 
         wide = self.qkv.astype(np.float64) + (self.bias if given["bias"] else 0)
-        q, k, v = np.split(wide, [q_dim, q_dim + k_dim])
-        q, k = q.reshape(1, self.n_heads, self.key_dim), k.reshape(1, self.n_kv, self.key_dim)
+        q, k, v = np.split(wide, [q_dim, q_dim + k_dim], axis=1)
+        q, k = q.reshape(n, self.n_heads, self.key_dim), k.reshape(n, self.n_kv, self.key_dim)
         if given["norms"]:
             q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
         if given["rope"]:
-            q, k = (rotate(x, self.table[position:], given["rope"], given["neox"]) for x in (q, k))
-        self.own_k, self.own_v = k[0], v.reshape(self.n_kv, self.value_dim)
+            turns = self.table[list(positions)]
+            q, k = (rotate(x, turns, given["rope"], given["neox"]) for x in (q, k))
+        self.own = k, v.reshape(n, self.n_kv, self.value_dim)
 
-        keys, values = self.k.astype(np.float64), self.v.astype(np.float64)
-        keys[position], values[position] = self.own_k.astype(cache), self.own_v.astype(cache)
-        seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
-        keys, values = (np.repeat(x[seen], self.n_heads // self.n_kv, axis=1) for x in (keys, values))
-        scores = np.einsum("hd,khd->hk", q[0], keys) / np.sqrt(self.key_dim)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        self.expected = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), values)
+        self.expected = np.empty((n, self.n_heads, self.value_dim))
+        for i, p in enumerate(positions):
+            seen = slice(max(0, p + 1 - window) if window else 0, p + 1)
+            keys, values = (
+                np.concatenate([old.astype(np.float64), new[i : i + 1].astype(cache)])[seen]
+                for old, new in zip(self.before[i], self.own, strict=True)
+            )
+            keys, values = (np.repeat(x, self.n_heads // self.n_kv, axis=1) for x in (keys, values))
+            scores = np.einsum("hd,khd->hk", q[i], keys) / np.sqrt(self.key_dim)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            self.expected[i] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), values)
 
         self.rope = {
             "n_heads": self.n_heads,
@@ -63,7 +70,6 @@ class Case:
             "value_dim": self.value_dim,
             "rope_dim": given["rope"],
             "style": CONSTANTS["ROPE_NEOX" if given["neox"] else "ROPE_INTERLEAVED"],
-            "position": position,
             "has_bias": given["bias"],
             "has_q_norm": given["norms"],
             "has_k_norm": given["norms"],
@@ -71,8 +77,16 @@ class Case:
             "skip_queries": 0,
         }
 
-    def check(self, run: Run, splits: int = 1, threads: int = 256) -> None:
-        """Run the kernel; check its result and the keys and values that it appended."""
+    def pages(self) -> Pages:
+        pages = Pages([p + 1 for p in self.positions], self.n_kv, (self.key_dim, self.value_dim), self.cache)
+        for i, (k, v) in enumerate(self.before):
+            pages.put(i, k, v)
+        return pages
+
+    def attend(
+        self, run: Run, pages: Pages, splits: Sequence[int], threads: int = 256, fused: bool = True
+    ) -> Array:
+        """Run the kernel, or the two that it joins."""
         size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
         heads = {32: 4, 64: 4, 96: 2, 128: 2, 256: 1}[size]
         blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, heads)
@@ -82,38 +96,52 @@ class Case:
             n_kv_heads=self.n_kv,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
-            tokens=1,
-            position=self.position,
-            q_stride=self.qkv.size,
+            q_stride=self.qkv.shape[1],
+            page_stride=pages.stride,
             window=self.window,
-            splits=splits,
-            split_keys=ceil_div(self.position + 1, splits),
+            splits=max(splits),
+            tiles=0,
             scale=1 / np.sqrt(self.key_dim),
         )
+        rope = make_args("RopeArgs", page_stride=pages.stride, **self.rope)
         args = np.zeros(1, STRUCTS["RopeAttentionArgs"])
-        args["rope"], args["attention"] = make_args("RopeArgs", **self.rope), attention
-        k_cache, v_cache = (Output(x.shape, self.cache, initial=x) for x in (self.k, self.v))
-        out = Output([self.n_heads, self.value_dim])
-        partial = Output([self.n_heads, splits, self.value_dim + 2])
-        run(
-            f"rope_attention_decode_{'f16' if self.cache == np.float16 else 'f32'}_{size}",
-            *(self.bias, self.norms[0], self.norms[1], self.table, self.qkv),
-            *(k_cache.buffer, v_cache.buffer, (out if splits == 1 else partial).buffer, args),
-            groups=(splits, blocks, 1),
-            threads=(threads,),
-        )
-        if splits > 1:
-            groups = (self.n_heads, 1)
-            run("attention_combine", partial.buffer, out.buffer, attention, groups=groups, threads=(64,))
-        close(out.check(), self.expected)
+        args["rope"], args["attention"] = rope, attention
+        n, most = len(self.positions), max(splits)
+        rows = pages.row_table(list(enumerate(self.positions)), splits).view(np.uint8)
+        qkv = Output(self.qkv.shape, initial=self.qkv)
+        inputs = (self.bias, self.norms[0], self.norms[1], self.table, qkv.buffer, rows, pages.pages)
+        caches = (pages.k.buffer, pages.v.buffer)
+        out = Output([n, self.n_heads, self.value_dim])
+        partial = Output([n, self.n_heads, most, self.value_dim + 2])
+        first = (out if most == 1 else partial).buffer
+        kind = f"{'f16' if self.cache == np.float16 else 'f32'}"
+        grid: dict[str, Any] = {"groups": (most, blocks, n), "threads": (threads,)}
+        if fused:
+            run(f"rope_attention_decode_{kind}_{size}", *inputs, *caches, first, args, **grid)
+        else:
+            groups = (self.n_heads + 2 * self.n_kv, n)
+            run(f"rope_append_{kind}", *inputs, *caches, rope, groups=groups, threads=(32,))
+            q = qkv.check()
+            run(f"attention_decode_{kind}_{size}", q, rows, pages.pages, *caches, first, attention, **grid)
+        if most > 1:
+            groups = (self.n_heads, n)
+            run(
+                "attention_combine", partial.buffer, rows, out.buffer, attention, groups=groups, threads=(64,)
+            )
+        return out.check()
+
+    def check(self, run: Run, *splits: int, threads: int = 256) -> None:
+        """Run the kernel; look at its result and at what it appended."""
+        pages, untouched = self.pages(), self.pages()
+        close(self.attend(run, pages, splits or [1] * len(self.positions), threads), self.expected)
         bound = 1e-3 if self.cache == np.float16 else 1e-5
-        own = self.position
-        for written, before, expected in (
-            (k_cache.check(), self.k, self.own_k),
-            (v_cache.check(), self.v, self.own_v),
-        ):
-            close(written[own], expected, bound)
-            np.testing.assert_array_equal(np.delete(written, own, 0), np.delete(before, own, 0))
+        for values in (False, True):
+            own = [pages.rows(i, values)[p] for i, p in enumerate(self.positions)]
+            close(np.array(own), self.own[values], bound)
+            for place in own:
+                place[...] = np.nan
+        np.testing.assert_array_equal(pages.k.check(), untouched.k.array)
+        np.testing.assert_array_equal(pages.v.check(), untouched.v.array)
 
 
 caches = pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", "f32"])
@@ -123,22 +151,41 @@ caches = pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", 
 @caches
 @pytest.mark.parametrize(("position", "threads"), [(0, 32), (1, 64), (45, 256)])
 def test_rope_attention_decode(run: Run, case: str, cache: type, position: int, threads: int) -> None:
-    Case(position, cache, **ROPE_CASES[case]).check(run, threads=threads)
+    Case(position, cache=cache, **ROPE_CASES[case]).check(run, threads=threads)
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (5, 1)])
 def test_more_query_heads_than_a_threadgroup_takes(run: Run, heads: tuple[int, int]) -> None:
     """Several threadgroups have the token's key, and one of them appends it."""
-    Case(20, np.float16, heads=heads, dims=(64, 64), rope=64).check(run)
+    Case(20, heads=heads).check(run)
 
 
 @caches
 @pytest.mark.parametrize(("position", "splits"), [(299, 2), (300, 5), (2, 5)])
 def test_over_several_threadgroups(run: Run, cache: type, position: int, splits: int) -> None:
-    Case(position, cache, heads=(9, 3), dims=(64, 64), rope=64).check(run, splits)
+    Case(position, cache=cache).check(run, splits)
+
+
+@pytest.mark.parametrize("case", ROPE_CASES)
+@caches
+def test_several_sequences(run: Run, case: str, cache: type) -> None:
+    Case(PAGE, 3, 2 * PAGE - 1, 0, PAGE - 1, cache=cache, **ROPE_CASES[case]).check(run)
+
+
+@pytest.mark.parametrize("position", [0, 2, 3, PAGE - 1, PAGE, PAGE + 1, 130])
+def test_bits_are_those_of_a_sequence_alone_and_of_the_two_kernels_that_are_joined(
+    run: Run, position: int
+) -> None:
+    splits = 1 if position < PAGE else 2
+    alone, together = Case(position), Case(70, position, 400)
+    threads = 32 * min(8, ceil_div(position + 1, 4 * splits))
+    expected = alone.attend(run, alone.pages(), [splits], threads)
+    for fused in (True, False):
+        each = together.attend(run, together.pages(), [1, splits, 3], fused=fused)
+        np.testing.assert_array_equal(each[1], expected[0])
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [1, 50])
 def test_in_a_window(run: Run, splits: int, window: int) -> None:
-    Case(200, np.float16, window, heads=(9, 3), dims=(64, 64), rope=64).check(run, splits)
+    Case(200, 20, 100, window=window).check(run, splits, 1, 2)

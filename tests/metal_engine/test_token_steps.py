@@ -7,6 +7,7 @@ import pytest
 from support.head_cases import ROPE_CASES, rms, rotate
 from support.kernel_harness import (
     CONSTANTS,
+    Array,
     Output,
     Run,
     Weights,
@@ -16,6 +17,7 @@ from support.kernel_harness import (
     make_args,
     near,
 )
+from support.paged import Pages
 from support.small_models import TYPES
 
 SILU = CONSTANTS["ACTIVATION_SILU"]
@@ -82,61 +84,75 @@ def test_rmsnorm_of_zeros_is_zero(run: Run) -> None:
 
 @pytest.mark.parametrize("case", ROPE_CASES)
 @pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", "f32"])
-@pytest.mark.parametrize(("tokens", "position"), [(1, 0), (5, 37)])
-def test_rope_append(run: Run, case: str, cache: type, tokens: int, position: int) -> None:
+@pytest.mark.parametrize("sequences", [[(1, 0)], [(5, 37)], [(3, 62), (1, 64), (2, 7)]])
+def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int, int]]) -> None:
+    """Tokens of sequences, (tokens, position) each, which go to pages of their own."""
     given = {"neox": False, "bias": False, "norms": False} | ROPE_CASES[case]
     (n_heads, n_kv), (key_dim, value_dim), rope_dim = given["heads"], given["dims"], given["rope"]
     rng = np.random.default_rng(3)
     q_dim, k_dim, v_dim = n_heads * key_dim, n_kv * key_dim, n_kv * value_dim
+    rows = [(i, p + t) for i, (n, p) in enumerate(sequences) for t in range(n)]
+    positions = [position for _, position in rows]
+    tokens = len(rows)
     qkv = rng.standard_normal((tokens, q_dim + k_dim + v_dim)).astype(np.float32)
     bias = rng.standard_normal((qkv.shape[1],)).astype(np.float32)
     norms = np.asarray(rng.uniform(0.5, 1.5, (2, key_dim)), dtype=np.float32)
-    angles = rng.uniform(-np.pi, np.pi, size=(position + tokens, max(int(rope_dim) // 2, 1)))
+    angles = rng.uniform(-np.pi, np.pi, size=(max(positions) + 1, max(int(rope_dim) // 2, 1)))
     table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
 
     wide = qkv.astype(np.float64) + (bias if given["bias"] else 0)
     q, k, v = np.split(wide, [q_dim, q_dim + k_dim], axis=1)
     q, k = q.reshape(tokens, n_heads, key_dim), k.reshape(tokens, n_kv, key_dim)
+    v = v.reshape(tokens, n_kv, value_dim)
     if given["norms"]:
         q, k = rms(q, 1e-6) * norms[0], rms(k, 1e-6) * norms[1]
     if rope_dim:
-        q, k = (rotate(heads, table[position:], rope_dim, given["neox"]) for heads in (q, k))
+        q, k = (rotate(heads, table[positions], rope_dim, given["neox"]) for heads in (q, k))
 
-    out = Output(qkv.shape, initial=qkv)
-    rows = position + tokens + 1
-    k_cache, v_cache = Output([rows, k_dim], cache), Output([rows, v_dim], cache)
-    args = make_args(
-        "RopeArgs",
-        n_heads=n_heads,
-        n_kv_heads=n_kv,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        rope_dim=rope_dim,
-        style=CONSTANTS["ROPE_NEOX" if given["neox"] else "ROPE_INTERLEAVED"],
-        position=position,
-        has_bias=given["bias"],
-        has_q_norm=given["norms"],
-        has_k_norm=given["norms"],
-        eps=1e-6,
-        skip_queries=0,
-    )
-    name = "rope_append_" + ("f16" if cache is np.float16 else "f32")
-    buffers = (bias, norms[0], norms[1], table, out.buffer, k_cache.buffer, v_cache.buffer, args)
-    run(name, *buffers, groups=(n_heads + 2 * n_kv, tokens), threads=(32,))
-    bound = 1e-3 if cache is np.float16 else 1e-5
+    def pages() -> Pages:
+        return Pages([n + p for n, p in sequences], n_kv, (key_dim, value_dim), cache)
+
+    def append(into: Pages, qkv_buffer: Array, skip_queries: int) -> None:
+        args = make_args(
+            "RopeArgs",
+            n_heads=n_heads,
+            n_kv_heads=n_kv,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            rope_dim=rope_dim,
+            style=CONSTANTS["ROPE_NEOX" if given["neox"] else "ROPE_INTERLEAVED"],
+            page_stride=into.stride,
+            has_bias=given["bias"],
+            has_q_norm=given["norms"],
+            has_k_norm=given["norms"],
+            eps=1e-6,
+            skip_queries=skip_queries,
+        )
+        tables = (into.row_table(rows).view(np.uint8), into.pages)
+        heads = 2 * n_kv + (0 if skip_queries else n_heads)
+        buffers = (bias, norms[0], norms[1], table, qkv_buffer, *tables, into.k.buffer, into.v.buffer, args)
+        name = "rope_append_" + ("f16" if cache is np.float16 else "f32")
+        run(name, *buffers, groups=(heads, tokens), threads=(32,))
+
+    out, written = Output(qkv.shape, initial=qkv), pages()
+    append(written, out.buffer, 0)
     close(out.check()[:, :q_dim], q.reshape(tokens, q_dim), 1e-5)
     np.testing.assert_array_equal(out.array[:, q_dim:], qkv[:, q_dim:])
-    close(k_cache.check()[position:-1], k.reshape(tokens, k_dim), bound)
-    close(v_cache.check()[position:-1], v, bound)
-    for written in (k_cache.array, v_cache.array):
-        assert np.isnan(written[:position]).all(), "wrote at positions before its own"
-        assert np.isnan(written[-1:]).all(), "wrote at positions after its own"
+    bound = 1e-3 if cache is np.float16 else 1e-5
+    k_pool, v_pool = written.copies()
+    for values, expected in ((False, k), (True, v)):
+        own = [written.rows(sequence, values)[position] for sequence, position in rows]
+        close(np.array(own), expected, bound)
+        for place in own:
+            place[...] = np.nan
+    assert np.isnan(written.k.array).all(), "keys were written to another place"
+    assert np.isnan(written.v.array).all(), "values were written to another place"
 
-    keys_alone, args["skip_queries"] = Output([rows, k_dim], cache), 1
+    keys_alone = pages()
     out.array[...] = qkv
-    buffers = (bias, norms[0], norms[1], table, out.buffer, keys_alone.buffer, v_cache.buffer, args)
-    run(name, *buffers, groups=(2 * n_kv, tokens), threads=(32,))
-    np.testing.assert_array_equal(keys_alone.check(), k_cache.array)
+    append(keys_alone, out.buffer, 1)
+    np.testing.assert_array_equal(keys_alone.k.check(), k_pool)
+    np.testing.assert_array_equal(keys_alone.v.check(), v_pool)
     np.testing.assert_array_equal(out.check(), qkv)
 
 

@@ -17,6 +17,8 @@ from metal_prefill._dispatches import Dispatch
 
 SIMD = 32
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
+MULTI_TOKEN_TILE = _core.shader_constants["MULTI_TOKEN_TILE"]
+PAGE_POSITIONS = _core.shader_constants["PAGE_POSITIONS"]
 
 
 @dataclass(frozen=True)
@@ -139,67 +141,46 @@ def _cache_bytes(kernel: str) -> int:
 
 
 def _matvec(d: Dispatch) -> Work:
+    """Return the work of products in float32: of one token, or of tiles of tokens that share the weights.
+
+    Kernels that include the step before the product take each token by itself.
+    """
     a = d.args
     item_bytes, dequantize = _item(d.kernel)
-    lanes, items = a["lanes_per_row"], a["in_dim"] // 8
+    lanes, items, tokens = a["lanes_per_row"], a["in_dim"] // 8, a["tokens"]
+    silu, norm = d.kernel.startswith("silu"), d.kernel.startswith("rmsnorm")
+    many = d.kernel.startswith("multi_token")
     matrices = 2 if "swiglu" in d.kernel else 1
-    rounds = ceil(items / lanes)
-    round_ops = (dequantize + Ops(alu=8)) * matrices + Ops(memory=2) + _LOOP
-    x_bytes = a["in_dim"] * _FLOAT
-    ahead = 1 if d.kernel.startswith("silu") else 3  # rounds loaded at once, also those beyond the end
-    rounds = ceil(rounds / ahead) * ahead
-    if d.kernel.startswith("silu"):
+    rows = 2 if many else matrices  # of weights that a lane has together
+    tile = next(n for n in (2, 4, 8) if n >= min(tokens, MULTI_TOKEN_TILE)) if many else 1
+    # Rounds that are loaded at once, also those beyond the end.
+    ahead = 1 if silu else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
+    rounds = ceil(ceil(items / lanes) / ahead) * ahead
+    round_ops = (dequantize + Ops(alu=8) * tile) * rows + Ops(memory=2) * tile + _LOOP
+    x_row, shared = a["in_dim"] * _FLOAT, 0
+    if silu:
         round_ops += Ops(alu=24, exp=8, rcp=8, memory=6)
-        x_bytes *= 2
-    if d.kernel.startswith("rmsnorm"):
+        x_row *= 2
+    if norm:
         round_ops += Ops(alu=16, memory=2)
-        x_bytes *= 2  # and the norm's weights
-    ops = round_ops * rounds + Ops(alu=6 + log2(lanes), shuffle=log2(lanes)) * matrices
+        shared = x_row  # the norm's weights
+    ops = round_ops * rounds + Ops(alu=6 + log2(lanes), shuffle=log2(lanes)) * (rows * tile)
     if "swiglu" in d.kernel:
-        ops += Ops(alu=6, exp=1, rcp=1)
+        ops += Ops(alu=6, exp=1, rcp=1) * tile
     simdgroups = d.threads // SIMD
-    rows_of_group = d.threads // lanes
+    group_rows = d.threads // lanes * (2 if many and matrices == 1 else 1)
     weights = matrices * a["out_dim"] * a["row_bytes"]
-    out = a["out_dim"] * _FLOAT * (2 if a["accumulate"] or d.kernel.startswith("silu") else 1)
+    x, tile_x = tokens * x_row + shared, tile * x_row + shared
+    out = tokens * a["out_dim"] * _FLOAT * (2 if a["accumulate"] or silu else 1)
     return _work(
         d,
         ops=ops,
         trips=ceil(rounds / ahead) + 1,
         dram=weights,
-        cached=x_bytes + out,
-        fetched=weights + d.groups * x_bytes + out,
-        # Rows of a simdgroup share the values that it reads of x.
-        core=rows_of_group * d.groups * items * item_bytes * matrices + d.groups * simdgroups * x_bytes + out,
-    )
-
-
-def _multi_token(d: Dispatch) -> Work:
-    a = d.args
-    item_bytes, dequantize = _item(d.kernel)
-    tokens = min(a["batch_size"], _core.shader_constants["MULTI_TOKEN_TILE"])
-    items = a["in_dim"] // 8
-    half = items - items // 8 * 4  # of the columns: two simdgroups share two rows
-    whole, rest = half // SIMD, ceil(half % SIMD * 4 / SIMD)
-    ops = (dequantize * 2 + Ops(alu=16, memory=2) * tokens + _LOOP) * whole
-    ops += (Ops(alu=16, slow=12, memory=4) + Ops(alu=4, memory=2) * tokens + _LOOP) * rest
-    sums = 2 << ceil(log2(tokens))
-    ops += Ops(alu=3, shuffle=1) * (sums - 1 + log2(SIMD / sums)) + Ops(alu=12, memory=5)
-    weights = a["out_dim"] * a["row_bytes"]
-    x = a["batch_size"] * a["in_dim"] * _FLOAT
-    out = a["batch_size"] * a["out_dim"] * _FLOAT * (2 if d.kernel.endswith("accumulate") else 1)
-    tiles = d.grid[1]
-    return _work(
-        d,
-        ops=ops,
-        # The weights of two rounds are loaded at once, those of the rest with the first of them. Values of
-        # four tokens, 32 registers, are in flight together: a lane needs as many registers for sums and
-        # weights, and the values of the next four tokens wait for them.
-        trips=ceil(whole / 2) + 1 + (whole + rest) * (ceil(tokens / 4) - 1),
-        local_trips=2,
-        dram=weights,
         cached=x + out,
-        fetched=weights * tiles + d.grid[0] * x + out,
-        core=a["out_dim"] * (tiles * items * item_bytes + x / 2) + out,
+        fetched=weights * d.grid[1] + d.groups * tile_x + out,
+        # Rows of a simdgroup share the values that it reads of x.
+        core=group_rows * d.groups * items * item_bytes * matrices + d.groups * simdgroups * tile_x + out,
     )
 
 
@@ -293,18 +274,35 @@ def _rope(d: Dispatch) -> Work:
     return _work(
         d,
         ops=ops,
-        trips=2,
-        cached=tokens * row + table,
+        trips=3,  # the row's entry in the table first
+        cached=tokens * row + table + _pages(d) + tokens * 2 * _FLOAT,
         fetched=tokens * row + table * heads,
     )
 
 
-def _visible(d: Dispatch, first: int, last: int) -> float:
-    """Return the mean number of keys that tokens from `first` to `last` of the dispatch see."""
-    a = d.args
-    counts = (a["position"] + t + 1 for t in range(first, last + 1))
-    seen: list[int] = [min(n, a["window"]) if a["window"] else n for n in counts]
+def _first_key(d: Dispatch, position: int) -> int:
+    window: int = d.args["window"]
+    return max(position + 1 - window, 0) if window else 0
+
+
+def _visible(d: Dispatch) -> float:
+    """Return the mean number of keys that the rows of the dispatch see."""
+    seen = [p + 1 - _first_key(d, p) for position, n in d.runs for p in range(position, position + n)]
     return sum(seen) / len(seen)
+
+
+def _keys(d: Dispatch) -> int:
+    """Return how many keys the rows of the dispatch see, each once for each sequence."""
+    return sum(position + n - _first_key(d, position) for position, n in d.runs)
+
+
+def _pages(d: Dispatch) -> int:
+    """Return the bytes of block tables that are read."""
+    first = [_first_key(d, position) if "window" in d.args else position for position, _ in d.runs]
+    last = [position + n - 1 for position, n in d.runs]
+    return sum(
+        (b // PAGE_POSITIONS - a // PAGE_POSITIONS + 1) * _FLOAT for a, b in zip(first, last, strict=True)
+    )
 
 
 def _attention_decode(d: Dispatch) -> Work:
@@ -315,7 +313,7 @@ def _attention_decode(d: Dispatch) -> Work:
     simdgroups = d.threads // SIMD
     shared = a["n_heads"] / a["n_kv_heads"]
     heads = ceil(shared / (groups_y / a["n_kv_heads"]))
-    keys = _visible(d, 0, tokens - 1)
+    keys = _visible(d)
     steps = ceil(ceil(keys / splits) / (4 * simdgroups))
     of_head = Ops(alu=8 * chunks + 8, shuffle=3, exp=1)
     ops = (Ops(memory=2 * chunks) + of_head * heads + _LOOP) * steps
@@ -325,20 +323,20 @@ def _attention_decode(d: Dispatch) -> Work:
     ops += Ops(alu=4, exp=1, memory=4) * (simdgroups * outputs) + Ops(rcp=1) + _LOOP * 2
     element = _cache_bytes(d.kernel)
     row = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
-    position = a["position"]
-    all_keys = position + tokens - max(position + 1 - a["window"], 0) if a["window"] else position + tokens
+    all_keys = _keys(d)
     kv, own = keys * row, min(tokens, all_keys) * row
     out = tokens * a["n_heads"] * (a["value_dim"] + (2 if splits > 1 else 0)) * splits * _FLOAT
     q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
     blocks = groups_y / a["n_kv_heads"]
+    tables = tokens * 4 * _FLOAT + _pages(d)
     return _work(
         d,
         ops=ops,
-        trips=steps + 2,
+        trips=steps + 4,  # the row's entry in the table and its first page are loaded before its keys
         # After the last read of earlier keys all the weights went through the caches, and replaced the keys.
         dram=all_keys * row - own,
-        cached=own + q + out,
-        fetched=kv * tokens * blocks + q * splits + out,
+        cached=own + q + out + tables,
+        fetched=kv * tokens * blocks + q * splits + out + tables,
         core=kv * tokens * blocks + q * splits * simdgroups + out,
         threadgroup_bytes=8 * heads * (size + 2) * _FLOAT,
     )
@@ -354,12 +352,13 @@ def _rope_attention_decode(d: Dispatch) -> Work:
     kv = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
     own = kv * (_FLOAT - _cache_bytes(d.kernel))  # read from q, k and v, where attention reads the cache
     table = a["rope_dim"] * _FLOAT
+    tokens = d.grid[2]
     return replace(
         attention,
         ops=attention.ops + _rotation(a) * ceil(heads / simdgroups) + Ops(memory=heads),
         trips=attention.trips + 1,  # the queries are loaded once, then the keys
         local_trips=attention.local_trips + 2,
-        cached_bytes=attention.cached_bytes + own + kv * _cache_bytes(d.kernel) + table,
+        cached_bytes=attention.cached_bytes + tokens * (own + kv * _cache_bytes(d.kernel) + table),
         fetched_bytes=attention.fetched_bytes + d.groups * (kv * _FLOAT / a["n_kv_heads"] + table),
         core_bytes=attention.core_bytes + d.groups * (kv * _FLOAT / a["n_kv_heads"] + table * heads),
     )
@@ -372,8 +371,8 @@ def _attention_combine(d: Dispatch) -> Work:
     return _work(
         d,
         ops=(Ops(alu=8, exp=2, memory=4) + _LOOP * 3) * a["splits"] + Ops(rcp=1),
-        trips=3 * a["splits"] / 4,
-        cached=d.groups * (partial + out),
+        trips=3 * a["splits"] / 4 + 1,
+        cached=d.groups * (partial + out) + d.grid[1] * _FLOAT,
         core=d.groups * (3 * partial + out),
     )
 
@@ -385,19 +384,17 @@ def _attention_prefill(d: Dispatch) -> Work:
     row_blocks, dim_blocks = _core.prefill_row_blocks(size, element), size // 8
     key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8
     whole = key_blocks == value_blocks == dim_blocks
-    shared, tokens = a["n_heads"] // a["n_kv_heads"], a["tokens"]
-    rows = 8 * row_blocks
-    tiles = ceil(shared * tokens / rows)
+    shared, tokens = a["n_heads"] // a["n_kv_heads"], sum(n for _, n in d.runs)
+    rows, tiles = 8 * row_blocks, a["tiles"]
     simdgroups = d.threads // SIMD
     lane_keys = PREFILL_KEYS // (SIMD // rows)
 
     key_steps = []
-    for tile in range(tiles):
-        last = min(tile * rows + rows - 1, shared * tokens - 1) // shared
-        end = a["position"] + last + 1
-        first = tile * rows // shared + a["position"]
-        start = max(first + 1 - a["window"], 0) // 8 * 8 if a["window"] else 0
-        key_steps.append((end - start) / PREFILL_KEYS)
+    for position, n in d.runs:
+        for stacked in range(0, shared * n, rows):
+            end = position + min(stacked + rows - 1, shared * n - 1) // shared + 1
+            start = _first_key(d, position + stacked // shared) // PREFILL_KEYS * PREFILL_KEYS
+            key_steps.append((end - start) / PREFILL_KEYS)
     mean, longest = sum(key_steps) / tiles, max(key_steps)
 
     blocks = PREFILL_KEYS // 8
@@ -409,23 +406,24 @@ def _attention_prefill(d: Dispatch) -> Work:
     )
     kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
     scores = rows * PREFILL_KEYS * (3 * _FLOAT + 2 * element)
-    keys = a["position"] + tokens
+    keys = sum(position + n for position, n in d.runs)
     kv = keys * a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
     q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
     out = tokens * a["n_heads"] * a["value_dim"] * _HALF
     all_steps = sum(key_steps) * a["n_kv_heads"]
-    before = kv * a["position"] / keys
+    before = kv * (keys - tokens) / keys
+    tables = tiles * 5 * _FLOAT + _pages(d)
     return _work(
         d,
         # A group has `simdgroups` tiles; tiles beyond the rows end at once.
         ops=(step * mean + around) * (tiles / (simdgroups * d.grid[0])),
         # A block of eight keys is loaded after another, and then as many blocks of values; where heads do not
         # fill the variant, each block of dimensions is loaded in a branch and waits for the one before.
-        trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 2,
+        trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 3,
         local_trips=(blocks + 3) * mean,
         longest=longest / mean,
         dram=before,
-        cached=kv - before + q + out,
+        cached=kv - before + q + out + tables,
         fetched=all_steps * kv_step / simdgroups + q + out,
         core=all_steps * (kv_step + scores) + q + out,
         threadgroup_bytes=d.threadgroup_bytes,
@@ -444,8 +442,10 @@ def _swiglu(d: Dispatch) -> Work:
 
 
 def _argmax(d: Dispatch) -> Work:
-    rounds = ceil(d.args["n"] / (d.groups * d.threads))
-    moved = d.args["n"] * (_FLOAT if "stage1" in d.kernel else 8) + d.groups * 8
+    first = "stage1" in d.kernel
+    rounds = ceil(d.args["n"] / ((d.grid[0] if first else 1) * d.threads))
+    rows = d.grid[1] if first else d.grid[0]
+    moved = rows * d.args["n"] * (_FLOAT if first else 8) + d.groups * 8
     return _work(
         d,
         ops=(Ops(alu=8, memory=1) + _LOOP) * rounds + Ops(alu=40, shuffle=20, memory=3),
@@ -472,7 +472,7 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "matvec": _matvec,
     "rmsnorm_matvec": _matvec,
     "silu_matvec": _matvec,
-    "multi_token_matvec": _multi_token,
+    "multi_token_matvec": _matvec,
     "matmul": _matmul,
     "rmsnorm": _rmsnorm,
     "rope_append": _rope,

@@ -1,4 +1,4 @@
-// The K and V that a session keeps between chunks, and the rope tables, which depend only on the position.
+// The rotations of rotary embedding, which depend on the position alone.
 #pragma once
 
 #include <atomic>
@@ -10,31 +10,6 @@
 #include "buffers.h"
 
 namespace metal_prefill::metal {
-
-// K and V of every layer, [layer][position][kv_head][head_dim]. Grows by use, up to `max_positions`.
-class KvCache {
- public:
-  KvCache(const Config& config, KvType type, int max_positions);
-
-  // Makes room for `positions`, keeping what is there. Throws DeviceError without a change.
-  void reserve(const Device& device, int positions);
-
-  LayerCache layer(int layer) const {
-    const std::size_t row = std::size_t(layer) * capacity_;
-    return {view_of(keys_.buffer, BufferName::kKeys, row * keys_.row_bytes),
-            view_of(values_.buffer, BufferName::kValues, row * values_.row_bytes)};
-  }
-  std::size_t bytes() const { return n_layers_ * capacity_ * (keys_.row_bytes + values_.row_bytes); }
-
- private:
-  struct Half {
-    id<MTLBuffer> buffer;
-    std::size_t row_bytes;  // of one position in one layer
-  };
-  const std::size_t n_layers_, max_capacity_;
-  std::size_t capacity_ = 0;  // positions
-  Half keys_, values_;
-};
 
 // cos and sin of every position and rotated pair, scaled by the magnitude of the model:
 // [position][rope_dim / 2] pairs. Computed on the host in double precision, once for all sessions, up to the

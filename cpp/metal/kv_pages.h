@@ -1,0 +1,59 @@
+// Pages of K and V on the GPU.
+#pragma once
+
+#include <cstddef>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "../pages.h"
+#include "device.h"
+#include "page_layout.h"
+
+namespace metal_prefill::metal {
+
+// All pages are in one buffer, so that a kernel finds a page by its number. When more are needed, a larger
+// buffer takes the place of the old one, with its contents.
+class KvPages final : public PageStore {
+ public:
+  // With `poison`, pages are filled with NaN whenever they are taken anew: a kernel that reads a row before
+  // it was written shows it. `device` must outlive the pages.
+  KvPages(const Device& device, const PageLayout& layout, bool poison);
+
+  std::size_t page_bytes() const override { return layout_.bytes; }
+  std::size_t most_bytes() const override { return device_.mtl().maxBufferLength; }
+  void grow(std::size_t pages) override;
+  void copy(PageId from, PageId to, int positions) override;
+  void taken(PageId page) override;
+
+  // The buffer belongs to the holder: it does not move, and nobody else reads or writes it. So passes over
+  // the pages of one engine follow each other.
+  class Hold {
+   public:
+    explicit Hold(KvPages& pages);
+    // From the keys, and from the values, of a layer in the first page on.
+    LayerCache layer(int layer) const;
+
+   private:
+    const KvPages& pages_;
+    const std::scoped_lock<std::mutex> lock_;
+  };
+
+  // Rows of K or V of a layer, [position][kv_head][head_dim] as in the pages, of the first `positions` of a
+  // block table.
+  void read(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* out);
+  void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
+
+ private:
+  // Where the rows are, page by page.
+  std::vector<Device::Piece> pieces(std::span<const PageId> pages, int layer, bool values,
+                                    int positions) const;
+
+  const Device& device_;
+  const PageLayout layout_;
+  const bool poison_;
+  std::mutex mutex_;  // guards the buffer and its contents
+  id<MTLBuffer> buffer_;
+};
+
+}  // namespace metal_prefill::metal

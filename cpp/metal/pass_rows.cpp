@@ -1,0 +1,101 @@
+#include "pass_rows.h"
+
+#include <algorithm>
+
+#include "../rounding.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+static_assert(PAGE_POSITIONS == kPagePositions && kPagePositions % PREFILL_KEYS == 0);
+
+// Splits the keys of a row among threadgroups of attention_decode: enough keys for each.
+PassRow row_at(int position, std::size_t first_page, const Tuning& tuning) {
+  const int keys = position + 1, splits = std::clamp(keys / tuning.split_keys, 1, tuning.max_splits);
+  return {u32_t(position), u32_t(first_page), u32_t(splits),
+          u32_t(ceil_div(std::size_t(keys), std::size_t(splits)))};
+}
+
+// Appends the tiles of a part. Those that see the most keys come first: they take longest.
+void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows& pass,
+               const TileShape& shape) {
+  part.first_tile = int(tiles.size());
+  for (const RowRun& run : part.runs) {
+    const int stacked = run.count * shape.heads;
+    for (int first = (stacked - 1) / shape.rows * shape.rows; first >= 0; first -= shape.rows)
+      tiles.push_back({u32_t(run.row - part.first), u32_t(run.count), u32_t(run.position),
+                       u32_t(pass.first_page[std::size_t(run.chunk)]), u32_t(first)});
+  }
+  part.n_tiles = int(tiles.size()) - part.first_tile;
+  if (part.runs.size() < 2) return;
+  const auto last_key = [&](const AttentionTile& tile) {
+    return tile.position +
+           std::min(tile.tokens - 1, (tile.first + u32_t(shape.rows) - 1) / u32_t(shape.heads));
+  };
+  std::stable_sort(tiles.begin() + part.first_tile, tiles.end(),
+                   [&](const AttentionTile& a, const AttentionTile& b) { return last_key(a) > last_key(b); });
+}
+
+}  // namespace
+
+PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile) {
+  first_page.push_back(0);
+  std::size_t n = 0;
+  for (const PassChunk& chunk : chunks) {
+    few = few && chunk.tokens <= kFewTokens;
+    one_each = one_each && chunk.tokens == 1;
+    first_page.push_back(first_page.back() + pages_of(chunk.position + chunk.tokens));
+    n += std::size_t(chunk.tokens);
+  }
+  rows.reserve(n);
+
+  const auto wanted_tokens = [](const PassChunk& chunk) {
+    return chunk.output == Output::kNone ? 0 : chunk.output == Output::kLogProbs ? chunk.tokens : 1;
+  };
+  const auto add = [&](int chunk, int token, int count, int position) {
+    const RowRun run = {int(rows.size()), count, position + token, chunk, token};
+    for (int i = 0; i < count; ++i)
+      rows.push_back(row_at(run.position + i, first_page[std::size_t(chunk)], tuning));
+    return run;
+  };
+  for (int i = 0; i < int(chunks.size()); ++i) {
+    const PassChunk& chunk = chunks[std::size_t(i)];
+    const int unwanted = chunk.tokens - wanted_tokens(chunk);
+    if (unwanted > 0) all.runs.push_back(add(i, 0, unwanted, chunk.position));
+  }
+  wanted.first = int(rows.size());
+  const auto add_wanted = [&](Output output) {
+    const int first = int(rows.size());
+    for (int i = 0; i < int(chunks.size()); ++i) {
+      const PassChunk& chunk = chunks[std::size_t(i)];
+      if (chunk.output != output) continue;
+      const int count = wanted_tokens(chunk);
+      const RowRun run = add(i, chunk.tokens - count, count, chunk.position);
+      wanted.runs.push_back(run);
+      if (!all.runs.empty() && all.runs.back().chunk == i)
+        all.runs.back().count += count;  // follows what came before in its sequence
+      else
+        all.runs.push_back(run);
+    }
+    return Range{first, int(rows.size()) - first};
+  };
+  scored = add_wanted(Output::kLogProbs);
+  greedy = add_wanted(Output::kGreedy);
+  logits = add_wanted(Output::kLogits);
+  logits.count += add_wanted(Output::kSampled).count;
+
+  all.count = int(rows.size());
+  wanted.count = all.count - wanted.first;
+  for (PassPart* part : {&all, &wanted}) {
+    for (const PassRow& row : std::span(rows).subspan(std::size_t(part->first))) {
+      part->splits = std::max(part->splits, row.splits);
+      part->split_keys = std::max(part->split_keys, row.split_keys);
+    }
+  }
+  if (few) return;
+  add_tiles(tiles, all, *this, tile);
+  if (scored.count > 0) add_tiles(tiles, wanted, *this, tile);
+}
+
+}  // namespace metal_prefill::metal

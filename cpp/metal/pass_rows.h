@@ -1,0 +1,67 @@
+// The rows of a pass in their order, and the tables by which kernels find the sequence of each row.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "../../shaders/args.h"
+#include "../engine.h"
+#include "tuning.h"
+
+namespace metal_prefill::metal {
+
+// The part of one sequence in a pass. The dispatches of a pass depend on its chunks, and not on the ids of
+// their tokens.
+struct PassChunk {
+  int tokens;
+  int position;  // of the first one
+  Output output;
+};
+
+// Most tokens of a chunk that are computed as if they came one by one, bit for bit.
+inline constexpr int kFewTokens = 8;
+
+// Rows that are consecutive both in the pass and in their sequence.
+struct RowRun {
+  int row;  // the first
+  int count;
+  int position;  // of the first row
+  int chunk;
+  int token;  // of the chunk: that of the first row
+};
+
+// How attention_prefill divides stacked query heads into tiles.
+struct TileShape {
+  int heads;  // query heads that share a KV head
+  int rows;   // stacked rows of a tile
+};
+
+// The last `count` rows of a pass.
+struct PassPart {
+  int first = 0, count = 0;
+  std::vector<RowRun> runs;
+  int first_tile = 0, n_tiles = 0;   // of attention_prefill; rows of its tiles count from `first`
+  u32_t splits = 1, split_keys = 1;  // of attention_decode: most of any row
+};
+
+struct PassRows {
+  PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile);
+
+  struct Range {
+    int first = 0, count = 0;
+  };
+
+  // Rows without an output come first, then those whose targets are scored, then those of which the largest
+  // logit is wanted, then those whose logits the host wants.
+  PassPart all, wanted;
+  Range scored, greedy, logits;
+  bool few = true;       // no chunk has more than kFewTokens
+  bool one_each = true;  // every chunk has one token
+
+  // Tables for the kernels.
+  std::vector<PassRow> rows;
+  std::vector<AttentionTile> tiles;     // those of all rows, then those of the wanted ones
+  std::vector<std::size_t> first_page;  // of each chunk in the block tables, and after the last chunk
+};
+
+}  // namespace metal_prefill::metal
