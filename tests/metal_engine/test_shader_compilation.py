@@ -31,7 +31,7 @@ def run_compiler(script: str, *arguments: str | Path) -> subprocess.CompletedPro
 def test_every_shader_passes_what_can_be_checked_without_apples_compiler() -> None:
     result = run_compiler("check_shaders.py", "--metal-version", "300", "-I", SHADERS, *SOURCES)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count(": ok") == len(SOURCES) >= 12
+    assert result.stdout.count(": ok") == len(SOURCES) >= 11
 
 
 @pytest.mark.parametrize("name", ["argmax", "rope", "rmsnorm", "embed", "log_prob"])

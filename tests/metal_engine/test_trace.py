@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_refused_before_it_runs(
             session.plan(limit + 1)
         with pytest.raises(ContextOverflowError, match=f"exceeds the context of {limit}"):
             trace_session(session, [1] * limit, 1, model.device)
-        with pytest.raises(ValueError, match="a plan needs at least one token, got 0"):
+        with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
             session.plan(0)
         with pytest.raises(ValueError, match="empty"):
             session.trace([])
