@@ -1,6 +1,7 @@
 // A model as the engines see it: hyperparameters and views of weights that stay in the mapped file.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -43,7 +44,7 @@ struct Config {
 
   Activation activation = Activation::kSilu;
   float embedding_scale = 1.0f;
-  float attention_scale = 0.0f;  // multiplies q.k; 0 stands for 1/sqrt(key_dim)
+  float attention_scale = 0.0f;  // of score_scale(); 0 stands for 1/sqrt(key_dim)
 
   // Per layer; empty stands for "the same in every layer".
   std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
@@ -53,6 +54,9 @@ struct Config {
 
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
+  float score_scale() const {  // multiplies q.k
+    return attention_scale != 0.0f ? attention_scale : 1.0f / std::sqrt(float(key_dim));
+  }
 };
 
 // A tensor in the mapped file. Rows are contiguous; a matrix is [rows][cols] with `cols` the inner (input)

@@ -1,7 +1,6 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace metal_prefill::cpu {
 
@@ -168,8 +167,7 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
         .heads = heads,
         .position = tile.position,
         .window = config.window(step.layer),
-        .scale =
-            config.attention_scale != 0 ? config.attention_scale : 1.0f / std::sqrt(float(config.key_dim)),
+        .scale = config.score_scale(),
         .exact = step.exact,
     };
     c.kernels.attention(head, 0, tile.count);

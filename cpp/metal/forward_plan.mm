@@ -2,7 +2,6 @@
 // need.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <optional>
 
 #include "../rounding.h"
@@ -154,8 +153,7 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .window = u32_t(config_.window(layer)),
           .splits = 1,
           .tiles = 0,
-          .scale = config_.attention_scale != 0.0f ? config_.attention_scale
-                                                   : 1.0f / std::sqrt(float(config_.key_dim))};
+          .scale = config_.score_scale()};
 }
 
 RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {

@@ -99,7 +99,7 @@ Model pad_model(const Model& original) {
   Config& c = model.config;
   for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::key_dim, &Config::value_dim})
     c.*dimension = round_up(own.*dimension, kItem);
-  if (c.attention_scale == 0.0f) c.attention_scale = 1.0f / std::sqrt(float(own.key_dim));
+  c.attention_scale = own.score_scale();  // by the heads as they were
   c.norm_eps *= float(own.dim) / float(c.dim);
 
   const auto widening = [&](Extent extent) {
