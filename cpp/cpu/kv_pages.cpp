@@ -46,8 +46,9 @@ void KvPages::copy(PageId from, PageId to, int positions) {
 }
 
 void KvPages::taken(PageId page) {
+  if (!poison_) return;
   const std::scoped_lock lock(mutex_);
-  if (poison_) fill_with_nan(pages_[page]);
+  fill_with_nan(pages_[page]);
 }
 
 void KvPages::idle(PageId page) {

@@ -51,9 +51,8 @@ inline void store_blocks(int blocks, float (&out)[kAmxRows][64]) {
 
 // Rows [row, row + rows) of the strip, at most kAmxRows; what else lies in the tiles is computed and dropped.
 inline void amx_tile(const AttentionHead& head, int span, int row, int rows, AttentionStrip& strip) {
-  const int first = span * kKeySpan, end = strip.end[row + rows - 1];
-  if (end <= first || strip.begin[row] >= first + kKeySpan) return;
-  const int n = std::min(kKeySpan, end - first);
+  const int n = seen_positions(strip, row, rows, span);
+  if (n == 0) return;
   alignas(64) float products[kAmxRows][kKeySpan];
   alignas(64) std::uint16_t p[kAmxRows][kKeySpan];
   alignas(64) float rescale[Simd::kLanes];

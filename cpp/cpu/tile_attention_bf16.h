@@ -110,6 +110,12 @@ inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
   return below(strip.end[row]) & ~below(strip.begin[row]);
 }
 
+// Positions of a span up to the last one that rows [row, row + rows) see; 0 where they see none of it.
+inline int seen_positions(const AttentionStrip& strip, int row, int rows, int span) {
+  const int first = span * kKeySpan, end = strip.end[row + rows - 1];
+  return end <= first || strip.begin[row] >= first + kKeySpan ? 0 : std::min(kKeySpan, end - first);
+}
+
 // Scores of a span to weights in bfloat16; updates the maximum and the sum. Earlier results of row r
 // must be multiplied by rescale[r].
 inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
@@ -177,9 +183,8 @@ void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan]
 
 template <int kRows>
 void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& strip) {
-  const int first = span * kKeySpan, end = strip.end[row + kRows - 1];
-  if (end <= first || strip.begin[row] >= first + kKeySpan) return;
-  const int n = std::min(kKeySpan, end - first);
+  const int n = seen_positions(strip, row, kRows, span);
+  if (n == 0) return;
   alignas(64) float scores[kRows][kKeySpan];
   alignas(64) std::uint16_t p[kRows][kKeySpan];
   alignas(64) float rescale[Simd::kLanes];
