@@ -13,6 +13,8 @@ from metal_prefill import _core, sampling
 from metal_prefill._arguments import integer, token_id
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from metal_prefill.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
@@ -20,8 +22,8 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 MOST_LOGPROBS = 1000  # of a token
 
 
-class TextOptions(TypedDict, total=False):
-    """Options of a text, as :meth:`metal_prefill.Session.generate` explains them."""
+class SamplingOptions(TypedDict, total=False):
+    """How to choose tokens: the fields of :class:`metal_prefill.sampling.Options`."""
 
     temperature: float
     top_k: int
@@ -32,6 +34,11 @@ class TextOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: Mapping[int, float]
+
+
+class TextOptions(SamplingOptions, total=False):
+    """Options of a text, as :meth:`metal_prefill.Session.generate` explains them."""
+
     seed: int | None
     stop: str | int | Sequence[str | int]
     min_tokens: int
@@ -131,9 +138,8 @@ class Continuation:
         How many of the most probable tokens each piece has; None: none, and no log probabilities at all.
     answer
         Number of the text among those of one prompt and seed.
-    temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
-logit_bias, seed
-        How tokens are chosen, see :class:`metal_prefill.sampling.Sampler`.
+    seed
+        Of the random numbers, see :class:`metal_prefill.sampling.Sampler`.
     stop
         Strings and token ids that end the text.
     min_tokens
@@ -141,6 +147,8 @@ logit_bias, seed
         strings are text.
     echo
         Let the text begin with the prompt.
+    how
+        To choose tokens, see :class:`metal_prefill.sampling.Options`.
 
     Attributes
     ----------
@@ -166,32 +174,16 @@ logit_bias, seed
         prompt: str | None = None,
         logprobs: int | None = None,
         answer: int = 0,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repeat_penalty: float = 1.0,
-        typical_p: float = 1.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         stop: str | int | Sequence[str | int] = (),
         min_tokens: int = 0,
         echo: bool = False,
+        **how: Unpack[SamplingOptions],
     ) -> None:
         strings, stop_ids = split_stops(stop, vocab_size)
-        options = sampling.Options(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repeat_penalty=repeat_penalty,
-            typical_p=typical_p,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            logit_bias={token_id(t, vocab_size): bias for t, bias in (logit_bias or {}).items()},
-        )
+        bias = how.get("logit_bias") or {}
+        how["logit_bias"] = {token_id(token, vocab_size): value for token, value in bias.items()}
+        options = sampling.Options(**how)
         min_tokens = integer("min_tokens", min_tokens, 0)
         if logprobs is not None:
             logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
