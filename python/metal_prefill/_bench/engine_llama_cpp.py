@@ -76,7 +76,7 @@ class _Context:
         self._token, self._pos = view(self._batch.token, (rows,)), view(self._batch.pos, (rows,))
         self._logits = view(self._batch.logits, (rows,))
         view(self._batch.n_seq_id, (rows,))[:] = 1
-        # Each row's sequence stands behind a pointer: a loop, which is done while no clock runs.
+        # The sequences of each row are reached by a pointer, so this is a loop; no clock runs meanwhile.
         self._seq_id = [view(self._batch.seq_id[i], (1,)) for i in range(rows)]
         self._arranged = 0
         self.clear()

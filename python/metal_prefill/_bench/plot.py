@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,29 @@ def _is_stream(row: Row) -> bool:
     return bool(row.n_gen and row.n_streams) and row.measured
 
 
-def _draw_prompts(axes: Any, results: Rows) -> None:
+def _draw_lines(axes: Any, results: Rows, shown: Callable[[Row], bool], x: Callable[[Row], int]) -> None:
+    """Draw a line for each engine that has rows, over a logarithmic axis with a tick at each length."""
     from matplotlib.ticker import ScalarFormatter
 
-    lengths = sorted({row.n_prompt for row in results.rows if _is_prompt(row)})
     for engine, colour, marker in zip(results.engines, COLOURS, MARKERS, strict=False):
-        rows = sorted(
-            (r for r in results.rows if r.engine == engine and _is_prompt(r)), key=lambda r: r.n_prompt
-        )
-        axes.errorbar(
-            [row.n_prompt for row in rows],
-            [row.median_ts for row in rows],
-            yerr=_errors(rows),
-            color=colour,
-            marker=marker,
-            capsize=3,
-            label=_label(rows[0]),
-        )
+        rows = sorted((row for row in results.rows if row.engine == engine and shown(row)), key=x)
+        if rows:
+            axes.errorbar(
+                [x(row) for row in rows],
+                [row.median_ts for row in rows],
+                yerr=_errors(rows),
+                color=colour,
+                marker=marker,
+                capsize=3,
+                label=_label(rows[0]),
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({x(row) for row in results.rows if shown(row)}))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+
+
+def _draw_prompts(axes: Any, results: Rows) -> None:
+    _draw_lines(axes, results, _is_prompt, lambda row: row.n_prompt)
     limits = {row.n_prompt: row.limit_ts for row in results.rows if _is_prompt(row) and row.limit_ts}
     if limits:
         axes.plot(
@@ -95,9 +102,6 @@ def _draw_prompts(axes: Any, results: Rows) -> None:
             linewidth=1,
             label="limit of 8-bit products",
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("prompt length, tokens")
     axes.set_ylabel("prefill, tok/s (median, min to max)")
     axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
@@ -115,24 +119,7 @@ def _draw_decode(axes: Any, results: Rows) -> None:
 
 
 def _draw_streams(axes: Any, results: Rows) -> None:
-    from matplotlib.ticker import ScalarFormatter
-
-    streams = [row for row in results.rows if _is_stream(row)]
-    for engine, colour, marker in zip(results.engines, COLOURS, MARKERS, strict=False):
-        rows = sorted((r for r in streams if r.engine == engine), key=lambda r: r.n_streams)
-        if rows:
-            axes.errorbar(
-                [row.n_streams for row in rows],
-                [row.median_ts for row in rows],
-                yerr=_errors(rows),
-                color=colour,
-                marker=marker,
-                capsize=3,
-                label=_label(rows[0]),
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({row.n_streams for row in streams}))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    _draw_lines(axes, results, _is_stream, lambda row: row.n_streams)
     axes.set_xlabel("streams")
     axes.set_ylabel("decode of all streams, tok/s (median, min to max)")
     axes.legend()
