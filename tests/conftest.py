@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from support.small_models import MODELS, write
 
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core
@@ -53,6 +55,18 @@ def device(request: pytest.FixtureRequest) -> str:
 def demo_path() -> Path:
     """Path of the bundled model."""
     return metal_prefill.default_model_path()
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write each model of the catalogue once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def path(name: str) -> Path:
+        return write(folder / f"{name.replace(' ', '_').replace(',', '')}.gguf", MODELS[name])
+
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -28,18 +28,6 @@ NMSE_HALF = 5e-6
 CORRELATION_INT8 = 0.998
 
 
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Write each model of the catalogue once."""
-    folder = tmp_path_factory.mktemp("models")
-
-    @cache
-    def path(name: str) -> Path:
-        return write(folder / f"{name.replace(' ', '_').replace(',', '')}.gguf", MODELS[name])
-
-    return path
-
-
 @cache
 def reference(path: Path) -> ReferenceModel:
     """Dequantize a file once."""

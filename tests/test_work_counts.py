@@ -6,26 +6,14 @@ The expected numbers are computed here, from the hyperparameters alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 
 import pytest
-from support.small_models import MODELS, SmallModel, write
+from support.small_models import MODELS, SmallModel
 
 from metal_prefill import Model
 
 NAMES = ["gqa 3", "values wider than keys", "gemma3", "separate output", "narrower than its heads"]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    @cache
-    def path(name: str) -> Path:
-        return write(folder / f"{name.replace(' ', '_')}.gguf", MODELS[name])
-
-    return path
 
 
 def windows(model: SmallModel) -> list[int | None]:
