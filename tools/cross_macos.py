@@ -12,9 +12,11 @@ import argparse
 import importlib.util
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +130,8 @@ def write_tools(folder: Path) -> None:
     zig = f'exec "{sys.executable}" -m ziglang'
     target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)
     # Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and
-    # Python loads a dynamic library as well. Architectures are versions of a generic processor to it.
+    # Python loads a dynamic library as well. Architectures are versions of a generic processor to it. CMake
+    # preprocesses with "-o -", which zig takes for the name of a file.
     compiler = (
         "#!/bin/bash\n"
         "arguments=(); linking=-Wl,-undefined,dynamic_lookup\n"
@@ -138,6 +141,7 @@ def write_tools(folder: Path) -> None:
         "    -bundle) arguments+=(-shared) ;;\n"
         '    -march=armv8.2-a+*) arguments+=("-mcpu=generic+v8_2a+${argument#-march=armv8.2-a+}") ;;\n'
         '    -c|-E|-M) linking=; arguments+=("$argument") ;;\n'
+        '    -) [ "${arguments[*]: -1}" = -o ] && argument=/dev/stdout; arguments+=("$argument") ;;\n'
         '    *) arguments+=("$argument") ;;\n'
         "  esac\n"
         "done\n"
@@ -164,6 +168,21 @@ def native_stub() -> Path:
     return Path(spec.origin).with_name("_core.pyi")
 
 
+def python_headers(copy: Path) -> Path:
+    """Return the folder of Python's headers.
+
+    In a Debian system's Python, pyconfig.h only includes that of the processor at hand, and stops for any
+    other target. A copy gets that one in its place.
+    """
+    headers = Path(sysconfig.get_path("include"))
+    config = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
+    if not config.exists():
+        return headers
+    shutil.copytree(headers, copy, dirs_exist_ok=True)
+    shutil.copy(config, copy / "pyconfig.h")
+    return copy
+
+
 def build(folder: Path) -> Path:
     """Build the wheel and give it the tag of the system that it is for."""
     write_tools(folder / "tools")
@@ -186,9 +205,9 @@ def build(folder: Path) -> Path:
     command += ["-C", f"build-dir={folder / 'build'}"]
     command += ["-C", f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/cross_macos.cmake'}"]
     command += ["-C", f"cmake.define.SKBUILD_SOABI={soabi}"]
+    command += ["-C", f"cmake.define.Python_INCLUDE_DIR={python_headers(folder / 'include')}"]
     command += ["-C", f"cmake.define.METAL_PREFILL_STUB={native_stub()}"]
     subprocess.run(command, check=True, env=environment, cwd=folder)
-    (ROOT / "-").unlink(missing_ok=True)  # CMake preprocesses with "-o -", which zig takes for a file's name
     (built,) = wheels.glob("*.whl")
     tag = ["--platform-tag", PLATFORM_TAG, "--remove"]
     subprocess.run(
