@@ -29,6 +29,10 @@ class Batch {
 
     Session& session() const { return *request.session; }
     int left() const { return int(request.tokens.size()) - request.result.done; }
+    // Of the tokens before the first row with an output.
+    int without_output() const {
+      return int(request.tokens.size()) - (request.output == Output::kNone ? 0 : request.output_rows);
+    }
     bool reuses() const { return request.prefix == Prefix::kReuse; }
   };
 
@@ -67,6 +71,11 @@ Batch::Batch(Engine& engine, std::span<Request> requests, const char* call) : en
   if (std::adjacent_find(samplers.begin(), samplers.end()) != samplers.end())
     throw std::invalid_argument("a sampler appears twice in a batch");
   if (!samplers.empty() && !samplers.front()) throw std::invalid_argument("a sampled output needs a sampler");
+  for (const Request& request : requests) {
+    const bool of_many = request.output == Output::kLogProbs || is_hidden(request.output);
+    if (request.output_rows < 1 || (request.output_rows > 1 && !of_many))
+      throw std::invalid_argument("an output of " + std::to_string(request.output_rows) + " rows is not known");
+  }
   for (Session* session : sessions) turns_.emplace_back(session->turn_, call);
   for (Item& item : items_) item.before = item.session().tokens_.size();
 }
@@ -85,6 +94,11 @@ void Batch::begin(Item& item) const {
     session.counters_ = {};
   }
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
+  if (item.without_output() < 0)
+    throw std::invalid_argument("an output of " + std::to_string(item.request.output_rows) +
+                                " rows is wanted of " + std::to_string(tokens.size()) + " tokens");
+  if (item.reuses() && item.request.output != Output::kNone && item.request.output_rows > 1)
+    throw std::invalid_argument("an output of several rows needs each to be computed: none can be reused");
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_.check_token(tokens[i], i);
   item.start = item.reuses() ? 0 : session.tokens_.size();
   session.check_room(item.start, tokens.size());
@@ -159,15 +173,19 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   chunk.position = position;
   chunk.cache = item.session().cache_.get();
   chunk.trace = request.trace;
+  const int first = std::max(int(done), item.without_output());  // token with an output
+  chunk.output_rows = std::max(int(done) + tokens - first, 0);
+  if (chunk.output_rows == 0) return chunk;
+  const std::size_t before = std::size_t(first - item.without_output());
+  chunk.output = request.output;
+  chunk.logits = request.logits;
+  chunk.sampler = request.sampler;
   if (request.output == Output::kLogProbs) {
-    chunk.output = Output::kLogProbs;
-    chunk.targets = request.targets.subspan(done, std::size_t(tokens));
-    chunk.log_probs = request.log_probs + done;
-  } else if (tokens == item.left()) {
-    chunk.output = request.output;
-    chunk.logits = request.logits;
-    chunk.sampler = request.sampler;
+    chunk.targets = request.targets.subspan(before, std::size_t(chunk.output_rows));
+    chunk.log_probs = request.log_probs + before;
   }
+  if (is_hidden(request.output))
+    chunk.hidden = request.hidden + before * std::size_t(engine_.config().dim);
   return chunk;
 }
 
@@ -176,7 +194,8 @@ void Batch::check_results(const Chunk& chunk) const {
   const auto of_token = [&](std::size_t token) {
     return " of the token at position " + std::to_string(chunk.position + int(token)) + " is NaN";
   };
-  const std::size_t last = chunk.tokens.size() - 1;
+  const std::size_t last = chunk.tokens.size() - 1, rows = std::size_t(chunk.output_rows);
+  const std::size_t first = chunk.tokens.size() - rows;
   if (chunk.output == Output::kGreedy && chunk.token < 0)
     throw NumericalError("every logit" + of_token(last));
   if (chunk.output == Output::kLogits) {
@@ -191,10 +210,16 @@ void Batch::check_results(const Chunk& chunk) const {
       throw NumericalError("logit " + std::to_string(error.token) + of_token(last));
     }
   }
+  if (is_hidden(chunk.output)) {
+    const std::size_t dim = std::size_t(engine_.config().dim);
+    const float *hidden = chunk.hidden, *end = hidden + rows * dim;
+    const float* bad = std::find_if(hidden, end, [](float value) { return std::isnan(value); });
+    if (bad != end) throw NumericalError("the hidden state" + of_token(first + std::size_t(bad - hidden) / dim));
+  }
   if (chunk.output == Output::kLogProbs)
-    for (std::size_t i = 0; i <= last; ++i)
+    for (std::size_t i = 0; i < rows; ++i)
       if (chunk.targets[i] >= 0 && std::isnan(chunk.log_probs[i]))
-        throw NumericalError("the log probability after that" + of_token(i));
+        throw NumericalError("the log probability after that" + of_token(first + i));
 }
 
 void Batch::finish(Item& item, const Chunk& chunk) const {

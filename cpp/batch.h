@@ -17,10 +17,12 @@ struct Request {
   Session* session = nullptr;
   std::span<const TokenId> tokens;
   Prefix prefix = Prefix::kAppend;
-  Output output = Output::kNone;     // of the last token; of every token for kLogProbs
+  Output output = Output::kNone;
+  int output_rows = 1;               // the last tokens, of which the output is wanted
   float* logits = nullptr;           // kLogits: [vocab_size]
-  std::span<const TokenId> targets;  // kLogProbs: [tokens.size()]
-  float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
+  std::span<const TokenId> targets;  // kLogProbs: [output_rows]; a negative one is not asked for
+  float* log_probs = nullptr;        // kLogProbs: [output_rows]
+  float* hidden = nullptr;           // kHidden, kResidual: [output_rows][dim]
   Sampler* sampler = nullptr;        // kSampled: of this request alone
   Trace* trace = nullptr;
   Claim claim = 0;

@@ -308,16 +308,20 @@ nb::object exception_of(const std::exception_ptr& error) {
   }
 }
 
-// For each session what its output is: an id, an array, None, or the exception that ended it.
+// For each session what its output is: an id, an array, None, or the exception that ended it. `rows`: of how
+// many of its last tokens the output is wanted; by default of the last one, and log probabilities of all.
 nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Session*>& sessions,
                                            const std::vector<TokenArray>& tokens,
                                            const std::vector<Output>& outputs, bool reuse,
-                                           nb::object progress, const std::vector<Sampler*>& samplers) {
-  if (sessions.size() != tokens.size() || sessions.size() != outputs.size())
+                                           nb::object progress, const std::vector<Sampler*>& samplers,
+                                           const std::vector<int>& rows) {
+  if (sessions.size() != tokens.size() || sessions.size() != outputs.size() ||
+      (!rows.empty() && rows.size() != sessions.size()))
     throw std::invalid_argument("a batch needs tokens and an output for each session");
   const std::size_t n = sessions.size(), vocab_size = std::size_t(engine.config().vocab_size);
   std::vector<Request> requests(n);
   std::vector<std::unique_ptr<FloatResult>> arrays(n);
+  const std::size_t dim = std::size_t(engine.config().dim);
   if (std::count(outputs.begin(), outputs.end(), Output::kSampled) != std::ptrdiff_t(samplers.size()))
     throw std::invalid_argument("a batch needs a sampler for each sampled output");
   auto sampler = samplers.begin();
@@ -327,6 +331,7 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
     request.tokens = view(tokens[i]);
     request.prefix = prefix_of(reuse);
     request.output = outputs[i];
+    if (!rows.empty()) request.output_rows = rows[i];
     if (outputs[i] == Output::kLogits) {
       arrays[i] = std::make_unique<FloatResult>(vocab_size);
       request.logits = arrays[i]->data();
@@ -335,10 +340,16 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
     } else if (outputs[i] == Output::kLogProbs) {
       if (request.tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
       engine.check_token(request.tokens.back(), request.tokens.size() - 1);
-      request.targets = request.tokens.subspan(1);
       request.tokens = request.tokens.first(request.tokens.size() - 1);
-      arrays[i] = std::make_unique<FloatResult>(request.tokens.size());
+      const std::size_t n_tokens = request.tokens.size();
+      if (rows.empty()) request.output_rows = int(n_tokens);
+      const std::size_t scored = std::size_t(std::clamp(request.output_rows, 0, int(n_tokens)));
+      request.targets = view(tokens[i]).last(scored);
+      arrays[i] = std::make_unique<FloatResult>(scored);
       request.log_probs = arrays[i]->data();
+    } else if (is_hidden(outputs[i])) {
+      arrays[i] = std::make_unique<FloatResult>(std::size_t(std::max(request.output_rows, 0)) * dim);
+      request.hidden = arrays[i]->data();
     }
   }
   ProgressGuard guard(std::move(progress));
@@ -413,7 +424,9 @@ void bind_engine(nb::module_& m) {
       .value("GREEDY", Output::kGreedy)
       .value("LOGITS", Output::kLogits)
       .value("SAMPLED", Output::kSampled)
-      .value("LOG_PROBS", Output::kLogProbs);
+      .value("LOG_PROBS", Output::kLogProbs)
+      .value("HIDDEN", Output::kHidden)
+      .value("RESIDUAL", Output::kResidual);
 
   nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")
       .def(nb::init<const Config&, ByteArray, nb::object>(), "config"_a, "mapping"_a, "owner"_a)
@@ -424,7 +437,8 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
       .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "sessions"_a, "tokens"_a, "outputs"_a, "reuse"_a = false,
-           "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>())
+           "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>(),
+           "rows"_a = std::vector<int>())
       .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)

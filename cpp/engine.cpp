@@ -125,6 +125,7 @@ PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, c
   return run("score",
              {.tokens = tokens.first(tokens.size() - 1),
               .output = Output::kLogProbs,
+              .output_rows = int(tokens.size()) - 1,
               .targets = tokens.subspan(1),
               .log_probs = log_probs},
              progress);

@@ -68,14 +68,19 @@ struct EngineOptions {
   bool poison_cache = false;  // fills pages with NaN before they are used, for tests
 };
 
-// The result that the last layer of a chunk computes.
+// What the last layer computes of a row with an output.
 enum class Output {
   kNone,      // nothing: more chunks follow
-  kGreedy,    // the id of the largest logit of the last token
-  kLogits,    // all logits of the last token
-  kSampled,   // the id that a sampler chooses by the logits of the last token
-  kLogProbs,  // for every token of the chunk, the log probability of its target
+  kGreedy,    // the id of the largest logit, of the last token only
+  kLogits,    // all logits, of the last token only
+  kSampled,   // the id that a sampler chooses by the logits, of the last token only
+  kLogProbs,  // the log probability of the row's target
+  kHidden,    // the residual stream after the output norm
+  kResidual,  // the same before the output norm
 };
+inline bool is_hidden(Output output) {
+  return output == Output::kHidden || output == Output::kResidual;
+}
 
 class Cache;
 class PassInspector;  // inspection.h
@@ -87,9 +92,11 @@ struct Chunk {
   int position = 0;        // of tokens[0]
   Cache* cache = nullptr;  // of the session, with room for the tokens
   Output output = Output::kNone;
+  int output_rows = 0;               // the last tokens, of which the output is wanted
   float* logits = nullptr;           // kLogits: [vocab_size]
-  std::span<const TokenId> targets;  // kLogProbs: target of each token; a negative one is not asked for
-  float* log_probs = nullptr;        // kLogProbs: [tokens.size()]
+  std::span<const TokenId> targets;  // kLogProbs: [output_rows]; a negative one is not asked for
+  float* log_probs = nullptr;        // kLogProbs: [output_rows]
+  float* hidden = nullptr;           // kHidden, kResidual: [output_rows][dim]
   Sampler* sampler = nullptr;        // kSampled: its own, given the logits by choose_token()
   Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
   TokenId token = -1;                // kGreedy, kSampled: filled in; stays -1 where every logit is NaN

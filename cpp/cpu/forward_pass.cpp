@@ -49,6 +49,7 @@ void ForwardPass::run_layers(const Context& c) {
   for (int layer = 0; layer < config_.n_layers; ++layer)
     run_layer(c, layer, layer + 1 < config_.n_layers ? all_ : wanted_);
   head(c);
+  deliver_hidden(c);
 }
 
 // Keys and values of all rows; the output of the wanted ones, which become the first rows of x.
@@ -105,7 +106,7 @@ void ForwardPass::feed_forward(const Context& c, int layer, int rows) {
 }
 
 void ForwardPass::head(const Context& c) {
-  const int n = int(outputs_.size());
+  const int n = int(logits_.size());
   for (int first = 0; first < n; first += kHeadRows) {
     const int count = std::min(kHeadRows, n - first);
     normalize(c, work_.x, model_.output_norm, config_.norm_eps, first, count, work_.normed);
@@ -114,38 +115,48 @@ void ForwardPass::head(const Context& c) {
   }
 }
 
+void ForwardPass::deliver_hidden(const Context& c) {
+  const int first = int(logits_.size());
+  c.worker.for_each(int(outputs_.size()) - first, [&](int i) {
+    const auto& [chunk, row] = outputs_[std::size_t(first + i)];
+    const float* x = work_.x.row(first + i);
+    float* out = chunk->hidden + std::ptrdiff_t(row) * config_.dim;
+    if (chunk->output == Output::kHidden)
+      c.kernels.rms_norm(x, reinterpret_cast<const float*>(model_.output_norm.data), config_.norm_eps,
+                         config_.dim, out);
+    else
+      std::copy_n(x, config_.dim, out);
+  });
+}
+
 // Log probabilities of targets and sampled tokens, where those are wanted.
 void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
   if (std::none_of(wanted.begin(), wanted.end(), [](const Wanted& w) { return uses_logits(*w.chunk); }))
     return;
   const float* const* logits_of = logits_.data() + (wanted.data() - outputs_.data());
   c.worker.for_each(int(wanted.size()), [&](int i) {
-    const auto& [chunk, token] = wanted[std::size_t(i)];
+    const auto& [chunk, row] = wanted[std::size_t(i)];
     if (chunk->output == Output::kSampled)
       return chunk->choose_token({logits_of[i], std::size_t(config_.vocab_size)});
     if (chunk->output != Output::kLogProbs) return;
-    const TokenId target = chunk->targets[std::size_t(token)];
+    const TokenId target = chunk->targets[std::size_t(row)];
     if (target < 0) return;
     const float* logits = logits_of[i];
     const float largest = *std::max_element(logits, logits + config_.vocab_size);
     const double log_sum = std::log(kernels_.sum_exp(logits, largest, config_.vocab_size));
-    chunk->log_probs[token] = float(double(logits[target]) - double(largest) - log_sum);
+    chunk->log_probs[row] = float(double(logits[target]) - double(largest) - log_sum);
   });
 }
 
 // Lists the rows of the pass, those of the last layer, and makes room for them.
 void ForwardPass::plan(std::span<Chunk> chunks) {
   const auto rows_of = [](const Chunk& chunk) { return int(chunk.tokens.size()); };
-  // Of each chunk the last row, all or none.
-  const auto wanted_of = [&](const Chunk& chunk) {
-    return chunk.output == Output::kNone ? 0 : chunk.output == Output::kLogProbs ? rows_of(chunk) : 1;
-  };
   int n = 0, n_wanted = 0, n_used = 0;
   std::size_t n_pages = 0;
   for (const Chunk& chunk : chunks) {
     n += rows_of(chunk);
-    n_wanted += wanted_of(chunk);
-    if (uses_logits(chunk)) n_used += wanted_of(chunk);
+    n_wanted += chunk.output_rows;
+    if (uses_logits(chunk)) n_used += chunk.output_rows;
     n_pages += chunk.cache->pages().size();
   }
   work_.reserve(config_, weights_, ropes_.ropes.size(), n, std::min(n_used, kHeadRows));
@@ -159,24 +170,28 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
 
   const auto tile_rows = [&](int total) { return query_tile_rows(total, config_.n_kv_heads, team_.size()); };
   std::byte** pages = pages_.data();
-  for (Chunk& chunk : chunks) {
+  const auto add = [&](Chunk& chunk) {
     const int first = all_.count(), first_wanted = wanted_.count(), count = rows_of(chunk);
     cache_.addresses(chunk.cache->pages(), pages);
     for (int i = 0; i < count; ++i)
       all_.rows.push_back({chunk.tokens[std::size_t(i)], chunk.position + i, first + i, pages});
     add_tiles(all_.tiles, std::span(all_.rows).subspan(std::size_t(first)), first, tile_rows(n));
-    for (int i = count - wanted_of(chunk); i < count; ++i) {
-      wanted_.rows.push_back(all_.rows[std::size_t(first + i)]);
+    for (int i = 0; i < chunk.output_rows; ++i) {
+      wanted_.rows.push_back(all_.rows[std::size_t(first + count - chunk.output_rows + i)]);
       outputs_.push_back({&chunk, i});
-      logits_.push_back(chunk.output == Output::kLogits ? chunk.logits : nullptr);
+      if (!is_hidden(chunk.output))
+        logits_.push_back(chunk.output == Output::kLogits ? chunk.logits : nullptr);
     }
     add_tiles(wanted_.tiles, std::span(wanted_.rows).subspan(std::size_t(first_wanted)), first_wanted,
               tile_rows(n_wanted));
     pages += chunk.cache->pages().size();
-  }
+  };
+  for (const bool hidden : {false, true})
+    for (Chunk& chunk : chunks)
+      if (is_hidden(chunk.output) == hidden) add(chunk);
   // Logits that only the pass needs take turns: at most kHeadRows are in use at a time.
   std::size_t used = 0;
-  for (std::size_t i = 0; i < outputs_.size(); ++i)
+  for (std::size_t i = 0; i < logits_.size(); ++i)
     if (uses_logits(*outputs_[i].chunk))
       logits_[i] = work_.logits + used++ % kHeadRows * std::size_t(config_.vocab_size);
   // The tiles that see the most go first, so that what is left at the end is short.
@@ -185,7 +200,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
       return std::pair(b.position + b.count, a.first) < std::pair(a.position + a.count, b.first);
     });
   for (Scratch& scratch : scratch_) {
-    scratch.best.assign(outputs_.size(), {});
+    scratch.best.assign(logits_.size(), {});
     scratch.multiply_adds = 0;
   }
 }

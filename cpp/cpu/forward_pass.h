@@ -41,10 +41,10 @@ class ForwardPass {
     std::vector<QueryTile> tiles;
     int count() const { return int(rows.size()); }
   };
-  // A row of the last layer whose logits are wanted.
+  // A row of the last layer whose output is wanted.
   struct Wanted {
     Chunk* chunk;
-    int token;  // of the chunk
+    int row;  // of those of the chunk with an output
   };
 
   void plan(std::span<Chunk> chunks);
@@ -53,6 +53,7 @@ class ForwardPass {
   void add_block(const Context& c, const Linear& w, const Activations& x, const Tensor& post_norm, int rows);
   void feed_forward(const Context& c, int layer, int rows);
   void head(const Context& c);
+  void deliver_hidden(const Context& c);
   void use_logits(const Context& c, std::span<const Wanted> wanted);
   void deliver();
 
@@ -69,9 +70,9 @@ class ForwardPass {
   // Of the pass under way. They keep their memory.
   Workspace work_;
   std::vector<std::byte*> pages_;
-  Rows all_, wanted_;  // of every layer, and of the last one
-  std::vector<Wanted> outputs_;
-  std::vector<float*> logits_;  // where those of each output go; null: only the largest is wanted
+  Rows all_, wanted_;            // of every layer, and of the last one
+  std::vector<Wanted> outputs_;  // those of logits first, after them hidden states
+  std::vector<float*> logits_;   // where those of each output go; null: only the largest is wanted
 };
 
 }  // namespace metal_prefill::cpu

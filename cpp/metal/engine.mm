@@ -163,7 +163,7 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
 
   std::vector<PassChunk> shapes;
   for (const Chunk* chunk : chunks)
-    shapes.push_back({int(chunk->tokens.size()), chunk->position, chunk->output});
+    shapes.push_back({int(chunk->tokens.size()), chunk->position, chunk->output, chunk->output_rows});
   const PassRows rows = forward_.rows_of(shapes);
   fill(forward_.tables(rows, buffers), rows, chunks);
   if (Trace* trace = chunks[0]->trace) {
@@ -201,11 +201,11 @@ void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span
     copy(tokens_of(run, chunks[std::size_t(run.chunk)]->tokens), tables.ids, std::size_t(run.row));
   for (const RowRun& run : rows.wanted.runs)
     if (const Chunk& chunk = *chunks[std::size_t(run.chunk)]; chunk.output == Output::kLogProbs)
-      copy(tokens_of(run, chunk.targets), tables.targets, std::size_t(run.row - rows.scored.first));
+      copy(chunk.targets, tables.targets, std::size_t(run.row - rows.scored.first));
 }
 
 std::vector<Dispatch> MetalEngine::plan(int tokens, int position) const {
-  return record_prompt(forward_, {tokens, position, Output::kGreedy});
+  return record_prompt(forward_, tokens, position, Output::kGreedy);
 }
 
 // Copies the outputs from the buffers that the host can read.
@@ -236,7 +236,18 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
       case Output::kLogProbs: {
         const auto* log_probs = static_cast<const float*>(contents(BufferName::kLogProbs));
         log_probs += run.row - rows.scored.first;
-        std::memcpy(chunk.log_probs + run.token, log_probs, std::size_t(run.count) * sizeof(float));
+        std::memcpy(chunk.log_probs, log_probs, std::size_t(run.count) * sizeof(float));
+        break;
+      }
+      case Output::kHidden:
+      case Output::kResidual: {
+        const bool normed = chunk.output == Output::kHidden;
+        const auto* hidden =
+            static_cast<const float*>(contents(normed ? BufferName::kHidden : BufferName::kX));
+        const std::size_t first = std::size_t(run.row - (normed ? rows.hidden.first : 0));
+        const std::size_t dim = std::size_t(config().dim), padded_dim = std::size_t(padded_.config.dim);
+        for (std::size_t i = 0; i < std::size_t(run.count); ++i)
+          std::memcpy(chunk.hidden + i * dim, hidden + (first + i) * padded_dim, dim * sizeof(float));
         break;
       }
     }

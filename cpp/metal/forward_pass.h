@@ -58,8 +58,8 @@ class ForwardPass {
   PassRows rows_of(std::span<const PassChunk> chunks) const;
   // Where the host writes the tables of the pass.
   PassTables tables(const PassRows& rows, PassBuffers& buffers) const;
-  // Sends the dispatches of the pass to `e`. The results appear in kResult, kHostLogits and kLogProbs, in the
-  // order of the rows that they are wanted of.
+  // Sends the dispatches of the pass to `e`. The results appear in kResult, kHostLogits, kLogProbs and
+  // kHidden, in the order of the rows that they are wanted of; the residual stream is in kX.
   void encode(Encoder& e, const PassRows& rows, PassBuffers& buffers) const;
 
   // Every kernel that a pass can need.
@@ -136,6 +136,7 @@ class ForwardPass {
   void score(const Pass& pass) const;
   void find_largest(const Pass& pass) const;
   void deliver_logits(const Pass& pass) const;
+  void deliver_hidden(const Pass& pass) const;
 
   const Config& config_;
   const Tuning tuning_;

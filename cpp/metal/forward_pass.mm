@@ -37,6 +37,7 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
   score(pass);
   find_largest(pass);
   deliver_logits(pass);
+  deliver_hidden(pass);
 }
 
 void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
@@ -155,6 +156,15 @@ void ForwardPass::deliver_logits(const Pass& pass) const {
   if (count == 0) return;
   const std::size_t bytes = std::size_t(count) * std::size_t(config_.vocab_size) * sizeof(float);
   head(pass, {first, count, Path::kFewTokens}, pass.buffers.get(BufferName::kHostLogits, bytes));
+}
+
+void ForwardPass::deliver_hidden(const Pass& pass) const {
+  const auto [first, count] = pass.rows.hidden;
+  if (count == 0) return;
+  const View hidden =
+      pass.buffers.get(BufferName::kHidden, std::size_t(count) * std::size_t(config_.dim) * sizeof(float));
+  ops::rmsnorm(pass.e, output_norm_, pass.a.x.row(std::size_t(first), config_.dim), hidden, count,
+               Precision::kF32);
 }
 
 }  // namespace metal_prefill::metal

@@ -125,7 +125,7 @@ ForwardPass::Rows ForwardPass::all_rows(const PassRows& rows) const {
 }
 
 ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
-  const bool few = rows.few || rows.scored.count == 0;  // then it is one row of a sequence at most
+  const bool few = rows.few || rows.one_wanted;
   return {rows.wanted.first, rows.wanted.count, few ? Path::kFewTokens : Path::kManyTokens};
 }
 
@@ -177,7 +177,10 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   const std::size_t n = buffered_tokens(all.count);
   // Float32, or float16 where a matmul reads it; rows that continue in float32 are few.
   const auto operand = [&](int columns) {
-    const std::size_t few = buffered_tokens(rows.few ? all.count : rows.greedy.count + rows.logits.count);
+    const std::size_t few =
+        buffered_tokens(rows.few                          ? all.count
+                        : wanted.path == Path::kFewTokens ? wanted.count
+                                                          : rows.greedy.count + rows.logits.count);
     return std::size_t(columns) * std::max(n * (rows.few ? 4 : 2), few * 4);
   };
   const auto floats = [](int columns, std::size_t count) { return std::size_t(columns) * count * 4; };
@@ -241,8 +244,9 @@ std::set<KernelKey> ForwardPass::kernels() const {
   RecordedBuffers buffers;
   for (const int tokens : lengths)
     for (const int position : {0, config_.context_length - tokens})
-      for (const Output output : {Output::kNone, Output::kGreedy, Output::kLogits, Output::kLogProbs})
-        encode(collector, rows_of({{{tokens, position, output}}}), buffers);
+      for (const Output output :
+           {Output::kNone, Output::kGreedy, Output::kLogits, Output::kLogProbs, Output::kHidden})
+        encode(collector, rows_of({{last_rows(tokens, position, output)}}), buffers);
   return collector.kernels();
 }
 

@@ -45,14 +45,12 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
   for (const PassChunk& chunk : chunks) {
     few = few && chunk.tokens <= kFewTokens;
     one_each = one_each && chunk.tokens == 1;
+    one_wanted = one_wanted && chunk.output_rows <= 1;
     first_page.push_back(first_page.back() + pages_of(chunk.position + chunk.tokens));
     n += std::size_t(chunk.tokens);
   }
   rows.reserve(n);
 
-  const auto wanted_tokens = [](const PassChunk& chunk) {
-    return chunk.output == Output::kNone ? 0 : chunk.output == Output::kLogProbs ? chunk.tokens : 1;
-  };
   const auto add = [&](int chunk, int token, int count, int position) {
     const RowRun run = {int(rows.size()), count, position + token, chunk, token};
     for (int i = 0; i < count; ++i)
@@ -61,7 +59,7 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
   };
   for (int i = 0; i < int(chunks.size()); ++i) {
     const PassChunk& chunk = chunks[std::size_t(i)];
-    const int unwanted = chunk.tokens - wanted_tokens(chunk);
+    const int unwanted = chunk.tokens - chunk.output_rows;
     if (unwanted > 0) all.runs.push_back(add(i, 0, unwanted, chunk.position));
   }
   wanted.first = int(rows.size());
@@ -70,7 +68,7 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
     for (int i = 0; i < int(chunks.size()); ++i) {
       const PassChunk& chunk = chunks[std::size_t(i)];
       if (chunk.output != output) continue;
-      const int count = wanted_tokens(chunk);
+      const int count = chunk.output_rows;
       const RowRun run = add(i, chunk.tokens - count, count, chunk.position);
       wanted.runs.push_back(run);
       if (!all.runs.empty() && all.runs.back().chunk == i)
@@ -84,6 +82,8 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
   greedy = add_wanted(Output::kGreedy);
   logits = add_wanted(Output::kLogits);
   logits.count += add_wanted(Output::kSampled).count;
+  hidden = add_wanted(Output::kHidden);
+  residual = add_wanted(Output::kResidual);
 
   all.count = int(rows.size());
   wanted.count = all.count - wanted.first;
@@ -95,7 +95,7 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
   }
   if (few) return;
   add_tiles(tiles, all, *this, tile);
-  if (scored.count > 0) add_tiles(tiles, wanted, *this, tile);
+  if (!one_wanted) add_tiles(tiles, wanted, *this, tile);
 }
 
 }  // namespace metal_prefill::metal

@@ -16,7 +16,14 @@ struct PassChunk {
   int tokens;
   int position;  // of the first one
   Output output;
+  int output_rows;  // the last tokens, of which the output is wanted
 };
+
+// One that wants the output of its last token, or the log probabilities of all.
+inline PassChunk last_rows(int tokens, int position, Output output) {
+  return {tokens, position, output,
+          output == Output::kNone ? 0 : output == Output::kLogProbs ? tokens : 1};
+}
 
 // Most tokens of a chunk that are computed as if they came one by one, bit for bit.
 inline constexpr int kFewTokens = 8;
@@ -52,11 +59,13 @@ struct PassRows {
   };
 
   // Rows without an output come first, then those whose targets are scored, then those of which the largest
-  // logit is wanted, then those whose logits the host wants.
+  // logit is wanted, then those whose logits the host wants, then those whose hidden state it wants: after
+  // the output norm, and before it.
   PassPart all, wanted;
-  Range scored, greedy, logits;
-  bool few = true;       // no chunk has more than kFewTokens
-  bool one_each = true;  // every chunk has one token
+  Range scored, greedy, logits, hidden, residual;
+  bool few = true;         // no chunk has more than kFewTokens
+  bool one_each = true;    // every chunk has one token
+  bool one_wanted = true;  // of each chunk at most
 
   // Tables for the kernels.
   std::vector<PassRow> rows;

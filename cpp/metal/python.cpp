@@ -46,7 +46,7 @@ class ModelShape {
 
   std::vector<Dispatch> plan(int tokens, int position, Output output, int family,
                              const EngineOptions& options) const {
-    return metal::plan(model_, {tokens, position, output}, family, options);
+    return metal::plan(model_, tokens, position, output, family, options);
   }
 
  private:

@@ -24,15 +24,15 @@ Dispatch describe(const Step& step, const CacheShape& cache) {
   return dispatch;
 }
 
-std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassChunk& prompt) {
+std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, Output output) {
   std::vector<Dispatch> dispatches;
   RecordedBuffers buffers;
-  for (int done = 0; done < prompt.tokens;) {
-    const int n = std::min(forward.chunk_tokens(), prompt.tokens - done);
-    const bool has_output = done + n == prompt.tokens || prompt.output == Output::kLogProbs;
-    const Output output = has_output ? prompt.output : Output::kNone;
+  for (int done = 0; done < tokens;) {
+    const int n = std::min(forward.chunk_tokens(), tokens - done);
+    const bool has_output = done + n == tokens || output == Output::kLogProbs;
+    const PassChunk chunk = last_rows(n, position + done, has_output ? output : Output::kNone);
     Recorder recorder(forward.tuning(), forward.cache_shape());
-    forward.encode(recorder, forward.rows_of({{{n, prompt.position + done, output}}}), buffers);
+    forward.encode(recorder, forward.rows_of({{chunk}}), buffers);
     for (Dispatch& dispatch : recorder.take()) dispatches.push_back(std::move(dispatch));
     done += n;
   }
@@ -52,11 +52,11 @@ const Tuning& tuning_of(int family) {
 
 }  // namespace
 
-std::vector<Dispatch> plan(const Model& shape, const PassChunk& prompt, int family,
+std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output output, int family,
                            const EngineOptions& options) {
-  if (prompt.tokens < 1 || prompt.position < 0)
-    throw std::invalid_argument("cannot plan " + std::to_string(prompt.tokens) + " tokens at position " +
-                                std::to_string(prompt.position));
+  if (tokens < 1 || position < 0)
+    throw std::invalid_argument("cannot plan " + std::to_string(tokens) + " tokens at position " +
+                                std::to_string(position));
   const Tuning& tuning = tuning_of(family);
   validate(shape);
   const Config& c = shape.config;
@@ -65,7 +65,7 @@ std::vector<Dispatch> plan(const Model& shape, const PassChunk& prompt, int fami
                                 std::to_string(c.dim) + ", heads of " + std::to_string(c.key_dim) + " and " +
                                 std::to_string(c.value_dim) + ", ffn_dim " + std::to_string(c.ffn_dim));
   RecordedWeights weights(shape);
-  return record_prompt(ForwardPass(tuning, shape, options, weights), prompt);
+  return record_prompt(ForwardPass(tuning, shape, options, weights), tokens, position, output);
 }
 
 }  // namespace metal_prefill::metal

@@ -66,12 +66,12 @@ class RecordedWeights final : public WeightViews {
 
 // The dispatches of a prompt, chunk by chunk. Only the last chunk has the output; log probabilities are the
 // output of every chunk.
-std::vector<Dispatch> record_prompt(const ForwardPass& forward, const PassChunk& prompt);
+std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, Output output);
 
 // The dispatches for a model of which only configuration, types and dimensions are known, on a GPU of Apple's
 // `family`. Throws std::invalid_argument for arguments out of range, UnsupportedModelError for dimensions
 // that the engine would have to pad.
-std::vector<Dispatch> plan(const Model& shape, const PassChunk& prompt, int family,
+std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output output, int family,
                            const EngineOptions& options);
 
 }  // namespace metal_prefill::metal

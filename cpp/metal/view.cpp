@@ -16,7 +16,7 @@ BufferTraits traits_of(BufferName name) {
     case BufferName::kPages:
       return {"pages", true};
     case BufferName::kX:
-      return {"x", false};
+      return {"x", true};
     case BufferName::kNormed:
       return {"normed", false};
     case BufferName::kQkv:
@@ -43,6 +43,8 @@ BufferTraits traits_of(BufferName name) {
       return {"targets", true};
     case BufferName::kLogProbs:
       return {"log_probs", true};
+    case BufferName::kHidden:
+      return {"hidden", true};
     case BufferName::kWeights:
       return {"weights", true};
     case BufferName::kQkvBias:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from metal_prefill._continuation import TextOptions
     from metal_prefill.tokenizer import Tokenizer
 
-BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs"]
+BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
+OutputRows: TypeAlias = int | Literal["all"] | None
 
 _log = logging.getLogger("metal_prefill")
 _announced_fallback = False
@@ -44,6 +45,8 @@ _OUTPUTS = {
     "greedy": _core.Output.GREEDY,
     "logits": _core.Output.LOGITS,
     "log_probs": _core.Output.LOG_PROBS,
+    "hidden": _core.Output.HIDDEN,
+    "residual": _core.Output.RESIDUAL,
 }
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32}
 
@@ -437,6 +440,7 @@ class Model:
         tokens: Sequence[TokenIds],
         *,
         output: BatchOutput | Sequence[BatchOutput] = "greedy",
+        rows: OutputRows | Sequence[OutputRows] = None,
         reuse: bool = False,
         return_errors: bool = False,
         progress: Progress | None = None,
@@ -455,7 +459,13 @@ class Model:
         output
             For all sessions, or for each: ``"greedy"``, the id of the largest logit after the last token;
             ``"logits"``, float32 ``[vocab_size]`` after the last token; ``"log_probs"``, float32 ``[n - 1]``,
-            as :meth:`score`; ``"none"``.
+            as :meth:`score`; ``"hidden"`` and ``"residual"``, the hidden state after the last layer, with and
+            without the output norm, float32 ``[dim]``; ``"none"``.
+        rows
+            For all sessions, or for each: of how many of the last tokens the output is wanted, or ``"all"``.
+            Hidden states are then ``[rows, dim]``, log probabilities those of the last tokens. None stands
+            for the last token, and for log probabilities of all. Greedy ids and logits are of the last token
+            only.
         reuse
             Take `tokens` as the whole context of each session, as in :meth:`forward_prompt`.
         return_errors
@@ -479,24 +489,35 @@ class Model:
             From inside a progress callback of one of the sessions.
         """
         outputs = [output] * len(sessions) if isinstance(output, str) else list(output)
+        wanted_rows = [rows] * len(sessions) if isinstance(rows, (str, int, type(None))) else list(rows)
         if not len(sessions) == len(tokens) == len(outputs):
             raise ValueError(
                 f"a batch needs tokens and an output for each session; got {len(sessions)} sessions, "
                 f"{len(tokens)} lists of tokens and {len(outputs)} outputs"
             )
+        if len(wanted_rows) != len(sessions):
+            raise ValueError(f"rows must be one word, or {len(sessions)}; got {len(wanted_rows)}")
         arrays = []
         for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
             try:
                 arrays.append(session._checked(ids, unread=int(outputs[i] == "log_probs")))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"session {i}: {error}") from None
+        kinds = [_one_of("output", name, _OUTPUTS) for name in outputs]
         results = self._core_engine().forward_batch(
             [session._open() for session in sessions],
             arrays,
-            [_one_of("output", name, _OUTPUTS) for name in outputs],
+            kinds,
             reuse,
             progress,
+            rows=[
+                _row_count(i, *item)
+                for i, item in enumerate(zip(outputs, map(len, arrays), wanted_rows, strict=True))
+            ],
         )
+        for i, result in enumerate(results):
+            if isinstance(result, np.ndarray) and outputs[i] in ("hidden", "residual") and wanted_rows[i]:
+                results[i] = result.reshape(-1, self._config.dim)
         if not return_errors:
             for i, result in enumerate(results):
                 if isinstance(result, Exception):
@@ -670,6 +691,18 @@ class Model:
     def __repr__(self) -> str:
         state = self.device if self._engine is not None else "closed"
         return f"<metal_prefill.Model {self._path.name!r} on {state}>"
+
+
+def _row_count(session: int, output: str, tokens: int, rows: object) -> int:
+    """Check of how many of the last tokens of a session the output is wanted."""
+    most = tokens - 1 if output == "log_probs" else tokens if output in ("hidden", "residual") else 1
+    if rows is None:
+        return most if output == "log_probs" else 1
+    if rows == "all" and (most > 1 or tokens == 1):
+        return most
+    if isinstance(rows, str):
+        raise ValueError(f"session {session}: rows {rows!r} of output {output!r} is not known")
+    return integer(f"session {session}: rows of output {output!r}", rows, 1, most)
 
 
 def _stream_many(

@@ -29,6 +29,8 @@ HOST_BUFFERS = {
     "result",
     "targets",
     "log_probs",
+    "x",
+    "hidden",
     "weights",
     "staging",
     "qkv_bias",

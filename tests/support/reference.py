@@ -25,6 +25,8 @@ class Result:
     Attributes
     ----------
     logits : float64 [n, vocab]
+    residual, hidden : float64 [n, dim]
+        After the last layer, before and after the output norm.
     keys : list of float64 [n, kv_heads, key_dim]
         Per layer, after rotation: what a KV cache holds.
     values : list of float64 [n, kv_heads, value_dim]
@@ -32,6 +34,8 @@ class Result:
     """
 
     logits: Array
+    residual: Array
+    hidden: Array
     keys: list[Array]
     values: list[Array]
 
@@ -89,7 +93,8 @@ class ReferenceModel:
             )
             x = x + self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
-        return Result(self._rms_norm(x, self.tensors["output_norm.weight"]) @ head.T, keys, values)
+        hidden = self._rms_norm(x, self.tensors["output_norm.weight"])
+        return Result(hidden @ head.T, x, hidden, keys, values)
 
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``."""
