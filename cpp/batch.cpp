@@ -33,6 +33,7 @@ class Batch {
     int without_output() const {
       return int(request.tokens.size()) - (request.output == Output::kNone ? 0 : request.output_rows);
     }
+    bool chooses() const { return request.output == Output::kGreedy || request.output == Output::kSampled; }
     bool reuses() const { return request.prefix == Prefix::kReuse; }
   };
 
@@ -43,6 +44,7 @@ class Batch {
   Chunk next_chunk(Item& item, int tokens) const;
   void check_results(const Chunk& chunk) const;
   void finish(Item& item, const Chunk& chunk) const;
+  static int accepted_tokens(Item& item, const Chunk& chunk);
   static void fail(Item& item, std::exception_ptr error);
   void count(std::span<Item* const> items, const CallCounters& counters) const;
 
@@ -72,7 +74,9 @@ Batch::Batch(Engine& engine, std::span<Request> requests, const char* call) : en
     throw std::invalid_argument("a sampler appears twice in a batch");
   if (!samplers.empty() && !samplers.front()) throw std::invalid_argument("a sampled output needs a sampler");
   for (const Request& request : requests) {
-    const bool of_many = request.output == Output::kLogProbs || is_hidden(request.output);
+    const Output output = request.output;
+    const bool of_many = output == Output::kLogProbs || output == Output::kGreedy || is_hidden(output) ||
+                         (output == Output::kSampled && request.are_drafts);
     if (request.output_rows < 1 || (request.output_rows > 1 && !of_many))
       throw std::invalid_argument("an output of " + std::to_string(request.output_rows) + " rows is not known");
   }
@@ -85,10 +89,7 @@ void Batch::begin(Item& item) const {
   Session& session = item.session();
   const std::span<const TokenId> tokens = item.request.tokens;
   const Claim claim = item.request.claim;
-  if (claim != 0 && !item.reuses() && claim != session.claim_)
-    throw SessionBusyError(
-        "another call changed the session while text was generated with it: its position is " +
-        std::to_string(session.tokens_.size()) + "; give each generator a session of its own");
+  if (claim != 0 && !item.reuses()) session.check_claim(claim);
   {
     const std::scoped_lock lock(session.state_mutex_);
     session.counters_ = {};
@@ -106,6 +107,7 @@ void Batch::begin(Item& item) const {
     item.before = session.keep_known(tokens);
     item.request.result.done = int(item.before);
   }
+  if (item.chooses()) item.request.chosen.assign(std::size_t(item.request.output_rows), -1);
   const std::scoped_lock lock(session.state_mutex_);
   session.tokens_.reserve(item.start + tokens.size());  // what follows a computed chunk must not fail
   session.claim_ = claim;
@@ -184,6 +186,12 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
     chunk.targets = request.targets.subspan(before, std::size_t(chunk.output_rows));
     chunk.log_probs = request.log_probs + before;
   }
+  if (item.chooses())
+    chunk.chosen = std::span(item.request.chosen).subspan(before, std::size_t(chunk.output_rows));
+  if (request.are_drafts) {
+    chunk.drafts = request.tokens.last(std::size_t(request.output_rows) - 1);
+    chunk.drafts_before = int(before);
+  }
   if (is_hidden(request.output))
     chunk.hidden = request.hidden + before * std::size_t(engine_.config().dim);
   return chunk;
@@ -196,19 +204,22 @@ void Batch::check_results(const Chunk& chunk) const {
   };
   const std::size_t last = chunk.tokens.size() - 1, rows = std::size_t(chunk.output_rows);
   const std::size_t first = chunk.tokens.size() - rows;
-  if (chunk.output == Output::kGreedy && chunk.token < 0)
-    throw NumericalError("every logit" + of_token(last));
   if (chunk.output == Output::kLogits) {
     const float *logits = chunk.logits, *end = logits + engine_.config().vocab_size;
     const float* bad = std::find_if(logits, end, [](float logit) { return std::isnan(logit); });
     if (bad != end) throw NumericalError("logit " + std::to_string(bad - logits) + of_token(last));
   }
-  if (chunk.error) {
-    try {
-      std::rethrow_exception(chunk.error);
-    } catch (const NanLogitError& error) {
-      throw NumericalError("logit " + std::to_string(error.token) + of_token(last));
-    }
+  for (std::size_t i = 0; i < chunk.chosen.size(); ++i) {
+    if (chunk.chosen[i] < 0 && chunk.output == Output::kGreedy)
+      throw NumericalError("every logit" + of_token(first + i));
+    if (chunk.chosen[i] < 0) try {
+        std::rethrow_exception(chunk.error);
+      } catch (const NanLogitError& error) {
+        throw NumericalError("logit " + std::to_string(error.token) + of_token(first + i));
+      }
+    // What follows a wrong draft does not count.
+    const std::size_t draft = std::size_t(chunk.drafts_before) + i;
+    if (draft < chunk.drafts.size() && chunk.chosen[i] != chunk.drafts[draft]) break;
   }
   if (is_hidden(chunk.output)) {
     const std::size_t dim = std::size_t(engine_.config().dim);
@@ -224,16 +235,37 @@ void Batch::check_results(const Chunk& chunk) const {
 
 void Batch::finish(Item& item, const Chunk& chunk) const {
   check_results(chunk);
+  Request& request = item.request;
   Session& session = item.session();
+  const int kept = accepted_tokens(item, chunk);
   {
     const std::scoped_lock lock(session.state_mutex_);
-    session.tokens_.insert(session.tokens_.end(), chunk.tokens.begin(), chunk.tokens.end());
+    session.tokens_.insert(session.tokens_.end(), chunk.tokens.begin(), chunk.tokens.begin() + kept);
+    if (std::size_t(kept) < chunk.tokens.size()) {
+      session.cache_->truncate(int(session.tokens_.size()));
+      session.cache_bytes_ = session.cache_->bytes();
+    }
   }
-  item.request.result.done += int(chunk.tokens.size());
-  if (chunk.output == Output::kGreedy || chunk.output == Output::kSampled)
-    item.request.result.token = chunk.token;
-  if (chunk.output == Output::kSampled) chunk.sampler->accept(chunk.token);
-  item.active = item.left() > 0;
+  request.result.done += kept;
+  item.active = std::size_t(kept) == chunk.tokens.size() && item.left() > 0;
+  if (item.active || !item.chooses()) return;
+  if (request.are_drafts) request.chosen.resize(std::size_t(request.result.accepted) + 1);
+  request.result.token = request.chosen.back();
+  if (request.sampler)
+    for (const TokenId token : request.chosen) request.sampler->accept(token);
+}
+
+// Tokens of the chunk before the first draft that is not what was chosen there.
+int Batch::accepted_tokens(Item& item, const Chunk& chunk) {
+  Request& request = item.request;
+  int& right = request.result.accepted;
+  for (const TokenId token : chunk.chosen) {
+    if (!request.are_drafts || std::size_t(right) == chunk.drafts.size()) break;
+    if (token != chunk.drafts[std::size_t(right)])
+      return item.without_output() + 1 + right - request.result.done;
+    ++right;
+  }
+  return int(chunk.tokens.size());
 }
 
 void Batch::fail(Item& item, std::exception_ptr error) {

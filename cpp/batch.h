@@ -7,6 +7,7 @@
 
 #include <exception>
 #include <span>
+#include <vector>
 
 #include "engine.h"
 
@@ -18,15 +19,19 @@ struct Request {
   std::span<const TokenId> tokens;
   Prefix prefix = Prefix::kAppend;
   Output output = Output::kNone;
-  int output_rows = 1;               // the last tokens, of which the output is wanted
+  int output_rows = 1;  // the last tokens, of which the output is wanted; kLogits: 1
+  // kGreedy, kSampled: the tokens after the first of those rows are guesses at what is chosen. The first that
+  // is wrong and those after it are not appended.
+  bool are_drafts = false;
   float* logits = nullptr;           // kLogits: [vocab_size]
   std::span<const TokenId> targets;  // kLogProbs: [output_rows]; a negative one is not asked for
   float* log_probs = nullptr;        // kLogProbs: [output_rows]
   float* hidden = nullptr;           // kHidden, kResidual: [output_rows][dim]
-  Sampler* sampler = nullptr;        // kSampled: of this request alone
+  Sampler* sampler = nullptr;        // kSampled: of this request alone; takes one row, or drafts
   Trace* trace = nullptr;
   Claim claim = 0;
 
+  std::vector<TokenId> chosen = {};  // kGreedy, kSampled: [output_rows], less the rows after a wrong draft
   PromptResult result = {};
   std::exception_ptr error = {};  // null: none
 };

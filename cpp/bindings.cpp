@@ -30,6 +30,7 @@
 #include "philox.h"
 #include "rounding.h"
 #include "sampling.h"
+#include "suffix_automaton.h"
 #include "tensors.h"
 
 #ifdef METAL_PREFILL_EMULATOR
@@ -309,12 +310,13 @@ nb::object exception_of(const std::exception_ptr& error) {
 }
 
 // For each session what its output is: an id, an array, None, or the exception that ended it. `rows`: of how
-// many of its last tokens the output is wanted; by default of the last one, and log probabilities of all.
+// many of its last tokens the output is wanted; by default of the last one, and log probabilities of all. With
+// it ids come as lists. `drafts`: the tokens after the first of those rows are guesses.
 nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Session*>& sessions,
                                            const std::vector<TokenArray>& tokens,
                                            const std::vector<Output>& outputs, bool reuse,
                                            nb::object progress, const std::vector<Sampler*>& samplers,
-                                           const std::vector<int>& rows) {
+                                           const std::vector<int>& rows, bool drafts) {
   if (sessions.size() != tokens.size() || sessions.size() != outputs.size() ||
       (!rows.empty() && rows.size() != sessions.size()))
     throw std::invalid_argument("a batch needs tokens and an output for each session");
@@ -332,6 +334,7 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
     request.prefix = prefix_of(reuse);
     request.output = outputs[i];
     if (!rows.empty()) request.output_rows = rows[i];
+    request.are_drafts = drafts;
     if (outputs[i] == Output::kLogits) {
       arrays[i] = std::make_unique<FloatResult>(vocab_size);
       request.logits = arrays[i]->data();
@@ -361,10 +364,12 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
       results.append(exception_of(requests[i].error));
     else if (arrays[i])
       results.append(arrays[i]->release());
-    else if (outputs[i] == Output::kGreedy || outputs[i] == Output::kSampled)
+    else if (requests[i].chosen.empty())
+      results.append(nb::none());
+    else if (rows.empty())
       results.append(requests[i].result.token);
     else
-      results.append(nb::none());
+      results.append(nb::cast(requests[i].chosen));
   }
   return results;
 }
@@ -404,15 +409,24 @@ void bind_sampling(nb::module_& m) {
           "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a)
       .def("accept", &Sampler::accept, "token"_a)
       .def_prop_ro("position", &Sampler::position)
-      .def_prop_ro("log_prob", &Sampler::log_prob)
       .def_prop_ro(
-          "best",
+          "reports",
           [](const Sampler& self) {
-            std::vector<std::pair<TokenId, double>> best;
-            for (const Sampler::Scored& s : self.best()) best.emplace_back(s.token, s.log_prob);
-            return best;
+            std::vector<std::pair<double, std::vector<std::pair<TokenId, double>>>> reports;
+            for (const Sampler::Report& report : self.reports()) {
+              auto& best = reports.emplace_back(report.log_prob, 0).second;
+              for (const Sampler::Scored& s : report.best) best.emplace_back(s.token, s.log_prob);
+            }
+            return reports;
           },
-          "Ids and log probabilities of the most probable tokens at the last choice.");
+          "Of each choice of the last call: its log probability, and ids and log probabilities of the most "
+          "probable tokens.");
+  nb::class_<SuffixAutomaton>(m, "SuffixAutomaton", "Guesses at what follows a text, found in the text.")
+      .def(nb::init<>())
+      .def(
+          "append", [](SuffixAutomaton& self, TokenArray tokens) { self.append(view(tokens)); }, "tokens"_a)
+      .def_prop_ro("matched", &SuffixAutomaton::matched, "How many of the last tokens occurred before.")
+      .def("following", &SuffixAutomaton::following, "count"_a, "The tokens that followed them there.");
   m.def(
       "philox", [](PhiloxCounter counter, PhiloxKey key) { return philox(counter, key); }, "counter"_a,
       "key"_a, "Four random words of a counter and a key.");
@@ -437,9 +451,11 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
       .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "sessions"_a, "tokens"_a, "outputs"_a, "reuse"_a = false,
-           "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>(),
-           "rows"_a = std::vector<int>())
+           "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>(), "rows"_a = std::vector<int>(),
+           "drafts"_a = false)
       .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")
+      .def_prop_ro("exact_rows", &Engine::exact_rows,
+                   "Most tokens of a sequence in a pass that get the bits that they get one by one.")
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)
       .def("stats", &Engine::stats);
@@ -544,6 +560,13 @@ void bind_session(nb::module_& m) {
             return log_probs.release();
           },
           "tokens"_a, "progress"_a = nb::none())
+      .def(
+          "forward_drafts",
+          [](Session& self, TokenArray tokens, Sampler* sampler, Claim claim) {
+            return without_gil([&] { return self.forward_drafts(view(tokens), sampler, claim); });
+          },
+          "tokens"_a, "sampler"_a.none(), "claim"_a)
+      .def("check_claim", &Session::check_claim, "claim"_a)
       .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<GilRelease>())
       .def(
           "forward_token",
@@ -562,7 +585,7 @@ void bind_session(nb::module_& m) {
           "tokens"_a)
       .def_prop_ro("max_context", &Session::max_context)
       .def("tokens", &Session::tokens)
-      .def("rewind", &Session::rewind, "position"_a, nb::call_guard<GilRelease>())
+      .def("rewind", &Session::rewind, "position"_a, "claim"_a = 0, nb::call_guard<GilRelease>())
       .def("fork", &Session::fork, nb::call_guard<GilRelease>())
       .def("export_state", &export_state,
            nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))

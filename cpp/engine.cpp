@@ -19,9 +19,11 @@ CallCounters& CallCounters::operator+=(const CallCounters& other) {
   return *this;
 }
 
-void Chunk::choose_token(std::span<const float> all_logits) noexcept {
+void Chunk::choose_token(int row, std::span<const float> all_logits) noexcept {
+  const std::size_t r = std::size_t(row), ahead = std::size_t(drafts_before) + r;
+  if (error || (row > 0 && chosen[r - 1] != drafts[ahead - 1])) return;
   try {
-    token = sampler->choose(all_logits);
+    chosen[r] = sampler->choose(all_logits, drafts.first(ahead));
   } catch (...) {
     error = std::current_exception();
   }
@@ -119,6 +121,20 @@ PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sa
       progress);
 }
 
+std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, Sampler* sampler, Claim claim) {
+  if (tokens.empty()) throw std::invalid_argument("a token is needed before its drafts");
+  Request request = {.session = this,
+                     .tokens = tokens,
+                     .output = sampler ? Output::kSampled : Output::kGreedy,
+                     .output_rows = int(tokens.size()),
+                     .are_drafts = true,
+                     .sampler = sampler,
+                     .claim = claim};
+  run_batch(*engine_, {&request, 1}, "forward_drafts");
+  if (request.error) std::rethrow_exception(request.error);
+  return std::move(request.chosen);
+}
+
 PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
   if (tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
   engine_->check_token(tokens.back(), tokens.size() - 1);
@@ -162,8 +178,17 @@ std::vector<TokenId> Session::tokens() const {
   return tokens_;
 }
 
-void Session::rewind(int position) {
+void Session::check_claim(Claim claim) const {
+  const std::scoped_lock lock(state_mutex_);
+  if (claim != claim_)
+    throw SessionBusyError(
+        "another call changed the session while text was generated with it: its position is " +
+        std::to_string(tokens_.size()) + "; give each generator a session of its own");
+}
+
+void Session::rewind(int position, Claim claim) {
   const Turn::Hold turn(turn_, "rewind");
+  if (claim != 0 && claim != claim_) return;
   if (position < 0 || std::size_t(position) > tokens_.size())
     throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
                                 ": the position of the session is " + std::to_string(tokens_.size()));
@@ -171,7 +196,7 @@ void Session::rewind(int position) {
   remembered_ = std::min(remembered_, std::size_t(position) / kPagePositions);
   const std::scoped_lock state(state_mutex_);
   tokens_.resize(std::size_t(position));
-  claim_ = 0;
+  claim_ = claim;
   cache_bytes_ = cache_->bytes();
 }
 

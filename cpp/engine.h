@@ -68,12 +68,12 @@ struct EngineOptions {
   bool poison_cache = false;  // fills pages with NaN before they are used, for tests
 };
 
-// What the last layer computes of a row with an output.
+// What the last layer computes of a row with an output. Logits leave the engine for kLogits alone.
 enum class Output {
   kNone,      // nothing: more chunks follow
-  kGreedy,    // the id of the largest logit, of the last token only
+  kGreedy,    // the id of the largest logit
   kLogits,    // all logits, of the last token only
-  kSampled,   // the id that a sampler chooses by the logits, of the last token only
+  kSampled,   // the id that a sampler chooses by the logits
   kLogProbs,  // the log probability of the row's target
   kHidden,    // the residual stream after the output norm
   kResidual,  // the same before the output norm
@@ -97,13 +97,16 @@ struct Chunk {
   std::span<const TokenId> targets;  // kLogProbs: [output_rows]; a negative one is not asked for
   float* log_probs = nullptr;        // kLogProbs: [output_rows]
   float* hidden = nullptr;           // kHidden, kResidual: [output_rows][dim]
+  std::span<TokenId> chosen;         // kGreedy, kSampled: [output_rows]; stays -1 where there is none
   Sampler* sampler = nullptr;        // kSampled: its own, given the logits by choose_token()
+  std::span<const TokenId> drafts;   // kSampled: the tokens after the first row with an output
+  int drafts_before = 0;             // kSampled: of those, how many earlier chunks had
   Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
-  TokenId token = -1;                // kGreedy, kSampled: filled in; stays -1 where every logit is NaN
   std::exception_ptr error = {};     // kSampled: why there is no token
 
-  // Has the sampler choose where the logits are. [vocab_size]
-  void choose_token(std::span<const float> all_logits) noexcept;
+  // Has the sampler choose where the logits are, for the rows with an output in their order. A row after a
+  // draft that was not chosen has no meaning and is left out. [vocab_size]
+  void choose_token(int row, std::span<const float> all_logits) noexcept;
 };
 
 // Counts of one call, for Session::stats().
@@ -144,6 +147,7 @@ using Progress = std::function<bool(int done, int total)>;
 struct PromptResult {
   int done = 0;        // tokens of the prompt that are now in the cache
   TokenId token = -1;  // kGreedy, kSampled: the next token; -1 when the prompt was stopped
+  int accepted = 0;    // drafts that were chosen, and are in the cache; the others are not
 };
 
 enum class Prefix { kAppend, kReuse };
@@ -181,6 +185,10 @@ class Session {
   PromptResult forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler,
                                       Prefix prefix = Prefix::kAppend, const Progress& progress = {},
                                       Claim claim = 0);
+  // Appends a token and guesses at those after it, and chooses the token after each, greedily where there is
+  // no sampler. Stops at the first guess that is not what is chosen there: the session then holds the token
+  // and the right guesses. Returns what follows each of these, which is what calls with single tokens return.
+  std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, Sampler* sampler, Claim claim = 0);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);
@@ -193,7 +201,11 @@ class Session {
   int position() const;
   int max_context() const { return max_context_; }
   std::vector<TokenId> tokens() const;  // ids in the cache, [position]
-  void rewind(int position);            // throws std::invalid_argument beyond the current position
+  // Throws std::invalid_argument beyond the current position. With a claim, nothing happens once another
+  // call has changed the session.
+  void rewind(int position, Claim claim = 0);
+  // Throws SessionBusyError if another call has changed the session since it was claimed.
+  void check_claim(Claim claim) const;
 
   // A new session with the same cache contents and position; they share pages where the engine has them.
   std::unique_ptr<Session> fork();
@@ -269,6 +281,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
   // Largest number of rows of one pass.
   virtual int pass_rows() const = 0;
+  // Most tokens of one sequence in a pass that get, bit for bit, what they would get one by one.
+  virtual int exact_rows() const = 0;
   // Appends the chunks, each of a different session, to their caches and computes their outputs. When this
   // throws, the positions before the chunks are intact in all caches.
   virtual void forward(std::span<Chunk> chunks, CallCounters& counters) = 0;

@@ -81,9 +81,14 @@ void Sampler::accept(TokenId token) {
   ++position_;
 }
 
-TokenId Sampler::choose(std::span<const float> logits) {
+TokenId Sampler::choose(std::span<const float> logits, std::span<const TokenId> ahead) {
   if (logits.empty()) throw std::invalid_argument("logits must be one-dimensional and not empty");
   if (const int i = first_nan(logits); i >= 0) throw NanLogitError(i);
+  at_ = position_ + int(ahead.size());
+  const std::size_t newest = std::min(ahead.size(), std::size_t(options_.window));
+  const std::size_t oldest = std::min(recent_.size(), std::size_t(options_.window) - newest);
+  window_.assign(recent_.end() - std::ptrdiff_t(oldest), recent_.end());
+  window_.insert(window_.end(), ahead.end() - std::ptrdiff_t(newest), ahead.end());
   adjust(logits);
   const SamplingOptions& o = options_;
   const std::size_t n = logits.size();
@@ -123,7 +128,10 @@ TokenId Sampler::choose(std::span<const float> logits) {
     }
     chosen = draw();
   }
-  if (report_ >= 0) describe(logits, chosen);
+  if (report_ >= 0) {
+    reports_.resize(ahead.size());
+    reports_.push_back(describe(logits, chosen));
+  }
   return chosen;
 }
 
@@ -143,7 +151,7 @@ void Sampler::adjust(std::span<const float> logits) {
                                   " is outside the vocabulary of " + std::to_string(scores_.size()));
     return scores_[std::size_t(id)];
   };
-  if (position_ < first_allowed_)
+  if (at_ < first_allowed_)
     for (const TokenId id : forbidden_) at(id, "token id") = kExcluded;
 
   adjusted_.clear();
@@ -152,7 +160,7 @@ void Sampler::adjust(std::span<const float> logits) {
     adjusted_.push_back({at(id, "the id of a logit bias"), id});
   }
   if (o.repeat_penalty != 1 || o.frequency_penalty != 0 || o.presence_penalty != 0)
-    for (const TokenId id : recent_) adjusted_.push_back({at(id, "a recent token id"), id});
+    for (const TokenId id : window_) adjusted_.push_back({at(id, "a recent token id"), id});
   std::sort(adjusted_.begin(), adjusted_.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
   adjusted_.erase(std::unique(adjusted_.begin(), adjusted_.end(),
                               [](const auto& a, const auto& b) { return a.id == b.id; }),
@@ -177,7 +185,7 @@ double Sampler::score_of(TokenId id, float logit) const {
     if (bias->second == -kInfinity) return -kInfinity;
     score += bias->second;
   }
-  const auto count = std::count(recent_.begin(), recent_.end(), id);
+  const auto count = std::count(window_.begin(), window_.end(), id);
   if (count == 0) return score;
   score = score > 0 ? score / o.repeat_penalty : score * o.repeat_penalty;
   return score - double(count) * o.frequency_penalty - o.presence_penalty;
@@ -264,7 +272,7 @@ void Sampler::keep_fewest(double target) {
 // In [0, 1).
 double Sampler::drawn() const {
   const PhiloxKey key = {std::uint32_t(seed_), std::uint32_t(seed_ >> 32)};
-  return uniform(philox({std::uint32_t(position_), answer_, 0, 0}, key));
+  return uniform(philox({std::uint32_t(at_), answer_, 0, 0}, key));
 }
 
 namespace {
@@ -316,17 +324,17 @@ TokenId Sampler::draw() {
 }
 
 // By the logits as they are: bias, penalties and filters say how tokens are chosen, not what the model gives.
-void Sampler::describe(std::span<const float> logits, TokenId chosen) {
+Sampler::Report Sampler::describe(std::span<const float> logits, TokenId chosen) {
   const double largest = largest_of(logits);
   const auto log_sum = [&] { return std::log(sum_exp(logits, largest)); };
   const auto infinite = std::count(logits.begin(), logits.end(), float(kInfinity));
   const double log_total = largest == kInfinity ? std::log(double(infinite)) : log_sum();
   const auto log_prob = [&](double logit) { return (logit == largest ? 0 : logit - largest) - log_total; };
-  log_prob_ = log_prob(logits[std::size_t(chosen)]);
+  Report report = {log_prob(logits[std::size_t(chosen)]), {}};
   find_best(logits, std::size_t(report_), candidates_);
   std::sort(candidates_.begin(), candidates_.end(), is_better);
-  best_.clear();
-  for (const Candidate& c : candidates_) best_.push_back({c.id, log_prob(c.score)});
+  for (const Candidate& c : candidates_) report.best.push_back({c.id, log_prob(c.score)});
+  return report;
 }
 
 }  // namespace metal_prefill

@@ -56,15 +56,19 @@ class Sampler {
   // Choices say the log probability of the token, and of the `best` most probable ones; -1: neither.
   void report(int best) { report_ = best; }
 
-  // Throws std::invalid_argument where there is nothing to choose from, NanLogitError for a NaN. Nothing but
-  // the report changes: the choice counts once it is accepted.
-  TokenId choose(std::span<const float> logits);
+  // What is chosen once the tokens `ahead` are accepted. Throws std::invalid_argument where there is nothing
+  // to choose from, NanLogitError for a NaN. Nothing but the report changes: the choice counts once it is
+  // accepted.
+  TokenId choose(std::span<const float> logits, std::span<const TokenId> ahead = {});
   void accept(TokenId token);
 
   int position() const { return position_; }
-  // Of the last choice, when asked for.
-  double log_prob() const { return log_prob_; }
-  const std::vector<Scored>& best() const { return best_; }  // in descending order
+  struct Report {
+    double log_prob;
+    std::vector<Scored> best;  // in descending order
+  };
+  // Of the last choice without tokens ahead, with one, and so on; when asked for.
+  const std::vector<Report>& reports() const { return reports_; }
 
  private:
   struct Candidate {
@@ -87,7 +91,7 @@ class Sampler {
   TokenId draw_from_all();
   TokenId draw();
   double drawn() const;
-  void describe(std::span<const float> logits, TokenId chosen);
+  Report describe(std::span<const float> logits, TokenId chosen);
 
   const SamplingOptions options_;
   const std::uint64_t seed_;
@@ -99,10 +103,11 @@ class Sampler {
   std::vector<std::uint32_t> mask_;
 
   int report_ = -1;
-  double log_prob_ = 0;
-  std::vector<Scored> best_;
+  std::vector<Report> reports_;
 
   // Of the choice under way. They keep their memory.
+  int at_ = 0;                       // its position
+  std::vector<TokenId> window_;      // the tokens before it that penalties look at
   std::vector<float> scores_;        // [vocab_size]; -inf for excluded tokens and those in adjusted_
   std::vector<Candidate> adjusted_;  // tokens whose score is not their logit, by id
   double largest_ = 0;               // score

@@ -134,10 +134,16 @@ void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
   if (std::none_of(wanted.begin(), wanted.end(), [](const Wanted& w) { return uses_logits(*w.chunk); }))
     return;
   const float* const* logits_of = logits_.data() + (wanted.data() - outputs_.data());
-  c.worker.for_each(int(wanted.size()), [&](int i) {
+  const int n = int(wanted.size());
+  c.worker.for_each(n, [&](int i) {
     const auto& [chunk, row] = wanted[std::size_t(i)];
-    if (chunk->output == Output::kSampled)
-      return chunk->choose_token({logits_of[i], std::size_t(config_.vocab_size)});
+    if (chunk->output == Output::kSampled) {
+      // One thread takes all rows of a chunk: which of them count depends on the ones before.
+      if (i > 0 && wanted[std::size_t(i) - 1].chunk == chunk) return;
+      for (int j = i; j < n && wanted[std::size_t(j)].chunk == chunk; ++j)
+        chunk->choose_token(wanted[std::size_t(j)].row, {logits_of[j], std::size_t(config_.vocab_size)});
+      return;
+    }
     if (chunk->output != Output::kLogProbs) return;
     const TokenId target = chunk->targets[std::size_t(row)];
     if (target < 0) return;
@@ -207,8 +213,8 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
 
 void ForwardPass::deliver() {
   for (std::size_t i = 0; i < outputs_.size(); ++i)
-    if (outputs_[i].chunk->output == Output::kGreedy)
-      outputs_[i].chunk->token = best_of(scratch_, int(i)).index;
+    if (const auto& [chunk, row] = outputs_[i]; chunk->output == Output::kGreedy)
+      chunk->chosen[std::size_t(row)] = best_of(scratch_, int(i)).index;
 }
 
 }  // namespace metal_prefill::cpu

@@ -56,6 +56,7 @@ class MetalEngine final : public Engine, private PassInspector {
   std::unique_ptr<Cache> make_cache(int max_context) override;
   PrefixTree* prefixes() override { return &prefixes_; }
   int pass_rows() const override { return options().chunk_tokens; }
+  int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
   const PassInspector* inspector() const override { return this; }
@@ -220,17 +221,17 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
       case Output::kGreedy: {
         const auto* best = static_cast<const Candidate*>(contents(BufferName::kResult));
         best += run.row - rows.greedy.first;
-        chunk.token = best->index == ARGMAX_NONE ? -1 : TokenId(best->index);
+        for (std::size_t i = 0; i < chunk.chosen.size(); ++i)
+          chunk.chosen[i] = best[i].index == ARGMAX_NONE ? -1 : TokenId(best[i].index);
         break;
       }
       case Output::kLogits:
       case Output::kSampled: {
         const auto* logits = static_cast<const float*>(contents(BufferName::kHostLogits));
         logits += std::size_t(run.row - rows.logits.first) * vocab_size;
-        if (chunk.output == Output::kSampled)
-          chunk.choose_token({logits, vocab_size});
-        else
-          std::memcpy(chunk.logits, logits, vocab_size * sizeof(float));
+        if (chunk.output == Output::kLogits) std::memcpy(chunk.logits, logits, vocab_size * sizeof(float));
+        for (int i = 0; i < int(chunk.chosen.size()); ++i)
+          chunk.choose_token(i, {logits + std::size_t(i) * vocab_size, vocab_size});
         break;
       }
       case Output::kLogProbs: {

@@ -21,8 +21,7 @@ struct PassChunk {
 
 // One that wants the output of its last token, or the log probabilities of all.
 inline PassChunk last_rows(int tokens, int position, Output output) {
-  return {tokens, position, output,
-          output == Output::kNone ? 0 : output == Output::kLogProbs ? tokens : 1};
+  return {tokens, position, output, output == Output::kNone ? 0 : output == Output::kLogProbs ? tokens : 1};
 }
 
 // Most tokens of a chunk that are computed as if they came one by one, bit for bit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core, sampling
 from metal_prefill._arguments import integer, token_id
+from metal_prefill._speculation import MOST_DRAFTS, RowCost, Speculate, Speculation, make_drafter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,6 +44,7 @@ class TextOptions(SamplingOptions, total=False):
     stop: str | int | Sequence[str | int]
     min_tokens: int
     echo: bool
+    speculate: Speculate
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class Continuation:
         strings are text.
     echo
         Let the text begin with the prompt.
+    speculate
+        What guesses at the next tokens.
     how
         To choose tokens, see :class:`metal_prefill.sampling.Options`.
 
@@ -178,6 +182,7 @@ class Continuation:
         stop: str | int | Sequence[str | int] = (),
         min_tokens: int = 0,
         echo: bool = False,
+        speculate: Speculate = "lookup",
         **how: Unpack[SamplingOptions],
     ) -> None:
         strings, stop_ids = split_stops(stop, vocab_size)
@@ -202,11 +207,48 @@ class Continuation:
             self.sampler.report(-1 if logprobs is None else logprobs)
             if min_tokens:
                 self.sampler.forbid(sorted(self._stop_ids), len(self.ids) + min_tokens)
+        drafter = make_drafter(speculate, vocab_size)
+        self._speculation = Speculation(drafter, ids) if drafter and max_tokens > 2 else None
         self.token = -1
         self.ended: FinishReason | None = None
 
-    def take(self, token: int, *, full: bool = False) -> Piece:
-        """Take a token and return what it adds; `full` says that the context has no room to compute it."""
+    def next_tokens(
+        self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0
+    ) -> tuple[npt.NDArray[np.int32], float]:
+        """Return the token to compute next and guesses at those after it, and how many of these may be right.
+
+        Parameters
+        ----------
+        room
+            Tokens that the pass may have of this text.
+        cost
+            Of passes.
+        rows, tokens
+            Of the pass without guesses: its rows, and the tokens that it is expected to bring.
+        """
+        if self._speculation is None:
+            return np.array([self.token], np.int32), 0.0
+        most = min(room - 1, MOST_DRAFTS, self._most - self._made - 1)
+        drafts = self._speculation.drafts(max(most, 0), cost, rows, tokens)
+        return np.array([self.token, *drafts], np.int32), self._speculation.expected()
+
+    def take_all(self, chosen: Sequence[int], room: int) -> Iterator[Piece]:
+        """Take what a pass chose, up to the end of the text; see :meth:`take`.
+
+        `room` is the number of tokens for which the context has room once all but the last are computed.
+        """
+        if self._speculation is not None:
+            self._speculation.learn(chosen)
+        for row, token in enumerate(chosen):
+            yield self.take(token, row, full=room + len(chosen) - 1 - row <= 0)
+            if self.ended is not None:
+                return
+
+    def take(self, token: int, row: int = 0, *, full: bool = False) -> Piece:
+        """Take a token and return what it adds.
+
+        `row` is its number among those that a pass chose; `full` says that the context has no room for it.
+        """
         self.token = token
         self._made += 1
         text, self.echo = self.echo, ""
@@ -223,7 +265,8 @@ class Continuation:
                 text += self.end("context")
         if not self._reports or self.sampler is None:
             return Piece(token, text, finish_reason=self.ended)
-        return Piece(token, text, self.sampler.log_prob, tuple(self.sampler.best), self.ended)
+        logprob, best = self.sampler.reports[row]
+        return Piece(token, text, logprob, tuple(best), self.ended)
 
     def end(self, reason: FinishReason) -> str:
         """End the text and return what was held back of it."""

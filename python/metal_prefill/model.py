@@ -20,6 +20,7 @@ from metal_prefill._arguments import MAX_INTEGER, integer
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model
 from metal_prefill._scoring import check_prompts, groups, score_many
+from metal_prefill._speculation import RowCost
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
 from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError, StateError
 from metal_prefill.gguf_file import GGUFFile
@@ -291,6 +292,15 @@ class Model:
         return Session(self, self._engine.session(context))
 
     @cached_property
+    def _exact_rows(self) -> int:
+        return self._core_engine().exact_rows
+
+    @cached_property
+    def _row_cost(self) -> RowCost:
+        """Seconds that passes take, for all texts."""
+        return RowCost()
+
+    @cached_property
     def _state_owner(self) -> _state.Owner:
         return _state.Owner(self._config, self._kv_dtype, _state.fingerprint(self._gguf), self._path.name)
 
@@ -463,9 +473,9 @@ class Model:
             without the output norm, float32 ``[dim]``; ``"none"``.
         rows
             For all sessions, or for each: of how many of the last tokens the output is wanted, or ``"all"``.
-            Hidden states are then ``[rows, dim]``, log probabilities those of the last tokens. None stands
-            for the last token, and for log probabilities of all. Greedy ids and logits are of the last token
-            only.
+            Hidden states are then ``[rows, dim]``, greedy ids int32 ``[rows]``, log probabilities those of
+            the last tokens. None stands for the last token, and for log probabilities of all. Logits are of
+            the last token only.
         reuse
             Take `tokens` as the whole context of each session, as in :meth:`forward_prompt`.
         return_errors
@@ -516,6 +526,8 @@ class Model:
             ],
         )
         for i, result in enumerate(results):
+            if isinstance(result, list):
+                results[i] = result[-1] if wanted_rows[i] is None else np.array(result, np.int32)
             if isinstance(result, np.ndarray) and outputs[i] in ("hidden", "residual") and wanted_rows[i]:
                 results[i] = result.reshape(-1, self._config.dim)
         if not return_errors:
@@ -695,7 +707,7 @@ class Model:
 
 def _row_count(session: int, output: str, tokens: int, rows: object) -> int:
     """Check of how many of the last tokens of a session the output is wanted."""
-    most = tokens - 1 if output == "log_probs" else tokens if output in ("hidden", "residual") else 1
+    most = tokens - 1 if output == "log_probs" else 1 if output in ("logits", "none") else tokens
     if rows is None:
         return most if output == "log_probs" else 1
     if rows == "all" and (most > 1 or tokens == 1):

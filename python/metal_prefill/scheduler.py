@@ -8,6 +8,7 @@ the others.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +17,9 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._arguments import TokenIds, integer, length_of, token_array
-from metal_prefill._continuation import Continuation, FinishReason, Piece, TextOptions
+from metal_prefill._continuation import Continuation, Piece, TextOptions
+from metal_prefill._speculation import RowCost
+from metal_prefill._stream import Stream
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 
@@ -45,51 +48,12 @@ class SharedEngine(Protocol):
     def max_context(self) -> int:
         """Largest position that a stream may reach."""
 
+    @property
+    def _row_cost(self) -> RowCost:
+        """Seconds that passes of its engine take."""
+
     def _core_engine(self) -> _core.Engine:
         """Return the native engine; raises ClosedError."""
-
-
-class Stream:
-    """One prompt and the text that follows it, made by :meth:`Scheduler.submit`.
-
-    Attributes
-    ----------
-    finish_reason : str or None
-        None while the stream is running. ``"stop"``: an end-of-text token or a stop string; ``"length"``:
-        `max_tokens` were made; ``"context"``: the context is full; ``"cancelled"``; ``"error"``.
-    error : Exception or None
-        The error that ended it, if any.
-    passes_waited : int
-        Passes in which it got nothing although it was ready, since it last got something.
-    """
-
-    def __init__(self, text: Continuation, leader: Stream | None = None) -> None:
-        self.finish_reason: FinishReason | None = None
-        self.error: Exception | None = None
-        self.passes_waited = 0
-        self._ids = text.ids  # the prompt, and after that what was made
-        self._made: list[int] = []
-        self._text = text
-        self._core: _core.Session | None = None
-        self._writing = False  # the prompt is computed
-        self._leader = leader  # computes the same prompt first; its cache is the beginning of this one's
-
-    def cancel(self) -> None:
-        """End the stream; its memory is given back before the next pass."""
-        if self.finish_reason is None:
-            self.finish_reason = "cancelled"
-
-    @property
-    def _session(self) -> _core.Session:
-        """The native session of a stream that is under way."""
-        assert self._core is not None
-        return self._core
-
-    def _restart(self) -> None:
-        """Give the memory back; what was made so far becomes part of the prompt."""
-        self._ids = np.concatenate([self._ids, np.array(self._made, np.int32)])
-        self._made = []
-        self._core, self._writing = None, False
 
 
 class Scheduler:
@@ -203,8 +167,9 @@ class Scheduler:
             stream = self._waiting.popleft()
             stream._core = self._engine.session(self._model.max_context)
             self._active.append(stream)
-        chosen = [(s, np.array([s._text.token], np.int32)) for s in self._active if s._writing]
-        chosen += self._prompt_pieces(max(self._engine.pass_rows - len(chosen), LEAST_PROMPT_ROWS))
+        writing = [s for s in self._active if s._writing]
+        pieces = self._prompt_pieces(max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS))
+        chosen = self._with_guesses(writing, sum(len(tokens) for _, tokens in pieces)) + pieces
         if not chosen:
             return []
         outputs = [self._output(s, tokens) for s, tokens in chosen]
@@ -213,20 +178,39 @@ class Scheduler:
             for (s, _), output in zip(chosen, outputs, strict=True)
             if output == _core.Output.SAMPLED
         ]
+        start = time.perf_counter()
         results = self._engine.forward_batch(
             [s._session for s, _ in chosen],
             [tokens for _, tokens in chosen],
             outputs,
             samplers=[sampler for sampler in samplers if sampler is not None],
+            rows=[len(tokens) if s._writing else 1 for s, tokens in chosen],
+            drafts=True,
         )
+        self._model._row_cost.note(sum(len(tokens) for _, tokens in chosen), time.perf_counter() - start)
         self.passes += 1
-        pieces = []
+        made = []
         for (stream, _), result in zip(chosen, results, strict=True):
-            piece = self._take(stream, result)
-            if piece is not None:
-                pieces.append((stream, piece))
+            made += [(stream, piece) for piece in self._take(stream, result)]
         self._drop_ended()
-        return pieces
+        return made
+
+    def _with_guesses(
+        self, writing: list[Stream], other_rows: int
+    ) -> list[tuple[Stream, npt.NDArray[np.int32]]]:
+        """Choose the next token of each stream, and guesses while there is room for them in the pass."""
+        chosen = []
+        rows, expected = other_rows + len(writing), float(len(writing))
+        for stream in writing:
+            most = min(self._engine.exact_rows, self._engine.pass_rows - rows + 1)
+            try:
+                tokens, right = stream._next_tokens(most, self._model._row_cost, rows, expected)
+            except Exception as error:  # of the user's function
+                stream.error, stream.finish_reason = error, "error"
+                continue
+            rows, expected = rows + len(tokens) - 1, expected + right
+            chosen.append((stream, tokens))
+        return chosen
 
     def _prompt_pieces(self, room: int) -> list[tuple[Stream, npt.NDArray[np.int32]]]:
         """Choose what of the prompts goes into the pass, those first that waited longest."""
@@ -272,25 +256,19 @@ class Scheduler:
             return _core.Output.NONE
         return _core.Output.GREEDY if stream._text.sampler is None else _core.Output.SAMPLED
 
-    def _take(self, stream: Stream, result: Any) -> Piece | None:
-        """Note what a pass brought a stream, and return its token, if there is one."""
+    def _take(self, stream: Stream, result: Any) -> list[Piece]:
+        """Note what a pass brought a stream, and return its tokens."""
         if isinstance(result, KVMemoryError) and len(self._active) > 1:
             # Others will end and leave room.
             stream._restart()
             self._active.remove(stream)
             self._waiting.appendleft(stream)
             self._max_streams = max(len(self._active), 1)
-            return None
-        if isinstance(result, Exception):
+        elif isinstance(result, Exception):
             stream.error, stream.finish_reason = result, "error"
-            return None
-        if result is None:
-            return None
-        stream._writing = True
-        piece = stream._text.take(result, full=stream._session.position >= self._model.max_context)
-        stream._made.append(piece.token)
-        stream.finish_reason = stream.finish_reason or piece.finish_reason
-        return piece
+        elif result is not None:
+            return list(stream._take(result))
+        return []
 
     def _drop_ended(self) -> None:
         for stream in [s for s in self._active if s.finish_reason is not None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,7 @@ from metal_prefill import _state
 from metal_prefill._arguments import Logits, Progress, TokenIds, integer, token_array, token_id
 from metal_prefill._continuation import Continuation, Piece, TextOptions
 from metal_prefill._dispatches import Dispatch, from_core
+from metal_prefill._speculation import RowCost
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 
@@ -45,6 +47,14 @@ class _SharedModel(Protocol):
     @property
     def _state_owner(self) -> _state.Owner:
         """Identity that saved sessions of the model carry."""
+
+    @property
+    def _row_cost(self) -> RowCost:
+        """Seconds that passes of its engine take."""
+
+    @property
+    def _exact_rows(self) -> int:
+        """Most tokens of a pass that get the bits that they get one by one."""
 
 
 # One for each generator: see `Claim` in cpp/engine.h.
@@ -324,6 +334,12 @@ logit_bias
             stop tokens are not chosen, and stop strings are text.
         echo
             Let the text begin with the prompt.
+        speculate
+            What guesses at the next tokens: ``"lookup"`` finds what followed the same tokens before,
+            ``"off"`` nothing; a :class:`metal_prefill.Model` with the same vocabulary writes them; a function
+            takes all ids so far and returns some. Guesses are checked together in one pass, and only as many
+            are made as pay. They never change the text: token for token it is the one that ``"off"`` makes,
+            greedy and sampled. Between pieces the session may be ahead by guesses that were right.
 
         Yields
         ------
@@ -392,21 +408,28 @@ logit_bias
     def _pieces(self, text: Continuation, progress: Progress | None) -> Iterator[Piece]:
         claim = next(_claims)  # ends when another call changes the session
 
-        position = 0  # after the pass; the session's own may be another call's already
-
-        def following(tokens: npt.NDArray[np.int32], reuse: bool, progress: Progress | None) -> Piece:
-            nonlocal position
-            core = self._open()
-            if text.sampler is None:
-                token = core.forward_prompt(tokens, reuse, progress, claim)
-            else:
-                token = core.forward_prompt_sampled(tokens, text.sampler, reuse, progress, claim)
-            position += len(tokens)
-            return text.take(token, full=position >= core.max_context)
-
-        yield following(text.ids, True, progress)
+        core, cost = self._open(), self._model._row_cost
+        if text.sampler is None:
+            token = core.forward_prompt(text.ids, True, progress, claim)
+        else:
+            token = core.forward_prompt_sampled(text.ids, text.sampler, True, progress, claim)
+        position, limit = len(text.ids), core.max_context  # tokens computed, but for those after the piece
+        yield from text.take_all([token], limit - position)
         while text.ended is None:
-            yield following(np.array([text.token], np.int32), False, None)
+            tokens, _ = text.next_tokens(min(limit - position, self._model._exact_rows), cost)
+            core, start = self._open(), time.perf_counter()
+            chosen = core.forward_drafts(tokens, text.sampler, claim)
+            cost.note(len(tokens), time.perf_counter() - start)
+            computed = position + len(chosen)
+            try:
+                for i, piece in enumerate(text.take_all(chosen, limit - computed)):
+                    if i > 0:
+                        core.check_claim(claim)
+                    position += 1
+                    yield piece
+            finally:
+                if position < computed:  # the text ended before the last guess
+                    core.rewind(position, claim)
 
     def close(self) -> None:
         """Free the cache. Calls under way finish; later ones raise :class:`ClosedError`."""

@@ -1,0 +1,70 @@
+#include "suffix_automaton.h"
+
+#include <algorithm>
+
+namespace metal_prefill {
+
+void SuffixAutomaton::append(std::span<const TokenId> tokens) {
+  for (const TokenId token : tokens) append(token);
+}
+
+void SuffixAutomaton::append(TokenId token) {
+  // The match first, in the automaton of the text without the token: an end of the text is no match of
+  // itself. What matched so far occurs here too, which is nearer than where it was found.
+  states_[std::size_t(match_)].end = int(tokens_.size());
+  const auto at = [&](int state) -> State& { return states_[std::size_t(state)]; };
+  auto found = at(match_).next.find(token);
+  while (found == at(match_).next.end() && match_ != 0) {
+    match_ = at(match_).link;
+    matched_ = at(match_).length;
+    found = at(match_).next.find(token);
+  }
+  if (found != at(match_).next.end()) {
+    match_ = found->second;
+    ++matched_;
+  }
+  grow(token);
+  // Growing may have split the state: the match belongs to the one whose strings are as short as it is.
+  while (match_ != 0 && at(at(match_).link).length >= matched_) match_ = at(match_).link;
+}
+
+// Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
+void SuffixAutomaton::grow(TokenId token) {
+  tokens_.push_back(token);
+  const auto at = [&](int state) -> State& { return states_[std::size_t(state)]; };
+  const int added = int(states_.size()), end = int(tokens_.size());
+  states_.push_back({.length = at(last_).length + 1, .end = end});
+  int state = last_;
+  for (; state >= 0 && at(state).next.try_emplace(token, added).second; state = at(state).link) {
+  }
+  last_ = added;
+  if (state < 0) {
+    at(added).link = 0;
+    return;
+  }
+  const int target = at(state).next[token];
+  if (at(target).length == at(state).length + 1) {
+    at(added).link = target;
+    return;
+  }
+  const int split = int(states_.size());
+  states_.push_back(State(at(target)));
+  at(split).length = at(state).length + 1;
+  at(target).link = at(added).link = split;
+  for (; state >= 0; state = at(state).link) {
+    const auto next = at(state).next.find(token);
+    if (next->second != target) break;
+    next->second = split;
+  }
+}
+
+std::vector<TokenId> SuffixAutomaton::following(int count) const {
+  std::vector<TokenId> found;
+  if (matched_ == 0) return found;
+  const std::size_t first = std::size_t(states_[std::size_t(match_)].end), n = tokens_.size();
+  for (std::size_t i = 0; i < std::size_t(std::max(count, 0)); ++i)
+    found.push_back(tokens_[first + i % (n - first)]);
+  return found;
+}
+
+}  // namespace metal_prefill

@@ -1,0 +1,42 @@
+// Guesses at the tokens that follow, found in the text itself: what came after the same tokens before.
+//
+// A suffix automaton has a state for each set of strings that end at the same places of the text. It grows by
+// a token in constant time on average, and keeps the longest end of the text that occurred before.
+#pragma once
+
+#include <map>
+#include <span>
+#include <vector>
+
+#include "token.h"
+
+namespace metal_prefill {
+
+class SuffixAutomaton {
+ public:
+  void append(std::span<const TokenId> tokens);
+
+  // How many of the last tokens occurred before, as one string.
+  int matched() const { return matched_; }
+  // The tokens, at most `count`, that followed it there. Where those end, they are taken to repeat.
+  std::vector<TokenId> following(int count) const;
+
+ private:
+  struct State {
+    std::map<TokenId, int> next;
+    int link = -1;   // state of the longest suffix that occurs at more places
+    int length = 0;  // of its longest string
+    int end = 0;     // tokens of the text up to the end of a place where it occurs
+  };
+
+  void append(TokenId token);
+  void grow(TokenId token);
+
+  std::vector<TokenId> tokens_;
+  std::vector<State> states_ = std::vector<State>(1);
+  int last_ = 0;     // state of the whole text
+  int match_ = 0;    // state of what matched
+  int matched_ = 0;  // its length
+};
+
+}  // namespace metal_prefill

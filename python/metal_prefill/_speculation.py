@@ -1,0 +1,277 @@
+"""Guesses at the next tokens, which a pass checks all at once, and how many of them pay.
+
+Guesses never change a text: a pass keeps those that are what it would have chosen, and drops the first wrong
+one and all after it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+from metal_prefill._arguments import token_array
+
+if TYPE_CHECKING:
+    from metal_prefill.model import Model
+
+Speculate: TypeAlias = "Literal['lookup', 'off'] | Model | Callable[[list[int]], Sequence[int]]"
+
+MOST_DRAFTS = 31  # in a pass: with the token before them as many rows as the head takes at a time
+LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, MOST_DRAFTS)  # of drafts: passes of full tiles cost least
+_ROW_SHARE = 0.2  # of the time of one row that another row takes, until it is measured
+_FORGET = 0.95  # a draft of 13 passes ago counts half
+_PRIOR = 2.0  # drafts that a first estimate counts as
+
+
+class RowCost:
+    """Seconds that passes take by their rows, as measured.
+
+    Passes that another program delays must not look expensive: an estimate follows shorter times at once, and
+    longer ones slowly.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by number of rows, rounded up
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Take the time of a pass."""
+        key = _bucket(rows)
+        known = self._seconds.get(key)
+        if known is None:
+            self._seconds[key] = seconds
+        else:
+            weight = 0.3 if seconds < known else 0.05
+            self._seconds[key] = known + weight * (min(seconds, 2 * known) - known)
+
+    def seconds(self, rows: int) -> float:
+        """Estimate the time of a pass."""
+        key = _bucket(rows)
+        if key in self._seconds or not self._seconds:
+            return self._seconds.get(key, float(rows))
+        nearest = min(self._seconds, key=lambda known: abs(known - key))
+        one = self._seconds.get(1, self._seconds[nearest] / (1 + _ROW_SHARE * (nearest - 1)))
+        return max(self._seconds[nearest] + _ROW_SHARE * one * (key - nearest), one)
+
+
+def _bucket(rows: int) -> int:
+    """Round up to a number of rows that is measured: steps of an eighth at least."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
+class Acceptance:
+    """How probable it is that a guess is right, by the latest ones."""
+
+    def __init__(self, prior: float) -> None:
+        self._right, self._all = prior * _PRIOR, _PRIOR
+
+    def note(self, right: int, wrong: int) -> None:
+        """Count guesses."""
+        self._right = self._right * _FORGET + right
+        self._all = self._all * _FORGET + right + wrong
+
+    @property
+    def probability(self) -> float:
+        """Of the next guess."""
+        return self._right / self._all
+
+
+class Drafter(Protocol):
+    """Makes guesses."""
+
+    free: bool  # guesses take no time, and may be made only to see whether they are right
+
+    def append(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Take tokens of the text."""
+
+    def draft(self, count: int) -> list[int]:
+        """Guess at the next tokens, at most `count`."""
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of guesses like the next one."""
+
+
+class LookupDrafter:
+    """Guesses that what followed the last tokens before follows them again."""
+
+    free = True
+
+    def __init__(self) -> None:
+        self._automaton = _core.SuffixAutomaton()
+        # By the number of tokens that matched: 1, 2, 3 to 4, 5 to 8, more.
+        self._acceptances = [Acceptance(prior) for prior in (0.1, 0.25, 0.4, 0.6, 0.75)]
+
+    def append(self, tokens: npt.NDArray[np.int32]) -> None:
+        self._automaton.append(tokens)
+
+    def draft(self, count: int) -> list[int]:
+        return self._automaton.following(count)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        matched = max(self._automaton.matched, 1)
+        return self._acceptances[min((matched - 1).bit_length(), len(self._acceptances) - 1)]
+
+
+class _TextDrafter:
+    """One that is given the whole text for each draft."""
+
+    free = False
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance(0.5)
+        self._tokens: list[int] = []
+
+    def append(self, tokens: npt.NDArray[np.int32]) -> None:
+        self._tokens += tokens.tolist()
+
+
+class CallableDrafter(_TextDrafter):
+    """Asks the caller's function."""
+
+    def __init__(self, function: Callable[[list[int]], Sequence[int]], vocab_size: int) -> None:
+        super().__init__()
+        self._function, self._vocab_size = function, vocab_size
+
+    def draft(self, count: int) -> list[int]:
+        drafts = self._function(list(self._tokens))
+        if len(drafts) == 0:
+            return []
+        try:
+            return token_array(drafts, self._vocab_size)[:count].tolist()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"a draft of speculate: {error}") from None
+
+
+class ModelDrafter(_TextDrafter):
+    """Takes the greedy tokens of another model with the same vocabulary."""
+
+    def __init__(self, model: Model, vocab_size: int) -> None:
+        super().__init__()
+        if model.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"the draft model of speculate has a vocabulary of {model.config.vocab_size} tokens, "
+                f"this model one of {vocab_size}"
+            )
+        self._session = model.session()._open()
+
+    def draft(self, count: int) -> list[int]:
+        count = min(count, self._session.max_context - len(self._tokens))
+        if count < 1:
+            return []
+        drafts = [self._session.forward_prompt(np.array(self._tokens, np.int32), True)]
+        while len(drafts) < count:
+            drafts.append(self._session.forward_token_greedy(drafts[-1]))
+        return drafts
+
+
+def make_drafter(speculate: Speculate, vocab_size: int) -> Drafter | None:
+    """Return what makes guesses; None for ``"off"``.
+
+    Raises
+    ------
+    ValueError
+        `speculate` is an unknown name, or a model with another vocabulary.
+    TypeError
+        It is neither a name nor a model nor a function.
+    """
+    from metal_prefill.model import Model
+
+    if isinstance(speculate, str):
+        if speculate not in ("lookup", "off"):
+            raise ValueError(f"speculate must be 'lookup', 'off', a model or a function, got {speculate!r}")
+        return LookupDrafter() if speculate == "lookup" else None
+    if isinstance(speculate, Model):
+        return ModelDrafter(speculate, vocab_size)
+    if callable(speculate):
+        return CallableDrafter(speculate, vocab_size)
+    kind = type(speculate).__name__
+    raise TypeError(f"speculate must be 'lookup', 'off', a model or a function, got {kind}")
+
+
+class Speculation:
+    """Guesses at the tokens of one text: as many as pay, none while none do.
+
+    A guess that costs time is tried again after some tokens, each time after twice as many, once it does not
+    pay. One that is free is compared with what is chosen even while it is not used.
+    """
+
+    def __init__(self, drafter: Drafter, ids: npt.NDArray[np.int32]) -> None:
+        self._drafter = drafter
+        self._drafter.append(ids)
+        self._acceptance = drafter.acceptance
+        self._drafts: list[int] = []  # of the pass under way
+        self._shadow: list[int] = []  # the first guess, used or not
+        self._seconds = 0.0  # that a guess takes
+        self._wait = self._patience = 8  # tokens until a guess is tried again
+
+    def drafts(self, most: int, cost: RowCost, rows: int, tokens: float) -> list[int]:
+        """Make guesses for a pass.
+
+        Parameters
+        ----------
+        most
+            Of them.
+        cost
+            Of passes.
+        rows, tokens
+            Of the pass without them: its rows, and the tokens that it is expected to bring.
+        """
+        self._acceptance = self._drafter.acceptance
+        count = self._best_count(most, cost, rows, tokens)
+        if self._drafter.free:
+            guesses = self._drafter.draft(max(count, 1))
+            self._shadow = guesses[:1]
+            self._drafts = guesses[:count]
+            return self._drafts
+        self._shadow = []
+        if count == 0 and most > 0:
+            self._wait -= 1
+            if self._wait <= 0:
+                count = min(most, LENGTHS[2])
+        start = time.perf_counter()
+        self._drafts = self._drafter.draft(count)[:count] if count else []
+        if self._drafts:
+            seconds = (time.perf_counter() - start) / len(self._drafts)
+            self._seconds = seconds if not self._seconds else 0.8 * self._seconds + 0.2 * seconds
+        return self._drafts
+
+    def _best_count(self, most: int, cost: RowCost, rows: int, tokens: float) -> int:
+        """Return how many guesses bring the most tokens a second."""
+        p = self._acceptance.probability
+        best, best_rate = 0, tokens / cost.seconds(rows)
+        for count in LENGTHS:
+            if count > most:
+                break
+            expected = tokens + (p * (1 - p**count) / (1 - p) if p < 1 else count)
+            rate = expected / (cost.seconds(rows + count) + count * self._seconds)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def expected(self) -> float:
+        """Return how many of the guesses are expected to be right."""
+        p = self._acceptance.probability
+        return math.fsum(p ** (i + 1) for i in range(len(self._drafts)))
+
+    def learn(self, chosen: Sequence[int]) -> None:
+        """Take what a pass chose: the guesses that were right, and one token."""
+        right = len(chosen) - 1
+        if self._drafts:
+            self._acceptance.note(right, int(right < len(self._drafts)))
+            if right:
+                self._patience = 8
+            elif self._wait <= 0:
+                self._patience *= 2
+            if self._wait <= 0:
+                self._wait = self._patience
+        elif self._shadow:
+            self._acceptance.note(int(self._shadow[0] == chosen[0]), int(self._shadow[0] != chosen[0]))
+        self._drafter.append(np.array(chosen, np.int32))

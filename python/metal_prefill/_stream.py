@@ -1,0 +1,74 @@
+"""One prompt of many, and the text that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+from metal_prefill._continuation import Continuation, FinishReason, Piece
+from metal_prefill._speculation import RowCost
+
+
+class Stream:
+    """One prompt and the text that follows it, made by :meth:`Scheduler.submit`.
+
+    Attributes
+    ----------
+    finish_reason : str or None
+        None while the stream is running. ``"stop"``: an end-of-text token or a stop string; ``"length"``:
+        `max_tokens` were made; ``"context"``: the context is full; ``"cancelled"``; ``"error"``.
+    error : Exception or None
+        The error that ended it, if any.
+    passes_waited : int
+        Passes in which it got nothing although it was ready, since it last got something.
+    """
+
+    def __init__(self, text: Continuation, leader: Stream | None = None) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.passes_waited = 0
+        self._ids = text.ids  # the prompt, and after that what was made
+        self._made: list[int] = []
+        self._text = text
+        self._core: _core.Session | None = None
+        self._writing = False  # the prompt is computed
+        self._leader = leader  # computes the same prompt first; its cache is the beginning of this one's
+
+    def cancel(self) -> None:
+        """End the stream; its memory is given back before the next pass."""
+        if self.finish_reason is None:
+            self.finish_reason = "cancelled"
+
+    def _next_tokens(
+        self, most: int, cost: RowCost, rows: int, tokens: float
+    ) -> tuple[npt.NDArray[np.int32], float]:
+        """Return tokens for a pass of a stream that is writing; see :meth:`Continuation.next_tokens`."""
+        return self._text.next_tokens(min(most, self._room), cost, rows, tokens)
+
+    def _take(self, chosen: list[int]) -> Iterator[Piece]:
+        """Take what a pass chose."""
+        self._writing = True
+        for piece in self._text.take_all(chosen, self._room):
+            self._made.append(piece.token)
+            self.finish_reason = self.finish_reason or piece.finish_reason
+            yield piece
+
+    @property
+    def _room(self) -> int:
+        """Tokens that still fit into its context."""
+        return self._session.max_context - self._session.position
+
+    @property
+    def _session(self) -> _core.Session:
+        """The native session of a stream that is under way."""
+        assert self._core is not None
+        return self._core
+
+    def _restart(self) -> None:
+        """Give the memory back; what was made so far becomes part of the prompt."""
+        self._ids = np.concatenate([self._ids, np.array(self._made, np.int32)])
+        self._made = []
+        self._core, self._writing = None, False

@@ -1,0 +1,161 @@
+"""Outputs of several rows of a pass are those of single tokens; drafts are checked where the logits are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.sampling_reference import log_softmax
+from support.small_models import MODELS, write
+
+from metal_prefill import ContextOverflowError, Model, _core
+from metal_prefill.sampling import Options, core_sampler
+
+SAMPLED = Options(1.0, top_k=50, repeat_penalty=1.3, frequency_penalty=0.2)
+
+
+def ids_of(model: Model, n: int, seed: int = 0) -> npt.NDArray[np.int32]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
+
+
+def sampler_of(model: Model, prompt: npt.NDArray[np.int32], sampled: bool) -> _core.Sampler | None:
+    return core_sampler(SAMPLED, 7, prompt.tolist()) if sampled else None
+
+
+def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: bool) -> list[int]:
+    """Tokens after a prompt, each computed by itself."""
+    with model.session() as session:
+        core, sampler, made = session._open(), sampler_of(model, prompt, sampled), []
+        for _ in range(n):
+            step = np.array(made[-1:], np.int32) if made else prompt
+            if sampler is None:
+                made.append(core.forward_prompt(step))
+            else:
+                made.append(core.forward_prompt_sampled(step, sampler))
+    return made
+
+
+def state_of(session: Any) -> list[bytes]:
+    ids, rows = session._core.export_state()
+    return [np.asarray(ids).tobytes(), *(np.asarray(row).tobytes() for row in rows)]
+
+
+def test_the_largest_logit_is_found_after_each_token(demo: Model) -> None:
+    prompts = [ids_of(demo, n, n) for n in (7, 1, 40)]
+    sessions = [demo.session() for _ in prompts]
+    each, last, long = demo.forward_batch(sessions, prompts, rows=["all", None, "all"])
+    for found, prompt in ((each, prompts[0]), ([last], prompts[1]), (long, prompts[2])):
+        with demo.session() as session:
+            logits = [session.forward_token(int(token)) for token in prompt]
+        for token, expected in zip(found, logits, strict=True):
+            # Metal's kernels for many tokens may decide between logits that nearly agree.
+            near = 1e-3 * np.abs(expected).max() if demo.backend == "metal" else 0
+            assert expected[token] >= expected.max() - near
+    assert each.dtype == np.int32
+    assert [s.position for s in sessions] == [7, 1, 40]
+
+
+def test_rows_of_more_than_one_pass_have_an_output_each(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        ids = ids_of(model, 50)
+        (expected,) = model.forward_batch([model.session()], [ids], rows="all")
+    with Model(demo_path, device="cpu", chunk_tokens=8) as model:
+        (found,) = model.forward_batch([model.session()], [ids], rows="all")
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("right", [0, 1, 4, 7])
+def test_drafts_count_up_to_the_first_that_is_wrong(demo: Model, right: int, sampled: bool) -> None:
+    prompt, n = ids_of(demo, 20), 7
+    expected = one_by_one(demo, prompt, n + 2, sampled)
+    drafts = expected[: n + 1].copy()
+    if right < n:
+        drafts[right + 1] = (drafts[right + 1] + 1) % demo.config.vocab_size
+    with demo.session() as session, demo.session() as other:
+        core, sampler = session._open(), sampler_of(demo, prompt, sampled)
+        first = core.forward_drafts(prompt[:1], None, 0)  # no draft at all
+        assert len(first) == 1
+        session.rewind(0)
+        token = (
+            core.forward_prompt(prompt) if sampler is None else core.forward_prompt_sampled(prompt, sampler)
+        )
+        assert token == expected[0]
+        chosen = core.forward_drafts(np.array(drafts, np.int32), sampler, 0)
+        assert chosen == expected[1 : right + 2]
+        assert session.tokens == [*prompt.tolist(), *expected[: right + 1]]
+        if sampler is not None:
+            assert sampler.position == len(prompt) + right + 2
+        for step in [prompt, *(np.array([t], np.int32) for t in expected[: right + 1])]:
+            other.forward_prompt(step)
+        assert state_of(session) == state_of(other)
+        assert session.forward_token_greedy(chosen[-1]) == other.forward_token_greedy(chosen[-1])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm3", "values wider than keys"])
+def test_drafts_are_taken_back_in_every_kind_of_model(device: str, tmp_path: Path, name: str) -> None:
+    """Also where layers see a window of positions, which the draft may have moved."""
+    path = write(tmp_path / "model.gguf", MODELS[name])
+    with Model(path, device=device) as model:
+        prompt = ids_of(model, 70)
+        expected = one_by_one(model, prompt, 12, sampled=False)
+        session = model.session()
+        made = [session.forward_prompt(prompt)]
+        while len(made) < 12:
+            guess = np.array([made[-1], *expected[len(made) : len(made) + 2], 3, 3], np.int32)
+            made += session._open().forward_drafts(guess, None, 0)
+        assert made[:12] == expected
+
+
+def test_drafts_are_cut_where_a_pass_is_full(demo_path: Path) -> None:
+    for sampled in (False, True):
+        with Model(demo_path, device="cpu") as model:
+            prompt = ids_of(model, 9)
+            expected = one_by_one(model, prompt, 14, sampled)
+        with Model(demo_path, device="cpu", chunk_tokens=4) as model, model.session() as session:
+            for wrong in (2, 4, 5, 12):
+                session.reset()
+                sampler = sampler_of(model, prompt, sampled)
+                core = session._open()
+                if sampler is None:
+                    core.forward_prompt(prompt)
+                else:
+                    core.forward_prompt_sampled(prompt, sampler)
+                drafts = np.array(expected[:13], np.int32)
+                drafts[wrong] ^= 1
+                assert core.forward_drafts(drafts, sampler, 0) == expected[1 : wrong + 1]
+                assert session.position == 9 + wrong
+
+
+def test_reports_tell_of_each_choice(demo: Model) -> None:
+    prompt = ids_of(demo, 10)
+    expected = one_by_one(demo, prompt, 6, sampled=True)
+    with demo.session() as session:
+        sampler = core_sampler(SAMPLED, 7, prompt.tolist())
+        sampler.report(2)
+        session._open().forward_prompt_sampled(prompt, sampler)
+        chosen = session._open().forward_drafts(np.array([*expected[:4], 0], np.int32), sampler, 0)
+        reports = sampler.reports
+        session.rewind(10)
+        assert len(reports) == len(chosen) >= 4
+        for token, (log_prob, best), made in zip(expected, reports, chosen, strict=False):
+            logits = session.forward_token(token)
+            assert log_prob == pytest.approx(log_softmax(logits)[made], rel=1e-9)
+            assert [i for i, _ in best] == np.argsort(-logits, kind="stable")[:2].tolist()
+
+
+def test_an_error_in_a_draft_changes_nothing(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, model.session(max_context=12) as session:
+        core = session._open()
+        session.forward_prompt(ids_of(model, 8))
+        with pytest.raises(ContextOverflowError):
+            core.forward_drafts(np.arange(5, dtype=np.int32), None, 0)
+        with pytest.raises(ValueError, match="token id 4096 at index 2 is outside the vocabulary"):
+            core.forward_drafts(np.array([1, 2, 4096], np.int32), None, 0)
+        with pytest.raises(ValueError, match="a token is needed before its drafts"):
+            core.forward_drafts(np.empty(0, np.int32), None, 0)
+        assert session.position == 8
