@@ -29,7 +29,8 @@ def sampler_of(model: Model, prompt: npt.NDArray[np.int32], sampled: bool) -> _c
 def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: bool) -> list[int]:
     """Tokens after a prompt, each computed by itself."""
     with model.session() as session:
-        core, sampler, made = session._open(), sampler_of(model, prompt, sampled), []
+        core, sampler = session._open(), sampler_of(model, prompt, sampled)
+        made: list[int] = []
         for _ in range(n):
             step = np.array(made[-1:], np.int32) if made else prompt
             if sampler is None:

@@ -24,7 +24,8 @@ Speculate: TypeAlias = "Literal['lookup', 'off'] | Model | Callable[[list[int]],
 
 MOST_DRAFTS = 31  # in a pass: with the token before them as many rows as the head takes at a time
 LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, MOST_DRAFTS)  # of drafts: passes of full tiles cost least
-_ROW_SHARE = 0.2  # of the time of one row that another row takes, until it is measured
+_ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is measured: rather too little,
+# or longer guesses would never be tried
 _FORGET = 0.95  # a draft of 13 passes ago counts half
 _PRIOR = 2.0  # drafts that a first estimate counts as
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from metal_prefill.tokenizer import Tokenizer
 
+__all__ = ["LEAST_PROMPT_ROWS", "PROMPT_TURN", "Scheduler", "SharedEngine", "Stream"]
+
 PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
 LEAST_PROMPT_ROWS = 32  # of a pass, however many streams are writing
 WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computing what another is computing

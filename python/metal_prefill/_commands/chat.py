@@ -86,7 +86,7 @@ class _Chat:
         self._conversation = conversation
         self._max_tokens: int = arguments.max_tokens
         self._stats: bool = arguments.stats
-        self._sampling = common.sampling_options(arguments)
+        self._options = {**common.sampling_options(arguments), **common.speculation(arguments)}
         self._commands: dict[str, Callable[[str], object]] = {
             "/reset": lambda _: conversation.reset(),
             "/save": lambda name: conversation.save(_path(name)),
@@ -110,7 +110,7 @@ class _Chat:
 
     def _answer(self, text: str) -> None:
         timer = _Timer()
-        options: dict[str, Any] = {**self._sampling, "progress": timer.progress}
+        options: dict[str, Any] = {**self._options, "progress": timer.progress}
         with closing(self._conversation.answer(text, self._max_tokens, **options)) as pieces:
             try:
                 for piece in pieces:

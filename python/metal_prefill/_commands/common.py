@@ -159,12 +159,32 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
     sampling.add_argument(
         "--seed", type=int, metavar="N", help="seed of the random numbers (default: a new one each time)"
     )
+    sampling.add_argument(
+        "--speculate",
+        default="lookup",
+        metavar="HOW",
+        help="guess at the next tokens, which changes no text: lookup, by what followed the same tokens "
+        "before; off; or a small model with the same vocabulary, as for -m (default: lookup)",
+    )
     return sampling
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of :meth:`metal_prefill.Session.generate` that choose tokens."""
     return {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+
+
+def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what guesses at the next tokens, as an option of a text; a model is opened for it."""
+    how = arguments.speculate
+    if how in ("lookup", "off"):
+        return {"speculate": how}
+    from metal_prefill import Model
+
+    draft_model = Model(
+        model_path(how), device=arguments.device, threads=arguments.threads, max_context=arguments.max_context
+    )
+    return {"speculate": draft_model}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

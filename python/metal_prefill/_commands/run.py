@@ -127,6 +127,7 @@ def continue_one(arguments: argparse.Namespace) -> None:
                 stop=arguments.stop,
                 progress=on_progress,
                 **common.sampling_options(arguments),
+                **common.speculation(arguments),
             )
             timing.begin = time.perf_counter()
             first = next(pieces, "")

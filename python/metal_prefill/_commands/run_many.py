@@ -107,6 +107,7 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
     core_sampler(Options(**choosing), options["seed"], [])
     return {
         **options,
+        **common.speculation(arguments),
         "max_tokens": arguments.max_tokens,
         "stop": split_stops(arguments.stop, vocab_size=0)[0],
     }

@@ -1,0 +1,346 @@
+"""Guesses at the next tokens make texts sooner, and never another text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_models import MODELS, write
+
+from metal_prefill import Conversation, Model, SessionBusyError, _core
+from metal_prefill._speculation import (
+    MOST_DRAFTS,
+    Acceptance,
+    LookupDrafter,
+    RowCost,
+    Speculation,
+)
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "repeat_penalty": 1.1, "seed": 3}
+LENGTH = 12  # of a text
+VOCAB = 320
+
+Guess = Callable[[list[int]], Sequence[int]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Two layers, one of which looks at a window, with random weights."""
+    path = write(tmp_path_factory.mktemp("speculation") / "tiny.gguf", MODELS["gqa 1"])
+    with Model(path, device="cpu", threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def shakespeare(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="cpu", threads=1) as model:
+        yield model
+
+
+def prompts_of(n: int, seed: int) -> list[list[int]]:
+    """Random tokens of a small alphabet, in which much occurs twice."""
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 12) for _ in range(rng.randrange(1, 40))] for _ in range(n)]
+
+
+def texts_of(model: Model, prompts: list[Any], max_tokens: int = LENGTH, **options: Any) -> list[list[int]]:
+    """Tokens of each text."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    for index, piece in model.stream_many(prompts, max_tokens, **options):
+        assert not isinstance(piece, Exception)
+        texts[index].append(piece.token)
+    return texts
+
+
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make as many guesses as there may be, whether they pay or not."""
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
+
+
+def planted(truth: list[int], seed: int) -> Guess:
+    """Guess rightly for a while and then wrongly."""
+    rng = random.Random(seed)
+
+    def guess(tokens: list[int]) -> list[int]:
+        made = len(tokens)
+        drafts = [*truth[made : made + rng.randrange(6)], *(rng.randrange(VOCAB) for _ in range(4))]
+        return drafts[: rng.randrange(1, 8)]
+
+    return guess
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_thousand_texts_are_the_same_token_for_token(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    prompts = prompts_of(1000, 5)
+    expected = texts_of(tiny, prompts, speculate="off", **options)
+    always(monkeypatch)
+    assert texts_of(tiny, prompts, **options) == expected
+    guessed = [
+        (prompt, {"speculate": planted([*prompt, *text], i)})
+        for i, (prompt, text) in enumerate(zip(prompts, expected, strict=True))
+    ]
+    assert texts_of(tiny, guessed, **options) == expected
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_session_is_left_as_without_guesses(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Whatever ends the text: its length, a stop token, or the caller."""
+    always(monkeypatch)
+
+    def state(prompt: list[int], n: int, take: int | None = None, **more: Any) -> tuple[Any, ...]:
+        with tiny.session() as session:
+            pieces = session.stream(prompt, n, **options, **more)
+            tokens = [p.token for _, p in zip(range(take or n), pieces, strict=False)]
+            pieces.close()  # type: ignore[attr-defined]
+            ids, rows = session._open().export_state()
+            return tokens, ids.tolist(), [np.asarray(row).tobytes() for row in rows]
+
+    for i, prompt in enumerate(prompts_of(20, 6)):
+        ends: list[dict[str, Any]] = [{"n": 15}, {"n": 30, "take": 1 + i % 9}]
+        tokens, _, _ = state(prompt, 15, speculate="off")
+        ends.append({"n": 20, "stop": tokens[i % 15]})
+        for end in ends:
+            expected = state(prompt, **end, speculate="off")
+            guess = planted([*prompt, *expected[0]], i)
+            for speculate in ("lookup", guess):
+                assert state(prompt, **end, speculate=speculate) == expected, end
+
+
+def test_pieces_have_the_same_text_probabilities_and_ends(
+    shakespeare: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always(monkeypatch)
+    prompt = "ROMEO:\nto be or not to be, to be or not to be, to be"
+    for options in ({}, {"temperature": 0.5, "seed": 4}):
+        for end in ({}, {"stop": [", "]}, {"min_tokens": 20, "stop": ["e"]}):
+            kwargs: dict[str, Any] = {"logprobs": 2, **options, **end}
+            expected = list(shakespeare.stream(prompt, 40, speculate="off", **kwargs))
+            assert list(shakespeare.stream(prompt, 40, **kwargs)) == expected
+
+
+def test_a_full_context_ends_the_same_text(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Model(demo_path, device="cpu", threads=1, max_context=40) as model:
+        always(monkeypatch)
+        prompt = [5, 6, 7] * 10
+        expected = [(p.token, p.finish_reason) for p in model.stream(prompt, 60, speculate="off")]
+        assert expected[-1][1] == "context"
+        assert [(p.token, p.finish_reason) for p in model.stream(prompt, 60)] == expected
+        assert model.position == 40
+        assert texts_of(model, [prompt], 60) == [[token for token, _ in expected]]
+
+
+def test_each_engine_and_each_kind_of_drafter_writes_the_same(
+    demo: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always(monkeypatch)
+    n, prompt = (8, [5, 6, 7, 8, 5, 6, 7]) if demo.backend == "metal" else (40, [5, 6, 7, 8] * 5)
+    for options in ({}, SAMPLED):
+        expected = [p.token for p in demo.stream(prompt, n, speculate="off", **options)]
+        with Model(demo._path, device="cpu", threads=1) as other:
+            drafters: list[Any] = ["lookup", other, lambda tokens: [1, 2, 3], lambda tokens: []]
+            for speculate in drafters:
+                with demo.session() as session:
+                    made = [p.token for p in session.stream(prompt, n, speculate=speculate, **options)]
+                assert made == expected
+                assert texts_of(demo, [prompt], n, speculate=speculate, **options) == [expected]
+
+
+def test_guesses_of_the_same_model_are_all_right(shakespeare: Model, demo_path: Path) -> None:
+    """Every row that is computed brings a token."""
+    with Model(demo_path, device="cpu", threads=1) as other, shakespeare.session() as session:
+        core: Any = CountingCore(session._open())
+        session._core = core
+        text = "".join(session.generate("JULIET:\n", 60, speculate=other))
+    assert text == "".join(shakespeare.generate("JULIET:\n", 60, speculate="off"))
+    assert core.passes < core.rows == 59
+
+
+class CountingCore:
+    """A native session that counts passes after the prompt."""
+
+    def __init__(self, core: _core.Session) -> None:
+        self._core = core
+        self.passes = self.rows = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def forward_drafts(self, tokens: Any, *args: Any) -> Any:
+        self.passes += 1
+        self.rows += len(tokens)
+        return self._core.forward_drafts(tokens, *args)
+
+
+def test_a_conversation_says_the_same(shakespeare: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    always(monkeypatch)
+    answers = []
+    for speculate in ("off", "lookup"):
+        chat = Conversation(shakespeare)
+        for text in ("Speak!", "Speak again!"):
+            answers.append("".join(chat.answer(text, 25, speculate=speculate)))
+    assert answers[:2] == answers[2:]
+
+
+def test_a_session_that_another_call_changed_ends_the_text(
+    shakespeare: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also among tokens that one pass made."""
+    always(monkeypatch)
+    prompt = [5, 6, 7] * 8
+    truth = [*prompt, *(p.token for p in shakespeare.session().stream(prompt, 20, speculate="off"))]
+    session = shakespeare.session()
+    pieces = session.stream(prompt, 20, speculate=lambda tokens: truth[len(tokens) : len(tokens) + 5])
+    for _ in range(3):
+        next(pieces)
+    assert session.position > len(prompt) + 2  # the session is ahead of the pieces
+    session.rewind(4)
+    with pytest.raises(SessionBusyError, match="its position is 4"):
+        next(pieces)
+    assert session.position == 4
+
+
+@pytest.mark.parametrize(
+    ("speculate", "error", "message"),
+    [
+        ("guess", ValueError, "speculate must be 'lookup', 'off', a model or a function, got 'guess'"),
+        (3, TypeError, "speculate must be 'lookup', 'off', a model or a function, got int"),
+        (lambda tokens: [1 << 20], ValueError, "a draft of speculate: token id 1048576 .* outside"),
+        (lambda tokens: ["a"], TypeError, "a draft of speculate: token ids must be integers"),
+        (lambda tokens: 1 // 0, ZeroDivisionError, "division"),
+    ],
+)
+def test_guesses_that_cannot_be_are_errors_of_that_text_alone(
+    shakespeare: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    speculate: Any,
+    error: type[Exception],
+    message: str,
+) -> None:
+    always(monkeypatch)
+    with pytest.raises(error, match=message):
+        list(shakespeare.generate([1, 2], 9, speculate=speculate))
+    results = dict(
+        shakespeare.generate_many(
+            [([1, 2], {"speculate": speculate}), [1, 2]], 9, errors="return", speculate="off"
+        )
+    )
+    assert isinstance(results[0], error)
+    assert isinstance(results[1], str)
+
+
+def test_a_draft_model_needs_the_same_vocabulary(shakespeare: Model, tiny: Model) -> None:
+    with pytest.raises(ValueError, match="has a vocabulary of 320 tokens, this model one of 1024"):
+        shakespeare.generate([1, 2], 9, speculate=tiny)
+
+
+def oracle_of(text: list[int], count: int) -> tuple[int, set[tuple[int, ...]]]:
+    """Return the longest end that occurred before, and what followed each place of it."""
+    n = len(text)
+    for length in range(n - 1, 0, -1):
+        end = text[n - length :]
+        places = [i for i in range(n - length) if text[i : i + length] == end]
+        if places:
+            continued = [[*text[i + length :], *(text[i + length :] * count)][:count] for i in places]
+            return length, {tuple(c) for c in continued}
+    return 0, {()}
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 30])
+def test_lookup_finds_the_longest_end_that_occurred_before(alphabet: int) -> None:
+    rng = random.Random(alphabet)
+    for _ in range(6):
+        automaton, text = _core.SuffixAutomaton(), []
+        for _ in range(60):
+            text.append(rng.randrange(alphabet))
+            automaton.append(np.array(text[-1:], np.int32))
+            length, continuations = oracle_of(text, 5)
+            assert automaton.matched == length
+            assert tuple(automaton.following(5)) in continuations
+
+
+def test_lookup_prefers_the_latest_place() -> None:
+    automaton = _core.SuffixAutomaton()
+    automaton.append(np.array([1, 2, 3, 1, 2, 4, 1, 2], np.int32))
+    assert automaton.following(1) == [4]
+
+
+def steps(speculation: Speculation, cost: RowCost, right: Callable[[list[int]], int], n: int) -> list[int]:
+    """Take passes, and return how many guesses each had."""
+    counts, token = [], 50
+    for _ in range(n):
+        drafts = speculation.drafts(MOST_DRAFTS, cost, 1, 1.0)
+        counts.append(len(drafts))
+        token += 1
+        speculation.learn([*drafts[: right(drafts)], token % 7 if right(drafts) else token])
+    return counts
+
+
+def measured_cost() -> RowCost:
+    cost = RowCost()
+    for rows in range(1, MOST_DRAFTS + 2):
+        cost.note(rows, 1 + 0.16 * (rows - 1))
+    return cost
+
+
+def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
+    class Hostile(LookupDrafter):
+        free = False
+        acceptance = Acceptance(0.5)
+
+        def draft(self, count: int) -> list[int]:
+            return [-1] * count
+
+    counts = steps(Speculation(Hostile(), np.array([1], np.int32)), measured_cost(), lambda drafts: 0, 400)
+    cost = sum(0.16 * c for c in counts)
+    assert cost < 0.05 * 400
+    assert any(counts[100:])
+    assert sum(map(bool, counts[200:])) < sum(map(bool, counts[:200]))
+
+
+def test_right_guesses_become_many() -> None:
+    class Right(LookupDrafter):
+        acceptance = Acceptance(0.5)
+
+        def draft(self, count: int) -> list[int]:
+            return [1] * count
+
+    counts = steps(Speculation(Right(), np.array([1], np.int32)), measured_cost(), len, 30)
+    assert counts[0] >= 1
+    assert max(counts) == MOST_DRAFTS
+
+
+def test_free_guesses_are_judged_without_being_used() -> None:
+    class Free(LookupDrafter):
+        acceptance = Acceptance(0.01)
+
+        def draft(self, count: int) -> list[int]:
+            return [50] * count
+
+    speculation = Speculation(Free(), np.array([1], np.int32))
+    counts = []
+    for _ in range(40):
+        drafts = speculation.drafts(MOST_DRAFTS, measured_cost(), 1, 1.0)
+        counts.append(len(drafts))
+        speculation.learn([50] * (len(drafts) + 1))
+    assert counts[0] == 0
+    assert counts[-1] > 0
+
+
+def test_a_pass_that_was_delayed_hardly_counts() -> None:
+    cost = RowCost()
+    assert cost.seconds(8) > cost.seconds(1) > 0
+    for _ in range(20):
+        cost.note(1, 1.0)
+    cost.note(1, 100.0)
+    assert cost.seconds(1) < 1.06
+    for _ in range(100):
+        cost.note(1, 2.0)
+    assert cost.seconds(1) > 1.9
