@@ -404,6 +404,14 @@ void bind_sampling(nb::module_& m) {
             self.allow(std::move(words));
           },
           "allowed"_a, "Takes whether each token may be chosen; nothing allows all.")
+      .def(
+          "allow_bits",
+          [](Sampler& self, nb::bytes bits) {
+            std::vector<std::uint32_t> words(ceil_div(bits.size(), sizeof(std::uint32_t)));
+            std::memcpy(words.data(), bits.c_str(), bits.size());
+            self.allow(std::move(words));
+          },
+          "bits"_a, "Takes whether each token may be chosen: bit id % 32 of word id // 32.")
       .def("report", &Sampler::report, "best"_a)
       .def(
           "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a)
@@ -562,10 +570,10 @@ void bind_session(nb::module_& m) {
           "tokens"_a, "progress"_a = nb::none())
       .def(
           "forward_drafts",
-          [](Session& self, TokenArray tokens, Sampler* sampler, Claim claim) {
-            return without_gil([&] { return self.forward_drafts(view(tokens), sampler, claim); });
+          [](Session& self, TokenArray tokens, int drafts, Sampler* sampler, Claim claim) {
+            return without_gil([&] { return self.forward_drafts(view(tokens), drafts, sampler, claim); });
           },
-          "tokens"_a, "sampler"_a.none(), "claim"_a)
+          "tokens"_a, "drafts"_a, "sampler"_a.none() = nb::none(), "claim"_a = 0)
       .def("check_claim", &Session::check_claim, "claim"_a)
       .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<GilRelease>())
       .def(

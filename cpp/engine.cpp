@@ -121,12 +121,12 @@ PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sa
       progress);
 }
 
-std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, Sampler* sampler, Claim claim) {
-  if (tokens.empty()) throw std::invalid_argument("a token is needed before its drafts");
+std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
+                                             Claim claim) {
   Request request = {.session = this,
                      .tokens = tokens,
                      .output = sampler ? Output::kSampled : Output::kGreedy,
-                     .output_rows = int(tokens.size()),
+                     .output_rows = drafts + 1,
                      .are_drafts = true,
                      .sampler = sampler,
                      .claim = claim};

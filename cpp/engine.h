@@ -185,10 +185,11 @@ class Session {
   PromptResult forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler,
                                       Prefix prefix = Prefix::kAppend, const Progress& progress = {},
                                       Claim claim = 0);
-  // Appends a token and guesses at those after it, and chooses the token after each, greedily where there is
-  // no sampler. Stops at the first guess that is not what is chosen there: the session then holds the token
-  // and the right guesses. Returns what follows each of these, which is what calls with single tokens return.
-  std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, Sampler* sampler, Claim claim = 0);
+  // Appends tokens, of which the last `drafts` are guesses at what is chosen after the others, greedily where
+  // there is no sampler. Stops at the first guess that is wrong: the session then holds the tokens before it.
+  // Returns what was chosen after the tokens that are no guesses, and after each right guess.
+  std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
+                                      Claim claim = 0);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);

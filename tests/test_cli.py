@@ -389,3 +389,27 @@ def test_progress_counts_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -
     shown = terminal.getvalue()
     assert "prompt" in shown
     assert "1,024/4,096 tokens" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+
+
+def test_texts_follow_a_json_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra guide")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["ROMEO", "JULIET"]}')
+    assert cli.main(["run", "-p", "He: ", "--device", "cpu", "--json-schema", str(schema)]) == 0
+    assert capsys.readouterr().out.strip() in ('He: "ROMEO"', 'He: "JULIET"')
+    assert cli.main(["run", "-p", "A", "-p", "B", "--device", "cpu", "--json-schema", str(schema)]) == 0
+    assert [line[1:] in ('"ROMEO"', '"JULIET"') for line in capsys.readouterr().out.split()] == [True, True]
+    schema.write_text('{"type": "nope"}')
+    assert cli.main(["run", "-p", "A", "--device", "cpu", "--json-schema", str(schema)]) != 0
+    assert "Invalid type: nope" in capsys.readouterr().err
+
+
+def test_guesses_change_no_text(demo_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for how in ("off", "lookup", str(demo_path)):
+        assert (
+            cli.main(["run", "-p", "To be, to be, to", "-n", "20", "--device", "cpu", "--speculate", how])
+            == 0
+        )
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1

@@ -111,3 +111,11 @@ def test_the_guide_on_ray(tmp_path: Path, demo_path: Path) -> None:
     assert chosen
     setup = "import ray\nray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)\n"
     run([Snippet(1, "python", "", setup, None), *chosen], tmp_path, demo_path)
+
+
+def test_the_guide_under_constraints(tmp_path: Path, demo_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra guide")
+    chosen = [s for s in snippets() if s.tag == "guide"]
+    assert chosen
+    setup = "from metal_prefill import Model\nmodel = Model()\n"
+    run([Snippet(1, "python", "", setup, None), *chosen], tmp_path, demo_path)

@@ -79,14 +79,14 @@ def test_drafts_count_up_to_the_first_that_is_wrong(demo: Model, right: int, sam
         drafts[right + 1] = (drafts[right + 1] + 1) % demo.config.vocab_size
     with demo.session() as session, demo.session() as other:
         core, sampler = session._open(), sampler_of(demo, prompt, sampled)
-        first = core.forward_drafts(prompt[:1], None, 0)  # no draft at all
+        first = core.forward_drafts(prompt[:1], 0)  # no draft at all
         assert len(first) == 1
         session.rewind(0)
         token = (
             core.forward_prompt(prompt) if sampler is None else core.forward_prompt_sampled(prompt, sampler)
         )
         assert token == expected[0]
-        chosen = core.forward_drafts(np.array(drafts, np.int32), sampler, 0)
+        chosen = core.forward_drafts(np.array(drafts, np.int32), n, sampler)
         assert chosen == expected[1 : right + 2]
         assert session.tokens == [*prompt.tolist(), *expected[: right + 1]]
         if sampler is not None:
@@ -108,7 +108,7 @@ def test_drafts_are_taken_back_in_every_kind_of_model(device: str, tmp_path: Pat
         made = [session.forward_prompt(prompt)]
         while len(made) < 12:
             guess = np.array([made[-1], *expected[len(made) : len(made) + 2], 3, 3], np.int32)
-            made += session._open().forward_drafts(guess, None, 0)
+            made += session._open().forward_drafts(guess, len(guess) - 1)
         assert made[:12] == expected
 
 
@@ -128,7 +128,7 @@ def test_drafts_are_cut_where_a_pass_is_full(demo_path: Path) -> None:
                     core.forward_prompt_sampled(prompt, sampler)
                 drafts = np.array(expected[:13], np.int32)
                 drafts[wrong] ^= 1
-                assert core.forward_drafts(drafts, sampler, 0) == expected[1 : wrong + 1]
+                assert core.forward_drafts(drafts, 12, sampler) == expected[1 : wrong + 1]
                 assert session.position == 9 + wrong
 
 
@@ -139,7 +139,7 @@ def test_reports_tell_of_each_choice(demo: Model) -> None:
         sampler = core_sampler(SAMPLED, 7, prompt.tolist())
         sampler.report(2)
         session._open().forward_prompt_sampled(prompt, sampler)
-        chosen = session._open().forward_drafts(np.array([*expected[:4], 0], np.int32), sampler, 0)
+        chosen = session._open().forward_drafts(np.array([*expected[:4], 0], np.int32), 4, sampler)
         reports = sampler.reports
         session.rewind(10)
         assert len(reports) == len(chosen) >= 4
@@ -154,9 +154,11 @@ def test_an_error_in_a_draft_changes_nothing(demo_path: Path) -> None:
         core = session._open()
         session.forward_prompt(ids_of(model, 8))
         with pytest.raises(ContextOverflowError):
-            core.forward_drafts(np.arange(5, dtype=np.int32), None, 0)
+            core.forward_drafts(np.arange(5, dtype=np.int32), 4)
         with pytest.raises(ValueError, match="token id 4096 at index 2 is outside the vocabulary"):
-            core.forward_drafts(np.array([1, 2, 4096], np.int32), None, 0)
-        with pytest.raises(ValueError, match="a token is needed before its drafts"):
-            core.forward_drafts(np.empty(0, np.int32), None, 0)
+            core.forward_drafts(np.array([1, 2, 4096], np.int32), 2)
+        with pytest.raises(ValueError, match="an output of 3 rows is wanted of 2 tokens"):
+            core.forward_drafts(np.array([1, 2], np.int32), 2)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            core.forward_drafts(np.empty(0, np.int32), 0)
         assert session.position == 8

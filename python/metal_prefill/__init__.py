@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from metal_prefill.errors import (
     ChatTemplateError,
     ClosedError,
+    ConstraintError,
     ContextOverflowError,
     DeviceError,
     ForkError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ChatTemplateError",
     "ClosedError",
+    "ConstraintError",
     "ContextOverflowError",
     "Conversation",
     "DeviceError",

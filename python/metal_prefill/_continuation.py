@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core, sampling
 from metal_prefill._arguments import integer, token_id
+from metal_prefill._guide import Guide
 from metal_prefill._speculation import MOST_DRAFTS, RowCost, Speculate, Speculation, make_drafter
+from metal_prefill.errors import ConstraintError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,6 +47,9 @@ class TextOptions(SamplingOptions, total=False):
     min_tokens: int
     echo: bool
     speculate: Speculate
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,14 @@ class StopFilter:
         return ready
 
 
+class NextTokens(NamedTuple):
+    """Tokens of a text for a pass."""
+
+    ids: npt.NDArray[np.int32]
+    drafts: int  # guesses among them, which are the last ones
+    expected: float  # guesses that are expected to be right
+
+
 class Continuation:
     """The text after one prompt, token by token.
 
@@ -134,6 +147,8 @@ class Continuation:
         Of the prompt, ``[n]``.
     max_tokens
         Upper bound on the number of tokens made, at least 1.
+    context
+        Of the session: tokens that prompt and text may have there.
     prompt
         Its text; None where it has been given as ids.
     logprobs
@@ -150,7 +165,9 @@ class Continuation:
     echo
         Let the text begin with the prompt.
     speculate
-        What guesses at the next tokens.
+        What guesses at the next tokens; nothing does under a constraint.
+    json_schema, regex, grammar
+        A constraint on the text, see :class:`metal_prefill._guide.Guide`.
     how
         To choose tokens, see :class:`metal_prefill.sampling.Options`.
 
@@ -162,8 +179,6 @@ class Continuation:
         The beginning of the text that is not made, until it is taken with the first token.
     sampler : _core.Sampler or None
         Chooses the tokens; None where the engine's own argmax does.
-    token : int
-        The last token that was chosen; the next one to be computed.
     ended : str or None
         Why there is no more text; None while there may be.
     """
@@ -174,6 +189,7 @@ class Continuation:
         vocab_size: int,
         ids: npt.NDArray[np.int32],
         max_tokens: int,
+        context: int,
         *,
         prompt: str | None = None,
         logprobs: int | None = None,
@@ -183,6 +199,9 @@ class Continuation:
         min_tokens: int = 0,
         echo: bool = False,
         speculate: Speculate = "lookup",
+        json_schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         **how: Unpack[SamplingOptions],
     ) -> None:
         strings, stop_ids = split_stops(stop, vocab_size)
@@ -200,58 +219,86 @@ class Continuation:
         self._stop_ids = frozenset({*tokenizer.stop_ids, *stop_ids})
         self._filter = StopFilter(strings)
         self._made, self._least, self._most = 0, min_tokens, max_tokens
+        self._context = context
         self._reports = logprobs is not None
+        self._guide: Guide | None = None
+        if json_schema is not None or regex is not None or grammar is not None:
+            self._guide = Guide(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar)
         self.sampler: _core.Sampler | None = None
-        if not options.is_greedy or self._reports or min_tokens:
+        if not options.is_greedy or self._reports or min_tokens or self._guide is not None:
             self.sampler = sampling.core_sampler(options, seed, self.ids.tolist(), answer)
             self.sampler.report(-1 if logprobs is None else logprobs)
             if min_tokens:
                 self.sampler.forbid(sorted(self._stop_ids), len(self.ids) + min_tokens)
+            if self._guide is not None:
+                self.sampler.allow_bits(self._guide.mask())
         drafter = make_drafter(speculate, vocab_size)
-        self._speculation = Speculation(drafter, ids) if drafter and max_tokens > 2 else None
-        self.token = -1
+        guesses = drafter is not None and max_tokens > 2 and self._guide is None
+        self._speculation = Speculation(drafter, ids) if drafter is not None and guesses else None
+        self._next: list[int] = []  # tokens of the text that are not computed
         self.ended: FinishReason | None = None
 
-    def next_tokens(
-        self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0
-    ) -> tuple[npt.NDArray[np.int32], float]:
-        """Return the token to compute next and guesses at those after it, and how many of these may be right.
+    def next_tokens(self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0) -> NextTokens:
+        """Return the tokens to compute next, with guesses at those after them.
 
         Parameters
         ----------
         room
-            Tokens that the pass may have of this text.
+            Tokens that the pass may have of this text, as far as they are guesses.
         cost
             Of passes.
         rows, tokens
             Of the pass without guesses: its rows, and the tokens that it is expected to bring.
         """
         if self._speculation is None:
-            return np.array([self.token], np.int32), 0.0
-        most = min(room - 1, MOST_DRAFTS, self._most - self._made - 1)
+            return NextTokens(np.array(self._next, np.int32), 0, 0.0)
+        most = min(room - 1, MOST_DRAFTS, self._most - self._made - 1, self._context - self._position - 1)
         drafts = self._speculation.drafts(max(most, 0), cost, rows, tokens)
-        return np.array([self.token, *drafts], np.int32), self._speculation.expected()
+        expected = self._speculation.expected()
+        return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 
-    def take_all(self, chosen: Sequence[int], room: int) -> Iterator[Piece]:
-        """Take what a pass chose, up to the end of the text; see :meth:`take`.
+    def take(self, chosen: Sequence[int]) -> Iterator[Piece]:
+        """Take what a pass chose, and what must follow, up to the end of the text.
 
-        `room` is the number of tokens for which the context has room once all but the last are computed.
+        Raises
+        ------
+        ConstraintError
+            The context is full, and the constraint is not met.
         """
         if self._speculation is not None:
             self._speculation.learn(chosen)
         for row, token in enumerate(chosen):
-            yield self.take(token, row, full=room + len(chosen) - 1 - row <= 0)
+            yield self._take(token, row)
             if self.ended is not None:
-                return
+                break
+        self._next = [chosen[-1]]
+        if self._guide is None or self.sampler is None:
+            return
+        for token in self._guide.forced() if self.ended is None and not self._reports else ():
+            self.sampler.accept(token)
+            self._next.append(token)
+            yield self._take(token)
+            if self.ended is not None:
+                break
+        if self.ended is None:
+            self.sampler.allow_bits(self._guide.mask())
+        elif self.ended == "context" and not self._guide.met:
+            raise ConstraintError(
+                f"the context of {self._context} tokens is full before the text meets its constraint"
+            )
 
-    def take(self, token: int, row: int = 0, *, full: bool = False) -> Piece:
-        """Take a token and return what it adds.
+    @property
+    def _position(self) -> int:
+        """Of the last token that was made."""
+        return len(self.ids) + self._made - 1
 
-        `row` is its number among those that a pass chose; `full` says that the context has no room for it.
-        """
-        self.token = token
+    def _take(self, token: int, row: int = 0) -> Piece:
+        """Take one token; `row` is its number among those that a pass chose."""
         self._made += 1
         text, self.echo = self.echo, ""
+        guide = self._guide
+        if guide is not None and token not in self._stop_ids:
+            guide.take(token)
         if token in self._stop_ids:
             text += self.end("stop")
         else:
@@ -259,9 +306,11 @@ class Continuation:
             text += self._filter.step(made) if self._made > self._least else made
             if self._filter.found:
                 self.ended = "stop"
+            elif guide is not None and guide.complete:
+                text += self.end("stop")
             elif self._made >= self._most:
                 text += self.end("length")
-            elif full:
+            elif self._position >= self._context:
                 text += self.end("context")
         if not self._reports or self.sampler is None:
             return Piece(token, text, finish_reason=self.ended)

@@ -146,9 +146,10 @@ class CallableDrafter(_TextDrafter):
         if len(drafts) == 0:
             return []
         try:
-            return token_array(drafts, self._vocab_size)[:count].tolist()
+            ids: list[int] = token_array(drafts, self._vocab_size)[:count].tolist()
         except (TypeError, ValueError) as error:
             raise type(error)(f"a draft of speculate: {error}") from None
+        return ids
 
 
 class ModelDrafter(_TextDrafter):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._continuation import Continuation, FinishReason, Piece
-from metal_prefill._speculation import RowCost
 
 
 class Stream:
@@ -42,24 +40,17 @@ class Stream:
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
 
-    def _next_tokens(
-        self, most: int, cost: RowCost, rows: int, tokens: float
-    ) -> tuple[npt.NDArray[np.int32], float]:
-        """Return tokens for a pass of a stream that is writing; see :meth:`Continuation.next_tokens`."""
-        return self._text.next_tokens(min(most, self._room), cost, rows, tokens)
-
     def _take(self, chosen: list[int]) -> Iterator[Piece]:
         """Take what a pass chose."""
         self._writing = True
-        for piece in self._text.take_all(chosen, self._room):
+        for piece in self._text.take(chosen):
             self._made.append(piece.token)
             self.finish_reason = self.finish_reason or piece.finish_reason
             yield piece
 
-    @property
-    def _room(self) -> int:
-        """Tokens that still fit into its context."""
-        return self._session.max_context - self._session.position
+    def _fail(self, error: Exception) -> None:
+        """End it with an error."""
+        self.error, self.finish_reason = error, "error"
 
     @property
     def _session(self) -> _core.Session:

@@ -29,6 +29,10 @@ class ChatTemplateError(MetalPrefillError, ValueError):
     """The model's chat template is not valid, or refuses the messages."""
 
 
+class ConstraintError(MetalPrefillError, ValueError):
+    """A constraint on a text cannot be read, nothing satisfies it, or the context ended before it was met."""
+
+
 class OutputError(MetalPrefillError, OSError):
     """A file cannot be written there: the path names a device, a FIFO, a socket or an open file."""
 

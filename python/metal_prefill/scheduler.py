@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,11 +18,11 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._arguments import TokenIds, integer, length_of, token_array
-from metal_prefill._continuation import Continuation, Piece, TextOptions
+from metal_prefill._continuation import Continuation, NextTokens, Piece, TextOptions
 from metal_prefill._speculation import RowCost
 from metal_prefill._stream import Stream
 from metal_prefill.architecture import ModelConfig
-from metal_prefill.errors import ContextOverflowError, KVMemoryError
+from metal_prefill.errors import ConstraintError, ContextOverflowError, KVMemoryError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -142,6 +143,7 @@ class Scheduler:
                 model.config.vocab_size,
                 ids,
                 max_tokens,
+                model.max_context,
                 prompt=prompt if isinstance(prompt, str) else None,
                 logprobs=logprobs,
                 answer=answer,
@@ -171,10 +173,10 @@ class Scheduler:
             self._active.append(stream)
         writing = [s for s in self._active if s._writing]
         pieces = self._prompt_pieces(max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS))
-        chosen = self._with_guesses(writing, sum(len(tokens) for _, tokens in pieces)) + pieces
+        chosen = self._next_tokens(writing, sum(len(piece.ids) for _, piece in pieces)) + pieces
         if not chosen:
             return []
-        outputs = [self._output(s, tokens) for s, tokens in chosen]
+        outputs = [self._output(s, tokens.ids) for s, tokens in chosen]
         samplers = [
             s._text.sampler
             for (s, _), output in zip(chosen, outputs, strict=True)
@@ -183,38 +185,37 @@ class Scheduler:
         start = time.perf_counter()
         results = self._engine.forward_batch(
             [s._session for s, _ in chosen],
-            [tokens for _, tokens in chosen],
+            [tokens.ids for _, tokens in chosen],
             outputs,
             samplers=[sampler for sampler in samplers if sampler is not None],
-            rows=[len(tokens) if s._writing else 1 for s, tokens in chosen],
+            rows=[tokens.drafts + 1 for _, tokens in chosen],
             drafts=True,
         )
-        self._model._row_cost.note(sum(len(tokens) for _, tokens in chosen), time.perf_counter() - start)
+        rows = sum(len(tokens.ids) for _, tokens in chosen)
+        self._model._row_cost.note(rows, time.perf_counter() - start)
         self.passes += 1
-        made = []
+        made: list[tuple[Stream, Piece]] = []
         for (stream, _), result in zip(chosen, results, strict=True):
-            made += [(stream, piece) for piece in self._take(stream, result)]
+            made += self._take(stream, result)
         self._drop_ended()
         return made
 
-    def _with_guesses(
-        self, writing: list[Stream], other_rows: int
-    ) -> list[tuple[Stream, npt.NDArray[np.int32]]]:
-        """Choose the next token of each stream, and guesses while there is room for them in the pass."""
+    def _next_tokens(self, writing: list[Stream], prompt_rows: int) -> list[tuple[Stream, NextTokens]]:
+        """Choose the next tokens of each stream, and guesses while there is room for them in the pass."""
         chosen = []
-        rows, expected = other_rows + len(writing), float(len(writing))
+        rows, expected = prompt_rows + len(writing), float(len(writing))
         for stream in writing:
             most = min(self._engine.exact_rows, self._engine.pass_rows - rows + 1)
             try:
-                tokens, right = stream._next_tokens(most, self._model._row_cost, rows, expected)
+                tokens = stream._text.next_tokens(most, self._model._row_cost, rows, expected)
             except Exception as error:  # of the user's function
-                stream.error, stream.finish_reason = error, "error"
+                stream._fail(error)
                 continue
-            rows, expected = rows + len(tokens) - 1, expected + right
+            rows, expected = rows + len(tokens.ids) - 1, expected + tokens.expected
             chosen.append((stream, tokens))
         return chosen
 
-    def _prompt_pieces(self, room: int) -> list[tuple[Stream, npt.NDArray[np.int32]]]:
+    def _prompt_pieces(self, room: int) -> list[tuple[Stream, NextTokens]]:
         """Choose what of the prompts goes into the pass, those first that waited longest."""
         prompts = [s for s in self._active if not s._writing and not self._follows(s)]
         ends: dict[Stream, int] = {}
@@ -238,7 +239,7 @@ class Scheduler:
         for stream in ends:
             self._active.remove(stream)
             self._active.append(stream)
-        return [(s, s._ids[starts[s] : ends[s]]) for s in ends]
+        return [(s, NextTokens(s._ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
 
     def _follows(self, stream: Stream) -> bool:
         """Whether a stream waits for the one that computes its prompt; else let it continue from there."""
@@ -258,8 +259,8 @@ class Scheduler:
             return _core.Output.NONE
         return _core.Output.GREEDY if stream._text.sampler is None else _core.Output.SAMPLED
 
-    def _take(self, stream: Stream, result: Any) -> list[Piece]:
-        """Note what a pass brought a stream, and return its tokens."""
+    def _take(self, stream: Stream, result: Any) -> Iterator[tuple[Stream, Piece]]:
+        """Note what a pass brought a stream, and yield its tokens."""
         if isinstance(result, KVMemoryError) and len(self._active) > 1:
             # Others will end and leave room.
             stream._restart()
@@ -267,10 +268,13 @@ class Scheduler:
             self._waiting.appendleft(stream)
             self._max_streams = max(len(self._active), 1)
         elif isinstance(result, Exception):
-            stream.error, stream.finish_reason = result, "error"
+            stream._fail(result)
         elif result is not None:
-            return list(stream._take(result))
-        return []
+            try:
+                for piece in stream._take(result):
+                    yield stream, piece
+            except ConstraintError as error:
+                stream._fail(error)
 
     def _drop_ended(self) -> None:
         for stream in [s for s in self._active if s.finish_reason is not None]:

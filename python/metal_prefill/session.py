@@ -340,6 +340,10 @@ logit_bias
             takes all ids so far and returns some. Guesses are checked together in one pass, and only as many
             are made as pay. They never change the text: token for token it is the one that ``"off"`` makes,
             greedy and sampled. Between pieces the session may be ahead by guesses that were right.
+        json_schema, regex, grammar
+            A constraint, one at most: the text is JSON that the schema (a mapping, or its JSON) describes;
+            the whole of it matches a regular expression; a Lark grammar makes it from its rule `start`.
+            Tokens that leave no choice are not sampled, but computed together. Needs the extra ``guide``.
 
         Yields
         ------
@@ -356,6 +360,9 @@ logit_bias
             A logit is NaN.
         ValueError
             An option is out of range; or no token may be chosen, such as where `logit_bias` excludes all.
+        ConstraintError
+            A constraint cannot be read, nothing satisfies it, or the context is full before it is met: then
+            after the last piece. A text that `max_tokens` ends says so by its `finish_reason`.
         """
         text = self._continuation(prompt, max_tokens, options)
         if max_tokens == 0:
@@ -400,6 +407,7 @@ logit_bias
             model.config.vocab_size,
             self._checked(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
             integer("max_tokens", max_tokens, 0),
+            self.max_context,
             prompt=prompt if isinstance(prompt, str) else None,
             logprobs=logprobs,
             **options,
@@ -413,16 +421,19 @@ logit_bias
             token = core.forward_prompt(text.ids, True, progress, claim)
         else:
             token = core.forward_prompt_sampled(text.ids, text.sampler, True, progress, claim)
-        position, limit = len(text.ids), core.max_context  # tokens computed, but for those after the piece
-        yield from text.take_all([token], limit - position)
+        computed = len(text.ids)  # position of the session
+        position = computed - 1  # of the last piece
+        for piece in text.take([token]):
+            position += 1
+            yield piece
         while text.ended is None:
-            tokens, _ = text.next_tokens(min(limit - position, self._model._exact_rows), cost)
+            following = text.next_tokens(self._model._exact_rows, cost)
             core, start = self._open(), time.perf_counter()
-            chosen = core.forward_drafts(tokens, text.sampler, claim)
-            cost.note(len(tokens), time.perf_counter() - start)
-            computed = position + len(chosen)
+            chosen = core.forward_drafts(following.ids, following.drafts, text.sampler, claim)
+            cost.note(len(following.ids), time.perf_counter() - start)
+            computed += len(following.ids) - following.drafts + len(chosen) - 1
             try:
-                for i, piece in enumerate(text.take_all(chosen, limit - computed)):
+                for i, piece in enumerate(text.take(chosen)):
                     if i > 0:
                         core.check_claim(claim)
                     position += 1

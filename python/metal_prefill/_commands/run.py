@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from metal_prefill._commands import common
 
@@ -54,7 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_sampling_arguments(parser).add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
     )
+    parser.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="make the text JSON that the schema in FILE describes (needs the extra guide)",
+    )
     common.add_engine_arguments(parser)
+
+
+def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the constraint on all texts, as an option of each."""
+    return {} if arguments.json_schema is None else {"json_schema": _read_text(arguments.json_schema)}
 
 
 @dataclass
@@ -90,10 +101,14 @@ def read_prompt(arguments: argparse.Namespace) -> str:
         return str(arguments.prompt[0])
     if arguments.file == "-":
         return sys.stdin.read()
+    return _read_text(arguments.file)
+
+
+def _read_text(path: str) -> str:
     try:
-        return Path(arguments.file).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise common.UsageError(f"{arguments.file} is not UTF-8 text: {error}") from error
+        raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -102,7 +117,7 @@ def execute(arguments: argparse.Namespace) -> None:
         from metal_prefill._commands import run_many
 
         texts = [read_prompt(arguments)] if arguments.file is not None else arguments.prompt
-        run_many.execute(arguments, texts)
+        run_many.execute(arguments, texts, constraint(arguments))
     else:
         continue_one(arguments)
 
@@ -128,6 +143,7 @@ def continue_one(arguments: argparse.Namespace) -> None:
                 progress=on_progress,
                 **common.sampling_options(arguments),
                 **common.speculation(arguments),
+                **constraint(arguments),
             )
             timing.begin = time.perf_counter()
             first = next(pieces, "")

@@ -113,7 +113,9 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def execute(arguments: argparse.Namespace, texts: Sequence[str] | None) -> None:
+def execute(
+    arguments: argparse.Namespace, texts: Sequence[str] | None, constraint: Mapping[str, str]
+) -> None:
     """Continue prompts; lines of JSON go to a file or stdout, texts of several ``-p`` to stdout.
 
     Parameters
@@ -122,8 +124,10 @@ def execute(arguments: argparse.Namespace, texts: Sequence[str] | None) -> None:
         Of the command.
     texts
         The prompts; None where ``--prompts`` names a file of them.
+    constraint
+        On each text that has none of its own.
     """
-    options = checked_options(arguments)
+    options = {**checked_options(arguments), **constraint}
     done_before = failed = 0
     as_lines = arguments.prompts is not None or arguments.output is not None
     out: IO[str] = sys.stdout  # which the bar takes for itself
