@@ -78,7 +78,8 @@ Batch::Batch(Engine& engine, std::span<Request> requests, const char* call) : en
     const bool of_many = output == Output::kLogProbs || output == Output::kGreedy || is_hidden(output) ||
                          (output == Output::kSampled && request.are_drafts);
     if (request.output_rows < 1 || (request.output_rows > 1 && !of_many))
-      throw std::invalid_argument("an output of " + std::to_string(request.output_rows) + " rows is not known");
+      throw std::invalid_argument("an output of " + std::to_string(request.output_rows) +
+                                  " rows is not known");
   }
   for (Session* session : sessions) turns_.emplace_back(session->turn_, call);
   for (Item& item : items_) item.before = item.session().tokens_.size();
@@ -192,8 +193,7 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
     chunk.drafts = request.tokens.last(std::size_t(request.output_rows) - 1);
     chunk.drafts_before = int(before);
   }
-  if (is_hidden(request.output))
-    chunk.hidden = request.hidden + before * std::size_t(engine_.config().dim);
+  if (is_hidden(request.output)) chunk.hidden = request.hidden + before * std::size_t(engine_.config().dim);
   return chunk;
 }
 
@@ -225,7 +225,8 @@ void Batch::check_results(const Chunk& chunk) const {
     const std::size_t dim = std::size_t(engine_.config().dim);
     const float *hidden = chunk.hidden, *end = hidden + rows * dim;
     const float* bad = std::find_if(hidden, end, [](float value) { return std::isnan(value); });
-    if (bad != end) throw NumericalError("the hidden state" + of_token(first + std::size_t(bad - hidden) / dim));
+    if (bad != end)
+      throw NumericalError("the hidden state" + of_token(first + std::size_t(bad - hidden) / dim));
   }
   if (chunk.output == Output::kLogProbs)
     for (std::size_t i = 0; i < rows; ++i)

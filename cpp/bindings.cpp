@@ -310,8 +310,8 @@ nb::object exception_of(const std::exception_ptr& error) {
 }
 
 // For each session what its output is: an id, an array, None, or the exception that ended it. `rows`: of how
-// many of its last tokens the output is wanted; by default of the last one, and log probabilities of all. With
-// it ids come as lists. `drafts`: the tokens after the first of those rows are guesses.
+// many of its last tokens the output is wanted; by default of the last one, and log probabilities of all.
+// With it ids come as lists. `drafts`: the tokens after the first of those rows are guesses.
 nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Session*>& sessions,
                                            const std::vector<TokenArray>& tokens,
                                            const std::vector<Output>& outputs, bool reuse,
