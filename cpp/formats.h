@@ -1,18 +1,20 @@
 // The tensor types as the host reads them: the one place where blocks of quantized values are taken apart.
 //
-// A quantized format reads a row in spans of 32 columns. codes() writes the integers of a span, counted from
-// kZero; a value is scale * (code - kZero) + min. A format has one scale for a span, or one for each half
-// (kHalves), and either a minimum for a span or none.
+// A quantized format reads a row in spans of 32 columns. codes() writes the codes of a span. A code stands
+// for an integer: itself less kZero, or the one that kTable names. A value is scale * integer + min. A scale
+// is for half a span, and both halves may have the same.
 //
 // Sources that are built for one instruction set do not include this.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <type_traits>
 
+#include "../shaders/grids.h"
 #include "quants.h"
 
 namespace metal_prefill::formats {
@@ -33,12 +35,49 @@ struct F16 : Floats<std::uint16_t, half_to_float> {};
 struct BF16 : Floats<std::uint16_t, bfloat16_to_float> {};
 
 template <class Format>
-concept Quantized = requires { Format::kZero; };
+concept Quantized = requires { Format::kBits; };
+// Codes are indices.
 template <class Format>
-concept HasMin = requires(typename Format::Block block) { Format::min(block, 0); };
-// Its scale is one f16 of the block.
+concept HasTable = requires { Format::kTable; };
+// A super-block: its scales are small integers, multiples of one float.
 template <class Format>
-concept HasHalfScale = requires(typename Format::Block block) { Format::scale_bits(block); };
+concept HasScaleCodes = requires(typename Format::Block block) { Format::scale_code(block, 0, 0); };
+template <class Format>
+concept HasMin = requires(typename Format::Block block) { Format::min_bits(block); };
+
+// The float of which all scales of a block are multiples.
+template <class Format>
+float unit_of(const typename Format::Block& block) {
+  if constexpr (requires { Format::unit(block); })
+    return Format::unit(block);
+  else
+    return half_to_float(Format::scale_bits(block));
+}
+
+template <class Format>
+float scale_of(const typename Format::Block& block, int span, int half) {
+  if constexpr (HasScaleCodes<Format>)
+    return unit_of<Format>(block) * float(Format::scale_code(block, span, half));
+  else
+    return unit_of<Format>(block);
+}
+
+template <HasMin Format>
+float min_of(const typename Format::Block& block, int span, int half) {
+  const float min = half_to_float(Format::min_bits(block));
+  if constexpr (HasScaleCodes<Format>)
+    return -(min * float(Format::min_code(block, span, half)));
+  else
+    return min;
+}
+
+template <Quantized Format>
+int integer_of(std::uint8_t code) {
+  if constexpr (HasTable<Format>)
+    return Format::kTable.values[code];
+  else
+    return int(code) - Format::kZero;
+}
 
 // Properties that the formats have in common: how large their blocks are, and where the scales are.
 
@@ -46,37 +85,72 @@ template <class B>
 struct Scaled {  // one f16
   using Block = B;
   static constexpr std::size_t kValues = QK4_0;
-  static constexpr bool kHalves = false;
   static std::uint16_t scale_bits(const B& block) { return block.d; }
-  static float scale(const B& block, int, int) { return half_to_float(block.d); }
 };
 
 template <class B>
-struct ScaledWithMin {  // two f16
-  using Block = B;
-  static constexpr std::size_t kValues = QK4_0;
-  static constexpr bool kHalves = false;
-  static float scale(const B& block, int, int) { return half_to_float(block.d); }
-  static float min(const B& block, int) { return half_to_float(block.m); }
+struct ScaledWithMin : Scaled<B> {  // two f16
+  static std::uint16_t min_bits(const B& block) { return block.m; }
 };
 
 template <class B>
-struct SuperBlock {  // 6-bit scales and minima of 8 spans
+struct SuperBlock {
   using Block = B;
   static constexpr std::size_t kValues = QK_K;
-  static constexpr bool kHalves = false;
-  static float scale(const B& block, int span, int) {
-    // The upper spans keep their low four bits in the last four bytes, the high two atop those of the lower.
-    const u8_t* s = block.scales;
-    const int bits = span < 4 ? s[span] & 63 : (s[span + 4] & 15) | s[span - 4] >> 6 << 4;
-    return half_to_float(block.d) * float(bits);
-  }
-  static float min(const B& block, int span) {
-    const u8_t* s = block.scales;
-    const int bits = span < 4 ? s[span + 4] & 63 : s[span + 4] >> 4 | s[span] >> 6 << 4;
-    return -(half_to_float(block.dmin) * float(bits));
-  }
+  static std::uint16_t scale_bits(const B& block) { return block.d; }
 };
+
+template <class B>
+struct SixBitScales : SuperBlock<B> {  // 6-bit scales and minima of 8 spans
+  // The upper spans keep their low four bits in the last four bytes, the high two atop those of the lower.
+  static int scale_code(const B& block, int span, int) {
+    const u8_t* s = block.scales;
+    return span < 4 ? s[span] & 63 : (s[span + 4] & 15) | s[span - 4] >> 6 << 4;
+  }
+  static int min_code(const B& block, int span, int) {
+    const u8_t* s = block.scales;
+    return span < 4 ? s[span + 4] & 63 : s[span + 4] >> 4 | s[span] >> 6 << 4;
+  }
+  static std::uint16_t min_bits(const B& block) { return block.dmin; }
+};
+
+// Integers of 4-bit codes.
+struct Table {
+  std::int8_t values[16];
+};
+// Codes of three bits of level and one of sign.
+template <int... kMagnitudes>
+constexpr Table signed_levels() {
+  const std::int8_t magnitudes[8] = {kMagnitudes...};
+  Table table{};
+  for (int i = 0; i < 16; ++i) table.values[i] = std::int8_t(i < 8 ? magnitudes[i] : -magnitudes[i - 8]);
+  return table;
+}
+
+// The codes of kCount values whose levels are bits of `levels` and whose signs are bits of `signs`.
+template <int kCount>
+void signed_codes(unsigned levels, unsigned signs, std::uint8_t* out) {
+  constexpr int kLevelBits = kCount == 8 ? 2 : 3;
+  for (int i = 0; i < kCount; ++i)
+    out[i] = std::uint8_t((levels >> kLevelBits * i & ((1 << kLevelBits) - 1)) | (signs >> i & 1) << 3);
+}
+
+// Seven bits of signs of eight values, with the eighth that makes the number of minuses even.
+inline unsigned even_signs(unsigned bits) {
+  bits &= 127;
+  return bits | unsigned(std::popcount(bits) & 1) << 7;
+}
+
+template <class Word>
+Word load_word(const void* p) {
+  Word word;
+  std::memcpy(&word, p, sizeof word);
+  return word;
+}
+
+inline int nibble(const u8_t* bytes, int i) {
+  return bytes[i / 2] >> (i % 2 * 4) & 15;
+}
 
 // The low nibbles of 16 bytes, then the high ones.
 inline void nibbles(const u8_t qs[16], std::uint8_t out[kSpan]) {
@@ -128,7 +202,37 @@ struct Q8_0 : Scaled<block_q8_0> {
   }
 };
 
-struct Q4_K : SuperBlock<block_q4_K> {
+// Two bits of each value: four spans share 32 bytes.
+inline void pairs_of_bits(const u8_t* qs, int span, std::uint8_t out[kSpan]) {
+  qs += span / 4 * 32;
+  for (int i = 0; i < kSpan; ++i) out[i] = qs[i] >> (span % 4 * 2) & 3;
+}
+
+struct Q2_K : SuperBlock<block_q2_K> {
+  static constexpr int kBits = 2, kZero = 0;
+  static int scale_code(const Block& block, int span, int half) { return block.scales[span * 2 + half] & 15; }
+  static int min_code(const Block& block, int span, int half) { return block.scales[span * 2 + half] >> 4; }
+  static std::uint16_t min_bits(const Block& block) { return block.dmin; }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    pairs_of_bits(block.qs, span, out);
+  }
+};
+
+struct Q3_K : SuperBlock<block_q3_K> {
+  static constexpr int kBits = 3, kZero = 4;
+  static int scale_code(const Block& block, int span, int half) {
+    const int i = span * 2 + half;  // low four bits: the low nibbles of 8 bytes, then the high ones
+    const int low = block.scales[i % 8] >> (i / 8 * 4) & 15,
+              high = block.scales[8 + i % 4] >> (i / 4 * 2) & 3;
+    return (low | high << 4) - 32;
+  }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    pairs_of_bits(block.qs, span, out);
+    for (int i = 0; i < kSpan; ++i) out[i] |= std::uint8_t((block.hmask[i] >> span & 1) << 2);
+  }
+};
+
+struct Q4_K : SixBitScales<block_q4_K> {
   static constexpr int kBits = 4, kZero = 0;
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
     const u8_t* qs = block.qs + span / 2 * 32;  // two spans share 32 bytes: low nibbles, high nibbles
@@ -136,7 +240,7 @@ struct Q4_K : SuperBlock<block_q4_K> {
   }
 };
 
-struct Q5_K : SuperBlock<block_q5_K> {
+struct Q5_K : SixBitScales<block_q5_K> {
   static constexpr int kBits = 5, kZero = 0;
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
     const u8_t* qs = block.qs + span / 2 * 32;
@@ -145,14 +249,9 @@ struct Q5_K : SuperBlock<block_q5_K> {
   }
 };
 
-struct Q6_K {
-  using Block = block_q6_K;
-  static constexpr std::size_t kValues = QK_K;
+struct Q6_K : SuperBlock<block_q6_K> {
   static constexpr int kBits = 6, kZero = 32;
-  static constexpr bool kHalves = true;
-  static float scale(const Block& block, int span, int half) {
-    return half_to_float(block.d) * float(block.scales[span * 2 + half]);
-  }
+  static int scale_code(const Block& block, int span, int half) { return block.scales[span * 2 + half]; }
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
     const u8_t* ql =
         block.ql + span / 4 * 64 + span % 2 * 32;  // four spans share 64 bytes of ql and 32 of qh
@@ -160,6 +259,142 @@ struct Q6_K {
     for (int i = 0; i < kSpan; ++i)
       out[i] = std::uint8_t((ql[i] >> (span % 4 / 2 * 4) & 15) | (qh[i] >> (span % 4 * 2) & 3) << 4);
   }
+};
+
+struct IQ2_XXS : SuperBlock<block_iq2_xxs> {
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
+  static float unit(const Block& block) { return half_to_float(block.d) * 0.125f; }
+  // A span is 8 bytes: four of indices, then four times 7 bits of signs and 4 bits of scale.
+  static std::uint32_t signs_and_scale(const Block& block, int span) {
+    return load_word<std::uint32_t>(block.qs + span * 4 + 2);
+  }
+  static int scale_code(const Block& block, int span, int) {
+    return 2 * int(signs_and_scale(block, span) >> 28) + 1;
+  }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    const std::uint32_t index = load_word<std::uint32_t>(block.qs + span * 4),
+                        signs = signs_and_scale(block, span);
+    for (int i = 0; i < 4; ++i)
+      signed_codes<8>(kIQ2_XXS_grid[index >> 8 * i & 255], even_signs(signs >> 7 * i), out + 8 * i);
+  }
+};
+
+struct IQ2_XS : SuperBlock<block_iq2_xs> {
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
+  static float unit(const Block& block) { return half_to_float(block.d) * 0.125f; }
+  static int scale_code(const Block& block, int span, int half) {
+    return 2 * nibble(block.scales, span * 2 + half) + 1;
+  }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    for (int i = 0; i < 4; ++i) {
+      const unsigned q = block.qs[span * 4 + i];
+      signed_codes<8>(kIQ2_XS_grid[q & 511], even_signs(q >> 9), out + 8 * i);
+    }
+  }
+};
+
+struct IQ2_S : SuperBlock<block_iq2_s> {
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
+  static float unit(const Block& block) { return half_to_float(block.d) * 0.125f; }
+  static int scale_code(const Block& block, int span, int half) {
+    return 2 * nibble(block.scales, span * 2 + half) + 1;
+  }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    for (int i = 0; i < 4; ++i) {
+      const int index = block.qs[span * 4 + i] | (block.qh[span] >> 2 * i & 3) << 8;
+      signed_codes<8>(kIQ2_S_grid[index], block.signs[span * 4 + i], out + 8 * i);
+    }
+  }
+};
+
+struct IQ3_XXS : SuperBlock<block_iq3_xxs> {
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = signed_levels<IQ3_XXS_MAGNITUDES>();
+  static float unit(const Block& block) { return half_to_float(block.d) * 0.25f; }
+  static std::uint32_t signs_and_scale(const Block& block, int span) {
+    return load_word<std::uint32_t>(block.signs + span * 4);
+  }
+  static int scale_code(const Block& block, int span, int) {
+    return 2 * int(signs_and_scale(block, span) >> 28) + 1;
+  }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    const std::uint32_t bits = signs_and_scale(block, span);
+    for (int i = 0; i < 8; ++i) {
+      const unsigned signs = even_signs(bits >> 7 * (i / 2)) >> (i % 2 * 4);
+      signed_codes<4>(kIQ3_XXS_grid[block.qs[span * 8 + i]], signs, out + 4 * i);
+    }
+  }
+};
+
+struct IQ3_S : SuperBlock<block_iq3_s> {
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = signed_levels<IQ3_S_MAGNITUDES>();
+  static int scale_code(const Block& block, int span, int) { return 2 * nibble(block.scales, span) + 1; }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    for (int i = 0; i < 8; ++i) {
+      const int index = block.qs[span * 8 + i] | (block.qh[span] >> i & 1) << 8;
+      signed_codes<4>(kIQ3_S_grid[index], block.signs[span * 4 + i / 2] >> (i % 2 * 4), out + 4 * i);
+    }
+  }
+};
+
+struct IQ4_NL : Scaled<block_iq4_nl> {
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = {{IQ4_VALUES}};
+  static void codes(const Block& block, int, std::uint8_t out[kSpan]) { nibbles(block.qs, out); }
+};
+
+struct IQ4_XS : SuperBlock<block_iq4_xs> {
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = {{IQ4_VALUES}};
+  static int scale_code(const Block& block, int span, int) {
+    return (nibble(block.scales_l, span) | (block.scales_h >> 2 * span & 3) << 4) - 32;
+  }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    nibbles(block.qs + span * 16, out);
+  }
+};
+
+// Three values of two bits: the scale is one, and so is the zero.
+template <class B>
+struct Ternary : SuperBlock<B> {
+  static constexpr int kBits = 2, kZero = 1;
+  static int scale_code(const B&, int, int) { return 1; }
+};
+
+struct TQ1_0 : Ternary<block_tq1_0> {
+  // Bytes are fractions of 256 in base 3: a factor of 3^n moves digit n before the point.
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    static constexpr std::uint8_t kPowers[] = {1, 3, 9, 27, 81};
+    for (int i = 0; i < kSpan; ++i) {
+      // Five digits of 32 bytes, five of 16, and four of 4.
+      const int column = span * kSpan + i;
+      const u8_t* bytes = column < 160 ? block.qs : column < 240 ? block.qs + 32 : block.qh;
+      const int width = column < 160 ? 32 : column < 240 ? 16 : 4;
+      const int at = column - (column < 160 ? 0 : column < 240 ? 160 : 240);
+      out[i] = std::uint8_t(std::uint8_t(bytes[at % width] * kPowers[at / width]) * 3 >> 8);
+    }
+  }
+};
+
+struct TQ2_0 : Ternary<block_tq2_0> {
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    pairs_of_bits(block.qs, span, out);
+  }
+};
+
+struct MXFP4 {
+  using Block = block_mxfp4;
+  static constexpr std::size_t kValues = QK4_0;
+  static constexpr int kBits = 4;
+  static constexpr Table kTable = {{MXFP4_VALUES}};
+  static float unit(const Block& block) {  // 2^(e - 128), subnormal for 0 and 1
+    return std::bit_cast<float>(block.e < 2 ? 0x200000u << block.e : (block.e - 1u) << 23);
+  }
+  static void codes(const Block& block, int, std::uint8_t out[kSpan]) { nibbles(block.qs, out); }
 };
 
 // Block `index` of a row. The file promises an alignment of the tensor, not of each block; a copy compiles to

@@ -25,12 +25,12 @@ void dequantize(const void* row, float* out, std::size_t n) {
       for (int span = 0; span < int(Format::kValues) / kSpan; ++span, out += kSpan) {
         std::uint8_t codes[kSpan];
         Format::codes(block, span, codes);
-        [[maybe_unused]] float min = 0;
-        if constexpr (HasMin<Format>) min = Format::min(block, span);
         for (int half = 0; half < 2; ++half) {
-          const float scale = Format::scale(block, span, half);
+          const float scale = scale_of<Format>(block, span, half);
+          [[maybe_unused]] float min = 0;
+          if constexpr (HasMin<Format>) min = min_of<Format>(block, span, half);
           for (int i = half * kSpan / 2; i < (half + 1) * kSpan / 2; ++i) {
-            out[i] = scale * float(int(codes[i]) - Format::kZero);
+            out[i] = scale * float(integer_of<Format>(codes[i]));
             if constexpr (HasMin<Format>) out[i] += min;
           }
         }

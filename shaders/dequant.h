@@ -5,11 +5,13 @@
 // kSecond = 16, so that each byte is read by one thread only; four successive items always cover 32 whole
 // columns.
 //
-// Rows are aligned to two bytes, not to more: quants are read in units of two bytes.
+// Rows are aligned to two bytes, not to more: quants are read in units of two bytes. Only those of MXFP4 may
+// begin at any address.
 #pragma once
 
 #include <metal_stdlib>
 
+#include "grids.h"
 #include "quants.h"
 
 using namespace metal;
@@ -36,12 +38,16 @@ static inline void nibbles(device const u8_t* bytes, thread ushort4& low, thread
   nibbles(pairs[0], pairs[1], low, high);
 }
 
-// Bits 4 and up of four adjacent quants: for each, those that `mask` selects from bit `shift` of a byte on.
-static inline ushort4 top_bits(device const u8_t* bytes, ushort shift, ushort mask) {
+// Of the four bytes at an even address the bits that `mask` selects, from bit `shift` of each on.
+static inline ushort4 fields(device const u8_t* bytes, ushort shift, ushort mask) {
   device const ushort* pairs = (device const ushort*)bytes;
   const ushort p = pairs[0], q = pairs[1], high = shift + 8;
-  return ushort4(((p >> shift) & mask) << 4, ((p >> high) & mask) << 4, ((q >> shift) & mask) << 4,
-                 ((q >> high) & mask) << 4);
+  return ushort4((p >> shift) & mask, (p >> high) & mask, (q >> shift) & mask, (q >> high) & mask);
+}
+
+// Bits 4 and up of four adjacent quants.
+static inline ushort4 top_bits(device const u8_t* bytes, ushort shift, ushort mask) {
+  return fields(bytes, shift, mask) << 4;
 }
 
 static inline uint word(device const u8_t* bytes) {
@@ -122,6 +128,31 @@ struct Q8_0 : PlainItems {
   }
 };
 
+struct Q2_K : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_q2_K* block = (device const block_q2_K*)row + (i >> 5);
+    const ushort v = (i & 31) * 8, shift = ((v >> 5) & 3) * 2, scales = block->scales[v >> 4];
+    const float d = float(block->d) * float(scales & 15), m = float(block->dmin) * float(scales >> 4);
+    device const u8_t* qs = block->qs + (v >> 7) * 32 + (v & 31);
+    a = d * float4(fields(qs, shift, 3)) - m;
+    b = d * float4(fields(qs + 4, shift, 3)) - m;
+  }
+};
+
+struct Q3_K : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_q3_K* block = (device const block_q3_K*)row + (i >> 5);
+    const ushort v = (i & 31) * 8, shift = ((v >> 5) & 3) * 2, span = v >> 5, group = v >> 4;
+    const ushort low = (block->scales[group & 7] >> (group >> 3) * 4) & 15;
+    const ushort high = (block->scales[8 + (group & 3)] >> (group >> 2) * 2) & 3;
+    const float d = float(block->d) * (float(low | high << 4) - 32.0f);
+    device const u8_t* qs = block->qs + (v >> 7) * 32 + (v & 31);
+    device const u8_t* hmask = block->hmask + (v & 31);
+    a = d * (float4(fields(qs, shift, 3) | fields(hmask, span, 1) << 2) - 4.0f);
+    b = d * (float4(fields(qs + 4, shift, 3) | fields(hmask + 4, span, 1) << 2) - 4.0f);
+  }
+};
+
 // Scale and minimum of group `g` of a Q4_K or Q5_K super-block: 6 bits each, packed in 12 bytes.
 static inline float2 scale_and_min(device const u8_t* scales, ushort g) {
   if (g < 4) return float2(scales[g] & 63, scales[g + 4] & 63);
@@ -172,6 +203,174 @@ struct Q6_K : PlainItems {
     a = d * (float4((quarter & 2 ? high : low) | top_bits(qh, quarter * 2, 3)) - 32.0f);
     nibbles(ql + 4, low, high);
     b = d * (float4((quarter & 2 ? high : low) | top_bits(qh + 4, quarter * 2, 3)) - 32.0f);
+  }
+};
+
+static constant constexpr float kIQ4_values[16] = {IQ4_VALUES};
+static constant constexpr float kMXFP4_values[16] = {MXFP4_VALUES};
+static constant constexpr float kIQ2_magnitudes[4] = {IQ2_MAGNITUDES};
+static constant constexpr float kIQ3_XXS_magnitudes[8] = {IQ3_XXS_MAGNITUDES};
+static constant constexpr float kIQ3_S_magnitudes[8] = {IQ3_S_MAGNITUDES};
+
+static inline float4 look_up(constant float* values, ushort4 index) {
+  return float4(values[index.x], values[index.y], values[index.z], values[index.w]);
+}
+
+// Four values of kBits bits of level each, negative where a bit of `signs` is set.
+template <ushort kBits>
+static inline float4 signed_values(constant float* magnitudes, uint levels, uint signs) {
+  const ushort mask = (1 << kBits) - 1;
+  const ushort4 level(levels & mask, (levels >> kBits) & mask, (levels >> 2 * kBits) & mask,
+                      (levels >> 3 * kBits) & mask);
+  const float4 sign(signs & 1 ? -1.0f : 1.0f, signs & 2 ? -1.0f : 1.0f, signs & 4 ? -1.0f : 1.0f,
+                    signs & 8 ? -1.0f : 1.0f);
+  return sign * look_up(magnitudes, level);
+}
+
+// Seven bits of signs of eight values, with the eighth that makes the number of minuses even.
+static inline uint even_signs(uint bits) {
+  bits &= 127;
+  uint parity = bits ^ (bits >> 4);
+  parity ^= parity >> 2;
+  return bits | ((parity ^ (parity >> 1)) & 1) << 7;
+}
+
+static inline float odd_scale(ushort s) {
+  return float(2 * s + 1);
+}
+
+// Eight values of IQ2_XXS, IQ2_XS and IQ2_S: levels of 2 bits.
+static inline void load_iq2(float d, uint levels, uint signs, thread float4& a, thread float4& b) {
+  a = d * signed_values<2>(kIQ2_magnitudes, levels, signs);
+  b = d * signed_values<2>(kIQ2_magnitudes, levels >> 8, signs >> 4);
+}
+
+struct IQ2_XXS : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_iq2_xxs* block = (device const block_iq2_xxs*)row + (i >> 5);
+    device const u16_t* qs = block->qs + ((i & 31) >> 2) * 4;
+    const ushort part = i & 3;  // of the group
+    const uint bits = uint(qs[2]) | uint(qs[3]) << 16;
+    const float d = float(block->d) * 0.125f * odd_scale(bits >> 28);
+    const ushort index = (qs[part >> 1] >> (part & 1) * 8) & 255;
+    load_iq2(d, kIQ2_XXS_grid[index], even_signs(bits >> 7 * part), a, b);
+  }
+};
+
+struct IQ2_XS : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_iq2_xs* block = (device const block_iq2_xs*)row + (i >> 5);
+    const ushort item = i & 31, q = block->qs[item];
+    const float d =
+        float(block->d) * 0.125f * odd_scale((block->scales[item >> 2] >> ((item >> 1) & 1) * 4) & 15);
+    load_iq2(d, kIQ2_XS_grid[q & 511], even_signs(q >> 9), a, b);
+  }
+};
+
+struct IQ2_S : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_iq2_s* block = (device const block_iq2_s*)row + (i >> 5);
+    const ushort item = i & 31;
+    const float d =
+        float(block->d) * 0.125f * odd_scale((block->scales[item >> 2] >> ((item >> 1) & 1) * 4) & 15);
+    const ushort index = block->qs[item] | ((block->qh[item >> 2] >> (item & 3) * 2) & 3) << 8;
+    load_iq2(d, kIQ2_S_grid[index], block->signs[item], a, b);
+  }
+};
+
+struct IQ3_XXS : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_iq3_xxs* block = (device const block_iq3_xxs*)row + (i >> 5);
+    const ushort item = i & 31;
+    const uint bits = word(block->signs + (item >> 2) * 4), signs = even_signs(bits >> 7 * (item & 3));
+    const float d = float(block->d) * 0.25f * odd_scale(bits >> 28);
+    a = d * signed_values<3>(kIQ3_XXS_magnitudes, kIQ3_XXS_grid[block->qs[2 * item]], signs);
+    b = d * signed_values<3>(kIQ3_XXS_magnitudes, kIQ3_XXS_grid[block->qs[2 * item + 1]], signs >> 4);
+  }
+};
+
+struct IQ3_S : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_iq3_s* block = (device const block_iq3_s*)row + (i >> 5);
+    const ushort item = i & 31, group = item >> 2, high = block->qh[group] >> (item & 3) * 2;
+    const float d = float(block->d) * odd_scale((block->scales[group >> 1] >> (group & 1) * 4) & 15);
+    const ushort first = block->qs[2 * item] | (high & 1) << 8;
+    const ushort second = block->qs[2 * item + 1] | (high & 2) << 7;
+    const uint signs = block->signs[item];
+    a = d * signed_values<3>(kIQ3_S_magnitudes, kIQ3_S_grid[first], signs);
+    b = d * signed_values<3>(kIQ3_S_magnitudes, kIQ3_S_grid[second], signs >> 4);
+  }
+};
+
+struct IQ4_NL : PairedItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_iq4_nl* block = (device const block_iq4_nl*)row + (i >> 2);
+    const float d = float(block->d);
+    ushort4 low, high;
+    nibbles(block->qs + (i & 3) * 4, low, high);
+    a = d * look_up(kIQ4_values, low);
+    b = d * look_up(kIQ4_values, high);
+  }
+};
+
+struct IQ4_XS : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_iq4_xs* block = (device const block_iq4_xs*)row + (i >> 5);
+    const ushort v = (i & 31) * 8, span = v >> 5, shift = ((v >> 4) & 1) * 4;
+    const ushort low = (block->scales_l[span >> 1] >> (span & 1) * 4) & 15,
+                 high = (block->scales_h >> 2 * span) & 3;
+    const float d = float(block->d) * (float(low | high << 4) - 32.0f);
+    device const u8_t* qs = block->qs + span * 16 + (v & 15);
+    a = d * look_up(kIQ4_values, fields(qs, shift, 15));
+    b = d * look_up(kIQ4_values, fields(qs + 4, shift, 15));
+  }
+};
+
+static constant constexpr ushort kPowersOf3[5] = {1, 3, 9, 27, 81};
+
+// Digits of base 3 of four adjacent bytes, which are fractions of 256: a power of 3 moves one before the
+// point.
+static inline float4 ternary_digits(device const u8_t* bytes, ushort power) {
+  const ushort4 shifted = ushort4(bytes[0], bytes[1], bytes[2], bytes[3]) * power & 255;
+  return float4(shifted * 3 >> 8) - 1.0f;
+}
+
+struct TQ1_0 : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_tq1_0* block = (device const block_tq1_0*)row + (i >> 5);
+    const ushort v = (i & 31) * 8;
+    const float d = float(block->d);
+    // Five digits of 32 bytes, five of 16, and four of 4.
+    device const u8_t* first = v < 160   ? block->qs + (v & 31)
+                               : v < 240 ? block->qs + 32 + (v & 15)
+                                         : block->qh;
+    device const u8_t* second = v < 240 ? first + 4 : first;
+    const ushort digit = v < 160 ? v >> 5 : v < 240 ? (v - 160) >> 4 : (v - 240) >> 2;
+    a = d * ternary_digits(first, kPowersOf3[digit]);
+    b = d * ternary_digits(second, kPowersOf3[v < 240 ? digit : digit + 1]);
+  }
+};
+
+struct TQ2_0 : PlainItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_tq2_0* block = (device const block_tq2_0*)row + (i >> 5);
+    const ushort v = (i & 31) * 8, shift = ((v >> 5) & 3) * 2;
+    const float d = float(block->d);
+    device const u8_t* qs = block->qs + (v >> 7) * 32 + (v & 31);
+    a = d * (float4(fields(qs, shift, 3)) - 1.0f);
+    b = d * (float4(fields(qs + 4, shift, 3)) - 1.0f);
+  }
+};
+
+struct MXFP4 : PairedItems {
+  static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
+    device const block_mxfp4* block = (device const block_mxfp4*)row + (i >> 2);
+    const uint e = block->e;
+    const float d = as_type<float>(e < 2 ? 0x200000u << e : (e - 1) << 23);
+    device const u8_t* qs = block->qs + (i & 3) * 4;
+    const ushort4 q(qs[0], qs[1], qs[2], qs[3]);
+    a = d * look_up(kMXFP4_values, q & 15);
+    b = d * look_up(kMXFP4_values, q >> 4);
   }
 };
 

@@ -15,6 +15,7 @@ from support.cpu_testing import cpu_testing
 from support.small_models import TYPES, half_fields
 
 from metal_prefill import _core
+from metal_prefill._synth_blocks import BLOCK_FORMATS
 
 cpu = Kernels()
 NATIVE_SETS = _core.cpu.kernel_sets()
@@ -22,6 +23,17 @@ SETS = [*NATIVE_SETS, *ARM_SETS]
 BATCHES = (1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 512)
 QUANTIZED = [Type[kind] for kind in TYPES if GGML_QUANT_SIZES[Type[kind]][0] > 1]
 SENTINEL = np.float32(-12345.0)
+# Where the blocks of a type have its codes.
+EXTREME_CODES = {
+    Type.Q4_0: slice(2, 18),
+    Type.Q8_0: slice(2, 34),
+    Type.Q2_K: slice(16, 80),
+    Type.Q3_K: slice(0, 96),
+    Type.Q4_K: slice(16, 144),
+    Type.Q5_K: slice(16, 176),
+    Type.Q6_K: slice(0, 192),
+    Type.IQ4_NL: slice(2, 18),
+}
 
 Floats = npt.NDArray[np.float32]
 
@@ -43,6 +55,8 @@ def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.
     ):  # f16 fields get sensible sizes instead of random bits, which may be NaN
         values = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
+    if BLOCK_FORMATS[kind.name].exponent_scale:
+        blocks[:, BLOCK_FORMATS[kind.name].scale_at] = rng.integers(118, 124, len(blocks))
     return blocks.reshape(-1), quants.dequantize(blocks, kind).reshape(rows, cols)
 
 
@@ -119,11 +133,16 @@ def exact_product(
 
 
 @each_set
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
-@pytest.mark.parametrize("cols", [64, 576, 1536, 2048])
+@pytest.mark.parametrize(
+    ("kind", "cols"),
+    [
+        *((kind, 768) for kind in QUANTIZED),
+        *((kind, cols) for kind in (Type.Q4_0, Type.Q4_1, Type.Q8_0) for cols in (64, 576, 1536, 2048)),
+        *((kind, cols) for kind in (Type.Q4_K, Type.Q6_K) for cols in (256, 1536, 2048)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Type) else str(value),
+)
 def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> None:
-    block_values = GGML_QUANT_SIZES[kind][0]
-    cols = -(-cols // block_values) * block_values
     rows = 70  # two groups of 32, and 6 rows of a third
     raw, values = random_weight(kind, rows, cols)
     x = normal(33, cols, seed=1)
@@ -138,19 +157,13 @@ def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> 
 
 
 @each_set
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K], ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", EXTREME_CODES, ids=lambda t: t.name)
 def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
     """All codes at either end against activations at either end: the largest sums that can occur."""
     raw, _ = random_weight(kind, 32, 256)
-    blocks = raw.reshape(-1, {Type.Q4_0: 18, Type.Q8_0: 34, Type.Q4_K: 144, Type.Q6_K: 210}[kind])
-    codes = {
-        Type.Q4_0: slice(2, 18),
-        Type.Q8_0: slice(2, 34),
-        Type.Q4_K: slice(16, 144),
-        Type.Q6_K: slice(0, 192),
-    }[kind]
+    blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
     for code in (0x00, 0xFF, 0x80, 0x7F):
-        blocks[:, codes] = code
+        blocks[:, EXTREME_CODES[kind]] = code
         values = quants.dequantize(blocks, kind).reshape(32, 256)
         for sign in (1, -1):
             x = np.full((17, 256), sign, np.float32)
@@ -163,16 +176,28 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
             assert error <= 2e-6 * np.abs(values).max() * 256
 
 
+# One type of each way to pack weights.
+PACKED_TYPES = [
+    Type[kind]
+    for kind in (
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+        *("IQ4_NL", "IQ4_XS", "IQ2_XS", "MXFP4"),
+    )
+]
+
+
 @each_set
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", PACKED_TYPES, ids=lambda t: t.name)
 def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -> None:
     cols = 512
     raw, _ = random_weight(kind, 64, cols)
-    x = normal(512, cols)
-    single = np.empty((512, 64), np.float32)
-    for t in range(512):
+    # Products of many tokens are those of a few wide blocks; the other types only differ in a few tokens.
+    batches = BATCHES if kind in (Type.Q4_0, Type.Q8_0, Type.Q6_K) else (*BATCHES[:7], 17, 33)
+    x = normal(batches[-1], cols)
+    single = np.empty((len(x), 64), np.float32)
+    for t in range(len(x)):
         cpu.multiply_int8(isa, int(kind), raw, 64, x[t : t + 1], 0, single[t : t + 1])
-    for batch in BATCHES:
+    for batch in batches:
         for first in (0, 5):
             out = guarded(batch, 64)
             cpu.multiply_int8(isa, int(kind), raw, 64, x[:batch], first, out)

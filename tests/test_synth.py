@@ -272,7 +272,7 @@ def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
         ({"dim": 65}, "dim 65: not a multiple of heads 4"),
         ({"dim": 80, "head_dim": 16}, "token_embd.weight: rows of 80 weights cannot be Q8_0"),
         ({"tensor_type": "Q4_K"}, "attn_q.weight: rows of 64 weights cannot be Q4_K, whose blocks hold 256"),
-        ({"embedding_type": "Q3_K"}, "token_embd.weight: unknown tensor type 'Q3_K'"),
+        ({"embedding_type": "IQ1_S"}, "token_embd.weight: unknown tensor type 'IQ1_S'"),
         ({"output_type": "F64"}, "output.weight: unknown tensor type 'F64'"),
         ({"overrides": {"*": "q8"}}, "token_embd.weight: unknown tensor type 'q8'"),
         ({"vocab": 259}, "vocab 259: a byte-level vocabulary needs at least 260"),

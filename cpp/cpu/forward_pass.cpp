@@ -27,9 +27,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       weights_(model, options.compute, team),
       ropes_(model),
       scratch_(std::size_t(team.size())) {
-  const std::size_t row = round_up(std::size_t(weights_.max_float_cols), kFloatPad);
-  for (Scratch& scratch : scratch_)
-    scratch.weights = Buffer(kGroupRows * row * sizeof(float), "dequantized weights");
+  for (Scratch& scratch : scratch_) scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
 }
 
 double ForwardPass::run(std::span<Chunk> chunks) {

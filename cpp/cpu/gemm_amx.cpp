@@ -37,7 +37,7 @@ constexpr int kStepsOfBlock = requires(Block b) { b.half_scale; } ? 2 : 1;
 struct alignas(64) SignedPanel {
   std::int8_t codes[kBlockCols / 4][kPanelRows][4];
   float scale[2][kPanelRows];
-  float min[kPanelRows];
+  float min[2][kPanelRows];  // of halves, or the first
 };
 
 template <class Block>
@@ -56,9 +56,13 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
     for (int half = 0; half < 2; ++half)
       Simd::store(out.scale[half], Simd::load(block.half_scale[half] + panel * kPanelRows));
   } else {
-    Simd::store(out.scale[0], load_scales(block.scale + panel * kPanelRows));
+    Simd::store(out.scale[0], load_floats(block.scale + panel * kPanelRows));
   }
-  if constexpr (requires { block.min; }) Simd::store(out.min, Simd::load(block.min + panel * kPanelRows));
+  if constexpr (requires { block.min; }) Simd::store(out.min[0], Simd::load(block.min + panel * kPanelRows));
+  if constexpr (requires { block.half_min; }) {
+    for (int half = 0; half < 2; ++half)
+      Simd::store(out.min[half], Simd::load(block.half_min[half] + panel * kPanelRows));
+  }
 }
 
 using Sums = std::int32_t[kTileTokens][kPanelRows];
@@ -104,7 +108,7 @@ inline __attribute__((always_inline)) void store_step(int slot, Sums& sums) {
 }
 
 // acc[t] += sums[t] * (weight scale * token scale), and the minimum with the last step of a block.
-template <bool kHasMin>
+template <class Block>
 inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const ActivationTile& x,
                      F (&acc)[kTileTokens]) {
   const F scale = Simd::load(panel.scale[half]);
@@ -113,10 +117,13 @@ inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const
     acc[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])), Simd::mul(scale, Simd::set(x.scale[t])),
                        acc[t]);
   }
-  if constexpr (kHasMin) {
-    const F min = Simd::load(panel.min);
+  if constexpr (requires(Block b) { b.min; } || requires(Block b) { b.half_min; }) {
+    const F min = Simd::load(panel.min[half]);
 #pragma GCC unroll 16
-    for (int t = 0; t < kTileTokens; ++t) acc[t] = Simd::fma(min, Simd::set(x.scaled_sum[t]), acc[t]);
+    for (int t = 0; t < kTileTokens; ++t) {
+      const float sum = kStepsOfBlock<Block> == 2 ? scaled_half_sum(x, t, half) : x.scaled_sum[t];
+      acc[t] = Simd::fma(min, Simd::set(sum), acc[t]);
+    }
   }
 }
 
@@ -124,7 +131,6 @@ inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const
 template <class Block>
 void panel_tile(const SignedPanel* panel, int n_blocks, const ActivationTile* x, bool first_slab, int count,
                 float* out, std::size_t stride) {
-  constexpr bool kHasMin = requires(Block b) { b.min; };
   constexpr int kSteps = kStepsOfBlock<Block>, kDepth = kBlockCols / kSteps;
   // A step is multiplied, stored two steps later and added one step after that: the latency of each is
   // hidden.
@@ -148,8 +154,8 @@ void panel_tile(const SignedPanel* panel, int n_blocks, const ActivationTile* x,
       }
       if (exists(to_store)) store_step((slot + 2) % 4, sums[(slot + 2) % 4]);
       if (exists(to_add))
-        add_step<kHasMin>(sums[(slot + 1) % 4], panel[to_add / kSteps], to_add % kSteps, x[to_add / kSteps],
-                          acc);
+        add_step<Block>(sums[(slot + 1) % 4], panel[to_add / kSteps], to_add % kSteps, x[to_add / kSteps],
+                        acc);
     }
   };
   four_steps(0, std::true_type());
@@ -202,7 +208,7 @@ void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x,
     count -= tail;
     multiply_int8(weight, group, x, first + count, tail, out + std::size_t(count) * stride, stride);
   }
-  visit(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+  visit_wide(weight.packing, [&]<class Block>(std::type_identity<Block>) {
     amx_blocks<Block>(weight, group, x, first, count, out, stride);
   });
 }

@@ -25,6 +25,7 @@ struct alignas(64) PairTile {
   std::int8_t q[kTilePairs][4][2][8];  // [pair][8 columns][token]
   float scale[kTilePairs][4];          // of the first token twice, of the second twice
   float scaled_sum[kTilePairs][4];
+  float half_sum[kTilePairs][2][4];  // scaled sums of the halves
 };
 
 // Pairs of `count` tokens from `token` on; an odd one has itself for a partner. Pairs after the last stay as
@@ -39,6 +40,10 @@ void zip_tokens(const ActivationTile& x, int token, int count, PairTile& out) {
       vst1q_s8(out.q[pair][2 * half + 1][0], vreinterpretq_s8_s64(vzip2q_s64(first, second)));
     }
     vst1q_f32(out.scale[pair], vcombine_f32(vdup_n_f32(x.scale[a]), vdup_n_f32(x.scale[b])));
+    for (int half = 0; half < 2; ++half) {
+      vst1q_f32(out.half_sum[pair][half], vcombine_f32(vdup_n_f32(scaled_half_sum(x, a, half)),
+                                                       vdup_n_f32(scaled_half_sum(x, b, half))));
+    }
     vst1q_f32(out.scaled_sum[pair], vcombine_f32(vdup_n_f32(x.scaled_sum[a]), vdup_n_f32(x.scaled_sum[b])));
   }
 }
@@ -63,7 +68,7 @@ inline __attribute__((always_inline)) void unpack_pairs(const Block& block, int 
   });
 }
 
-inline void widen(float32x4_t rows, float32x4_t (&out)[2]) {
+inline void widen_rows(float32x4_t rows, float32x4_t (&out)[2]) {
   out[0] = vcombine_f32(vget_low_f32(rows), vget_low_f32(rows));
   out[1] = vcombine_f32(vget_high_f32(rows), vget_high_f32(rows));
 }
@@ -98,10 +103,16 @@ __attribute__((noinline)) void matrix_tile(const Block* block, int n_blocks, int
       unpack_pairs(*block, quad + q, codes);
       float32x4_t scale[kHalves][2];
       unrolled<kHalves>([&](auto half) __attribute__((always_inline)) {
-        widen(quad_scale(*block, quad + q, half), scale[half]);
+        widen_rows(quad_scale(*block, quad + q, half), scale[half]);
       });
       [[maybe_unused]] float32x4_t min[2];
-      if constexpr (kHasMin<Block>) widen(vld1q_f32(block->min + (quad + q) * kQuadRows), min);
+      if constexpr (kHasMin<Block>) widen_rows(vld1q_f32(block->min + (quad + q) * kQuadRows), min);
+      [[maybe_unused]] float32x4_t half_min[2][2];
+      if constexpr (kHasHalfMins<Block>) {
+        unrolled<2>([&](auto half) __attribute__((always_inline)) {
+          widen_rows(vld1q_f32(block->half_min[half] + (quad + q) * kQuadRows), half_min[half]);
+        });
+      }
       unrolled<kPairs>([&](auto p) __attribute__((always_inline)) {
         int32x4_t sum[kHalves][2];
         unrolled<kHalves>(
@@ -117,6 +128,8 @@ __attribute__((noinline)) void matrix_tile(const Block* block, int n_blocks, int
           unrolled<kHalves>([&](auto half) __attribute__((always_inline)) {
             acc[q][p][r] =
                 vfmaq_f32(acc[q][p][r], convert<Block>(sum[half][r]), vmulq_f32(scale[half][r], token_scale));
+            if constexpr (kHasHalfMins<Block>)
+              acc[q][p][r] = vfmaq_f32(acc[q][p][r], half_min[half][r], vld1q_f32(x->half_sum[p][half]));
           });
         });
         if constexpr (kHasMin<Block>) {

@@ -28,6 +28,12 @@ struct alignas(64) ActivationTile {
   std::int32_t start_half[kTileTokens];  // the same over the first 16 columns
 };
 
+// Scale * sum of the q of half a block.
+inline float scaled_half_sum(const ActivationTile& x, int token, int half) {
+  const auto first = std::uint32_t(x.start_half[token]), both = std::uint32_t(x.start[token]);
+  return x.scale[token] * (float(std::int32_t(half == 0 ? first : both - first)) * -0.125f);
+}
+
 // Activations in 8 bits. Every tile is there in full, though only some of its tokens may be in use.
 struct Int8Rows {
   ActivationTile* tiles = nullptr;  // [tokens / 16, rounded up][cols / 32]
@@ -79,9 +85,14 @@ struct AttentionHead {
 struct Kernels {
   const char* name;
 
-  // out[t][r] = sum over k of weight[32 * group + r][k] * x[first + t][k], for r < 32 and t < count.
+  // out[t][r] = sum over k of weight[32 * group + r][k] * x[first + t][k], for r < 32 and t < count, with
+  // weights in wide blocks.
   void (*multiply_int8)(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                         float* out, std::size_t stride);
+  // multiply_int8 for one token, with weights in narrow blocks.
+  void (*multiply_narrow)(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out);
+  // A group of a narrow matrix in wide blocks.
+  void (*widen)(const PackedMatrix& weight, int group, std::byte* out);
   // Drops what multiply_int8 and attention keep loaded in this thread from one call to the next; null where
   // that is nothing. Each thread calls it after its last item of a phase.
   void (*end_phase)() = nullptr;

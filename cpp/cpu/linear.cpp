@@ -16,6 +16,8 @@ constexpr int kUnpackingTokens = 8;
 
 constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 first costs more than it saves
 
+constexpr int kNarrowTokens = 2;  // for which widening a group first costs more than it saves
+
 using Tile = float[kTokenBlock][kGroupRows];
 
 struct TokenRange {
@@ -82,7 +84,8 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   const int n_rows = std::min(kGroupRows, linear.packed.rows - group * kGroupRows);
   c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * range.count;
   if (linear.int8()) {
-    c.kernels.multiply_int8(linear.packed, group, x.int8, range.first, range.count, out, stride);
+    multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, out, stride,
+                    c.scratch.weights.data());
   } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
@@ -106,6 +109,18 @@ void update(Best& best, const float* values, int n, int index) {
 }
 
 }  // namespace
+
+void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int group, const Int8Rows& x,
+                     int first, int count, float* out, std::size_t stride, std::byte* scratch) {
+  if (!is_narrow(weight.packing)) return kernels.multiply_int8(weight, group, x, first, count, out, stride);
+  if (count <= kNarrowTokens) {
+    for (int t = 0; t < count; ++t)
+      kernels.multiply_narrow(weight, group, x, first + t, out + std::size_t(t) * stride);
+    return;
+  }
+  kernels.widen(weight, group, scratch);
+  kernels.multiply_int8(wide_group(weight, scratch), 0, x, first, count, out, stride);
+}
 
 void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows) {
   int groups = 0;

@@ -24,7 +24,7 @@ struct Best {
 
 // Memory that each thread needs for itself.
 struct alignas(128) Scratch {
-  Buffer weights;            // kGroupRows rows in float32
+  Buffer weights;            // kGroupRows rows in float32, or a widened group
   std::vector<Best> best;    // of each row whose largest logit is wanted, among those this thread computed
   double multiply_adds = 0;  // that this thread did in products and attention
 };
@@ -63,6 +63,10 @@ int query_tile_rows(int total, int kv_heads, int threads);
 void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows);
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);
+
+// Kernels::multiply_int8 with blocks of either kind; `scratch` has room for a widened group.
+void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int group, const Int8Rows& x,
+                     int first, int count, float* out, std::size_t stride, std::byte* scratch);
 
 // One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`.
 struct Product {

@@ -1,5 +1,7 @@
 #include "packing.h"
 
+#include <array>
+#include <bit>
 #include <cstring>
 
 #include "../formats.h"
@@ -11,57 +13,143 @@ namespace {
 using namespace formats;
 static_assert(kSpan == kBlockCols);
 
-// The block that holds all codes and scales of a format, which none does of one with minima of half a span:
-// that stays in the file, as floats do.
+// The block that holds all codes and scales of a format; void for floats, which stay in the file.
 template <class Format>
-constexpr auto block_of() {
-  if constexpr (!Quantized<Format>) {
-    return std::type_identity<void>();
-  } else if constexpr (Format::kHalves) {
-    return std::type_identity<std::conditional_t<HasMin<Format>, void, ByteHalvesBlock>>();
-  } else if constexpr (Format::kBits == 4) {
-    return std::type_identity<std::conditional_t<HasMin<Format>, NibbleMinBlock, NibbleBlock>>();
-  } else {
-    return std::type_identity<std::conditional_t<HasMin<Format>, ByteMinBlock, ByteBlock>>();
+struct PackedAs {
+  using Block = void;
+};
+#define METAL_PREFILL_PACKED(Format, PackedBlock) \
+  template <>                                     \
+  struct PackedAs<Format> {                       \
+    using Block = PackedBlock;                    \
+  };
+METAL_PREFILL_PACKED(Q4_0, NibbleBlock)
+METAL_PREFILL_PACKED(Q4_1, NarrowNibbleMinBlock)
+METAL_PREFILL_PACKED(Q5_0, FiveBlock)
+METAL_PREFILL_PACKED(Q5_1, FiveMinBlock)
+METAL_PREFILL_PACKED(Q8_0, ByteBlock)
+METAL_PREFILL_PACKED(Q2_K, SuperTwoMinBlock)
+METAL_PREFILL_PACKED(Q3_K, SuperThreeBlock)
+METAL_PREFILL_PACKED(Q4_K, SuperNibbleMinBlock)
+METAL_PREFILL_PACKED(Q5_K, SuperFiveMinBlock)
+METAL_PREFILL_PACKED(Q6_K, SuperSixBlock)
+METAL_PREFILL_PACKED(IQ2_XXS, SuperTableBlock)
+METAL_PREFILL_PACKED(IQ2_XS, SuperTableHalvesBlock)
+METAL_PREFILL_PACKED(IQ2_S, SuperTableHalvesBlock)
+METAL_PREFILL_PACKED(IQ3_XXS, SuperTableBlock)
+METAL_PREFILL_PACKED(IQ3_S, SuperTableBlock)
+METAL_PREFILL_PACKED(IQ4_NL, TableBlock)
+METAL_PREFILL_PACKED(IQ4_XS, SuperTableBlock)
+METAL_PREFILL_PACKED(TQ1_0, SuperTwoMinBlock)
+METAL_PREFILL_PACKED(TQ2_0, SuperTwoMinBlock)
+METAL_PREFILL_PACKED(MXFP4, TableBfloat16Block)
+#undef METAL_PREFILL_PACKED
+
+template <class Format>
+using BlockOf = typename PackedAs<Format>::Block;
+// Spans of a packed block.
+template <class Block>
+constexpr int spans_of() {
+  if constexpr (IsNarrow<Block>)
+    return Block::kSpans;
+  else
+    return 1;
+}
+
+using Words = std::uint32_t[kSpan / 4];  // codes of a span, four to a word
+
+// One plane of w bits, which are those from bit kFrom of the codes on: word v has bits of steps v, v + w, ...
+template <int kWidth, int kFrom>
+void put_plane(const Words& codes, std::uint8_t (*vectors)[kPanelRows][4], int lane) {
+  constexpr std::uint32_t kMask = ((1u << kWidth) - 1) * 0x01010101u;
+  for (int v = 0; v < kWidth; ++v) {
+    std::uint32_t word = 0;
+    for (int i = 0; i < 8 / kWidth; ++i) word |= (codes[v + kWidth * i] >> kFrom & kMask) << kWidth * i;
+    std::memcpy(vectors[v][lane], &word, sizeof word);
   }
 }
-template <class Format>
-using BlockOf = typename decltype(block_of<Format>())::type;
 
-// Row `r` of a group: a span of 32 columns.
+template <int kBits>
+void put_codes(const Words& codes, std::uint8_t (&vectors)[kBits][kPanelRows][4], int lane) {
+  constexpr int kLow = low_plane(kBits);
+  put_plane<kLow, 0>(codes, vectors, lane);
+  if constexpr (kBits > kLow) put_plane<kBits - kLow, kLow>(codes, vectors + kLow, lane);
+}
+
+// Scales of the 32 columns that span `at` of a block covers, which are span `span` of the file's block.
+template <class Format, class Block>
+void put_scales(const typename Format::Block& from, int span, int r, Block& out, int at) {
+  if constexpr (requires { out.scale_and_min; }) {
+    for (int half = 0; half < 2; ++half) {
+      const int scale = Format::scale_code(from, span, half);
+      // Without a minimum: scale * (code - zero) = scale * code - scale * zero.
+      int min = 0;
+      if constexpr (HasMin<Format>)
+        min = Format::min_code(from, span, half);
+      else
+        min = scale * Format::kZero;
+      out.scale_and_min[at][half][r] = std::uint8_t(scale | min << 4);
+    }
+  } else if constexpr (requires { out.scale_code; }) {
+    constexpr int kHalves = int(std::extent_v<decltype(out.scale_code), 1>);
+    for (int half = 0; half < kHalves; ++half)
+      out.scale_code[at][half][r] = std::int8_t(Format::scale_code(from, span, half));
+    if constexpr (HasMin<Format>) out.min_code[at][r] = std::int8_t(Format::min_code(from, span, 0));
+  } else if constexpr (std::is_same_v<Block, TableBfloat16Block>) {
+    out.scale[r] = Bfloat16(std::bit_cast<std::uint32_t>(unit_of<Format>(from)) >> 16);  // a power of two
+  } else {
+    out.scale[r] = Format::scale_bits(from);
+    if constexpr (HasMin<Format>) out.min[r] = Format::min_bits(from);
+  }
+  if constexpr (requires { out.scale_unit; }) {
+    if constexpr (std::is_same_v<decltype(out.scale_unit[r]), float&>)
+      out.scale_unit[r] = unit_of<Format>(from);
+    else
+      out.scale_unit[r] = Format::scale_bits(from);
+  }
+  if constexpr (requires { out.min_unit; }) {
+    if constexpr (HasMin<Format>)
+      out.min_unit[r] = Format::min_bits(from);
+    else
+      out.min_unit[r] = Format::scale_bits(from);
+  }
+}
+
+// Row `r` of a group: span `span` of the file's block becomes span `at` of a packed one.
 template <class Format>
-void put(const typename Format::Block& from, int span, int r, BlockOf<Format>& out) {
+void put(const typename Format::Block& from, int span, int r, BlockOf<Format>& out, int at) {
   using Block = BlockOf<Format>;
   const int panel = r / kPanelRows, lane = r % kPanelRows;
   std::uint8_t codes[kSpan];
   Format::codes(from, span, codes);
-  if constexpr (Block::kBits == 4) {
-    static_assert(Block::kZero == Format::kZero);
-    std::uint8_t pairs[16];  // computed all at once, before they are spread
-    for (int i = 0; i < 16; ++i) pairs[i] = std::uint8_t(codes[i] | codes[i + 16] << 4);
-    for (int j = 0; j < 4; ++j) std::memcpy(out.codes[panel][j][lane], pairs + 4 * j, 4);
+  if constexpr (IsNarrow<Block>) {
+    Words words;
+    std::memcpy(words, codes, sizeof words);
+    put_codes(words, out.codes[at][panel], lane);
   } else {
-    for (std::uint8_t& code : codes) code = std::uint8_t(code + (Block::kZero - Format::kZero));
+    static_assert(Block::kZero == Format::kZero && Block::kBits == 8);
     for (int j = 0; j < 8; ++j) std::memcpy(out.codes[panel][j][lane], codes + 4 * j, 4);
   }
-  if constexpr (requires { out.half_scale; }) {
-    for (int half = 0; half < 2; ++half) out.half_scale[half][r] = Format::scale(from, span, half);
-  } else if constexpr (requires { out.min; }) {
-    out.scale[r] = Format::scale(from, span, 0);
-    out.min[r] = Format::min(from, span);
-  } else {
-    out.scale[r] = Format::scale_bits(from);
-  }
+  put_scales<Format>(from, span, r, out, at);
+}
+
+template <class Table>
+constexpr std::array<std::uint8_t, kTableCodes> biased(const Table& table) {
+  std::array<std::uint8_t, kTableCodes> out{};
+  for (std::size_t i = 0; i < out.size(); ++i) out[i] = std::uint8_t(table.values[i] + 128);
+  return out;
 }
 
 template <class Format>
 void pack(const Tensor& tensor, int group, BlockOf<Format>* out) {
-  constexpr int kSpans = int(Format::kValues) / kSpan;  // of a block
+  constexpr int kSpans = int(Format::kValues) / kSpan;  // of a block of the file
+  constexpr int kPacked = spans_of<BlockOf<Format>>();
   const int n_spans = tensor.cols / kSpan;
   for (int r = 0; r < kGroupRows && group * kGroupRows + r < tensor.rows; ++r) {
     const std::byte* row = tensor.row(group * kGroupRows + r);
     for (int s = 0; s < n_spans; ++s)
-      put<Format>(block_at<Format>(row, std::size_t(s / kSpans)), s % kSpans, r, out[s]);
+      put<Format>(block_at<Format>(row, std::size_t(s / kSpans)), s % kSpans, r, out[s / kPacked],
+                  s % kPacked);
   }
 }
 
@@ -98,6 +186,22 @@ std::size_t block_bytes(Packing packing) {
   return bytes;
 }
 
+int block_cols(Packing packing) {
+  int cols = 0;
+  visit(packing, [&]<class Block>(std::type_identity<Block>) { cols = kBlockCols * spans_of<Block>(); });
+  return cols;
+}
+
+bool is_narrow(Packing packing) {
+  bool narrow = false;
+  visit_narrow(packing, [&](auto) { narrow = true; });
+  return narrow;
+}
+
+int PackedMatrix::blocks_per_row() const {
+  return packing == Packing::kNone ? 0 : cols / block_cols(packing);
+}
+
 std::size_t PackedMatrix::group_bytes() const {
   return std::size_t(blocks_per_row()) * block_bytes(packing);
 }
@@ -105,7 +209,21 @@ std::size_t PackedMatrix::group_bytes() const {
 PackedMatrix packed_matrix(const Tensor& tensor) {
   PackedMatrix matrix{packing_of(tensor.type), tensor.rows, tensor.cols};
   matrix.group_stride = matrix.group_bytes();
+  formats::visit(tensor.type, [&]<class Format>(Format) {
+    if constexpr (HasTable<Format>) {
+      static constexpr auto kTable = biased(Format::kTable);
+      matrix.table = kTable.data();
+    }
+  });
   return matrix;
+}
+
+PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks) {
+  PackedMatrix wide{.rows = kGroupRows, .cols = narrow.cols, .blocks = blocks};
+  visit_narrow(narrow.packing,
+               [&]<class Block>(std::type_identity<Block>) { wide.packing = Block::Wide::kPacking; });
+  wide.group_stride = wide.group_bytes();
+  return wide;
 }
 
 void pack_group(const Tensor& tensor, int group, std::byte* out) {

@@ -1,9 +1,13 @@
 // Weights in the order in which the kernels read them.
 //
-// A quantized matrix is cut into groups of 32 rows; the group's blocks of 32 columns follow each other, so
-// that a product reads one linear stream. Within a block, codes lie in two panels of 16 rows; a step of a
-// panel is 64 bytes with four consecutive columns of each row: what a 4-way dot product instruction consumes,
+// A quantized matrix is cut into groups of 32 rows; the group's blocks follow each other, so that a product
+// reads one linear stream. Within a span of 32 columns, codes lie in two panels of 16 rows; a step of a panel
+// is 64 bytes with four consecutive columns of each row: what a 4-way dot product instruction consumes,
 // whatever its width. A weight is scale * (code - kZero) + min, where formats without a minimum have none.
+//
+// There are two kinds of blocks. Products of any number of tokens read wide ones. Narrow ones are about as
+// large as the blocks of the file, so that a single token reads as little as there is; for more tokens they
+// are widened first, once for all of them.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +21,35 @@ namespace metal_prefill::cpu {
 
 constexpr int kGroupRows = 32;
 constexpr int kPanelRows = 16;
-constexpr int kBlockCols = 32;
+constexpr int kBlockCols = 32;   // columns that share a scale of the activations
+constexpr int kSuperSpans = 8;   // spans of 32 columns in a super-block
+constexpr int kTableCodes = 16;  // integers that a 4-bit code may stand for
 
-enum class Packing { kNone, kNibble, kNibbleMin, kByte, kByteMin, kByteHalves };
+enum class Packing {
+  kNone,
+  // wide
+  kNibble,
+  kNibbleMin,
+  kByte,
+  kByteMin,
+  kByteHalves,
+  kByteHalvesMin,
+  // narrow
+  kNarrowNibbleMin,
+  kFive,
+  kFiveMin,
+  kTable,
+  kTableBfloat16,
+  kSuperTwoMin,
+  kSuperThree,
+  kSuperNibbleMin,
+  kSuperFiveMin,
+  kSuperSix,
+  kSuperTable,
+  kSuperTableHalves,
+};
+
+enum class Bfloat16 : std::uint16_t {};
 
 // Step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to 19 + 4j in the high ones: 4.5 bits a
 // weight.
@@ -30,7 +60,7 @@ struct alignas(64) NibbleBlock {  // Q4_0
   std::uint16_t scale[kGroupRows];  // f16
 };
 
-struct alignas(64) NibbleMinBlock {  // Q4_1, Q4_K
+struct alignas(64) NibbleMinBlock {
   static constexpr Packing kPacking = Packing::kNibbleMin;
   static constexpr int kBits = 4, kZero = 0;
   std::uint8_t codes[2][4][kPanelRows][4];
@@ -39,14 +69,14 @@ struct alignas(64) NibbleMinBlock {  // Q4_1, Q4_K
 };
 
 // Step j holds columns 4j to 4j + 3.
-struct alignas(64) ByteBlock {  // Q8_0, Q5_0
+struct alignas(64) ByteBlock {  // Q8_0
   static constexpr Packing kPacking = Packing::kByte;
   static constexpr int kBits = 8, kZero = 128;
   std::uint8_t codes[2][8][kPanelRows][4];
   std::uint16_t scale[kGroupRows];  // f16
 };
 
-struct alignas(64) ByteMinBlock {  // Q5_1, Q5_K
+struct alignas(64) ByteMinBlock {
   static constexpr Packing kPacking = Packing::kByteMin;
   static constexpr int kBits = 8, kZero = 0;
   std::uint8_t codes[2][8][kPanelRows][4];
@@ -54,15 +84,101 @@ struct alignas(64) ByteMinBlock {  // Q5_1, Q5_K
   float min[kGroupRows];
 };
 
-struct alignas(64) ByteHalvesBlock {  // Q6_K: a scale for 16 columns
+// Scales and minima of 16 columns each.
+struct alignas(64) ByteHalvesBlock {
   static constexpr Packing kPacking = Packing::kByteHalves;
   static constexpr int kBits = 8, kZero = 128;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];
 };
 
+struct alignas(64) ByteHalvesMinBlock {
+  static constexpr Packing kPacking = Packing::kByteHalvesMin;
+  static constexpr int kBits = 8, kZero = 0;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float half_scale[2][kGroupRows];
+  float half_min[2][kGroupRows];
+};
+
 static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 && sizeof(ByteBlock) == 1088 &&
-              sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280);
+              sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
+              sizeof(ByteHalvesMinBlock) == 1536);
+
+// Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
+// A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
+constexpr int low_plane(int bits) {
+  return bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
+}
+
+// What narrow blocks have in common. Products of a single token do the operations of those of Wide in their
+// order, so that results are the same to the bit.
+template <Packing kPackingOf, class WideBlock, int kBitsOf, int kZeroOf, int kSpansOf = 1,
+          bool kTableOf = false>
+struct Narrow {
+  static constexpr Packing kPacking = kPackingOf;
+  using Wide = WideBlock;
+  static constexpr int kBits = kBitsOf;
+  static constexpr int kZero = kZeroOf;       // of codes, or of what a table gives for them
+  static constexpr int kSpans = kSpansOf;     // of 32 columns
+  static constexpr bool kIsTable = kTableOf;  // codes are indices into the table of the matrix
+  std::uint8_t codes[kSpans][2][kBits][kPanelRows][4];
+};
+
+struct alignas(64) NarrowNibbleMinBlock : Narrow<Packing::kNarrowNibbleMin, NibbleMinBlock, 4, 0> {  // Q4_1
+  std::uint16_t scale[kGroupRows], min[kGroupRows];                                                  // f16
+};
+struct alignas(64) FiveBlock : Narrow<Packing::kFive, ByteBlock, 5, 16> {  // Q5_0
+  std::uint16_t scale[kGroupRows];                                         // f16
+};
+struct alignas(64) FiveMinBlock : Narrow<Packing::kFiveMin, ByteMinBlock, 5, 0> {  // Q5_1
+  std::uint16_t scale[kGroupRows], min[kGroupRows];                                // f16
+};
+struct alignas(64) TableBlock : Narrow<Packing::kTable, ByteBlock, 4, 128, 1, true> {  // IQ4_NL
+  std::uint16_t scale[kGroupRows];                                                     // f16
+};
+struct alignas(64) TableBfloat16Block
+    : Narrow<Packing::kTableBfloat16, ByteHalvesBlock, 4, 128, 1, true> {  // MXFP4
+  Bfloat16 scale[kGroupRows];
+};
+
+// In a super-block scales and minima are integers, multiples of a float of the super-block.
+struct alignas(64) SuperTwoMinBlock
+    : Narrow<Packing::kSuperTwoMin, ByteHalvesMinBlock, 2, 0, kSuperSpans> {  // Q2_K, TQ1_0, TQ2_0
+  std::uint8_t scale_and_min[kSuperSpans][2][kGroupRows];                     // low and high nibble
+  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];                 // f16
+};
+struct alignas(64) SuperThreeBlock
+    : Narrow<Packing::kSuperThree, ByteHalvesBlock, 3, 4, kSuperSpans> {  // Q3_K
+  std::int8_t scale_code[kSuperSpans][2][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows];  // f16
+};
+struct alignas(64) SuperNibbleMinBlock
+    : Narrow<Packing::kSuperNibbleMin, NibbleMinBlock, 4, 0, kSuperSpans> {  // Q4_K
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
+};
+struct alignas(64) SuperFiveMinBlock
+    : Narrow<Packing::kSuperFiveMin, ByteMinBlock, 5, 0, kSuperSpans> {  // Q5_K
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
+};
+struct alignas(64) SuperSixBlock : Narrow<Packing::kSuperSix, ByteHalvesBlock, 6, 32, kSuperSpans> {  // Q6_K
+  std::int8_t scale_code[kSuperSpans][2][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows];  // f16
+};
+struct alignas(64) SuperTableBlock
+    : Narrow<Packing::kSuperTable, ByteHalvesBlock, 4, 128, kSuperSpans, true> {  // IQ4_XS, IQ3, IQ2_XXS
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows];
+  float scale_unit[kGroupRows];
+};
+struct alignas(64) SuperTableHalvesBlock
+    : Narrow<Packing::kSuperTableHalves, ByteHalvesBlock, 4, 128, kSuperSpans, true> {  // IQ2_XS, IQ2_S
+  std::int8_t scale_code[kSuperSpans][2][kGroupRows];
+  float scale_unit[kGroupRows];
+};
+
+template <class Block>
+concept IsNarrow = requires { typename Block::Wide; };
 
 // Calls with_block(std::type_identity<Block>()) for the type of a packing's blocks; not at all for kNone.
 template <class Call>
@@ -80,26 +196,71 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<ByteMinBlock>());
     case Packing::kByteHalves:
       return with_block(std::type_identity<ByteHalvesBlock>());
+    case Packing::kByteHalvesMin:
+      return with_block(std::type_identity<ByteHalvesMinBlock>());
+    case Packing::kNarrowNibbleMin:
+      return with_block(std::type_identity<NarrowNibbleMinBlock>());
+    case Packing::kFive:
+      return with_block(std::type_identity<FiveBlock>());
+    case Packing::kFiveMin:
+      return with_block(std::type_identity<FiveMinBlock>());
+    case Packing::kTable:
+      return with_block(std::type_identity<TableBlock>());
+    case Packing::kTableBfloat16:
+      return with_block(std::type_identity<TableBfloat16Block>());
+    case Packing::kSuperTwoMin:
+      return with_block(std::type_identity<SuperTwoMinBlock>());
+    case Packing::kSuperThree:
+      return with_block(std::type_identity<SuperThreeBlock>());
+    case Packing::kSuperNibbleMin:
+      return with_block(std::type_identity<SuperNibbleMinBlock>());
+    case Packing::kSuperFiveMin:
+      return with_block(std::type_identity<SuperFiveMinBlock>());
+    case Packing::kSuperSix:
+      return with_block(std::type_identity<SuperSixBlock>());
+    case Packing::kSuperTable:
+      return with_block(std::type_identity<SuperTableBlock>());
+    case Packing::kSuperTableHalves:
+      return with_block(std::type_identity<SuperTableHalvesBlock>());
   }
+}
+
+// visit for wide or for narrow blocks only.
+template <class Call>
+void visit_wide(Packing packing, const Call& with_block) {
+  visit(packing, [&]<class Block>(std::type_identity<Block> block) {
+    if constexpr (!IsNarrow<Block>) with_block(block);
+  });
+}
+template <class Call>
+void visit_narrow(Packing packing, const Call& with_block) {
+  visit(packing, [&]<class Block>(std::type_identity<Block> block) {
+    if constexpr (IsNarrow<Block>) with_block(block);
+  });
 }
 
 struct PackedMatrix {
   Packing packing = Packing::kNone;  // kNone: stays in the file, multiplied as float32
   int rows = 0;
   int cols = 0;
-  std::byte* blocks = nullptr;   // [groups][cols / 32], the last group filled up with rows of zeros
+  std::byte* blocks = nullptr;   // [groups][cols / block_cols], the last group filled up with rows of zeros
   std::size_t group_stride = 0;  // bytes from one group to the next; another matrix may lie between
+  const std::uint8_t* table = nullptr;  // [kTableCodes] 128 + the integer of a code, where codes are indices
 
   int groups() const { return ceil_div(rows, kGroupRows); }
-  int blocks_per_row() const { return cols / kBlockCols; }
+  int blocks_per_row() const;
   std::size_t group_bytes() const;
   std::byte* group(int index) const { return blocks + std::size_t(index) * group_stride; }
 };
 
 Packing packing_of(TensorType type);
 std::size_t block_bytes(Packing packing);
+int block_cols(Packing packing);
+bool is_narrow(Packing packing);
 // The matrix of a tensor, still without a place; its groups follow each other.
 PackedMatrix packed_matrix(const Tensor& tensor);
+// A group of a narrow matrix once it is widened, as a matrix of its own at `blocks`.
+PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks);
 // Packs rows [32 * group, 32 * group + 32) of the tensor.
 void pack_group(const Tensor& tensor, int group, std::byte* out);
 

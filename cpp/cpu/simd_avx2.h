@@ -93,6 +93,24 @@ struct Simd {
   }
   static I low_nibbles(I a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
   static I high_nibbles(I a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
+  static void store_codes(std::uint8_t* p, I a) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), a); }
+  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  template <int kWidth, int kFrom, int kTo>
+  static I field(I a) {
+    const I shifted = kFrom >= kTo ? _mm256_srli_epi16(a, kFrom - kTo) : _mm256_slli_epi16(a, kTo - kFrom);
+    return _mm256_and_si256(shifted, _mm256_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
+  }
+  static I or_int(I a, I b) { return _mm256_or_si256(a, b); }
+  static I load_table(const std::uint8_t* p) {  // of 16 bytes
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I look_up(I table, I codes) { return _mm256_shuffle_epi8(table, codes); }
+  static I load_int8(const std::int8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_uint8(const std::uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
   static I broadcast4(const std::int8_t* p) {
     std::int32_t x;
     std::memcpy(&x, p, 4);
@@ -115,11 +133,11 @@ struct Simd {
   static I sum_halfwords(I acc, I pairs) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
-  // maddubs adds pairs of products in 16 bits: codes up to 31 leave room (2 * 31 * 127), bytes do not. Those
+  // maddubs adds pairs of products in 16 bits: codes up to 63 leave room (2 * 63 * 127), bytes do not. Those
   // are centred, and the sign of the weight goes to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <
   // 2^15.
   template <int kZero>
-  static constexpr bool kStartsFromSum = kZero == 8;
+  static constexpr bool kStartsFromSum = kZero != 0 && kZero != 128;
   template <int kZero>
   static I dot(I acc, I codes, I x) {
     __m256i pairs;

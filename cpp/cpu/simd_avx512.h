@@ -101,6 +101,24 @@ struct Simd {
   static I load_codes(const std::uint8_t* p) { return _mm512_load_si512(p); }
   static I low_nibbles(I a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static I high_nibbles(I a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+  static void store_codes(std::uint8_t* p, I a) { _mm512_store_si512(p, a); }
+  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  template <int kWidth, int kFrom, int kTo>
+  static I field(I a) {
+    const I shifted = kFrom >= kTo ? _mm512_srli_epi16(a, kFrom - kTo) : _mm512_slli_epi16(a, kTo - kFrom);
+    return _mm512_and_si512(shifted, _mm512_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
+  }
+  static I or_int(I a, I b) { return _mm512_or_si512(a, b); }
+  static I load_table(const std::uint8_t* p) {  // of 16 bytes
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I look_up(I table, I codes) { return _mm512_shuffle_epi8(table, codes); }
+  static I load_int8(const std::int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_uint8(const std::uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static I broadcast4(const std::int8_t* p) {
     std::int32_t x;
     std::memcpy(&x, p, 4);

@@ -69,6 +69,29 @@ struct Simd {
     return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(a), vdupq_n_u8(15)));
   }
   static I high_nibbles(I a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
+  static void store_codes(std::uint8_t* p, I a) { vst1q_u8(p, vreinterpretq_u8_s32(a)); }
+  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  template <int kWidth, int kFrom, int kTo>
+  static I field(I a) {
+    const uint8x16_t shifted =
+        vshlq_u8(vreinterpretq_u8_s32(a), vdupq_n_s8(kTo - kFrom));  // to the right where negative
+    return vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(((1 << kWidth) - 1) << kTo)));
+  }
+  static I or_int(I a, I b) { return vorrq_s32(a, b); }
+  static I load_table(const std::uint8_t* p) { return load_codes(p); }  // of 16 bytes
+  static I look_up(I table, I codes) {
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(codes)));
+  }
+  static I load_int8(const std::int8_t* p) {
+    std::int32_t bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes)))));
+  }
+  static I load_uint8(const std::uint8_t* p) {
+    std::uint32_t bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(bytes))))));
+  }
   static I broadcast4(const std::int8_t* p) {
     std::int32_t x;
     std::memcpy(&x, p, 4);
@@ -77,17 +100,21 @@ struct Simd {
   static I sub_int(I a, I b) { return vsubq_s32(a, b); }
   static I shift_left_4(I a) { return vshlq_n_s32(a, 4); }
 
-  // Codes up to 31 are their own signed bytes; those that count from 128 become signed by their highest bit.
+  // Codes up to 127 are their own signed bytes; those that count from 128 become signed by their highest bit.
   // The sum of two products fits 16 bits: 2 * 128 * 127 < 2^15.
   template <int kZero>
-  static constexpr bool kStartsFromSum = kZero == 8;
+  static constexpr bool kStartsFromSum = kZero != 0 && kZero != 128;
   template <int kZero>
   static I dot(I acc, I codes, I x) {
     int8x16_t w = vreinterpretq_s8_s32(codes);
     if constexpr (kZero == 128) w = veorq_s8(w, vdupq_n_s8(-128));
     const int8x16_t v = vreinterpretq_s8_s32(x);
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_s32(acc, w, v);
+#else
     const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(v)), high = vmull_high_s8(w, v);
     return vpadalq_s16(acc, vpaddq_s16(low, high));
+#endif
   }
 };
 

@@ -132,6 +132,28 @@ struct Simd {
     for (std::int32_t& v : a.v) v = std::int32_t(std::uint32_t(v) >> 4 & 0x0f0f0f0f);
     return a;
   }
+  static void store_codes(std::uint8_t* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
+  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  template <int kWidth, int kFrom, int kTo>
+  static I field(I a) {
+    constexpr std::uint32_t kMask = ((1u << kWidth) - 1) * 0x01010101u;
+    for (std::int32_t& v : a.v) v = std::int32_t((std::uint32_t(v) >> kFrom & kMask) << kTo);
+    return a;
+  }
+  static I or_int(I a, I b) {
+    for (int i = 0; i < kLanes; ++i) a.v[i] |= b.v[i];
+    return a;
+  }
+  static I load_table(const std::uint8_t* p) { return load_codes(p); }  // of 16 bytes
+  static I look_up(I table, I codes) {
+    std::uint8_t values[4 * kLanes], bytes[4 * kLanes];
+    std::memcpy(values, table.v, sizeof values);
+    std::memcpy(bytes, codes.v, sizeof bytes);
+    for (std::uint8_t& byte : bytes) byte = values[byte];
+    return load_codes(bytes);
+  }
+  static I load_int8(const std::int8_t* p) { return {p[0], p[1], p[2], p[3]}; }
+  static I load_uint8(const std::uint8_t* p) { return {p[0], p[1], p[2], p[3]}; }
   static I broadcast4(const std::int8_t* p) {
     std::int32_t x;
     std::memcpy(&x, p, 4);

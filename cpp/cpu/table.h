@@ -3,6 +3,7 @@
 
 #include "tile_attention.h"
 #include "tile_gemm.h"
+#include "tile_narrow.h"
 #include "tile_peak.h"
 #include "tile_rows.h"
 
@@ -12,6 +13,8 @@ namespace {
 constexpr Kernels kTable = {
     .name = Simd::kName,
     .multiply_int8 = multiply_int8,
+    .multiply_narrow = multiply_narrow,
+    .widen = widen,
     .multiply_float = multiply_float,
     .multiply_half = multiply_half,
     .half_to_float = half_to_float_row,

@@ -10,11 +10,14 @@ namespace {
 using F = Simd::F;
 using I = Simd::I;
 
-inline F load_scales(const float* p) {
+inline F load_floats(const float* p) {
   return Simd::load(p);
 }
-inline F load_scales(const std::uint16_t* p) {
+inline F load_floats(const std::uint16_t* p) {
   return Simd::load_half(p);
+}
+inline F load_floats(const Bfloat16* p) {
+  return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
 }
 
 // Every `every`-th block of a group, from `begin` on; none where `every` is 0.
@@ -37,6 +40,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
                       std::size_t stride, Fetch fetch) {
   constexpr bool kHalves = requires(Block b) { b.half_scale; };
   constexpr bool kHasMin = requires(Block b) { b.min; };
+  constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
   constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
   constexpr bool kParts = kTokens == 1 && !kHalves;
@@ -148,9 +152,9 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
       for (int h = 0; h < kSums; ++h) {
         F scale;
         if constexpr (kHalves) {
-          scale = load_scales(block->half_scale[h] + row);
+          scale = load_floats(block->half_scale[h] + row);
         } else {
-          scale = load_scales(block->scale + row);
+          scale = load_floats(block->scale + row);
         }
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
@@ -164,6 +168,12 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
           if constexpr (kParts && !kHalfwords)
             total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
           acc[r][t] = Simd::fma(total, both, acc[r][t]);
+        }
+        if constexpr (kHasHalfMins) {
+          const F min = Simd::load(block->half_min[h] + row);
+#pragma GCC unroll 16
+          for (int t = 0; t < kTokens; ++t)
+            acc[r][t] = Simd::fma(min, Simd::set(scaled_half_sum(*x, token + t, h)), acc[r][t]);
         }
       }
       if constexpr (kHasMin) {
@@ -232,20 +242,9 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
 
 void multiply_int8(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                    std::size_t stride) {
-  visit(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+  visit_wide(weight.packing, [&]<class Block>(std::type_identity<Block>) {
     int8_blocks<Block>(weight, group, x, first, count, out, stride);
   });
-}
-
-enum class Bfloat16 : std::uint16_t {};
-inline F load_weights(const float* p) {
-  return Simd::load(p);
-}
-inline F load_weights(const std::uint16_t* p) {
-  return Simd::load_half(p);
-}
-inline F load_weights(const Bfloat16* p) {
-  return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
 }
 
 // Sums of the lanes of each vector.
@@ -276,7 +275,7 @@ inline void float_tile(const Element* weight, std::size_t weight_stride, int row
   for (int k = 0; k < cols; k += Simd::kLanes) {
     F w[kRows];
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) w[r] = load_weights(weight + std::size_t(row + r) * weight_stride + k);
+    for (int r = 0; r < kRows; ++r) w[r] = load_floats(weight + std::size_t(row + r) * weight_stride + k);
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
       const F value = Simd::load(x.row(first + t) + k);

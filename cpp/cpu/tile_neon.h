@@ -9,8 +9,6 @@
 // their own. 16 sums, 8 codes, a scale or two, 2 of activations and a few integer sums fill the 32 registers.
 #pragma once
 
-#include <utility>
-
 #include "simd_neon.h"
 #include "table.h"
 
@@ -24,6 +22,8 @@ template <class Block>
 constexpr bool kHasHalves = requires(Block b) { b.half_scale; };
 template <class Block>
 constexpr bool kHasMin = requires(Block b) { b.min; };
+template <class Block>
+constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
 // Q4_0's nibbles become the upper halves of signed bytes, one operation each: codes are 16 times the weight,
 // and the conversion of their sum to float32 divides by 2^kFraction at no cost.
 template <class Block>
@@ -67,19 +67,10 @@ inline uint8x16_t quad_codes(const Block& block, int quad, int step) {
 template <class Block>
 inline float32x4_t quad_scale(const Block& block, int quad, int half) {
   if constexpr (kHasHalves<Block>) {
-    return load_scales(block.half_scale[half] + quad * kQuadRows);
+    return load_floats(block.half_scale[half] + quad * kQuadRows);
   } else {
-    return load_scales(block.scale + quad * kQuadRows);
+    return load_floats(block.scale + quad * kQuadRows);
   }
-}
-
-// Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as such, and no loop is left for a
-// compiler to keep.
-template <int kCount, typename F>
-inline __attribute__((always_inline)) void unrolled(F&& body) {
-  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-    (body(std::integral_constant<int, i>()), ...);
-  }(std::make_integer_sequence<int, kCount>());
 }
 
 // codes[i]: columns 4i to 4i + 3.
@@ -132,7 +123,10 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
       const float32x4_t scale = quad_scale(*block, quad + q, 0);
       [[maybe_unused]] float32x4_t scale_second, min;
       if constexpr (kHasHalves<Block>) scale_second = quad_scale(*block, quad + q, 1);
+      [[maybe_unused]] float32x4_t half_min[2];
       if constexpr (kHasMin<Block>) min = vld1q_f32(block->min + (quad + q) * kQuadRows);
+      if constexpr (kHasHalfMins<Block>)
+        unrolled<2>([&](auto h) { half_min[h] = vld1q_f32(block->half_min[h] + (quad + q) * kQuadRows); });
       unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
         const int8x16_t first = vld1q_s8(x->q[token + t]), second = vld1q_s8(x->q[token + t] + 16);
         const float token_scale = x->scale[token + t];
@@ -145,10 +139,14 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
         });
         float32x4_t& to = acc[q][t];
         to = vfmaq_f32(to, convert<Block>(sum), vmulq_n_f32(scale, token_scale));
+        if constexpr (kHasHalfMins<Block>)
+          to = vfmaq_n_f32(to, half_min[0], scaled_half_sum(*x, token + t, 0));
         if constexpr (kHasHalves<Block>) {
           to = vfmaq_f32(to, convert<Block>(sum_second), vmulq_n_f32(scale_second, token_scale));
         }
         if constexpr (kHasMin<Block>) to = vfmaq_n_f32(to, min, x->scaled_sum[token + t]);
+        if constexpr (kHasHalfMins<Block>)
+          to = vfmaq_n_f32(to, half_min[1], scaled_half_sum(*x, token + t, 1));
         finish(to);
       });
     });
@@ -212,7 +210,7 @@ void multiply_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, i
 template <template <class> class Product>
 void multiply_int8_neon(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                         float* out, std::size_t stride) {
-  visit(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+  visit_wide(weight.packing, [&]<class Block>(std::type_identity<Block>) {
     multiply_blocks<Product, Block>(weight, group, x, first, count, out, stride);
   });
 }

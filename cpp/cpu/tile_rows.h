@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "kernels.h"
 
@@ -12,6 +13,15 @@ namespace {
 
 using F = Simd::F;
 using I = Simd::I;
+
+// Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as such, and no loop is left for a
+// compiler to keep.
+template <int kCount, typename Body>
+inline __attribute__((always_inline)) void unrolled(Body&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, i>()), ...);
+  }(std::make_integer_sequence<int, kCount>());
+}
 
 // Zeros after the last full vector take part where a row is not a multiple of the lanes.
 inline F load_part(const float* p, int n) {

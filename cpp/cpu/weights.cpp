@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "kernels.h"
+
 namespace metal_prefill::cpu {
 
 namespace {
@@ -17,6 +19,13 @@ constexpr LayerLinear kLayerLinears[] = {
   {&LayerWeights::member, &CpuLayer::member, Extent::cols},
 #include "../tensors.inc"
 };
+
+// Of a group in the form in which many tokens are multiplied.
+std::size_t expanded_bytes(const Linear& linear) {
+  if (!linear.int8())
+    return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
+  return is_narrow(linear.packed.packing) ? wide_group(linear.packed, nullptr).group_bytes() : 0;
+}
 
 }  // namespace
 
@@ -35,7 +44,7 @@ Weights::Weights(const Model& model, Compute compute, Team& team) {
     linear.packed = packed_matrix(tensor);
     if (compute != Compute::kInt8) linear.packed.packing = Packing::kNone;
     input_of(cols).add(linear);
-    if (!linear.int8()) max_float_cols = std::max(max_float_cols, tensor.cols);
+    scratch_bytes = std::max(scratch_bytes, expanded_bytes(linear));
     linears.push_back(&linear);
   };
   for (std::size_t l = 0; l < layers.size(); ++l)

@@ -42,7 +42,7 @@ class Weights {
   Linear output;
   // Of products that read [dim], [n_heads * value_dim], [ffn_dim].
   Forms dim_input, attention_input, ffn_input;
-  int max_float_cols = 0;  // the longest row that is multiplied in float32
+  std::size_t scratch_bytes = 0;  // that a group takes when it is expanded to float32 or widened
   std::size_t packed_bytes() const { return arena_.bytes(); }
 
  private:

@@ -25,12 +25,16 @@ def _uniform_rms(lowest: int, highest: int) -> float:
     return math.sqrt((count**2 - 1) / 12 + mean**2)
 
 
-def _k_quant_rms(q_max: int) -> float:
-    """Root mean square of sc * q - (q_max / 2) * m, for 6-bit sc and m and q in 0..q_max, all uniform."""
+def _k_quant_rms(q_max: int, scale_max: int = 63) -> float:
+    """Root mean square of sc * q - (q_max / 2) * m, for uniform sc and m up to scale_max, q up to q_max."""
     centre = q_max / 2
-    six_bits = _uniform_rms(0, 63) ** 2
-    mean_product = centre * 31.5
-    return math.sqrt(six_bits * _uniform_rms(0, q_max) ** 2 + six_bits * centre**2 - 2 * mean_product**2)
+    scales = _uniform_rms(0, scale_max) ** 2
+    mean_product = centre * scale_max / 2
+    return math.sqrt(scales * _uniform_rms(0, q_max) ** 2 + scales * centre**2 - 2 * mean_product**2)
+
+
+def _table_rms(values: tuple[int, ...]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
 def _set_half(blocks: Bytes, offset: int, values: Floats) -> None:
@@ -48,13 +52,18 @@ class BlockFormat:
     size
         Bytes in a block.
     scale_at
-        Offset of the block's float16 scale d.
+        Offset of the block's scale d.
     rms
         Root mean square of weight / d when the integer fields are random.
     min_at
         Offset of the float16 minimum, if the type has one.
     min_per_scale
         The minimum that centres the weights on zero, as a multiple of d.
+    exponent_scale
+        Whether d is not a float16 but the power of two 2^(e - 128), of which a byte has e.
+    signed_scale
+        Whether quantizers give the scale either sign. A random sign also cancels the mean that integers in
+        -8..7 have, which would otherwise add the same number to every output of a matrix.
     """
 
     weights: int
@@ -63,22 +72,38 @@ class BlockFormat:
     rms: float
     min_at: int | None = None
     min_per_scale: float = 0.0
+    exponent_scale: bool = False
+    signed_scale: bool = False
 
+
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
+_ODD_SCALE_RMS = math.sqrt(sum((2 * s + 1) ** 2 for s in range(16)) / 16)
+# Root mean squares of the values in the formats' grids.
+_GRID_RMS = {"IQ2_XXS": 23.118, "IQ2_XS": 24.217, "IQ2_S": 24.430, "IQ3_XXS": 30.849, "IQ3_S": 7.594}
 
 BLOCK_FORMATS = {
-    "Q4_0": BlockFormat(32, 18, 0, _uniform_rms(-8, 7)),
+    "Q4_0": BlockFormat(32, 18, 0, _uniform_rms(-8, 7), signed_scale=True),
     "Q4_1": BlockFormat(32, 20, 0, math.sqrt((16**2 - 1) / 12), min_at=2, min_per_scale=-7.5),
-    "Q5_0": BlockFormat(32, 22, 0, _uniform_rms(-16, 15)),
+    "Q5_0": BlockFormat(32, 22, 0, _uniform_rms(-16, 15), signed_scale=True),
     "Q5_1": BlockFormat(32, 24, 0, math.sqrt((32**2 - 1) / 12), min_at=2, min_per_scale=-15.5),
     "Q8_0": BlockFormat(32, 34, 0, _uniform_rms(-127, 127)),
+    "Q2_K": BlockFormat(256, 84, 80, _k_quant_rms(3, 15), min_at=82, min_per_scale=1.5),
+    "Q3_K": BlockFormat(256, 110, 108, _uniform_rms(-32, 31) * _uniform_rms(-4, 3), signed_scale=True),
     "Q4_K": BlockFormat(256, 144, 0, _k_quant_rms(15), min_at=2, min_per_scale=7.5),
     "Q5_K": BlockFormat(256, 176, 0, _k_quant_rms(31), min_at=2, min_per_scale=15.5),
-    "Q6_K": BlockFormat(256, 210, 208, _uniform_rms(-128, 127) * _uniform_rms(-32, 31)),
+    "Q6_K": BlockFormat(256, 210, 208, _uniform_rms(-128, 127) * _uniform_rms(-32, 31), signed_scale=True),
+    "IQ2_XXS": BlockFormat(256, 66, 0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_XXS"]),
+    "IQ2_XS": BlockFormat(256, 74, 0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_XS"]),
+    "IQ2_S": BlockFormat(256, 82, 0, _ODD_SCALE_RMS / 8 * _GRID_RMS["IQ2_S"]),
+    "IQ3_XXS": BlockFormat(256, 98, 0, _ODD_SCALE_RMS / 4 * _GRID_RMS["IQ3_XXS"]),
+    "IQ3_S": BlockFormat(256, 110, 0, _ODD_SCALE_RMS * _GRID_RMS["IQ3_S"]),
+    "IQ4_NL": BlockFormat(32, 18, 0, _table_rms(_IQ4_VALUES), signed_scale=True),
+    "IQ4_XS": BlockFormat(256, 136, 0, _uniform_rms(-32, 31) * _table_rms(_IQ4_VALUES), signed_scale=True),
+    "TQ1_0": BlockFormat(256, 54, 52, _uniform_rms(-1, 1), signed_scale=True),
+    "TQ2_0": BlockFormat(256, 66, 64, math.sqrt(3 / 4), signed_scale=True),
+    "MXFP4": BlockFormat(32, 17, 0, _table_rms(_MXFP4_VALUES), exponent_scale=True),
 }
-
-# Types whose quantizers give the scale either sign. A random sign also cancels the mean of -1/2 that integers
-# in -8..7 or -16..15 have, which would otherwise add the same number to every output of a matrix.
-_SIGNED_SCALE = ("Q4_0", "Q5_0", "Q6_K")
 
 
 def _random_bytes(rng: np.random.Generator, count: int) -> Bytes:
@@ -105,14 +130,28 @@ def _quantized(rng: np.random.Generator, kind: str, count: int, std: float) -> B
     if kind == "Q8_0":  # no quantizer writes -128
         integers = blocks[:, 2:].view(np.int8)
         np.maximum(integers, -127, out=integers)
+    if kind == "TQ2_0":  # of its two bits no quantizer sets both
+        codes = blocks[:, :64]
+        np.bitwise_and(codes, ~(codes >> 1 & codes & 0x55), out=codes)
+    if fmt.exponent_scale:
+        blocks[:, fmt.scale_at] = _random_exponents(rng, n_blocks, std / fmt.rms)
+        return blocks.reshape(-1)
     # Scales vary from block to block as real ones do; E[u^2] = 13/12 for u uniform in [0.5, 1.5).
     scale = _random_floats(rng, n_blocks, 0.5, 1.5) * np.float32(std / (fmt.rms * math.sqrt(13 / 12)))
-    if kind in _SIGNED_SCALE:
+    if fmt.signed_scale:
         scale *= np.where(_random_bytes(rng, n_blocks) & 1, np.float32(1), np.float32(-1))
     _set_half(blocks, fmt.scale_at, scale)
     if fmt.min_at is not None:
         _set_half(blocks, fmt.min_at, scale * np.float32(fmt.min_per_scale))
     return blocks.reshape(-1)
+
+
+def _random_exponents(rng: np.random.Generator, count: int, rms: float) -> Bytes:
+    """Of 2^(e - 128) with this root mean square: two neighbouring exponents, at the rates that give it."""
+    lower = math.floor(math.log2(rms))
+    share = ((rms / 2.0**lower) ** 2 - 1) / 3  # of the upper one: share * 4 + (1 - share) * 1
+    chosen = _random_floats(rng, count, 0.0, 1.0) < share
+    return np.where(chosen, lower + 129, lower + 128).astype(np.uint8)
 
 
 def _f32(rng: np.random.Generator, count: int, std: float) -> Bytes:

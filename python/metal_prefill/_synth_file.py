@@ -14,7 +14,13 @@ from metal_prefill._replacing import replacing
 from metal_prefill._synth_model import ModelShape, Tensor
 from metal_prefill._synth_tokenizer import VOCABULARIES, Vocabulary
 
-_FILE_TYPES = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S"}  # the rest: MOSTLY_<type>
+_FILE_TYPES = {  # the rest: MOSTLY_<type>
+    "F32": "ALL_F32",
+    "Q3_K": "MOSTLY_Q3_K_S",
+    "Q4_K": "MOSTLY_Q4_K_S",
+    "Q5_K": "MOSTLY_Q5_K_S",
+    "MXFP4": "MOSTLY_MXFP4_MOE",
+}
 
 
 def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type: str) -> None:

@@ -7,6 +7,7 @@
 
 #include "cpu/buffer.h"
 #include "cpu/kernels.h"
+#include "cpu/ops.h"
 #include "cpu/packing.h"
 
 namespace metal_prefill::cpu::calls {
@@ -90,10 +91,11 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
   require(int(out.shape(0)) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows,
           "out is too small");
   const Tiles tiles(kernels, x, first);
+  const Buffer scratch(is_narrow(packed.packing) ? wide_group(packed, nullptr).group_bytes() : 0, "scratch");
   for (int group = 0; group < packed.groups(); ++group) {
     pack_group(tensor, group, packed.group(group));
-    kernels.multiply_int8(packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
-                          out.shape(1));
+    multiply_packed(kernels, packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
+                    out.shape(1), scratch.data());
   }
   if (kernels.end_phase) kernels.end_phase();
 }

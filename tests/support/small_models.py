@@ -18,12 +18,19 @@ from metal_prefill import _synth_file, _synth_model
 from metal_prefill._synth_blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill._synth_model import TIED, ModelShape, Role, Tensor
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+TYPES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4"),
+)
+# Tried with every feature. The others differ from them only in how a row is read.
+COMMON_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 def half_fields(kind: str) -> list[int]:
     """Return where the blocks of a quantized type hold float16."""
     layout = BLOCK_FORMATS[kind]
+    if layout.exponent_scale:
+        return []
     return [layout.scale_at] if layout.min_at is None else [layout.scale_at, layout.min_at]
 
 
@@ -92,7 +99,10 @@ def _of_type(kind: str) -> SmallModel:
 
 MODELS: dict[str, SmallModel] = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
-    **{f"tied {kind}": SmallModel(layers=1, dim=256, key_dim=64, ffn=256, embedding=kind) for kind in TYPES},
+    **{
+        f"tied {kind}": SmallModel(layers=1, dim=256, key_dim=64, ffn=256, embedding=kind)
+        for kind in COMMON_TYPES
+    },
     "mixed types": SmallModel(
         dim=256,
         key_dim=64,

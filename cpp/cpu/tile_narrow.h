@@ -1,0 +1,172 @@
+// Narrow blocks: products of a single token, which read them as they are, and their way to wide blocks.
+#pragma once
+
+#include <utility>
+
+#include "tile_gemm.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+// Rows of a group in vectors.
+constexpr int kGroupVectors = kGroupRows / Simd::kLanes;
+
+template <class Block>
+constexpr bool kNarrowHalves = requires(typename Block::Wide wide) { wide.half_scale; };
+template <class Block>
+constexpr bool kNarrowMin = requires(Block b) { b.min; } || requires(Block b) { b.min_unit; };
+
+inline I load_table(const std::uint8_t* table) {
+  return table ? Simd::load_table(table) : Simd::set_int(0);
+}
+
+// Codes of columns 4 * kStep to 4 * kStep + 3 of the rows from `lane` of a panel on, or what the table has
+// for them.
+template <class Block, int kStep>
+inline __attribute__((always_inline)) I narrow_codes(const std::uint8_t (&panel)[Block::kBits][kPanelRows][4],
+                                                     int lane, I table) {
+  constexpr int kLow = low_plane(Block::kBits), kHigh = Block::kBits - kLow;
+  I codes = Simd::field<kLow, kStep / kLow * kLow, 0>(Simd::load_codes(panel[kStep % kLow][lane]));
+  if constexpr (kHigh > 0) {
+    const I high = Simd::load_codes(panel[kLow + kStep % kHigh][lane]);
+    codes = Simd::or_int(codes, Simd::field<kHigh, kStep / kHigh * kHigh, kLow>(high));
+  }
+  if constexpr (Block::kIsTable) codes = Simd::look_up(table, codes);
+  return codes;
+}
+
+// Scales of the rows from `row` on.
+template <class Block>
+inline F narrow_scale(const Block& block, int span, int half, int row) {
+  if constexpr (requires { block.scale; }) {
+    return load_floats(block.scale + row);
+  } else {
+    const F unit = load_floats(block.scale_unit + row);
+    if constexpr (requires { block.scale_and_min; }) {
+      const I both = Simd::load_uint8(block.scale_and_min[span][half] + row);
+      return Simd::mul(unit, Simd::to_float(Simd::field<4, 0, 0>(both)));
+    } else {
+      constexpr int kHalves = int(sizeof(block.scale_code[0]) / kGroupRows);
+      return Simd::mul(
+          unit, Simd::to_float(Simd::load_int8(block.scale_code[span][kHalves == 2 ? half : 0] + row)));
+    }
+  }
+}
+
+template <class Block>
+inline F narrow_min(const Block& block, int span, int half, int row) {
+  if constexpr (requires { block.min; }) {
+    return load_floats(block.min + row);
+  } else {
+    I code;
+    if constexpr (requires { block.scale_and_min; })
+      code = Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
+    else
+      code = Simd::load_int8(block.min_code[span] + row);
+    return Simd::sub(Simd::set(0), Simd::mul(load_floats(block.min_unit + row), Simd::to_float(code)));
+  }
+}
+
+template <class Block>
+void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, const ActivationTile* x,
+                  int token, float* out) {
+  constexpr int kSums = kNarrowHalves<Block> ? 2 : 1;
+  const I values = load_table(table);
+  F acc[kGroupVectors];
+#pragma GCC unroll 8
+  for (F& sum : acc) sum = Simd::set(0);
+  for (int b = 0; b < n_blocks; ++b, ++block) {
+#pragma GCC unroll 1
+    for (int span = 0; span < Block::kSpans; ++span, ++x) {
+      std::int32_t start[2] = {0, 0};  // of the sums over the first and the second 16 columns
+      if constexpr (Simd::kStartsFromSum<Block::kZero>) {
+        start[0] = x->start_half[token] / 8 * Block::kZero;
+        start[1] = (x->start[token] - x->start_half[token]) / 8 * Block::kZero;
+      }
+      const F x_scale = Simd::set(x->scale[token]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kGroupVectors; ++v) {
+        const int row = v * Simd::kLanes, panel = row / kPanelRows, lane = row % kPanelRows;
+        I sum[2] = {Simd::set_int(start[0]), Simd::set_int(start[1])};
+        unrolled<8>([&](auto step) __attribute__((always_inline)) {
+          const I codes = narrow_codes<Block, step>(block->codes[span][panel], lane, values);
+          sum[step / 4] = Simd::template dot<Block::kZero>(sum[step / 4], codes,
+                                                           Simd::broadcast4(x->q[token] + 4 * step));
+        });
+        if constexpr (kSums == 2) {
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half) {
+            acc[v] = Simd::fma(Simd::to_float(sum[half]),
+                               Simd::mul(narrow_scale(*block, span, half, row), x_scale), acc[v]);
+            if constexpr (kNarrowMin<Block>) {
+              acc[v] = Simd::fma(narrow_min(*block, span, half, row),
+                                 Simd::set(scaled_half_sum(*x, token, half)), acc[v]);
+            }
+          }
+        } else {
+          const F total = Simd::add(Simd::to_float(sum[0]), Simd::to_float(sum[1]));  // below 2^24: exact
+          acc[v] = Simd::fma(total, Simd::mul(narrow_scale(*block, span, 0, row), x_scale), acc[v]);
+          if constexpr (kNarrowMin<Block>)
+            acc[v] = Simd::fma(narrow_min(*block, span, 0, row), Simd::set(x->scaled_sum[token]), acc[v]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < kGroupVectors; ++v) Simd::store(out + v * Simd::kLanes, acc[v]);
+}
+
+void multiply_narrow(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out) {
+  visit_narrow(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+    narrow_token(reinterpret_cast<const Block*>(weight.group(group)), weight.blocks_per_row(), weight.table,
+                 x.tile(token), token % kTileTokens, out);
+  });
+}
+
+template <class Block>
+void widen_span(const Block& block, int span, I table, typename Block::Wide& out) {
+  using Wide = typename Block::Wide;
+  for (int row = 0; row < kGroupRows; row += Simd::kLanes) {
+    const int panel = row / kPanelRows, lane = row % kPanelRows;
+    if constexpr (Wide::kBits == 4) {
+      static_assert(Block::kBits == 4 && Block::kZero == Wide::kZero && !Block::kIsTable);
+      for (int step = 0; step < 4; ++step)
+        Simd::store_codes(out.codes[panel][step][lane],
+                          Simd::load_codes(block.codes[span][panel][step][lane]));
+    } else {
+      // Codes below 128 and what is added to them stay within their bytes.
+      const I to_zero = Simd::set_int((Block::kZero - Wide::kZero) * 0x01010101);
+      unrolled<8>([&](auto step) __attribute__((always_inline)) {
+        const I codes = narrow_codes<Block, step>(block.codes[span][panel], lane, table);
+        Simd::store_codes(out.codes[panel][step][lane], Simd::sub_int(codes, to_zero));
+      });
+    }
+    if constexpr (requires { out.half_scale; }) {
+      for (int half = 0; half < 2; ++half)
+        Simd::store(out.half_scale[half] + row, narrow_scale(block, span, half, row));
+    } else if constexpr (std::is_same_v<decltype(out.scale[0]), float&>) {
+      Simd::store(out.scale + row, narrow_scale(block, span, 0, row));
+    } else {
+      std::memcpy(out.scale + row, block.scale + row, Simd::kLanes * sizeof out.scale[0]);
+    }
+    if constexpr (requires { out.half_min; }) {
+      for (int half = 0; half < 2; ++half)
+        Simd::store(out.half_min[half] + row, narrow_min(block, span, half, row));
+    } else if constexpr (requires { out.min; }) {
+      Simd::store(out.min + row, narrow_min(block, span, 0, row));
+    }
+  }
+}
+
+void widen(const PackedMatrix& weight, int group, std::byte* out) {
+  visit_narrow(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+    const auto* block = reinterpret_cast<const Block*>(weight.group(group));
+    auto* wide = reinterpret_cast<typename Block::Wide*>(out);
+    const I table = load_table(weight.table);
+    for (int b = 0; b < weight.blocks_per_row(); ++b)
+      for (int span = 0; span < Block::kSpans; ++span) widen_span(block[b], span, table, *wide++);
+  });
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu
