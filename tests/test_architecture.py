@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import small_models
 from support.gguf_bytes import ARRAY, BOOL, F32, F64, I32, I64, STRING, U8, U16, U32, U64, array, scalar
 from support.llama_file import (
     CONTEXT,
@@ -315,6 +316,44 @@ def test_neutral_values_of_unsupported_features_pass(open_model: Open) -> None:
 def test_qwen_rotates_halves(open_model: Open, architecture: str) -> None:
     expected = replace(PLAIN, architecture=architecture, rope_style="neox")
     assert read_config(open_model(architecture=architecture)) == expected
+
+
+def test_every_layer_of_phi3_has_the_window_that_the_file_states(open_model: Open) -> None:
+    assert read_config(open_model(architecture="phi3")).layer_window == ()
+    metadata = {"phi3.attention.sliding_window": integer(8)}
+    config = read_config(open_model(metadata, architecture="phi3"))
+    assert config.layer_window == (8,) * LAYERS
+    assert config.rope_style == "neox"
+
+
+@pytest.fixture(scope="module")
+def phi3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_models.write(tmp_path_factory.mktemp("phi3") / "m.gguf", small_models.MODELS["phi3"])
+
+
+def test_matrices_that_phi3_stacks_are_rows_of_one_tensor(phi3_path: Path) -> None:
+    with GGUFFile(phi3_path) as gguf:
+        config = read_config(gguf)
+        parts = {role: tensor for role, layer, tensor in collect_tensors(gguf, config) if layer == 1}
+        for name, roles in (("attn_qkv", ("wq", "wk", "wv")), ("ffn_up", ("w_gate", "w_up"))):
+            whole = gguf.tensors[f"blk.1.{name}.weight"]
+            ends = [whole.offset, *(parts[role].offset + parts[role].nbytes for role in roles)]
+            assert [parts[role].offset for role in roles] == ends[:-1]
+            assert ends[-1] == whole.offset + whole.nbytes
+            assert sum(parts[role].shape[0] for role in roles) == whole.shape[0]
+
+
+def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(phi3_path: Path) -> None:
+    with GGUFFile(phi3_path) as gguf:
+        config = read_config(gguf)
+        name = "blk.1.attn_qkv.weight"
+        whole = gguf.tensors[name]
+        gguf.tensors[name] = replace(whole, shape=(whole.shape[0] - 1, whole.shape[1]))
+        with pytest.raises(GGUFError, match=r"qkv.weight has shape \(383, 128\), .* for \(384, 128\)"):
+            collect_tensors(gguf, config)
+        del gguf.tensors[name]
+        with pytest.raises(GGUFError, match=r"tensor blk\.1\.attn_qkv\.weight is missing"):
+            collect_tensors(gguf, config)
 
 
 def test_every_fourth_layer_of_smollm3_does_not_rotate(open_model: Open) -> None:

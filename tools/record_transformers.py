@@ -46,6 +46,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+PHI3_NAMES = NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 GEMMA_NAMES = NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -88,7 +89,7 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
 
 def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Give the tensors of a file their names and layout in transformers."""
-    names = GEMMA_NAMES if model.architecture == "gemma3" else NAMES
+    names = {"gemma3": GEMMA_NAMES, "phi3": PHI3_NAMES}.get(model.architecture, NAMES)
     for tensor in GGUFReader(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
         *layer, part = stem.split(".")

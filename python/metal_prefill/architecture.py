@@ -9,8 +9,8 @@ is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
 from metal_prefill import _core
@@ -121,8 +121,12 @@ class Architecture:
     window_period : int
         All layers but every n-th see a window only, and rotate with a base of their own and without scaling;
         0: none. The file may state another period.
+    optional_window : bool
+        All layers see a window where the file states one.
     scale_embedding : bool
         Multiply embeddings by ``sqrt(dim)``.
+    fused : mapping of str to tuple of str
+        Tensors of a layer that hold several matrices, one below the other, and the roles of those.
     """
 
     rope_style: RopeStyle = "interleaved"
@@ -132,7 +136,9 @@ class Architecture:
     post_norms: Presence = "absent"
     rope_free_every: int = 0
     window_period: int = 0
+    optional_window: bool = False
     scale_embedding: bool = False
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
 
 
@@ -141,6 +147,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(rope_style="neox", qkv_bias="required"),
     "qwen3": Architecture(rope_style="neox", qk_norm="required"),
     "smollm3": Architecture(rope_free_every=4),
+    "ernie4_5": Architecture(qkv_bias="optional"),
+    "phi3": Architecture(
+        rope_style="neox",
+        optional_window=True,
+        fused={"attn_qkv": ("wq", "wk", "wv"), "ffn_up": ("w_gate", "w_up")},
+    ),
     "gemma3": Architecture(
         rope_style="neox",
         activation="gelu",
@@ -177,13 +189,13 @@ _ENUMS = {"rope_style": _core.RopeStyle, "rope_scaling": _core.RopeScaling, "act
 def core_config(config: ModelConfig) -> _core.Config:
     """Return the configuration as the engines take it."""
     core = _core.Config()
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in _ENUMS:
-            value = _ENUMS[field.name][value.upper()]
+    for name in (item.name for item in fields(config)):
+        value = getattr(config, name)
+        if name in _ENUMS:
+            value = _ENUMS[name][value.upper()]
         elif isinstance(value, tuple):
             value = list(value)
-        setattr(core, field.name, value)
+        setattr(core, name, value)
     return core
 
 
@@ -298,8 +310,17 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, in
 
 
 def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
-    embedding = next(s.name for s in _core.tensors(core_config(config)) if s.role == "token_embedding")
+    specs = _core.tensors(core_config(config))
+    embedding = next(s.name for s in specs if s.role == "token_embedding")
+    shapes = {spec.role: spec.shape for spec in specs}
+    fused = ARCHITECTURES[config.architecture].fused
+    parts = {role: (name, roles) for name, roles in fused.items() for role in roles}
     for spec, layer, presence in expected_tensors(config):
+        if spec.role in parts:
+            name, roles = parts[spec.role]
+            name = f"blk.{layer}.{name}.weight"
+            yield spec.role, layer, _part(gguf, name, {role: shapes[role] for role in roles}, spec.role)
+            continue
         name = spec.name.format(layer=layer)
         tensor = gguf.tensors.get(name)
         if tensor is not None:
@@ -309,6 +330,23 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
             raise GGUFError(f"{gguf.path}: tensor {name} is missing")
         elif presence == "tied":
             yield spec.role, layer, gguf.tensors[embedding]
+
+
+def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role: str) -> TensorInfo:
+    """Return the rows of one role in a tensor that has those of several, in the order of `shapes`."""
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+    rows = {other: shape[0] for other, shape in shapes.items()}
+    _check_tensor(gguf, tensor, (sum(rows.values()), shapes[role][1]))
+    row_bytes = tensor.nbytes // sum(rows.values())
+    before = sum(rows[other] for other in list(rows)[: list(rows).index(role)])
+    return replace(
+        tensor,
+        shape=shapes[role],
+        offset=tensor.offset + before * row_bytes,
+        nbytes=rows[role] * row_bytes,
+    )
 
 
 def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -332,7 +370,8 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
             raise keys.unsupported(f"{key} = {value} is not supported")
     if not keys.boolean("attention.causal", default=True):
         raise keys.unsupported("attention that is not causal is not supported")
-    if not traits.window_period and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
+    windowed = traits.window_period or traits.optional_window
+    if not windowed and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
         raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
     parts = keys.number("split.count", default=0)
     if parts > 1:
@@ -391,6 +430,8 @@ def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> 
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
         return replace(config, layer_uses_rope=uses_rope)
+    if traits.optional_window and keys.has("attention.sliding_window"):
+        return replace(config, layer_window=(keys.positive("attention.sliding_window"),) * config.n_layers)
     if not traits.window_period:
         return config
     window = keys.positive("attention.sliding_window")

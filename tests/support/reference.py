@@ -75,6 +75,8 @@ class ReferenceModel:
         self.value_dim: int = self._key("attention.value_length", self.dim // self.n_heads)
         self.norm_eps: float = self._key("attention.layer_norm_rms_epsilon")
         self.rope_dim: int = self._key("rope.dimension_count", self.key_dim)
+        if self.architecture == "phi3":
+            self._split()
 
     def forward(self, tokens: npt.ArrayLike) -> Result:
         """Run all of `tokens` from position 0."""
@@ -146,7 +148,7 @@ class ReferenceModel:
         angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
         cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
         half = self.rope_dim // 2
-        if self.architecture in ("qwen2", "qwen3", "gemma3"):
+        if self.architecture in ("qwen2", "qwen3", "gemma3", "phi3"):
             first, second = slice(0, half), slice(half, self.rope_dim)
         else:
             first, second = slice(0, self.rope_dim, 2), slice(1, self.rope_dim, 2)
@@ -189,6 +191,17 @@ class ReferenceModel:
 
     def _attention_scale(self) -> float:
         return 1 / math.sqrt(self.key_dim)
+
+    def _split(self) -> None:
+        """Take the matrices apart that phi3 stacks: q, k and v, and gate and up."""
+        q, k = self.n_heads * self.key_dim, self.n_kv_heads * self.key_dim
+        for layer in range(self.n_layers):
+            qkv = self.tensors.pop(f"blk.{layer}.attn_qkv.weight")
+            gate_up = self.tensors.pop(f"blk.{layer}.ffn_up.weight")
+            parts = dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv, [q, q + k]), strict=True))
+            parts |= dict(zip(("ffn_gate", "ffn_up"), np.split(gate_up, 2), strict=True))
+            for name, weight in parts.items():
+                self.tensors[f"blk.{layer}.{name}.weight"] = weight
 
     def _cached(self, rows: Array) -> Array:
         return rows.astype(self.kv_dtype).astype(np.float64)

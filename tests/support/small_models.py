@@ -145,6 +145,8 @@ MODELS: dict[str, SmallModel] = {
     "qwen2": SmallModel(architecture="qwen2", dim=128, qkv_bias=True),
     "qwen3": SmallModel(architecture="qwen3", key_dim=64),
     "smollm3": SmallModel(architecture="smollm3", layers=5),
+    "ernie4_5": SmallModel(architecture="ernie4_5", key_dim=64),
+    "phi3": SmallModel(architecture="phi3", dim=128, kv_heads=4),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
 }
@@ -161,8 +163,26 @@ def write(path: str | Path, model: SmallModel) -> Path:
     # first to the tensors outside the layers, then to each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
     data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
+    if model.architecture == "phi3":
+        tensors = _fused(tensors, data)
     _synth_file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
     return Path(path)
+
+
+def _fused(tensors: list[Tensor], data: dict[str, npt.NDArray[np.uint8]]) -> list[Tensor]:
+    """Put q, k and v of a layer into one tensor, and gate and up into another, as phi3 has them."""
+    found = {tensor.name: tensor for tensor in tensors}
+    for layer in sorted({name.split(".")[1] for name in found if name.startswith("blk.")}):
+        for name, parts in (("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))):
+            names = [f"blk.{layer}.{part}.weight" for part in parts]
+            rows = sum(found[part].shape[0] for part in names)
+            first = found[names[0]]
+            values = np.concatenate([data.pop(part) for part in names])
+            for part in names:
+                del found[part]
+            whole = replace(first, name=f"blk.{layer}.{name}.weight", shape=(rows, first.shape[1]))
+            found[whole.name], data[whole.name] = whole, values
+    return list(found.values())
 
 
 def _shape(model: SmallModel) -> ModelShape:
