@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary, proxy
 
 from metal_prefill.errors import ConstraintError, MissingExtraError
 
@@ -21,14 +22,13 @@ class Vocabulary(Protocol):
     """The tokens of a model, as llguidance has prepared them."""
 
 
-def prepare_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Prepare a tokenizer for constraints, which takes a moment.
+_prepared: WeakKeyDictionary[Tokenizer, Vocabulary] = WeakKeyDictionary()
 
-    Raises
-    ------
-    MissingExtraError
-        llguidance is not installed.
-    """
+
+def _vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """Prepare a tokenizer for constraints, which takes a moment the first time."""
+    if tokenizer in _prepared:
+        return _prepared[tokenizer]
     try:
         import llguidance
     except ImportError as error:
@@ -39,6 +39,7 @@ def prepare_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     vocabulary: Vocabulary = llguidance.LLTokenizer(
         wrapped, n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.stop_ids) or None
     )
+    _prepared[tokenizer] = vocabulary
     return vocabulary
 
 
@@ -47,7 +48,7 @@ class _Spelled:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = range(tokenizer.vocab_size)
-        self._tokenizer = tokenizer
+        self._tokenizer = proxy(tokenizer)  # which the prepared vocabulary must not keep alive
         self.eos_token_id = min(tokenizer.stop_ids, default=0)
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in ids]
@@ -56,7 +57,8 @@ class _Spelled:
     def __call__(self, text: bytes | str) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return self._tokenizer.encode(text, add_bos=False)
+        ids: list[int] = self._tokenizer.encode(text, add_bos=False)
+        return ids
 
 
 class Guide:
@@ -96,7 +98,7 @@ class Guide:
         if len(names) != 1:
             raise ValueError(f"a text has one constraint at most, got {' and '.join(names)}")
         self._what = names[0]
-        vocabulary: Any = tokenizer.guide_vocabulary
+        vocabulary: Any = _vocabulary(tokenizer)
         from llguidance import LLMatcher
 
         try:

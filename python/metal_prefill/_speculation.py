@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,27 @@ from metal_prefill import _core
 from metal_prefill._arguments import token_array
 
 if TYPE_CHECKING:
-    from metal_prefill.model import Model
+    from metal_prefill.architecture import ModelConfig
 
-Speculate: TypeAlias = "Literal['lookup', 'off'] | Model | Callable[[list[int]], Sequence[int]]"
+
+class _DraftSession(Protocol):
+    def _open(self) -> _core.Session:
+        """Return the native session."""
+
+
+@runtime_checkable
+class DraftModel(Protocol):
+    """The part of a :class:`metal_prefill.Model` that guesses at the tokens of another."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Hyperparameters."""
+
+    def session(self) -> _DraftSession:
+        """Return a new session."""
+
+
+Speculate: TypeAlias = Literal["lookup", "off"] | DraftModel | Callable[[list[int]], Sequence[int]]
 
 MOST_DRAFTS = 31  # in a pass: with the token before them as many rows as the head takes at a time
 LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, MOST_DRAFTS)  # of drafts: passes of full tiles cost least
@@ -107,7 +125,7 @@ class LookupDrafter:
     def __init__(self) -> None:
         self._automaton = _core.SuffixAutomaton()
         # By the number of tokens that matched: 1, 2, 3 to 4, 5 to 8, more.
-        self._acceptances = [Acceptance(prior) for prior in (0.1, 0.25, 0.4, 0.6, 0.75)]
+        self._acceptances = [Acceptance(prior) for prior in (0.3, 0.5, 0.7, 0.8, 0.9)]
 
     def append(self, tokens: npt.NDArray[np.int32]) -> None:
         self._automaton.append(tokens)
@@ -155,7 +173,7 @@ class CallableDrafter(_TextDrafter):
 class ModelDrafter(_TextDrafter):
     """Takes the greedy tokens of another model with the same vocabulary."""
 
-    def __init__(self, model: Model, vocab_size: int) -> None:
+    def __init__(self, model: DraftModel, vocab_size: int) -> None:
         super().__init__()
         if model.config.vocab_size != vocab_size:
             raise ValueError(
@@ -184,13 +202,11 @@ def make_drafter(speculate: Speculate, vocab_size: int) -> Drafter | None:
     TypeError
         It is neither a name nor a model nor a function.
     """
-    from metal_prefill.model import Model
-
     if isinstance(speculate, str):
         if speculate not in ("lookup", "off"):
             raise ValueError(f"speculate must be 'lookup', 'off', a model or a function, got {speculate!r}")
         return LookupDrafter() if speculate == "lookup" else None
-    if isinstance(speculate, Model):
+    if isinstance(speculate, DraftModel):
         return ModelDrafter(speculate, vocab_size)
     if callable(speculate):
         return CallableDrafter(speculate, vocab_size)

@@ -12,8 +12,6 @@ import numpy as np
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._arguments import token_id as check_token_id
-from metal_prefill._guide import Vocabulary as GuideVocabulary
-from metal_prefill._guide import prepare_vocabulary
 from metal_prefill._vocabulary import SPACE, TokenType, Vocabulary
 from metal_prefill.errors import GGUFError
 from metal_prefill.gguf_file import GGUFFile
@@ -250,17 +248,6 @@ class Tokenizer:
         from metal_prefill.chat_template import PLAIN_STOP
 
         return () if self.chat_template else (PLAIN_STOP,)
-
-    @cached_property
-    def guide_vocabulary(self) -> GuideVocabulary:
-        """What constraints on texts know of the vocabulary; prepared when it is first used.
-
-        Raises
-        ------
-        MissingExtraError
-            llguidance is not installed.
-        """
-        return prepare_vocabulary(self)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
