@@ -97,8 +97,9 @@ struct Simd {
   // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
   template <int kWidth, int kFrom, int kTo>
   static I field(I a) {
-    const I shifted = kFrom >= kTo ? _mm256_srli_epi16(a, kFrom - kTo) : _mm256_slli_epi16(a, kTo - kFrom);
-    return _mm256_and_si256(shifted, _mm256_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
+    if constexpr (kFrom > kTo) a = _mm256_srli_epi16(a, kFrom - kTo);
+    if constexpr (kFrom < kTo) a = _mm256_slli_epi16(a, kTo - kFrom);
+    return _mm256_and_si256(a, _mm256_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
   }
   static I or_int(I a, I b) { return _mm256_or_si256(a, b); }
   static I load_table(const std::uint8_t* p) {  // of 16 bytes

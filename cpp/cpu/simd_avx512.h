@@ -105,8 +105,9 @@ struct Simd {
   // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
   template <int kWidth, int kFrom, int kTo>
   static I field(I a) {
-    const I shifted = kFrom >= kTo ? _mm512_srli_epi16(a, kFrom - kTo) : _mm512_slli_epi16(a, kTo - kFrom);
-    return _mm512_and_si512(shifted, _mm512_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
+    if constexpr (kFrom > kTo) a = _mm512_srli_epi16(a, kFrom - kTo);
+    if constexpr (kFrom < kTo) a = _mm512_slli_epi16(a, kTo - kFrom);
+    return _mm512_and_si512(a, _mm512_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
   }
   static I or_int(I a, I b) { return _mm512_or_si512(a, b); }
   static I load_table(const std::uint8_t* p) {  // of 16 bytes
