@@ -14,16 +14,19 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 
 #include "batch.h"
 #include "cpu/python.h"
 #include "engine.h"
+#include "file_mapping.h"
 #include "gil.h"
 #include "inspection.h"
 #include "metal/python.h"
@@ -64,7 +67,7 @@ template <typename T>
 class Result {
  public:
   using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-  explicit Result(std::size_t n) : data_(std::make_unique_for_overwrite<T[]>(n)), n_(n) {}
+  explicit Result(std::size_t n) : data_(new T[n]), n_(n) {}  // without zeros
   T* data() { return data_.get(); }
   Array release() {
     T* p = data_.release();
@@ -287,6 +290,7 @@ void bind_config(nb::module_& m) {
       .def_rw("fused_silu", &EngineOptions::fused_silu)
       .def_rw("kv_memory", &EngineOptions::kv_memory)
       .def_rw("prefix_memory", &EngineOptions::prefix_memory)
+      .def_rw("buffer_work", &EngineOptions::buffer_work)
       .def_rw("poison_cache", &EngineOptions::poison_cache);
 }
 
@@ -629,8 +633,27 @@ NB_MODULE(_core, m) {
   cpu::bind_machine(machine);
   constexpr const char* kDispatchCounter =
       "Return a counter of the bytes that dispatches read and write; None where they cannot be counted.";
-  m.def("metal_available", &metal_available,
-        "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
+  m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
+        "Facts about the GPU; only `problem` where device 'metal' cannot be used.");
+  m.def(
+      "metal_available", [] { return metal_device().count("problem") == 0; },
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
+  m.def(
+      "map_file",
+      [](int descriptor, std::size_t bytes) -> nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>> {
+        FileMapping* mapping = nullptr;
+        try {
+          mapping = new FileMapping(descriptor, bytes);
+        } catch (const std::system_error& error) {
+          errno = error.code().value();
+          PyErr_SetFromErrno(PyExc_OSError);
+          throw nb::python_error();
+        }
+        const nb::capsule owner(mapping, [](void* p) noexcept { delete static_cast<FileMapping*>(p); });
+        return {reinterpret_cast<const std::uint8_t*>(mapping->data()), {bytes}, owner};
+      },
+      "descriptor"_a, "bytes"_a, "Map the first bytes of a file, read-only.");
 #ifdef METAL_PREFILL_EMULATOR
   m.attr("has_emulator") = true;
   nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");

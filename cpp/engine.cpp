@@ -277,14 +277,20 @@ std::unique_ptr<Session> Engine::session(int max_context) {
 }
 
 #ifndef METAL_PREFILL_METAL
-bool metal_available() {
-  return false;
+namespace {
+
+constexpr const char* kNoMetal =
+    "this build has no Metal engine: use device='cpu', install on a Mac with Apple Silicon, or build with "
+    "METAL_PREFILL_EMULATOR=ON to run it on the emulator";
+
+}  // namespace
+
+std::map<std::string, std::string> metal_device() {
+  return {{"problem", kNoMetal}};
 }
 
 std::shared_ptr<Engine> make_metal_engine(Model, const EngineOptions&) {
-  throw DeviceError(
-      "this build has no Metal engine: use device='cpu', install on a Mac with Apple Silicon, or build with "
-      "METAL_PREFILL_EMULATOR=ON to run it on the emulator");
+  throw DeviceError(kNoMetal);
 }
 #endif
 

@@ -65,6 +65,7 @@ struct EngineOptions {
   bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
   std::size_t kv_memory = 0;  // bytes of K and V that all sessions may hold together; 0: half of the memory
+  double buffer_work = 0;     // Metal: multiply-adds of a command buffer; 0: what suits the GPU
   bool poison_cache = false;  // fills pages with NaN before they are used, for tests
 };
 
@@ -301,6 +302,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options);
 // Throws DeviceError if there is neither a Metal device nor an emulator.
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options);
-bool metal_available();
+// Facts about the GPU, by name; only `problem` where there is none that the Metal engine can use.
+std::map<std::string, std::string> metal_device();
 
 }  // namespace metal_prefill

@@ -29,6 +29,13 @@ struct Dispatch {
   double start = 0, end = 0;  // seconds of the GPU's clock
 };
 
+// A pipeline that was built when the model was opened.
+struct PipelineInfo {
+  std::string kernel;
+  double seconds = 0;  // that building it took; others were built at the same time
+  std::size_t max_threads = 0;
+};
+
 struct Trace {
   std::vector<Dispatch> dispatches;
 };

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -53,6 +54,17 @@ struct DeviceLimits {
   std::uint64_t max_buffer_length = 0;  // 0: half the machine's memory
   std::uint64_t working_set_bytes = 0;  // 0: three quarters of the machine's memory
   int apple_family = 7;                 // 7 to 9 for M1 to M4
+  std::string name;                     // precedes the name that says what this is
+  bool no_copy = true;                  // false: newBufferWithBytesNoCopy returns nil
+  bool simdgroup_matrix = true;         // false: kernels that use it become no pipelines
+  // What pipelines of a kernel report, by its name: the executor's limit where there is none.
+  std::map<std::string, std::uint32_t> max_threads;
+  std::uint32_t simd_width = kSimdWidth;  // the same, of all kernels; they run with 32 whatever this says
+  std::set<std::string> broken_kernels;   // become no pipelines
+  std::set<std::string> wrong_kernels;    // the first bytes of their first output are overwritten
+  // A command buffer fails as the watchdog of a Mac makes one fail when its kernels take more steps: a thread
+  // counts once, and once more for each barrier that it passes. 0: no limit.
+  std::uint64_t watchdog_steps = 0;
 };
 DeviceLimits limits();
 void set_limits(const DeviceLimits& limits);
@@ -74,12 +86,22 @@ struct DispatchRecord {
 };
 struct CommandBufferRecord {
   std::string label, error;
+  bool retained = true;  // the command buffer keeps what it uses
   double start_seconds = 0, end_seconds = 0;
   std::vector<DispatchRecord> dispatches;
 };
 // The last command buffers that were completed, oldest first. None are kept until a depth is set.
 std::vector<CommandBufferRecord> history();
 void set_history_depth(std::size_t command_buffers);
+
+// The options that the last libraries were compiled with, oldest first.
+struct LibraryRecord {
+  std::string name;  // file name of the source
+  bool fast_math = true;
+  int language_version = 0;  // major << 16 | minor
+};
+std::vector<LibraryRecord> compiled_libraries();
+void forget_compiled_libraries();
 
 // Misuse found where nothing could be thrown (an encoder released before endEncoding). Each is also thrown by
 // the next call that makes a command buffer.

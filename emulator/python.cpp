@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -60,6 +61,7 @@ void bind_records(nb::module_& m) {
   nb::class_<CommandBufferRecord>(m, "CommandBufferRecord", "A completed command buffer.")
       .def_ro("label", &CommandBufferRecord::label)
       .def_ro("error", &CommandBufferRecord::error, "Empty when all went well.")
+      .def_ro("retained", &CommandBufferRecord::retained, "Whether it kept what it used.")
       .def_ro("start_seconds", &CommandBufferRecord::start_seconds)
       .def_ro("end_seconds", &CommandBufferRecord::end_seconds)
       .def_ro("dispatches", &CommandBufferRecord::dispatches);
@@ -140,14 +142,37 @@ void bind_settings(nb::module_& m) {
       .def(
           "__init__",
           [](DeviceLimits* self, std::uint64_t max_buffer_length, std::uint64_t working_set_bytes,
-             int apple_family) {
-            new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family};
+             int apple_family, const std::string& name, bool no_copy, bool simdgroup_matrix,
+             const std::map<std::string, std::uint32_t>& max_threads, std::uint32_t simd_width,
+             const std::set<std::string>& broken_kernels, const std::set<std::string>& wrong_kernels,
+             std::uint64_t watchdog_steps) {
+            new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family,  name,
+                                    no_copy,           simdgroup_matrix,  max_threads,   simd_width,
+                                    broken_kernels,    wrong_kernels,     watchdog_steps};
           },
-          "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7)
+          "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7, "name"_a = "",
+          "no_copy"_a = true, "simdgroup_matrix"_a = true,
+          "max_threads"_a = std::map<std::string, std::uint32_t>(), "simd_width"_a = kSimdWidth,
+          "broken_kernels"_a = std::set<std::string>(), "wrong_kernels"_a = std::set<std::string>(),
+          "watchdog_steps"_a = 0)
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
       .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
               "0: three quarters of the machine's memory.")
-      .def_rw("apple_family", &DeviceLimits::apple_family, "7 (M1) to 9 (M3, M4).");
+      .def_rw("apple_family", &DeviceLimits::apple_family, "7 (M1) to 9 (M3, M4).")
+      .def_rw("name", &DeviceLimits::name, "Precedes the name that says what this is.")
+      .def_rw("no_copy", &DeviceLimits::no_copy, "False: newBufferWithBytesNoCopy returns nil.")
+      .def_rw("simdgroup_matrix", &DeviceLimits::simdgroup_matrix,
+              "False: kernels that use it become no pipelines.")
+      .def_rw("max_threads", &DeviceLimits::max_threads,
+              "maxTotalThreadsPerThreadgroup of the pipelines of a kernel, by its name.")
+      .def_rw("simd_width", &DeviceLimits::simd_width,
+              "threadExecutionWidth of pipelines; kernels run with 32 whatever this says.")
+      .def_rw("broken_kernels", &DeviceLimits::broken_kernels, "They become no pipelines.")
+      .def_rw("wrong_kernels", &DeviceLimits::wrong_kernels,
+              "The first bytes of their first output are overwritten.")
+      .def_rw("watchdog_steps", &DeviceLimits::watchdog_steps,
+              "Most steps of threads of a command buffer: a thread counts once, and once more for each "
+              "barrier that it passes. 0: no limit.");
   m.def("limits", &limits);
   m.def("set_limits", &set_limits, "limits"_a);
 }
@@ -180,6 +205,15 @@ void bind_emulator(nb::module_& m) {
   m.def("set_history_depth", &set_history_depth, "command_buffers"_a,
         "Keep that many command buffers for history(); 0, as at first, keeps none.");
   m.attr("sanitizer") = sanitizer();
+  nb::class_<LibraryRecord>(m, "LibraryRecord", "A library that was compiled from source.")
+      .def_ro("name", &LibraryRecord::name, "File name of the source.")
+      .def_ro("fast_math", &LibraryRecord::fast_math)
+      .def_prop_ro("language", [](const LibraryRecord& record) {
+        return nb::make_tuple(record.language_version >> 16, record.language_version & 0xffff);
+      });
+  m.def("compiled_libraries", &compiled_libraries,
+        "Return the last libraries that were compiled from source, oldest first.");
+  m.def("forget_compiled_libraries", &forget_compiled_libraries);
   m.def("take_violations", &take_violations,
         "Return and forget misuse that was found where nothing could be thrown.");
 }

@@ -60,7 +60,7 @@ struct Queries {
       const float weight = fast::exp(score - state[h].best);
       state[h].sum += weight;
 #pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) state[h].o[c] = fma(weight, values[c], state[h].o[c]);
+      for (ushort c = 0; c < kChunks; ++c) state[h].o[c] = fma(float4(weight), values[c], state[h].o[c]);
     }
   }
 

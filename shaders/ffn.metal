@@ -15,7 +15,7 @@ kernel void swiglu(device const float* gate_up [[buffer(0)]],  // [tokens][2 * f
   if (i >= args.ffn_dim || token >= args.tokens) return;
   device const float* gate = gate_up + token * 2 * args.ffn_dim + i;
   const float value = activate(gate[0], args.activation) * gate[args.ffn_dim];
-  out[token * args.ffn_dim + i] = is_same<T, half>::value ? T(clamp(value, -65504.0f, 65504.0f)) : T(value);
+  out[token * args.ffn_dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
 }
 
 template [[host_name("swiglu_f32")]] kernel decltype(swiglu<float>) swiglu<float>;

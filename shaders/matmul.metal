@@ -264,7 +264,7 @@ kernel void matmul_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
       if (token + i * 8 + t >= args.tokens || row + r >= args.out_dim) continue;
       threadgroup const float* gate = scratch + t * kColumns + r / 8 * 16 + r % 8;
       const float value = activate(gate[0], args.activation) * gate[8];
-      y[(i * 8 + t) * args.out_stride + r] = half(clamp(value, -65504.0f, 65504.0f));  // finite in half
+      y[(i * 8 + t) * args.out_stride + r] = finite_half(value);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }

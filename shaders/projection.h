@@ -32,6 +32,11 @@ static inline device const uchar* half_row(device const uchar* weights, constant
   return weights + stack.offset[which] + ulong(row) * stack.row_bytes;
 }
 
+// The nearest half that is finite. clamp() alone would make a number of a value that is not one.
+static inline half finite_half(float value) {
+  return half(isnan(value) ? value : clamp(value, -65504.0f, 65504.0f));
+}
+
 // Activation of the feed-forward block: SiLU, or GELU by its tanh approximation
 // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), which is x * sigmoid of twice the argument.
 static inline float activate(float x, uint activation) {

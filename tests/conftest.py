@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.missing import REQUIRE_METAL, fail_or_skip
 from support.small_models import MODELS, write
 
 import metal_prefill
@@ -36,10 +37,8 @@ def as_users_have_it() -> None:
 @pytest.fixture
 def metal() -> None:
     """Require the Metal engine, real or emulated."""
-    if not _core.metal_available():
-        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
-            pytest.fail(METAL_MISSING)
-        pytest.skip(METAL_MISSING)
+    if problem := _core.metal_device().get("problem"):
+        fail_or_skip(f"{problem}\n{METAL_MISSING}", *REQUIRE_METAL)
 
 
 @pytest.fixture(params=["cpu", "metal"])

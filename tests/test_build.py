@@ -1,7 +1,8 @@
-"""Builds with a compiler that cannot build the kernels of an instruction set."""
+"""Builds with compilers that cannot build all: kernels of an instruction set, or shaders."""
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-CPU_ENGINE = Path(__file__).parents[1] / "cpp/cpu"
+ROOT = Path(__file__).parents[1]
+CPU_ENGINE = ROOT / "cpp/cpu"
 PROJECT = f"""
 cmake_minimum_required(VERSION 3.21)
 project(engine LANGUAGES CXX)
@@ -51,3 +53,60 @@ def test_kernels_that_crash_the_compiler_are_left_out(tmp_path: Path) -> None:
     ).stdout
     assert "gemm_amx" not in sources
     assert "gemm_avx512bf16" in sources
+
+
+METAL_PROJECT = f"""
+cmake_minimum_required(VERSION 3.21)
+project(engine LANGUAGES CXX)
+find_package(Python COMPONENTS Interpreter REQUIRED)
+set(APPLE ON)
+set(PROJECT_SOURCE_DIR {ROOT})
+add_library(_core STATIC {ROOT}/cpp/rope.cpp)
+add_subdirectory({ROOT}/cpp/metal metal)
+"""
+# Finds its tools and compiles nothing, as Xcode 26 does without the Metal toolchain.
+WITHOUT_TOOLCHAIN = """#!/bin/sh
+case "$*" in *--find*) echo /usr/bin/metal; exit 0 ;; esac
+echo "error: cannot execute tool 'metal' due to missing Metal Toolchain" >&2; exit 1
+"""
+# Makes what it is told to make of what exists.
+WITH_TOOLCHAIN = """#!/bin/sh
+while [ $# -gt 0 ]; do
+  case "$1" in -o) out=$2; shift ;; *.metal|*.air) [ -s "$1" ] || exit 1 ;; esac
+  shift
+done
+echo compiled > "$out"
+"""
+LIBRARIAN_MISSING = WITH_TOOLCHAIN.replace("while", 'case "$3" in metallib) exit 1 ;; esac\nwhile', 1)
+
+
+@pytest.mark.parametrize(
+    ("xcrun", "compiled"),
+    [(None, False), (WITHOUT_TOOLCHAIN, False), (LIBRARIAN_MISSING, False), (WITH_TOOLCHAIN, True)],
+    ids=["no xcrun", "no toolchain", "no metallib", "toolchain"],
+)
+def test_shaders_are_compiled_ahead_of_time_where_apples_compiler_compiles(
+    tmp_path: Path, xcrun: str | None, compiled: bool
+) -> None:
+    cmake, generator = shutil.which("cmake"), shutil.which("ninja")
+    if cmake is None or generator is None or platform.system() == "Darwin":
+        pytest.skip("there is no cmake or no ninja, or the Mac's own xcrun would be found")
+    (tmp_path / "CMakeLists.txt").write_text(METAL_PROJECT)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    if xcrun is not None:
+        (tools / "xcrun").write_text(xcrun)
+        (tools / "xcrun").chmod(0o755)
+    build = tmp_path / "build"
+    done = subprocess.run(
+        [cmake, "-S", tmp_path, "-B", build, "-G", "Ninja"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"},
+    )
+    rules = (build / "build.ninja").read_text()
+    assert ("metal_prefill.metallib" in rules) == compiled
+    assert ("-std=metal3.0" in rules) == compiled
+    assert ("compiled when a model is first opened" in done.stdout) != compiled
+    assert "metal_shader_sources" in rules, "the source text is in the extension in any case"

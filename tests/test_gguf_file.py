@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import tracemalloc
@@ -38,6 +39,7 @@ from support.gguf_bytes import (
     u32,
 )
 
+from metal_prefill import _core
 from metal_prefill.errors import ClosedError, GGUFError
 from metal_prefill.gguf_file import TENSOR_TYPES, GGUFFile
 
@@ -319,3 +321,27 @@ def test_long_arrays_cost_nothing_until_they_are_read(write: Callable[[bytes], P
         tracemalloc.stop()
     assert peak < 100_000
     assert file.metadata["tokens"][49_999] == "token 49999"  # type: ignore[index]
+
+
+def test_pythons_mmap_maps_no_file(monkeypatch: pytest.MonkeyPatch, demo_path: Path) -> None:
+    """On macOS it has the disk write its whole cache first."""
+
+    def refuse(descriptor: int, *args: object, **kwargs: object) -> None:
+        assert descriptor == -1, "a file"
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with GGUFFile(demo_path) as file:
+        assert file.mapping.nbytes == demo_path.stat().st_size
+
+
+def test_a_mapping_is_read_only_and_no_longer_than_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"abc")
+    with path.open("rb") as file:
+        mapped = _core.map_file(file.fileno(), 3)
+        assert mapped.tobytes() == b"abc"
+        assert not mapped.flags.writeable
+        with pytest.raises(ValueError, match="3 bytes, not 4"):
+            _core.map_file(file.fileno(), 4)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        _core.map_file(9999, 3)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.missing import REQUIRE_METAL, fail_or_skip
 
 ROOT = Path(__file__).parents[1]
 SETUP = ROOT / "tools" / "setup_packages.sh"
@@ -104,3 +105,23 @@ def test_no_other_script_installs_packages() -> None:
     scripts = [ROOT / "Makefile", *(f for name in ("tools", ".ci") for f in files(ROOT / name))]
     runs = re.compile(r"^[^#\n]*apt-get +(-\S+ +)*(update|install) +-", re.MULTILINE)
     assert [path for path in scripts if runs.search(path.read_text(errors="replace"))] == [SETUP]
+
+
+@pytest.mark.parametrize("variable", REQUIRE_METAL)
+def test_a_missing_gpu_fails_where_one_is_required(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for other in REQUIRE_METAL:
+        monkeypatch.delenv(other, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no GPU here"):
+        fail_or_skip("no GPU here", *REQUIRE_METAL)
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(pytest.fail.Exception, match="no GPU here"):
+        fail_or_skip("no GPU here", *REQUIRE_METAL)
+
+
+def test_the_workflow_requires_the_gpu_of_a_mac_and_measures_speed_on_a_mac_of_ones_own() -> None:
+    jobs = re.split(r"\n  (?=\w+:\n)", (ROOT / ".github/workflows/ci.yml").read_text())
+    (macos,) = [job for job in jobs if "runs-on: macos" in job]
+    (speed,) = [job for job in jobs if "metal_prefill.bench" in job]
+    assert 'METAL_PREFILL_REQUIRE_METAL: "1"' in macos
+    assert "runs-on: [self-hosted, macOS, ARM64]" in speed
+    assert 'METAL_PREFILL_REQUIRE_METAL: "1"' in speed

@@ -17,7 +17,8 @@ namespace metal_prefill::metal {
 
 // The weights as Metal buffers without a copy: views of the mapped file. A file that is larger than the
 // largest buffer is covered by several views that overlap, so that every tensor is inside one of them. Only
-// tensors at addresses that the kernels cannot read from are copied.
+// tensors at addresses that the kernels cannot read from are copied, and the file where Metal refuses to map
+// it.
 class WeightBuffers final : public WeightViews {
  public:
   WeightBuffers(const Device& device, const Model& model);
@@ -27,6 +28,8 @@ class WeightBuffers final : public WeightViews {
 
   std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t copied_bytes() const { return copied_bytes_; }
+  // Metal gave no buffer over the mapping: the file was copied.
+  bool mapping_refused() const { return mapping_refused_; }
 
  private:
   struct FileView {
@@ -34,7 +37,7 @@ class WeightBuffers final : public WeightViews {
     std::size_t begin, end;  // in the file
   };
   void map_file(const Model& model, const std::vector<const Tensor*>& tensors);
-  View copy(const std::string& label, BufferName name, std::span<const std::byte> bytes);
+  id<MTLBuffer> copy(const std::string& label, std::span<const std::byte> bytes);
   std::size_t offset_in_file(const Tensor& tensor) const { return std::size_t(tensor.data - mapping_.data); }
 
   const Device& device_;
@@ -43,6 +46,7 @@ class WeightBuffers final : public WeightViews {
   std::vector<id<MTLBuffer>> copied_;
   std::map<const std::byte*, View> copies_;  // by the address of the original in the mapping
   std::size_t mapped_bytes_ = 0, copied_bytes_ = 0;
+  bool mapping_refused_ = false;
 };
 
 // The activation buffers of one chunk in flight. Each is made when it is first needed and grows with the

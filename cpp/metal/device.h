@@ -36,13 +36,19 @@ enum class Access {
   kHost,  // the host: Shared
 };
 
+// Whether a command buffer keeps the buffers that it uses. Metal does that for each dispatch, which costs
+// time.
+enum class References { kRetained, kUnretained };
+
 // True when METAL_PREFILL_DEBUG or GPU_DEBUG is set to anything but 0: every buffer can then be read on the
 // host.
 bool debug_requested();
 
 class Device {
  public:
-  Device();  // throws DeviceError where there is no GPU of Apple's seventh family or later
+  // Throws DeviceError where there is no GPU of Apple's seventh family or later, nor one that passes the
+  // trial.
+  Device();
 
   // The same device, with its allocations and commands counted in `counters`, which must outlive it.
   Device counting(CallCounters& counters) const;
@@ -51,14 +57,19 @@ class Device {
   const Tuning& tuning() const { return tuning_; }
   bool debug() const { return debug_; }
   std::string name() const;
+  std::string families() const;  // such as Apple7, Metal3
 
   // Throws DeviceError naming the buffer and its size.
   id<MTLBuffer> allocate(const std::string& label, std::size_t bytes, Access access) const;
 
-  // A command buffer that holds no references to the buffers it uses: the caller keeps them alive.
-  id<MTLCommandBuffer> command_buffer(const std::string& label) const;
-  // Commits and waits. Throws DeviceError with the label and Metal's message when the GPU failed.
-  void run(id<MTLCommandBuffer> commands) const;
+  // Unless it keeps the buffers that it uses, the caller does until it has completed.
+  id<MTLCommandBuffer> command_buffer(const std::string& label, References references) const;
+  // Orders encoders of different command buffers, which Metal does not for untracked buffers.
+  id<MTLFence> fence() const { return fence_; }
+  void commit(id<MTLCommandBuffer> commands) const;
+  // Throws DeviceError with the label and Metal's message when the GPU failed.
+  void wait(id<MTLCommandBuffer> commands) const;
+  void run(id<MTLCommandBuffer> commands) const;  // commits and waits
   void count_dispatch() const {
     if (counters_) ++counters_->dispatches;
   }
@@ -76,6 +87,7 @@ class Device {
 
   id<MTLDevice> device_;
   id<MTLCommandQueue> queue_;
+  id<MTLFence> fence_;
   bool debug_;
   Tuning tuning_;
   CallCounters* counters_ = nullptr;  // null: nothing is counted

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "trial.h"
+
 extern "C" void* objc_autoreleasePoolPush(void);
 extern "C" void objc_autoreleasePoolPop(void* pool);
 
@@ -27,12 +29,31 @@ id<MTLDevice> find_device() {
   return device ? device : MTLCopyAllDevices().firstObject;
 }
 
-Tuning tuning_of(id<MTLDevice> device) {
+// The families that the GPU says it belongs to. By number: older headers lack the names of newer families.
+std::string families_of(id<MTLDevice> device) {
+  constexpr int kNewest = 20;  // of Apple's, with room for those to come
+  std::string families;
+  const auto add = [&](const std::string& name, long value) {
+    if ([device supportsFamily:MTLGPUFamily(value)]) families += (families.empty() ? "" : ", ") + name;
+  };
+  for (int n = 1; n <= kNewest; ++n) add("Apple" + std::to_string(n), 1000 + n);
+  add("Mac2", 2002);
+  add("Metal3", 5001);
+  add("Metal4", 5002);
+  return families.empty() ? "none" : families;
+}
+
+// The row of the family; for others, such as the GPU that macOS has in a virtual machine, the most modest
+// row, if the GPU passes the trial.
+Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   static_assert(MTLGPUFamilyApple7 == 1007);
   for (const Tuning& tuning : kTunings)
     if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
-  throw DeviceError("the GPU '" + std::string(device.name.UTF8String) +
-                    "' is not supported: Apple Silicon (M1 or later) is needed; use device='cpu'");
+  const std::string failure = failure_of_trial(device, queue);
+  if (failure.empty()) return kTunings.back();
+  throw DeviceError("the GPU '" + std::string(device.name.UTF8String) + "' of the families " +
+                    families_of(device) + " is not supported: " + failure +
+                    ". Apple Silicon (M1 or later) is needed; use device='cpu'");
 }
 
 }  // namespace
@@ -57,9 +78,11 @@ bool debug_requested() {
 
 Device::Device() : device_(find_device()), debug_(debug_requested()) {
   if (!device_) throw DeviceError("no Metal device was found; use device='cpu'");
-  tuning_ = tuning_of(device_);
   queue_ = [device_ newCommandQueue];
-  if (!queue_) throw DeviceError("the Metal device '" + name() + "' gave no command queue");
+  fence_ = [device_ newFence];
+  if (!queue_ || !fence_)
+    throw DeviceError("the Metal device '" + name() + "' gave no command queue or no fence");
+  tuning_ = tuning_of(device_, queue_);
 }
 
 Device Device::counting(CallCounters& counters) const {
@@ -89,21 +112,35 @@ id<MTLBuffer> Device::allocate(const std::string& label, std::size_t bytes, Acce
   return buffer;
 }
 
-id<MTLCommandBuffer> Device::command_buffer(const std::string& label) const {
-  id<MTLCommandBuffer> commands = [queue_ commandBufferWithUnretainedReferences];
+std::string Device::families() const {
+  return families_of(device_);
+}
+
+id<MTLCommandBuffer> Device::command_buffer(const std::string& label, References references) const {
+  id<MTLCommandBuffer> commands = references == References::kRetained
+                                      ? [queue_ commandBuffer]
+                                      : [queue_ commandBufferWithUnretainedReferences];
   if (!commands) throw DeviceError("the GPU gave no command buffer for " + label);
   commands.label = to_ns(label);
   return commands;
 }
 
-void Device::run(id<MTLCommandBuffer> commands) const {
+void Device::commit(id<MTLCommandBuffer> commands) const {
   [commands commit];
-  [commands waitUntilCompleted];
   if (counters_) ++counters_->command_buffers;
+}
+
+void Device::wait(id<MTLCommandBuffer> commands) const {
+  [commands waitUntilCompleted];
   if (commands.status != MTLCommandBufferStatusCompleted)
     throw DeviceError("the GPU failed in " + std::string(commands.label.UTF8String) + ": " +
                       describe(commands.error));
   if (counters_) counters_->gpu_seconds += commands.GPUEndTime - commands.GPUStartTime;
+}
+
+void Device::run(id<MTLCommandBuffer> commands) const {
+  commit(commands);
+  wait(commands);
 }
 
 void Device::transfer(std::span<const Piece> pieces, const void* from, void* to) const {
@@ -116,7 +153,7 @@ void Device::transfer(std::span<const Piece> pieces, const void* from, void* to)
   for (std::size_t done = 0; done < total; done += kStagingBytes) {
     const std::size_t size = std::min(total - done, kStagingBytes);
     if (from) std::memcpy(staging.contents, static_cast<const std::byte*>(from) + done, size);
-    id<MTLCommandBuffer> commands = command_buffer(from ? "an upload" : "a download");
+    id<MTLCommandBuffer> commands = command_buffer(from ? "an upload" : "a download", References::kRetained);
     id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
     for (std::size_t staged = 0; staged < size;) {
       const std::size_t bytes = std::min(size - staged, piece->bytes - in_piece);

@@ -18,6 +18,7 @@ struct Grid {
   std::size_t x, y = 1, z = 1;  // threadgroups
   std::size_t threads;          // of a threadgroup
   std::size_t threadgroup_bytes = 0;
+  double work = 0;  // multiply-adds, about, where a kernel has many
 };
 
 // One dispatch, as an encoder gets it. Valid for the length of the call.
@@ -31,6 +32,8 @@ struct Step {
   int layer;                     // -1: before the layers or after them
   std::span<const RowRun> runs;  // the rows, where a kernel reads or writes the cache
 };
+
+inline constexpr std::size_t kMaxThreads = 1024;
 
 // Dispatches run in order, except for those of an Overlap, which may run at the same time.
 class Encoder {
@@ -74,6 +77,8 @@ class Encoder {
   void leave_layers() { layer_ = -1; }
 
   const Tuning& tuning() const { return tuning_; }
+  // Most threads of a threadgroup of the kernel: of any kernel, where no pipeline says less.
+  virtual std::size_t max_threads(const KernelKey&) const { return kMaxThreads; }
   const CacheShape& cache() const { return cache_; }
 
  protected:

@@ -34,6 +34,7 @@ class MetalEngine final : public Engine, private PassInspector {
         pool_(store_, options_.kv_memory),
         prefixes_(pool_, std::min(options_.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()) {
     pool_.reclaim = [this] { return prefixes_.evict(); };
+    kernels_.check(forward_.kernels([this](const KernelKey& key) { return kernels_.max_threads(key); }));
   }
 
   std::string device_name() const override {
@@ -46,6 +47,7 @@ class MetalEngine final : public Engine, private PassInspector {
     if (forked_) return {};
     return {{"weights_mapped_bytes", double(weights_.mapped_bytes())},
             {"weights_copied_bytes", double(weights_.copied_bytes())},
+            {"weights_mapping_refused", double(weights_.mapping_refused())},
             {"batch_pool_bytes", double(batches_.bytes())},
             {"rope_table_bytes", double(rope_tables_.bytes())},
             {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
@@ -171,12 +173,10 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
     TracingEncoder encoder(device, kernels_, *trace);
     forward_.encode(encoder, rows, buffers);
   } else {
-    id<MTLCommandBuffer> commands = device.command_buffer(label_of(rows, chunks));
-    {
-      MetalEncoder encoder(commands, device, kernels_);
-      forward_.encode(encoder, rows, buffers);
-    }
-    device.run(commands);
+    const double work = options().buffer_work > 0 ? options().buffer_work : device.tuning().buffer_work;
+    MetalEncoder encoder(device, kernels_, label_of(rows, chunks), work);
+    forward_.encode(encoder, rows, buffers);
+    encoder.finish();
   }
   if (device.debug()) keep_intermediates(rows, chunks, batch);
   deliver(rows, chunks, batch);
@@ -345,12 +345,17 @@ std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& opti
           }};
 }
 
-bool metal_available() {
+std::map<std::string, std::string> metal_device() {
   const metal::AutoreleasePool pool;
   try {
-    return metal::Device().mtl() != nil;
-  } catch (const DeviceError&) {
-    return false;
+    const metal::Device device;
+    return {{"name", device.name()},
+            {"families", device.families()},
+            {"tuned_as_family", std::to_string(device.tuning().family)},
+            {"max_buffer_bytes", std::to_string(device.mtl().maxBufferLength)},
+            {"working_set_bytes", std::to_string(device.mtl().recommendedMaxWorkingSetSize)}};
+  } catch (const DeviceError& error) {
+    return {{"problem", error.what()}};
   }
 }
 

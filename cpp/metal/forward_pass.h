@@ -1,7 +1,7 @@
 // The forward pass over rows of sequences: which kernels run, in which order, on which buffers.
 #pragma once
 
-#include <set>
+#include <functional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -29,6 +29,9 @@ class PassBuffers {
   virtual LayerCache cache(int layer) = 0;
   virtual View rope_table(int layer) = 0;
 };
+
+// Most threads of a threadgroup of a kernel.
+using ThreadLimit = std::function<std::size_t(const KernelKey&)>;
 
 // The kernels that multiply by the weights.
 enum class Path {
@@ -62,8 +65,9 @@ class ForwardPass {
   // kHidden, in the order of the rows that they are wanted of; the residual stream is in kX.
   void encode(Encoder& e, const PassRows& rows, PassBuffers& buffers) const;
 
-  // Every kernel that a pass can need.
-  std::set<KernelKey> kernels() const;
+  // Every kernel that a pass can need, and the threads of its largest threadgroup, as far as `limit` leaves a
+  // choice.
+  KernelThreads kernels(const ThreadLimit& limit = {}) const;
   const Tuning& tuning() const { return tuning_; }
   const CacheShape& cache_shape() const { return cache_shape_; }
   const PageLayout& page_layout() const { return page_layout_; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <set>
 
 #include "../rounding.h"
 #include "../tensors.h"
@@ -232,7 +233,7 @@ std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows
   return kept;
 }
 
-std::set<KernelKey> ForwardPass::kernels() const {
+KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   // A pass chooses between kernels by the number of tokens or by the position, and each choice has one
   // threshold. So the shortest and the longest pass of each path, at the first and the last position, use
   // every kernel.
@@ -240,7 +241,7 @@ std::set<KernelKey> ForwardPass::kernels() const {
   std::set<int> lengths;
   for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})
     if (tokens <= longest) lengths.insert(tokens);
-  KernelCollector collector(tuning_, cache_shape_);
+  KernelCollector collector(tuning_, cache_shape_, limit);
   RecordedBuffers buffers;
   for (const int tokens : lengths)
     for (const int position : {0, config_.context_length - tokens})

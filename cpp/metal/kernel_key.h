@@ -2,6 +2,8 @@
 #pragma once
 
 #include <compare>
+#include <cstddef>
+#include <map>
 #include <string>
 
 #include "../engine.h"
@@ -59,6 +61,9 @@ struct CacheShape {
   int decode_size() const;
   int prefill_size() const;
 };
+
+// The kernels of passes, and the largest threadgroup that each is dispatched with.
+using KernelThreads = std::map<KernelKey, std::size_t>;
 
 // Name of the function in the shaders.
 std::string kernel_name(const KernelKey& key, const CacheShape& cache);

@@ -2,8 +2,9 @@
 #pragma once
 
 #include <array>
-#include <set>
+#include <vector>
 
+#include "../inspection.h"
 #include "device.h"
 #include "kernel_key.h"
 
@@ -11,17 +12,25 @@ namespace metal_prefill::metal {
 
 class Kernels {
  public:
-  // Builds the pipelines concurrently. Throws DeviceError naming the first kernel that failed.
-  Kernels(const Device& device, const std::set<KernelKey>& wanted, const CacheShape& cache);
+  // Builds the pipelines concurrently. Throws DeviceError naming the first kernel that failed, or that the
+  // GPU runs in simdgroups of another width.
+  Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache);
 
+  // Throws DeviceError naming a kernel that needs larger threadgroups than its pipeline allows.
+  void check(const KernelThreads& used) const;
   const id<MTLComputePipelineState>& pipeline(const KernelKey& key) const;
+  std::size_t max_threads(const KernelKey& key) const { return pipeline(key).maxTotalThreadsPerThreadgroup; }
   const CacheShape& cache() const { return cache_; }
-  std::size_t count() const { return count_; }
+  std::size_t count() const { return built_.size(); }
+  const std::vector<PipelineInfo>& built() const { return built_; }
+  bool compiled() const { return compiled_; }  // the shaders were, when the package was built
 
  private:
   static constexpr std::size_t kTypes = std::size_t(TensorType::kBF16) + 1;
   const CacheShape cache_;
-  std::size_t count_ = 0;
+  bool compiled_ = false;
+  std::vector<KernelKey> keys_;
+  std::vector<PipelineInfo> built_;  // of the keys
   std::array<std::array<id<MTLComputePipelineState>, kTypes>, std::size_t(Kernel::kCount)> pipelines_;
 };
 

@@ -12,7 +12,8 @@ void KvPages::grow(std::size_t pages) {
   const std::scoped_lock lock(mutex_);
   id<MTLBuffer> grown = device_.allocate("kv_pages", pages * layout_.bytes, Access::kGpu);
   if (buffer_) {
-    id<MTLCommandBuffer> commands = device_.command_buffer("the growth of the KV cache");
+    id<MTLCommandBuffer> commands =
+        device_.command_buffer("the growth of the KV cache", References::kRetained);
     id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
     [blit copyFromBuffer:buffer_ sourceOffset:0 toBuffer:grown destinationOffset:0 size:buffer_.length];
     [blit endEncoding];
@@ -25,7 +26,8 @@ void KvPages::copy(PageId from, PageId to, int) {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
   // The whole page: what the rows after the kept ones hold is meaningless in either page.
-  id<MTLCommandBuffer> commands = device_.command_buffer("a copy of a page of the KV cache");
+  id<MTLCommandBuffer> commands =
+      device_.command_buffer("a copy of a page of the KV cache", References::kRetained);
   id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
   [blit copyFromBuffer:buffer_
            sourceOffset:from * layout_.bytes
@@ -40,7 +42,8 @@ void KvPages::taken(PageId page) {
   if (!poison_) return;
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
-  id<MTLCommandBuffer> commands = device_.command_buffer("the poison of a page of the KV cache");
+  id<MTLCommandBuffer> commands =
+      device_.command_buffer("the poison of a page of the KV cache", References::kRetained);
   id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
   [blit fillBuffer:buffer_ range:NSMakeRange(page * layout_.bytes, layout_.bytes) value:0xff];
   [blit endEncoding];

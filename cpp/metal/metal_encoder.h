@@ -1,32 +1,56 @@
 // Encoders that run dispatches on the GPU.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "../inspection.h"
 #include "encoder.h"
 #include "kernels.h"
 
 namespace metal_prefill::metal {
 
-// Encodes all dispatches in one command buffer.
+// Encodes the dispatches of a pass in command buffers, which run one after another. The first is committed
+// early, so that the GPU need not wait until the host has encoded the pass, and others once they have enough
+// work: macOS ends a command buffer that runs for seconds.
 class MetalEncoder final : public Encoder {
  public:
-  MetalEncoder(id<MTLCommandBuffer> commands, const Device& device, const Kernels& kernels);
-  ~MetalEncoder() override;  // ends the encoding, also during an exception
+  // `label` names the pass in errors; `buffer_work` is the most work of a command buffer.
+  MetalEncoder(const Device& device, const Kernels& kernels, std::string label, double buffer_work);
+  // Waits for the GPU if finish() was not called: until then it uses the buffers of the pass.
+  ~MetalEncoder() override;
+
+  // Commits what is left and waits. Throws DeviceError when the GPU failed in any of the command buffers.
+  void finish();
+
+  std::size_t max_threads(const KernelKey& key) const override { return kernels_.max_threads(key); }
 
  protected:
   void encode(const Step& step) override;
 
  private:
-  friend class TracingEncoder;
-  id<MTLComputeCommandEncoder> encoder_;
+  void begin();
+  void commit();
+  // Whether the step may, and should, be the first of another command buffer.
+  bool cuts_before(const Step& step) const;
+
   const Device& device_;
   const Kernels& kernels_;
+  const std::string label_;
+  const double buffer_work_;
+  std::vector<id<MTLCommandBuffer>> committed_;
+  id<MTLCommandBuffer> commands_;  // being encoded; null: none
+  id<MTLComputeCommandEncoder> encoder_;
+  int dispatches_ = 0;  // in commands_
+  double work_ = 0;     // of them
 };
 
 // Runs each dispatch in a command buffer of its own, waits for it, and appends it with its time to a trace.
 class TracingEncoder final : public Encoder {
  public:
   TracingEncoder(const Device& device, const Kernels& kernels, Trace& trace);
+
+  std::size_t max_threads(const KernelKey& key) const override { return kernels_.max_threads(key); }
 
  protected:
   void encode(const Step& step) override;

@@ -1,27 +1,30 @@
 #include "metal_encoder.h"
 
+#include <utility>
+
 #include "recorder.h"
 
 namespace metal_prefill::metal {
 
-MetalEncoder::MetalEncoder(id<MTLCommandBuffer> commands, const Device& device, const Kernels& kernels)
-    : Encoder(device.tuning(), kernels.cache()),
-      encoder_([commands computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent]),
-      device_(device),
-      kernels_(kernels) {
-  if (!encoder_)
+namespace {
+
+// Dispatches of the first command buffer of a pass. Encoding them takes the host some tens of microseconds,
+// about what committing a command buffer costs.
+constexpr int kFirstDispatches = 64;
+
+id<MTLComputeCommandEncoder> encoder_of(id<MTLCommandBuffer> commands) {
+  id<MTLComputeCommandEncoder> encoder =
+      [commands computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent];
+  if (!encoder)
     throw DeviceError("the GPU gave no compute encoder for " + std::string(commands.label.UTF8String));
+  return encoder;
 }
 
-MetalEncoder::~MetalEncoder() {
-  [encoder_ endEncoding];
-}
-
-void MetalEncoder::encode(const Step& step) {
-  // Not retained for every message, since every dispatch of every token comes through here.
-  __unsafe_unretained const id<MTLComputeCommandEncoder> encoder = encoder_;
-  if (step.after_barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-  [encoder setComputePipelineState:kernels_.pipeline(step.kernel)];
+// The encoder is not retained for every message, since every dispatch of every token comes through here.
+void encode_step(__unsafe_unretained id<MTLComputeCommandEncoder> encoder, const Step& step,
+                 bool after_barrier, const Kernels& kernels) {
+  if (after_barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+  [encoder setComputePipelineState:kernels.pipeline(step.kernel)];
   NSUInteger index = 0;
   for (const View& view : step.buffers) {
     __unsafe_unretained const id<MTLBuffer> buffer = buffer_of(view);
@@ -32,7 +35,60 @@ void MetalEncoder::encode(const Step& step) {
   if (grid.threadgroup_bytes > 0) [encoder setThreadgroupMemoryLength:grid.threadgroup_bytes atIndex:0];
   [encoder dispatchThreadgroups:MTLSizeMake(grid.x, grid.y, grid.z)
           threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
+}
+
+}  // namespace
+
+MetalEncoder::MetalEncoder(const Device& device, const Kernels& kernels, std::string label,
+                           double buffer_work)
+    : Encoder(device.tuning(), kernels.cache()),
+      device_(device),
+      kernels_(kernels),
+      label_(std::move(label)),
+      buffer_work_(buffer_work) {}
+
+MetalEncoder::~MetalEncoder() {
+  [encoder_ endEncoding];
+  for (id<MTLCommandBuffer> commands : committed_) [commands waitUntilCompleted];
+}
+
+void MetalEncoder::begin() {
+  commands_ = device_.command_buffer(label_, References::kUnretained);
+  encoder_ = encoder_of(commands_);
+  // The buffers are not tracked: without a fence the GPU may run command buffers of a queue at the same time.
+  if (!committed_.empty()) [encoder_ waitForFence:device_.fence()];
+}
+
+void MetalEncoder::commit() {
+  [encoder_ updateFence:device_.fence()];
+  [encoder_ endEncoding];
+  encoder_ = nil;
+  committed_.push_back(commands_);
+  device_.commit(std::exchange(commands_, nil));
+  dispatches_ = 0;
+  work_ = 0;
+}
+
+bool MetalEncoder::cuts_before(const Step& step) const {
+  if (!step.after_barrier || !commands_) return false;
+  return (committed_.empty() && dispatches_ >= kFirstDispatches) || work_ + step.grid.work > buffer_work_;
+}
+
+void MetalEncoder::encode(const Step& step) {
+  if (cuts_before(step)) commit();
+  const bool first = !commands_;
+  if (first) begin();
+  encode_step(encoder_, step, step.after_barrier && !first, kernels_);
+  ++dispatches_;
+  work_ += step.grid.work;
   device_.count_dispatch();
+}
+
+void MetalEncoder::finish() {
+  if (commands_) commit();
+  // After a failure Metal may end the later ones as well: the first error says why.
+  for (id<MTLCommandBuffer> commands : committed_) [commands waitUntilCompleted];
+  for (id<MTLCommandBuffer> commands : std::exchange(committed_, {})) device_.wait(commands);
 }
 
 TracingEncoder::TracingEncoder(const Device& device, const Kernels& kernels, Trace& trace)
@@ -41,13 +97,11 @@ TracingEncoder::TracingEncoder(const Device& device, const Kernels& kernels, Tra
 void TracingEncoder::encode(const Step& step) {
   const AutoreleasePool pool;
   Dispatch noted = describe(step, cache());
-  id<MTLCommandBuffer> commands = device_.command_buffer(noted.kernel);
-  {
-    MetalEncoder alone(commands, device_, kernels_);
-    Step first = step;
-    first.after_barrier = false;
-    alone.encode(first);
-  }
+  id<MTLCommandBuffer> commands = device_.command_buffer(noted.kernel, References::kUnretained);
+  id<MTLComputeCommandEncoder> encoder = encoder_of(commands);
+  encode_step(encoder, step, false, kernels_);
+  [encoder endEncoding];
+  device_.count_dispatch();
   device_.run(commands);
   noted.start = commands.GPUStartTime;
   noted.end = commands.GPUEndTime;

@@ -24,6 +24,23 @@ std::size_t lanes_per_row(const Tuning& tuning, std::size_t rows) {
   return lanes;
 }
 
+// As many threads as the kernel's pipeline allows, in whole simdgroups. For kernels that take any number.
+std::size_t allowed_threads(const Encoder& e, const KernelKey& kernel, std::size_t threads) {
+  return std::min(threads, std::max(kSimd, e.max_threads(kernel) / kSimd * kSimd));
+}
+
+// Multiply-adds of products by a matrix.
+double product_work(const Projection& w, int tokens) {
+  return double(w.out_dim) * double(w.in_dim) * double(tokens);
+}
+
+// Multiply-adds of attention, about: every row with all keys up to its own.
+double attention_work(const AttentionArgs& args, const PassPart& part) {
+  double keys = 0;
+  for (const RowRun& run : part.runs) keys += double(run.count) * (double(run.position) + run.count / 2.0);
+  return keys * double(args.n_heads) * double(args.key_dim + args.value_dim);
+}
+
 struct MatvecPlan {
   MatvecArgs args;
   Grid grid;
@@ -33,23 +50,20 @@ struct MatvecPlan {
 MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t rows, const StridedRows& y,
                        int tokens, std::size_t rows_together = 1) {
   const std::size_t lanes = lanes_per_row(tuning, rows), threads = std::size_t(tuning.matvec_group);
-  return {
-      {.weights = w.stack,
-       .in_dim = u32_t(w.in_dim),
-       .out_dim = u32_t(rows),
-       .lanes_per_row = u32_t(lanes),
-       .tokens = u32_t(tokens),
-       .out_stride = u32_t(y.stride)},
-      {.x = ceil_div(rows, rows_together * threads / lanes), .y = std::size_t(tokens), .threads = threads}};
+  return {{.weights = w.stack,
+           .in_dim = u32_t(w.in_dim),
+           .out_dim = u32_t(rows),
+           .lanes_per_row = u32_t(lanes),
+           .tokens = u32_t(tokens),
+           .out_stride = u32_t(y.stride)},
+          {.x = ceil_div(rows, rows_together * threads / lanes),
+           .y = std::size_t(tokens),
+           .threads = threads,
+           .work = product_work(w, tokens)}};
 }
 
 std::size_t token_tiles(int tokens) {
   return ceil_div(std::size_t(tokens), MULTI_TOKEN_TILE);
-}
-
-// Four values a thread: a row is then read in one go.
-std::size_t norm_threads(int dim) {
-  return std::min<std::size_t>(1024, round_up(std::size_t(dim) / 4, kSimd));
 }
 
 // Where the rows of `w` begin in y.
@@ -69,8 +83,10 @@ void embed(Encoder& e, const Projection& table, const View& ids, const View& x, 
 namespace {
 
 void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, const View& x, const View& y, int tokens) {
+  // Four values a thread: a row is then read in one go.
+  const std::size_t threads = allowed_threads(e, kernel, round_up(std::size_t(norm.dim) / 4, kSimd));
   e.dispatch(kernel, {norm.weight, x, y}, RmsnormArgs{u32_t(norm.dim), norm.eps},
-             {.x = std::size_t(tokens), .threads = norm_threads(norm.dim)});
+             {.x = std::size_t(tokens), .threads = threads});
 }
 
 }  // namespace
@@ -140,7 +156,10 @@ void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection&
   args.weights = w.stack;
   args.in_dim = u32_t(w.in_dim);
   e.dispatch({wide ? kernels.wide : kernels.narrow, w.type}, {w.weights, x, y}, args,
-             {.x = ceil_div(rows, tile), .y = ceil_div(args.tokens, tile), .threads = MATMUL_THREADS});
+             {.x = ceil_div(rows, tile),
+              .y = ceil_div(args.tokens, tile),
+              .threads = MATMUL_THREADS,
+              .work = product_work(w, int(args.tokens))});
 }
 
 }  // namespace
@@ -164,9 +183,8 @@ namespace {
 
 // Heads of a token that a threadgroup takes: thousands of groups of one simdgroup would take longer to start
 // than to run.
-std::size_t rope_simdgroups(std::size_t heads) {
-  constexpr std::size_t kMost = 8;
-  for (std::size_t n = kMost; n > 1; --n)
+std::size_t rope_simdgroups(std::size_t heads, std::size_t most) {
+  for (std::size_t n = most; n > 1; --n)
     if (heads % n == 0) return n;
   return 1;
 }
@@ -176,7 +194,9 @@ std::size_t rope_simdgroups(std::size_t heads) {
 void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                  const LayerCache& cache, const RopeArgs& args) {
   const std::size_t heads = 2 * args.n_kv_heads + (args.skip_queries ? 0 : args.n_heads);
-  const std::size_t simdgroups = rope_simdgroups(heads);
+  constexpr std::size_t kMost = 8;
+  const std::size_t simdgroups =
+      rope_simdgroups(heads, allowed_threads(e, Kernel::kRopeAppend, kMost * kSimd) / kSimd);
   e.dispatch(Kernel::kRopeAppend,
              {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, sequences.rows, sequences.pages,
               cache.keys, cache.values},
@@ -191,15 +211,17 @@ std::size_t decode_partial_bytes(const AttentionArgs& args, int tokens) {
 
 namespace {
 
-Grid decode_grid(const Encoder& e, const AttentionArgs& args, const PassPart& part) {
+Grid decode_grid(const Encoder& e, const KernelKey& kernel, const AttentionArgs& args, const PassPart& part) {
   const int chunks = e.cache().decode_size() / 32;
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
   // Four keys for each simdgroup at a time: no more simdgroups than have keys.
-  const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(part.split_keys, 4), 1, DECODE_SIMDGROUPS);
+  const std::size_t most = allowed_threads(e, kernel, DECODE_SIMDGROUPS * kSimd) / kSimd;
+  const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(part.split_keys, 4), 1, most);
   return {.x = part.splits,
           .y = args.n_kv_heads * head_blocks,
           .z = std::size_t(part.count),
-          .threads = simdgroups * kSimd};
+          .threads = simdgroups * kSimd,
+          .work = attention_work(args, part)};
 }
 
 // Where attention_decode itself writes.
@@ -212,7 +234,9 @@ void attention_combine(Encoder& e, const Sequences& sequences, const AttentionOu
   if (args.splits == 1) return;
   const PassPart& part = sequences.part;
   e.dispatch(Kernel::kAttentionCombine, {output.partial, sequences.rows, output.out}, args,
-             {.x = args.n_heads, .y = std::size_t(part.count), .threads = round_up(args.value_dim, kSimd)},
+             {.x = args.n_heads,
+              .y = std::size_t(part.count),
+              .threads = allowed_threads(e, Kernel::kAttentionCombine, round_up(args.value_dim, kSimd))},
              part.runs);
 }
 
@@ -223,7 +247,7 @@ void attention_decode(Encoder& e, const View& q, const Sequences& sequences, con
   args.splits = sequences.part.splits;
   e.dispatch(Kernel::kAttentionDecode,
              {q, sequences.rows, sequences.pages, cache.keys, cache.values, first_output(output, args)}, args,
-             decode_grid(e, args, sequences.part), sequences.part.runs);
+             decode_grid(e, Kernel::kAttentionDecode, args, sequences.part), sequences.part.runs);
   attention_combine(e, sequences, output, args);
 }
 
@@ -233,7 +257,8 @@ void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv
   e.dispatch(Kernel::kRopeAttentionDecode,
              {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, sequences.rows, sequences.pages,
               cache.keys, cache.values, first_output(output, args.attention)},
-             args, decode_grid(e, args.attention, sequences.part), sequences.part.runs);
+             args, decode_grid(e, Kernel::kRopeAttentionDecode, args.attention, sequences.part),
+             sequences.part.runs);
   attention_combine(e, sequences, output, args.attention);
 }
 
@@ -246,23 +271,26 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
                        const View& out, AttentionArgs args) {
   const std::size_t row_blocks =
       std::size_t(tile_shape(e.cache(), int(args.n_heads / args.n_kv_heads)).rows) / 8;
-  const std::size_t simdgroups = std::size_t(e.tuning().prefill_simdgroups);
+  const std::size_t simdgroups =
+      allowed_threads(e, Kernel::kAttentionPrefill, std::size_t(e.tuning().prefill_simdgroups) * kSimd) /
+      kSimd;
   args.tiles = u32_t(sequences.part.n_tiles);
   e.dispatch(Kernel::kAttentionPrefill, {q, sequences.tiles, sequences.pages, cache.keys, cache.values, out},
              args,
              {.x = ceil_div(args.tiles, simdgroups),
               .y = args.n_kv_heads,
               .threads = simdgroups * kSimd,
-              .threadgroup_bytes = simdgroups * PREFILL_SCRATCH(row_blocks) * sizeof(float)},
+              .threadgroup_bytes = simdgroups * PREFILL_SCRATCH(row_blocks) * sizeof(float),
+              .work = attention_work(args, sequences.part)},
              sequences.part.runs);
 }
 
 void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int tokens, u32_t activation,
             Precision precision) {
-  constexpr std::size_t kThreads = 256;
-  e.dispatch(precision == Precision::kF16 ? Kernel::kSwigluF16 : Kernel::kSwigluF32, {gate_up, out},
-             SwigluArgs{u32_t(ffn_dim), u32_t(tokens), activation},
-             {.x = ceil_div(std::size_t(ffn_dim), kThreads), .y = std::size_t(tokens), .threads = kThreads});
+  const Kernel kernel = precision == Precision::kF16 ? Kernel::kSwigluF16 : Kernel::kSwigluF32;
+  const std::size_t threads = allowed_threads(e, kernel, 256);
+  e.dispatch(kernel, {gate_up, out}, SwigluArgs{u32_t(ffn_dim), u32_t(tokens), activation},
+             {.x = ceil_div(std::size_t(ffn_dim), threads), .y = std::size_t(tokens), .threads = threads});
 }
 
 std::size_t candidates_bytes(const Tuning& tuning, int rows) {
@@ -271,8 +299,9 @@ std::size_t candidates_bytes(const Tuning& tuning, int rows) {
 
 void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n, int rows) {
   const std::size_t groups = std::size_t(e.tuning().argmax_groups);
-  e.dispatch(Kernel::kArgmaxStage1, {logits, candidates}, ArgmaxArgs{u32_t(n)},
-             {.x = groups, .y = std::size_t(rows), .threads = 256});
+  e.dispatch(
+      Kernel::kArgmaxStage1, {logits, candidates}, ArgmaxArgs{u32_t(n)},
+      {.x = groups, .y = std::size_t(rows), .threads = allowed_threads(e, Kernel::kArgmaxStage1, 256)});
   e.dispatch(Kernel::kArgmaxStage2, {candidates, result}, ArgmaxArgs{u32_t(groups)},
              {.x = std::size_t(rows), .threads = kSimd});
 }
@@ -280,7 +309,7 @@ void argmax(Encoder& e, const View& logits, const View& candidates, const View& 
 void log_prob(Encoder& e, const View& logits, const View& targets, const View& out, int vocab_size,
               int tokens) {
   e.dispatch(Kernel::kLogProb, {logits, targets, out}, LogProbArgs{u32_t(vocab_size)},
-             {.x = std::size_t(tokens), .threads = 256});
+             {.x = std::size_t(tokens), .threads = allowed_threads(e, Kernel::kLogProb, 256)});
 }
 
 }  // namespace ops

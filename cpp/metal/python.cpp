@@ -112,6 +112,10 @@ void bind_recordings(nb::module_& m) {
       "element_bytes"_a, "Blocks of 8 queries that a simdgroup of attention_prefill owns.");
   m.attr("args_structs") = args_structs();  // name: (bytes, [(field, type, offset, count)])
   m.attr("shader_constants") = kConstants;
+  // The options of the shaders' compiler: (fast maths, (major, minor) of the language).
+  m.attr("shader_options") =
+      nb::make_tuple(METAL_PREFILL_FAST_MATH != 0,
+                     nb::make_tuple(METAL_PREFILL_LANGUAGE_MAJOR, METAL_PREFILL_LANGUAGE_MINOR));
 }
 
 }  // namespace metal_prefill::metal

@@ -1,7 +1,7 @@
 // The forward pass without a GPU: lists the dispatches that it would make.
 #pragma once
 
-#include <set>
+#include <algorithm>
 #include <vector>
 
 #include "../inspection.h"
@@ -25,17 +25,26 @@ class Recorder final : public Encoder {
   std::vector<Dispatch> dispatches_;
 };
 
-// Collects the keys of the kernels that are dispatched.
+// Collects the keys of the kernels that are dispatched, with the largest threadgroup of each.
 class KernelCollector final : public Encoder {
  public:
-  using Encoder::Encoder;
-  std::set<KernelKey> kernels() const { return kernels_; }
+  KernelCollector(const Tuning& tuning, const CacheShape& cache, const ThreadLimit& limit)
+      : Encoder(tuning, cache), limit_(limit) {}
+  KernelThreads kernels() const { return kernels_; }
+
+  std::size_t max_threads(const KernelKey& key) const override {
+    return limit_ ? limit_(key) : Encoder::max_threads(key);
+  }
 
  protected:
-  void encode(const Step& step) override { kernels_.insert(step.kernel); }
+  void encode(const Step& step) override {
+    std::size_t& threads = kernels_[step.kernel];
+    threads = std::max(threads, step.grid.threads);
+  }
 
  private:
-  std::set<KernelKey> kernels_;
+  const ThreadLimit& limit_;
+  KernelThreads kernels_;
 };
 
 // Views without memory.

@@ -14,13 +14,14 @@ struct Tuning {
   int max_splits;          // most threadgroups that share the keys of a head
   int prefill_simdgroups;  // simdgroups of an attention_prefill threadgroup
   int argmax_groups;       // threadgroups of the first stage of argmax
+  double buffer_work;      // multiply-adds of a command buffer: about 100 ms on the slowest chip
 };
 
 inline constexpr std::array<Tuning, 3> kTunings = {{
-    // family, wide matvec splits prefill argmax
-    {9, 40, 16384, 64, 128, 32, 4, 32},  // M3, M4
-    {8, 40, 12288, 64, 128, 32, 4, 32},  // M2
-    {7, 32, 12288, 64, 128, 32, 2, 32},  // M1
+    // family, wide matvec splits prefill argmax work
+    {9, 40, 16384, 64, 128, 32, 4, 32, 9e10},    // M3, M4
+    {8, 40, 12288, 64, 128, 32, 4, 32, 7e10},    // M2
+    {7, 32, 12288, 64, 128, 32, 2, 32, 6.5e10},  // M1, and GPUs that are not known
 }};
 
 }  // namespace metal_prefill::metal

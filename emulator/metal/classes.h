@@ -58,6 +58,10 @@ inline void require_open(bool ended, const char* call) {
 @interface EmulatorDevice : NSObject <MTLDevice>
 @end
 
+@interface EmulatorFence : NSObject <MTLFence>
+- (instancetype)initWithDevice:(id<MTLDevice>)device;
+@end
+
 @interface EmulatorBuffer : NSObject <MTLBuffer> {
  @package
   std::shared_ptr<metal_emulator::BufferState> _state;
@@ -119,6 +123,8 @@ inline void require_open(bool ended, const char* call) {
 - (void)encode:(metal_emulator::Command)command
       bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
 - (void)encodeBarrier:(metal_emulator::EncodedBarrier)barrier;
+- (void)waitForFence:(id<MTLFence>)fence;
+- (void)updateFence:(id<MTLFence>)fence;
 // Whether the bindings of commands must be kept, for messages and records.
 - (BOOL)describesBindings;
 - (int)nextDispatch;
@@ -134,6 +140,8 @@ inline void require_open(bool ended, const char* call) {
 }
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer;
 - (EmulatorCommandBuffer*)commandBuffer;
+- (void)updateFence:(id<MTLFence>)fence;
+- (void)waitForFence:(id<MTLFence>)fence;
 @end
 
 @interface EmulatorComputeEncoder : EmulatorEncoder <MTLComputeCommandEncoder>

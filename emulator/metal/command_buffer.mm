@@ -10,6 +10,7 @@
 
 using metal_emulator::Access;
 using metal_emulator::AutoreleasePool;
+using metal_emulator::checked_cast;
 using metal_emulator::Command;
 using metal_emulator::CommandBufferFault;
 using metal_emulator::CommandBufferRecord;
@@ -48,8 +49,7 @@ struct Running {
   int _debugGroups;
   std::string _violation;  // of an encoder that was released before endEncoding
   std::vector<id> _references;
-  std::shared_ptr<UntrackedUse> _untracked;  // by the encoders that have ended
-  std::vector<Access> _untrackedNow;         // by the one that is open
+  std::shared_ptr<UntrackedUse> _untracked;
   std::vector<MTLCommandBufferHandler> _scheduledHandlers, _completedHandlers;
 
   std::mutex _mutex;  // guards the members below
@@ -152,6 +152,8 @@ struct Running {
   std::vector<Command> commands = _describes ? _encoded.commands : std::exchange(_encoded, {}).commands;
   const auto fault = state.next_command_buffer_fault();
   if (fault) truncate(commands, fault->dispatches);
+  const metal_emulator::DeviceLimits limits = state.limits();
+  if (!limits.wrong_kernels.empty()) plant_mistakes(commands, limits.wrong_kernels);
   {
     std::lock_guard lock(_mutex);
     _status = MTLCommandBufferStatusScheduled;
@@ -176,13 +178,18 @@ struct Running {
   NSInteger code = MTLCommandBufferErrorInternal;
   if (message.empty() && State::get().validates()) message = find_misuse(_encoded);
   if (message.empty()) message = find_hazard(_encoded, completion.statistics);
+  if (message.empty()) {
+    message = find_timeout(_encoded, completion.statistics, State::get().limits().watchdog_steps);
+    if (!message.empty()) code = MTLCommandBufferErrorTimeout;
+  }
   if (message.empty() && fault) {
     message = fault->message;
     code = fault->code;
   }
   if (State::get().keeps_history()) {
-    CommandBufferRecord record{
-        to_string(self.label), message, completion.start_seconds, completion.end_seconds, {}};
+    CommandBufferRecord record{to_string(self.label),        message,
+                               static_cast<bool>(_retained), completion.start_seconds,
+                               completion.end_seconds,       {}};
     record.dispatches = make_records(_encoded, completion.statistics);
     State::get().add_record(std::move(record));
   }
@@ -259,7 +266,7 @@ struct Running {
   if (State::get().validates()) {
     std::vector<Access> accesses = find_untracked(command, bindings);
     if (const auto conflict = _untracked->find_conflict(accesses)) throw ValidationError(*conflict);
-    std::move(accesses.begin(), accesses.end(), std::back_inserter(_untrackedNow));
+    _untracked->add(std::move(accesses));
   }
   if (command.kind == Command::Kind::kDispatch) _dispatches++;
   if (_encoded.commands.empty()) _encoded.commands.reserve(kUsualCommands);
@@ -269,6 +276,14 @@ struct Running {
 - (void)encodeBarrier:(EncodedBarrier)barrier {
   if (!_describes) return;  // commands have a flag that a barrier precedes them
   _encoded.barriers.push_back(std::move(barrier));
+}
+- (void)waitForFence:(id<MTLFence>)fence {
+  _untracked->wait_for((__bridge const void*)checked_cast<EmulatorFence>(fence, "waitForFence"));
+  if (_retained) _references.push_back(fence);
+}
+- (void)updateFence:(id<MTLFence>)fence {
+  _untracked->update((__bridge const void*)checked_cast<EmulatorFence>(fence, "updateFence"));
+  if (_retained) _references.push_back(fence);
 }
 - (BOOL)describesBindings {
   return _describes;
@@ -284,7 +299,7 @@ struct Running {
 }
 - (void)encoderEnded:(BOOL)properly label:(NSString*)label {
   _encoderOpen = NO;
-  _untracked->add(std::exchange(_untrackedNow, {}));
+  _untracked->end_encoder();
   if (properly) return;
   _violation = "an encoder";
   if (label) _violation += " \"" + to_string(label) + "\"";

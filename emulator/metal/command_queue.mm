@@ -3,9 +3,25 @@
 #include <mutex>
 
 #include "classes.h"
+#include "untracked.h"
 
 using metal_emulator::State;
 using metal_emulator::ValidationError;
+
+@implementation EmulatorFence {
+  id<MTLDevice> _device;
+}
+@synthesize device = _device;
+@synthesize label = _label;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device {
+  if ((self = [super init])) _device = device;
+  return self;
+}
+- (void)dealloc {
+  metal_emulator::UntrackedUse::forget_fence((__bridge const void*)self);
+}
+@end
 
 @implementation EmulatorCommandQueue {
   id<MTLDevice> _device;

@@ -55,7 +55,9 @@ void check_length(NSUInteger length, const char* call) {
 @implementation EmulatorDevice
 
 - (NSString*)name {
-  return metal_emulator::to_ns(State::get().executor().device_name());
+  const std::string own = State::get().executor().device_name();
+  const std::string claimed = metal_emulator::limits().name;
+  return metal_emulator::to_ns(claimed.empty() ? own : claimed + " (" + own + ")");
 }
 - (uint64_t)registryID {
   return 1;
@@ -109,6 +111,9 @@ void check_length(NSUInteger length, const char* call) {
   return [[EmulatorCommandQueue alloc] initWithDevice:self maxCommandBufferCount:count];
 }
 
+- (id<MTLFence>)newFence {
+  return [[EmulatorFence alloc] initWithDevice:self];
+}
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
   const StorageMode mode = storage_mode(options, "newBufferWithLength");
   check_length(length, "newBufferWithLength");
@@ -146,6 +151,7 @@ void check_length(NSUInteger length, const char* call) {
     throw ValidationError("newBufferWithBytesNoCopy: length " + std::to_string(length) +
                           " is not a multiple of the page size, " + std::to_string(page));
   }
+  if (!metal_emulator::limits().no_copy) return nil;
   auto state = State::get().wrap(pointer, length, StorageMode::kShared);
   if (!state) return nil;
   return [[EmulatorBuffer alloc] initWithDevice:self
@@ -184,6 +190,8 @@ void check_length(NSUInteger length, const char* call) {
   const bool as_it_is = options.preprocessorMacros.count == 0;
   for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
     if (as_it_is && library->source == text) {
+      State::get().add_library({library->name, static_cast<bool>(options ? options.fastMathEnabled : YES),
+                                static_cast<int>(options ? options.languageVersion : MTLLanguageVersion3_2)});
       return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
     }
   }

@@ -5,6 +5,8 @@
 namespace metal_emulator {
 namespace {
 
+constexpr std::size_t kMistakenBytes = 8;
+
 std::string describe(const Command& command, const EncodedBinding& binding) {
   std::string text;
   switch (command.kind) {
@@ -137,6 +139,46 @@ std::vector<Access> find_untracked(const Command& command, const std::vector<Enc
                         describe(command, binding)});
   }
   return accesses;
+}
+
+void plant_mistakes(std::vector<Command>& commands, const std::set<std::string>& kernels) {
+  std::vector<Command> planted;
+  for (Command& command : commands) {
+    planted.push_back(std::move(command));
+    if (planted.back().kind != Command::Kind::kDispatch) continue;
+    const DispatchCommand dispatch = planted.back().dispatch;
+    const Kernel& kernel = *dispatch.pipeline->kernel;
+    if (!kernels.contains(kernel.name)) continue;
+    for (const KernelArgument& argument : kernel.arguments) {
+      const auto index = static_cast<std::size_t>(argument.index);
+      if (!argument.writable || index >= dispatch.buffers.size() || !dispatch.buffers[index].allocation)
+        continue;
+      Command mistake;
+      mistake.kind = Command::Kind::kFill;
+      mistake.fill.to = dispatch.buffers[index];
+      mistake.fill.bytes = kMistakenBytes;
+      mistake.fill.value = 0x43;  // 195 as a float, 3.6 as a half
+      planted.push_back(std::move(mistake));
+      break;
+    }
+  }
+  commands = std::move(planted);
+}
+
+std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics,
+                         std::uint64_t limit) {
+  if (limit == 0) return {};
+  std::uint64_t steps = 0;
+  std::size_t dispatch = 0;
+  for (const Command& command : encoded.commands) {
+    if (command.kind != Command::Kind::kDispatch || dispatch == statistics.size()) continue;
+    const Dim3& group = command.dispatch.group;
+    const DispatchStatistics& ran = statistics[dispatch++];
+    steps += ran.threads + ran.barriers * group.x * group.y * group.z;
+  }
+  if (steps <= limit) return {};
+  return "Caused GPU Timeout Error: " + std::to_string(steps) + " steps of threads are more than the " +
+         std::to_string(limit) + " that the watchdog allows";
 }
 
 void truncate(std::vector<Command>& commands, int dispatches) {

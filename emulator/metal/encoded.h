@@ -42,6 +42,11 @@ std::string find_misuse(const Encoded& encoded);
 std::vector<Access> find_untracked(const Command& command, const std::vector<EncodedBinding>& bindings);
 std::vector<DispatchRecord> make_records(const Encoded& encoded,
                                          const std::vector<DispatchStatistics>& statistics);
+// After each dispatch of a kernel named, overwrites the first bytes of the first output.
+void plant_mistakes(std::vector<Command>& commands, const std::set<std::string>& kernels);
+// What the watchdog says of more steps than the limit, where there is one; see DeviceLimits.
+std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics,
+                         std::uint64_t limit);
 // Keeps the first `dispatches` dispatches and the other commands before them.
 void truncate(std::vector<Command>& commands, int dispatches);
 

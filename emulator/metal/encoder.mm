@@ -31,6 +31,14 @@ using metal_emulator::ValidationError;
   _ended = YES;
   [_commandBuffer encoderEnded:YES label:nil];
 }
+- (void)updateFence:(id<MTLFence>)fence {
+  require_open(_ended, "updateFence");
+  [_commandBuffer updateFence:fence];
+}
+- (void)waitForFence:(id<MTLFence>)fence {
+  require_open(_ended, "waitForFence");
+  [_commandBuffer waitForFence:fence];
+}
 - (void)insertDebugSignpost:(NSString*)string {
   static_cast<void>(string);
   require_open(_ended, "insertDebugSignpost");

@@ -13,7 +13,8 @@ namespace metal_emulator {
 inline constexpr const char* kNoBarrier = "no memory barrier between them on this concurrent encoder";
 inline constexpr const char* kNoFence = "no fence between their encoders (the buffer is untracked)";
 inline constexpr const char* kNoWait =
-    "no wait between the commits of their command buffers (the buffer is untracked)";
+    "no wait between the commits of their command buffers and no fence between their encoders (the buffer is "
+    "untracked)";
 
 struct Access {
   const Allocation* memory;

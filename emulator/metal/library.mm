@@ -76,7 +76,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   if ((self = [super init])) {
     _fastMathEnabled = YES;
     _mathMode = MTLMathModeFast;
-    _languageVersion = MTLLanguageVersion3_0;
+    _languageVersion = MTLLanguageVersion3_2;  // the newest, as on a Mac
   }
   return self;
 }
@@ -233,6 +233,11 @@ Value make_value(const void* bytes, MTLDataType type) {
                              " bytes of threadgroup memory, over the limit of " +
                              std::to_string(metal_emulator::kMaxThreadgroupBytes));
   }
+  const metal_emulator::DeviceLimits limits = state.limits();
+  if (limits.broken_kernels.contains(_kernel->name))
+    throw std::runtime_error("XPC_ERROR_CONNECTION_INTERRUPTED: the compiler service failed");
+  if (!limits.simdgroup_matrix && _library->source.find("simdgroup_matrix") != std::string_view::npos)
+    throw std::runtime_error("the GPU has no simdgroup_matrix");
   state.count(&metal_emulator::Counters::pipelines);
   return pipeline;
 }
@@ -262,6 +267,7 @@ Value make_value(const void* bytes, MTLDataType type) {
 @implementation EmulatorComputePipeline {
   id<MTLDevice> _device;
   NSString* _label;
+  NSUInteger _simdWidth;
 }
 @synthesize device = _device;
 @synthesize label = _label;
@@ -274,6 +280,10 @@ Value make_value(const void* bytes, MTLDataType type) {
     _device = device;
     _maxThreads = pipeline->max_threads;
     if (maxThreads > 0) _maxThreads = std::min(_maxThreads, maxThreads);
+    const auto limits = metal_emulator::limits();
+    if (const auto own = limits.max_threads.find(pipeline->kernel->name); own != limits.max_threads.end())
+      _maxThreads = std::min<NSUInteger>(_maxThreads, own->second);
+    _simdWidth = limits.simd_width;
     _pipeline = std::move(pipeline);
     _label = [label copy];
   }
@@ -286,7 +296,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   return _maxThreads;
 }
 - (NSUInteger)threadExecutionWidth {
-  return metal_emulator::kSimdWidth;
+  return _simdWidth;
 }
 - (NSUInteger)staticThreadgroupMemoryLength {
   return _pipeline->static_threadgroup_bytes;

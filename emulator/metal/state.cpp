@@ -14,6 +14,7 @@ namespace metal_emulator {
 namespace {
 
 constexpr unsigned kBackgroundThreads = 4;
+constexpr std::size_t kRememberedLibraries = 256;
 thread_local int worker_depth = 0;
 
 std::uint64_t from_environment(const char* name) {
@@ -195,6 +196,22 @@ Counters State::counters() {
   return counters_;
 }
 
+void State::add_library(LibraryRecord record) {
+  std::lock_guard lock(mutex_);
+  compiled_.push_back(std::move(record));
+  if (compiled_.size() > kRememberedLibraries) compiled_.pop_front();
+}
+
+std::vector<LibraryRecord> State::compiled_libraries() {
+  std::lock_guard lock(mutex_);
+  return {compiled_.begin(), compiled_.end()};
+}
+
+void State::forget_compiled_libraries() {
+  std::lock_guard lock(mutex_);
+  compiled_.clear();
+}
+
 void State::add_violation(const std::string& message) {
   std::lock_guard lock(mutex_);
   violations_.push_back(message);
@@ -318,6 +335,12 @@ std::vector<CommandBufferRecord> history() {
 }
 void set_history_depth(std::size_t command_buffers) {
   State::get().set_history_depth(command_buffers);
+}
+std::vector<LibraryRecord> compiled_libraries() {
+  return State::get().compiled_libraries();
+}
+void forget_compiled_libraries() {
+  State::get().forget_compiled_libraries();
 }
 std::vector<std::string> take_violations() {
   return State::get().take_violations();

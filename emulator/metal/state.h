@@ -62,6 +62,10 @@ class State {
   void count(std::uint64_t Counters::* counter, std::uint64_t times = 1);
   Counters counters();
 
+  void add_library(LibraryRecord record);
+  std::vector<LibraryRecord> compiled_libraries();
+  void forget_compiled_libraries();
+
   void add_violation(const std::string& message);
   std::vector<std::string> take_violations();
 
@@ -94,6 +98,7 @@ class State {
   CommandBufferFault command_buffer_fault_;
   Counters counters_;
   std::vector<std::string> violations_;
+  std::deque<LibraryRecord> compiled_;
   std::deque<CommandBufferRecord> history_;
   std::size_t history_depth_ = 0;
 

@@ -177,6 +177,16 @@ void bind_compute_encoder(nb::module_& m) {
              [self.object pushDebugGroup:to_ns(name)];
            })
       .def("pop_debug_group", [](const ComputeEncoder& self) { [self.object popDebugGroup]; })
+      .def("wait_for_fence",
+           [](const ComputeEncoder& self, const Fence& fence) {
+             const AutoreleasePool pool;
+             [self.object waitForFence:fence.object];
+           })
+      .def("update_fence",
+           [](const ComputeEncoder& self, const Fence& fence) {
+             const AutoreleasePool pool;
+             [self.object updateFence:fence.object];
+           })
       .def("end", [](const ComputeEncoder& self) { [self.object endEncoding]; })
       .def("release", &release<ComputeEncoder>);
 }
@@ -201,6 +211,16 @@ void bind_blit_encoder(nb::module_& m) {
             [self.object fillBuffer:buffer.object range:NSMakeRange(offset, length) value:value];
           },
           "buffer"_a, "offset"_a, "length"_a, "value"_a)
+      .def("wait_for_fence",
+           [](const BlitEncoder& self, const Fence& fence) {
+             const AutoreleasePool pool;
+             [self.object waitForFence:fence.object];
+           })
+      .def("update_fence",
+           [](const BlitEncoder& self, const Fence& fence) {
+             const AutoreleasePool pool;
+             [self.object updateFence:fence.object];
+           })
       .def("end", [](const BlitEncoder& self) { [self.object endEncoding]; });
 }
 

@@ -97,10 +97,18 @@ const char* storage_name(const Buffer& self) {
   }
 }
 
+// Without a language version it is the newest that the system knows.
 Library new_library(const Device& self, const std::string& source,
-                    const std::map<std::string, std::string>& macros) {
+                    const std::map<std::string, std::string>& macros, bool fast_math,
+                    std::optional<std::tuple<int, int>> language) {
   const AutoreleasePool pool;
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+  options.fastMathEnabled = fast_math;
+#pragma clang diagnostic pop
+  if (language)
+    options.languageVersion = MTLLanguageVersion((std::get<0>(*language) << 16) + std::get<1>(*language));
   NSMutableDictionary<NSString*, NSObject*>* values = [NSMutableDictionary dictionary];
   for (const auto& [name, value] : macros) values[to_ns(name)] = to_ns(value);
   options.preprocessorMacros = values;
@@ -230,6 +238,7 @@ void bind_device(nb::module_& m) {
                             NSUInteger length) { [self.object didModifyRange:NSMakeRange(offset, length)]; })
       .def("release", &release<Buffer>);
 
+  nb::class_<Fence>(m, "Fence").def("release", &release<Fence>);
   nb::class_<Function>(m, "Function").def_prop_ro("name", [](const Function& self) {
     const AutoreleasePool pool;
     return to_string(self.object.name);
@@ -281,7 +290,12 @@ void bind_device(nb::module_& m) {
       .def("new_buffer_no_copy", &new_buffer_no_copy, "array"_a, "offset"_a = 0, "length"_a = nb::none(),
            "label"_a = "")
       .def("new_library", &new_library, "source"_a, "macros"_a = std::map<std::string, std::string>(),
-           kWithoutGil)
+           "fast_math"_a = true, "language"_a = nb::none(), kWithoutGil)
+      .def("new_fence",
+           [](const Device& self) {
+             const AutoreleasePool pool;
+             return Fence{require([self.object newFence], nil, "newFence")};
+           })
       .def("load_library", &load_library, "path"_a, kWithoutGil)
       .def("default_library",
            [](const Device& self) {

@@ -32,12 +32,26 @@ class KernelLibrary:
     ----------
     source
         Text of the source, with local includes in place. Off a Mac it must be that of a file which the test
-        module was built with.
+        module was built with. None stands for the file of a compiled library.
+    compiled
+        Path of that file.
+    fast_math, language
+        Options of the compiler: Metal's defaults are fast maths, and the newest language.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        compiled: str | None = None,
+        fast_math: bool = True,
+        language: tuple[int, int] | None = None,
+    ) -> None:
         self.device: Any = testing_module().Device()
-        self.library: Any = self.device.new_library(source)
+        if source is None:
+            self.library: Any = self.device.load_library(compiled)
+        else:
+            self.library = self.device.new_library(source, fast_math=fast_math, language=language)
         self.queue: Any = self.device.new_queue()
 
     def close(self) -> None:

@@ -62,6 +62,9 @@ struct Device {
 struct Buffer {
   id<MTLBuffer> object;
 };
+struct Fence {
+  id<MTLFence> object;
+};
 struct Library {
   id<MTLLibrary> object;
 };

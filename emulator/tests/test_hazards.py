@@ -167,9 +167,13 @@ class Untracked:
         self.target = library.device.new_buffer(64)
         self.pipelines = {kernel: library.pipeline(kernel) for kernel in ("store", "load")}
 
-    def encode(self, command_buffer: Any, kernel: str, offset: int = 0) -> None:
+    def encode(
+        self, command_buffer: Any, kernel: str, offset: int = 0, *, waits: Any = None, updates: Any = None
+    ) -> None:
         """Encode one dispatch, on an encoder of its own."""
         encoder = command_buffer.compute_encoder()
+        if waits is not None:
+            encoder.wait_for_fence(waits)
         encoder.set_pipeline(self.pipelines[kernel])
         encoder.set_buffer(0, self.buffer, offset)
         if kernel == "load":
@@ -179,6 +183,8 @@ class Untracked:
         encoder.set_bytes(2, u32(0))
         try:
             encoder.dispatch_threads((4, 1, 1), (4, 1, 1))
+            if updates is not None:
+                encoder.update_fence(updates)
         finally:
             encoder.end()
 
@@ -211,6 +217,42 @@ def test_untracked_buffers_want_a_wait_between_command_buffers(library: KernelLi
     fourth = untracked.commands("store")
     fourth.commit()
     fourth.wait()
+
+
+@pytest.mark.parametrize("where", ["one command buffer", "two"])
+def test_a_fence_orders_encoders_that_use_untracked_buffers(
+    library: KernelLibrary, emulator: Any, where: str
+) -> None:
+    untracked = Untracked(library)
+    fence, other = library.device.new_fence(), library.device.new_fence()
+    first = library.queue.command_buffer()
+    untracked.encode(first, "store", updates=fence)
+    second = first
+    if where == "two":
+        first.commit()
+        second = library.queue.command_buffer()
+    untracked.encode(second, "load", waits=fence, updates=other)
+    second.commit()
+    third = library.queue.command_buffer()
+    untracked.encode(third, "store", waits=other)  # after the first, since the second is
+    third.commit()
+    third.wait()
+    for holder in (fence, other):
+        holder.release()
+
+
+def test_a_fence_that_another_encoder_updated_orders_nothing(library: KernelLibrary, emulator: Any) -> None:
+    untracked = Untracked(library)
+    fence = library.device.new_fence()
+    first, second = library.queue.command_buffer(), library.queue.command_buffer()
+    untracked.encode(first, "load", offset=32, updates=fence)
+    untracked.encode(first, "store")
+    untracked.encode(second, "load", waits=fence)
+    first.commit()
+    with pytest.raises(emulator.ValidationError, match="no fence between their encoders"):
+        second.commit()
+    first.wait()
+    fence.release()
 
 
 @pytest.mark.parametrize("observe", ["status", "handler"])

@@ -51,6 +51,10 @@ WRONG: dict[str, tuple[str, str]] = {
         "kernel void k(device half4* h [[buffer(0)]], device float4* x [[buffer(1)]]) { h[0] = x[0]; }  // !",
         "incompatible type",
     ),
+    "number where a function of Metal takes a vector": (
+        "kernel void k(device float4* x [[buffer(0)]]) { x[0] = fma(2.0f, x[1], x[2]); }  // !",
+        "'fma' is given a number and a vector",
+    ),
     "buffer index beyond the last": (
         "kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }  // !",
         "31",

@@ -16,27 +16,38 @@ from typing import Any
 from macho_protocols import Library
 
 # A wheel for a Mac, whatever this machine is.
-PLATFORMS = ["macosx_11_0_universal2", "macosx_10_13_universal2", "macosx_11_0_arm64"]
+PLATFORMS = [
+    "macosx_11_0_universal2",
+    "macosx_10_13_universal2",
+    "macosx_10_9_universal2",
+    "macosx_11_0_arm64",
+]
 WHEELS = {"Metal": "pyobjc-framework-Metal", "Foundation": "pyobjc-framework-Cocoa"}
 
 
 def download(package: str, folder: Path) -> Path:
     """Return the wheel of a package for macOS, downloaded into a folder unless it is there already.
 
+    The package may be given with a version, ``name==1.0``; each version then wants a folder of its own.
+
     Raises
     ------
     RuntimeError
         pip could not get it.
     """
-    pattern = package.replace("-", "_").lower() + "-*.whl"
-    if not list(folder.glob(pattern)):
+    prefix = package.partition("==")[0].replace("-", "_").lower() + "-"
+
+    def found() -> list[Path]:
+        return sorted(path for path in folder.glob("*.whl") if path.name.lower().startswith(prefix))
+
+    if not found():
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version", "3.12", "--dest", str(folder), package]
         command += [word for platform in PLATFORMS for word in ("--platform", platform)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise RuntimeError(f"pip download {package} failed:\n{result.stderr}")
-    return sorted(folder.glob(pattern))[-1]
+    return found()[-1]
 
 
 @dataclass

@@ -6,7 +6,6 @@ strings of a vocabulary, are stepped over and decoded on first access.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,7 +64,7 @@ class Array(NamedTuple):
 class Cursor:
     """Reads the header front to back; every read is checked against the end of the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap, pos: int = 0) -> None:
+    def __init__(self, path: Path, data: memoryview, pos: int = 0) -> None:
         self.path = path
         self.data = data
         self.size = len(data)
@@ -99,7 +98,7 @@ class Cursor:
         """Read a length and that many bytes of UTF-8."""
         start = self.take(self.u64(f"the length of {what}"), what)
         try:
-            return self.data[start : self.pos].decode("utf-8")
+            return str(self.data[start : self.pos], "utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{what} at byte {start} is not valid UTF-8: {error.reason}") from None
 
@@ -206,7 +205,7 @@ class Cursor:
             start = pos + 8
             pos = start + unpack(data, pos)[0]
             try:
-                strings.append(data[start:pos].decode("utf-8"))
+                strings.append(str(data[start:pos], "utf-8"))
             except UnicodeDecodeError as error:
                 raise self.error(
                     f"string {index} of {what} at byte {start} is not valid UTF-8: {error.reason}"
@@ -220,9 +219,9 @@ class Metadata(Mapping[str, MetadataValue]):
     A string inside an array that is not valid UTF-8 is a `GGUFError` at that access.
     """
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: memoryview) -> None:
         self._path = path
-        self._data: mmap.mmap | None = data
+        self._data: memoryview | None = data
         self._values: dict[str, MetadataValue | Array] = {}
         self._types: dict[str, str] = {}
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
 from metal_prefill._gguf_metadata import MIN_METADATA_BYTES, Cursor, Metadata
 from metal_prefill.errors import ClosedError, GGUFError
 
@@ -221,15 +222,15 @@ def _opened(path: Path) -> Iterator[tuple[io.FileIO, int]]:
         yield file, status.st_size
 
 
-def _map_file(path: Path) -> mmap_module.mmap:
+def _map_file(path: Path) -> memoryview:
     with _opened(path) as (file, size):
         try:
-            return mmap_module.mmap(file.fileno(), size, access=mmap_module.ACCESS_READ)
+            return memoryview(_core.map_file(file.fileno(), size))
         except ValueError as error:  # it became shorter in between
             raise GGUFError(f"{path}: cannot be mapped: {error}") from None
 
 
-def _read_file(path: Path) -> mmap_module.mmap:
+def _read_file(path: Path) -> memoryview:
     with _opened(path) as (file, size):
         data = mmap_module.mmap(-1, size)  # memory that begins on a page, as a mapped file does
         with memoryview(data) as view:
@@ -239,13 +240,13 @@ def _read_file(path: Path) -> mmap_module.mmap:
                 if not count:
                     raise GGUFError(f"{path}: became shorter while it was read, at byte {done} of {size}")
                 done += count
-        return data
+        return memoryview(data)
 
 
 def _read_version(cursor: Cursor) -> int:
     magic = cursor.data[: len(MAGIC)]
     if magic != MAGIC:
-        raise cursor.error(f"not a GGUF file: begins with {magic!r}, not {MAGIC!r}")
+        raise cursor.error(f"not a GGUF file: begins with {bytes(magic)!r}, not {MAGIC!r}")
     cursor.pos = len(MAGIC)
     version = cursor.u32("the version")
     if version in VERSIONS:

@@ -85,11 +85,8 @@ def resolve_device(device: str) -> str:
             on_mac = platform.system() == "Darwin"
             _log.log(logging.WARNING if on_mac else logging.INFO, "no Metal device: using the CPU engine")
         return "cpu"
-    if name == "metal" and not _core.metal_available():
-        raise DeviceError(
-            f"{source}='metal' needs a Mac with Apple Silicon, or a build with the Metal emulator "
-            "(pip install . -C cmake.define.METAL_PREFILL_EMULATOR=ON); use device='cpu' here"
-        )
+    if name == "metal" and (problem := _core.metal_device().get("problem")):
+        raise DeviceError(f"{source}='metal' is not available: {problem}")
     return name
 
 

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from metal_kernels import KernelLibrary, testing_module
 from support.kernel_harness import SHADERS, Array, Run, flat_source
+from support.missing import REQUIRE_METAL, fail_or_skip
+
+from metal_prefill import _core
 
 MISSING = "the package was built without the means to dispatch single kernels: run `make test`"
 SHUFFLED = 7  # seed of the order of threads
 
 
-@pytest.fixture(scope="module")
-def libraries() -> Iterator[dict[str, KernelLibrary]]:
-    """Yield the library of each kernel, by its name."""
+COMPILED = Path(_core.__file__).with_name("metal_prefill.metallib")  # where Apple's compiler made one
+
+
+@pytest.fixture(scope="module", params=["source", *["metallib"] * COMPILED.exists()])
+def libraries(request: pytest.FixtureRequest) -> Iterator[dict[str, KernelLibrary]]:
+    """Yield each kernel's library by its name: compiled as the engine does, and as the package has it."""
     try:
         testing_module()
     except ImportError:
-        if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
-    opened = [KernelLibrary(flat_source(path)) for path in sorted(SHADERS.glob("*.metal"))]
+        fail_or_skip(MISSING, *REQUIRE_METAL)
+    fast_math, language = _core.shader_options
+    if request.param == "source":
+        sources = [flat_source(path) for path in sorted(SHADERS.glob("*.metal"))]
+        opened = [KernelLibrary(source, fast_math=fast_math, language=language) for source in sources]
+    else:
+        opened = [KernelLibrary(None, compiled=str(COMPILED))]
     yield {name: library for library in opened for name in library.library.function_names}
     for library in opened:
         library.close()

@@ -331,13 +331,6 @@ def test_every_family_gives_the_same_token(demo_path: Path, family: int) -> None
         assert model.forward_prompt(prompt(90)) == reference.forward_prompt(prompt(90))
 
 
-def test_a_gpu_before_apple_silicon_is_refused(demo_path: Path) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=6))
-    assert not _core.metal_available()
-    with pytest.raises(DeviceError):
-        Model(demo_path, device="metal")
-
-
 def test_a_file_larger_than_a_buffer_is_mapped_in_overlapping_views(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", compute="f32") as reference:
         expected = reference.forward_prompt(prompt(40))
@@ -516,10 +509,3 @@ def test_a_table_of_sequences_is_written_once_for_all_layers(model: Model) -> No
     assert sessions[0].stats()["allocations"] == 0
     assert {b.label for b in gpu.live_buffers()} >= {"ids", "rows", "pages"}
     assert "tiles" not in {b.label for b in gpu.live_buffers()}  # of prompts alone
-
-
-def test_a_failure_at_load_leaves_no_object(demo_path: Path) -> None:
-    gpu.fail_allocation()
-    with pytest.raises(DeviceError, match="map the model's file"):
-        Model(demo_path, device="metal")
-    assert gpu.live_objects() == 0

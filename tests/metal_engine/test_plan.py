@@ -222,7 +222,7 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     for tokens in (1, 300):
         found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens)}
         found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens, output="log_probs")}
-    assert found == set(libraries)
+    assert found | {"trial"} == set(libraries)  # which unknown GPUs run before they are used
 
 
 def test_arguments_of_another_size_are_refused() -> None:

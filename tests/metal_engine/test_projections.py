@@ -299,6 +299,22 @@ def test_matmul_swiglu_stays_finite_in_half(run: Run) -> None:
     assert (y.check() == 65504).all()
 
 
+def test_swiglu_in_half_does_not_hide_what_is_not_a_number(run: Run) -> None:
+    w = Weights(np.random.default_rng(10), "F32", [8, 8], 8)
+    x = np.zeros((2, 8), np.float32)
+    x[1, 3] = np.nan
+    y = Output([2, 8], np.float16)
+    matmul(run, "matmul_swiglu", "narrow", w, x, y, 8)
+    assert np.isnan(y.check()).tolist() == [[False] * 8, [True] * 8]
+
+    gate_up = np.zeros((1, 8), np.float32)
+    gate_up[0, 2] = np.nan
+    y = Output([1, 4], np.float16)
+    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU)
+    run("swiglu_f16", gate_up, y.buffer, args, groups=(1,), threads=(32,))
+    assert np.isnan(y.check()).tolist() == [[False, False, True, False]]
+
+
 FUSED_SHAPES = [(576, 576), (576, 192), (576, 1536), (1536, 576)]
 
 

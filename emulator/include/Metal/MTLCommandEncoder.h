@@ -2,6 +2,7 @@
 
 #import <Metal/MTLBuffer.h>
 #import <Metal/MTLComputePipeline.h>
+#import <Metal/MTLFence.h>
 
 NS_ASSUME_NONNULL_BEGIN
 
@@ -46,6 +47,8 @@ typedef NS_ENUM(NSUInteger, MTLDispatchType) {
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope;
 - (void)memoryBarrierWithResources:(const id<MTLResource> _Nonnull[_Nonnull])resources
                              count:(NSUInteger)count;
+- (void)updateFence:(id<MTLFence>)fence;
+- (void)waitForFence:(id<MTLFence>)fence;
 @end
 
 @protocol MTLBlitCommandEncoder <MTLCommandEncoder>
@@ -55,6 +58,8 @@ typedef NS_ENUM(NSUInteger, MTLDispatchType) {
      destinationOffset:(NSUInteger)destinationOffset
                   size:(NSUInteger)size;
 - (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value;
+- (void)updateFence:(id<MTLFence>)fence;
+- (void)waitForFence:(id<MTLFence>)fence;
 @end
 
 NS_ASSUME_NONNULL_END

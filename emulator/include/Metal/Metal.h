@@ -6,6 +6,7 @@
 #import <Metal/MTLCommandQueue.h>
 #import <Metal/MTLComputePipeline.h>
 #import <Metal/MTLDevice.h>
+#import <Metal/MTLFence.h>
 #import <Metal/MTLLibrary.h>
 #import <Metal/MTLResource.h>
 #import <Metal/MTLTypes.h>

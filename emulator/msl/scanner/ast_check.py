@@ -90,8 +90,19 @@ class Checker:
             self._error(place, "a cast to a pointer or reference without address space")
         elif kind == "LambdaExpr":
             self._error(place, "Metal has no lambda expressions before version 3.2")
+        elif kind == "CallExpr":
+            self._call(node, place)
         elif kind == "MemberExpr":
             self._member(node, place)
+
+    def _call(self, node: Node, place: Place) -> None:
+        """Refuse a number for a vector in calls of Metal's functions, which have many overloads."""
+        callee, *arguments = node.get("inner") or [{}]
+        function = (callee.get("inner") or [{}])[0].get("referencedDecl", {})
+        _, (file, _) = self.functions.get(function.get("id"), ("", (self.shim, 0)))
+        if file.startswith(self.shim) and any(a.get("castKind") == "VectorSplat" for a in arguments):
+            name = function.get("name")
+            self._error(place, f"'{name}' is given a number and a vector; make a vector of the number")
 
     def _member(self, node: Node, place: Place) -> None:
         """Refuse a member function for thread objects that is called on an object elsewhere."""

@@ -63,8 +63,8 @@ def devices() -> list[tuple[str, str]]:
     from metal_prefill import _core
     from metal_prefill.model import resolve_device
 
-    if not _core.metal_available():
-        metal = "not available: needs a Mac with Apple Silicon, or a build with the emulator"
+    if problem := _core.metal_device().get("problem"):
+        metal = f"not available: {problem}"
     elif _core.has_emulator:
         metal = "emulator: for correctness, says nothing about the speed of Metal"
     else:

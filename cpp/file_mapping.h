@@ -1,0 +1,26 @@
+// Files as memory.
+#pragma once
+
+#include <cstddef>
+
+namespace metal_prefill {
+
+// A file, mapped for reading. Python's mmap would do, but on macOS it writes everything that the disk still
+// has in its cache before it maps a file.
+class FileMapping {
+ public:
+  // Throws std::system_error, and std::invalid_argument where the file has fewer than `bytes` bytes by now.
+  FileMapping(int descriptor, std::size_t bytes);
+  ~FileMapping();
+  FileMapping(const FileMapping&) = delete;
+  FileMapping& operator=(const FileMapping&) = delete;
+
+  const std::byte* data() const { return static_cast<const std::byte*>(memory_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  void* memory_;
+  std::size_t bytes_;
+};
+
+}  // namespace metal_prefill

@@ -1,0 +1,26 @@
+// The shaders as Metal libraries: the one that was compiled when the package was built, or those of the
+// sources in the extension, compiled here.
+#pragma once
+
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
+
+#include <map>
+#include <string>
+
+namespace metal_prefill::metal {
+
+struct Libraries {
+  std::map<std::string, id<MTLLibrary>> by_kernel;
+  bool compiled = false;  // when the package was built
+
+  // Null where no library has the kernel.
+  id<MTLFunction> function(const std::string& kernel) const;
+};
+
+// Throws DeviceError naming the source that does not compile.
+Libraries open_libraries(id<MTLDevice> device);
+// That of one source alone.
+Libraries open_library(id<MTLDevice> device, const std::string& source);
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,92 @@
+#include "libraries.h"
+
+#include <dlfcn.h>
+
+#include <filesystem>
+#include <vector>
+
+#include "concurrently.h"
+#include "device.h"
+#include "embedded_shaders.h"
+#include "kernel_key.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+// The compiled library in this module's folder, if the build made one.
+id<MTLLibrary> compiled_library(id<MTLDevice> device) {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&kernel_name), &info) == 0 || !info.dli_fname) return nil;
+  const auto path = std::filesystem::path(info.dli_fname).parent_path() / "metal_prefill.metallib";
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return nil;
+  NSError* error = nil;
+  return [device newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path.string())] error:&error];
+}
+
+// Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
+// The default language is the newest that the system knows: with an older one, all systems compile the same.
+MTLCompileOptions* compile_options() {
+  MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+  options.fastMathEnabled = METAL_PREFILL_FAST_MATH != 0;
+#pragma clang diagnostic pop
+  options.languageVersion =
+      MTLLanguageVersion((METAL_PREFILL_LANGUAGE_MAJOR << 16) + METAL_PREFILL_LANGUAGE_MINOR);
+  return options;
+}
+
+// Those of the sources, which are compiled concurrently; all of them if no name is given.
+std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::string& only) {
+  std::vector<const ShaderSource*> sources;
+  for (std::size_t i = 0; i < kShaderSourceCount; ++i)
+    if (only.empty() || only == kShaderSources[i].name) sources.push_back(&kShaderSources[i]);
+  std::vector<id<MTLLibrary>> libraries(sources.size());
+  run_concurrently(sources.size(), [&](std::size_t i, const auto& done) {
+    const auto finish = [&libraries, &sources, &done, i](id<MTLLibrary> library, NSError* error) {
+      libraries[i] = library;
+      done(library
+               ? ""
+               : "the shaders in " + std::string(sources[i]->name) + " do not compile: " + describe(error));
+    };
+    [device newLibraryWithSource:to_ns(sources[i]->text)
+                         options:compile_options()
+               completionHandler:^(id<MTLLibrary> library, NSError* error) {
+                 finish(library, error);
+               }];
+  });
+  return libraries;
+}
+
+Libraries open(id<MTLDevice> device, const std::string& only) {
+  Libraries opened;
+  std::vector<id<MTLLibrary>> libraries;
+  if (id<MTLLibrary> compiled = compiled_library(device)) {
+    libraries.push_back(compiled);
+    opened.compiled = true;
+  } else {
+    libraries = compile(device, only);
+  }
+  for (id<MTLLibrary> library : libraries)
+    for (NSString* name in library.functionNames) opened.by_kernel[name.UTF8String] = library;
+  return opened;
+}
+
+}  // namespace
+
+id<MTLFunction> Libraries::function(const std::string& kernel) const {
+  const auto library = by_kernel.find(kernel);
+  return library == by_kernel.end() ? nil : [library->second newFunctionWithName:to_ns(kernel)];
+}
+
+Libraries open_libraries(id<MTLDevice> device) {
+  return open(device, "");
+}
+
+Libraries open_library(id<MTLDevice> device, const std::string& source) {
+  return open(device, source);
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,13 @@
+// Whether a GPU that the engine does not know can run its kernels.
+#pragma once
+
+#import <Metal/Metal.h>
+
+#include <string>
+
+namespace metal_prefill::metal {
+
+// Runs the kernel `trial`. Empty if its results are right; else says what went wrong.
+std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,69 @@
+"""Devices that are less than the emulator's own, as virtual machines, other GPUs and macOS make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from metal_kernels import KernelLibrary
+
+pytestmark = pytest.mark.emulator
+
+
+def test_a_claimed_name_does_not_hide_what_the_device_is(device: Any, emulator: Any) -> None:
+    emulator.set_limits(emulator.Limits(name="Apple Paravirtual device", apple_family=5))
+    assert device.name.startswith("Apple Paravirtual device (")
+    assert "emulator" in device.name.lower()
+    assert not device.supports_family(1006)
+
+
+def test_no_copy_buffers_can_be_refused(device: Any, emulator: Any) -> None:
+    memory = np.zeros(8192, np.uint8)
+    start = -memory.ctypes.data % 4096
+    emulator.set_limits(emulator.Limits(no_copy=False))
+    with pytest.raises(MemoryError):
+        device.new_buffer_no_copy(memory[start : start + 4096])
+
+
+def test_pipelines_report_the_limits_of_their_kernel(library: KernelLibrary, emulator: Any) -> None:
+    assert library.pipeline("store").max_threads == 1024
+    emulator.set_limits(emulator.Limits(max_threads={"store": 96}, simd_width=16))
+    pipeline = library.pipeline("store")
+    assert (pipeline.max_threads, pipeline.execution_width) == (96, 16)
+    assert library.pipeline("load").max_threads == 1024
+
+
+def test_a_broken_kernel_becomes_no_pipeline(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_limits(emulator.Limits(broken_kernels={"store"}))
+    with pytest.raises(RuntimeError, match="compiler service"):
+        library.pipeline("store")
+    library.pipeline("load")
+
+
+def store(library: KernelLibrary) -> Any:
+    """Write 1 to 4 and return the buffer."""
+    numbers = np.zeros(4, np.uint32)
+    library.dispatch("store", [numbers, np.uint32(0).tobytes(), np.uint32(0).tobytes()], grid=4, threads=4)
+    return numbers
+
+
+def test_a_wrong_kernel_spoils_the_beginning_of_its_output(library: KernelLibrary, emulator: Any) -> None:
+    right = store(library)
+    emulator.set_limits(emulator.Limits(wrong_kernels={"store"}))
+    wrong = store(library)
+    assert (wrong != right).tolist() == [True, True, False, False]
+
+
+def test_the_watchdog_ends_command_buffers_by_their_steps(library: KernelLibrary, emulator: Any) -> None:
+    emulator.set_limits(emulator.Limits(watchdog_steps=3))
+    with pytest.raises(RuntimeError, match="GPU Timeout Error: 4 steps"):
+        store(library)
+    emulator.set_limits(emulator.Limits(watchdog_steps=4))
+    store(library)
+
+
+def test_options_of_the_compiler_are_remembered(library: KernelLibrary, emulator: Any) -> None:
+    (default,) = emulator.compiled_libraries()[-1:]
+    assert default.fast_math
+    assert default.language > (3, 1)  # the newest

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Find names in Objective-C++ sources that an older SDK of macOS does not have.
+
+The version of PyPI's pyobjc-framework-Metal that was made from an SDK tells which names of Metal it has.
+A name that the headers here declare, that a source uses and that the SDK lacks is a build that fails with
+that SDK: a guard by ``@available`` does not help, since the compiler does not know the name.
+
+Usage: ``check_sdks.py [--cache FOLDER] SOURCE_FOLDER...``; exits with 1 and a list of uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from apple_metadata import WHEELS, Framework, download, read_framework
+from check_metal_api import INCLUDE, Declared, read_headers
+
+# macOS of the SDK: the last version of the bindings that was made from it.
+SDKS = {"13": "9.2", "14": "10.3.2", "15": "11.1"}
+# Methods that the bindings do not annotate, and the first SDK whose metal-cpp sends them.
+UNANNOTATED_SINCE = {"mathMode": "15", "setMathMode": "15"}
+SUFFIXES = (".h", ".mm", ".cpp", ".inc")
+
+
+def too_new(declared: Declared, apple: Framework, sdk: str) -> set[str]:
+    """Return the identifiers that the headers declare and an SDK does not."""
+    known = {selector for methods in apple.selectors.values() for selector in methods}
+    known |= {selector[1:] for methods in apple.protocols.values() for selector in methods}
+    selectors = {
+        selector[1:]
+        for protocol, methods in declared.protocols.items()
+        if protocol.startswith("MTL")
+        for selector in methods
+    }
+    names = {name for name in declared.enums.keys() - apple.enums.keys() if name.startswith("MTL")}
+    names |= {name for name in declared.functions - apple.functions if name.startswith("MTL")}
+    names |= {selector.split(":")[0] for selector in selectors - known}
+    return names | {name for name, since in UNANNOTATED_SINCE.items() if int(since) > int(sdk)}
+
+
+def uses(folder: Path, names: set[str]) -> list[str]:
+    """Return where the sources in a folder use one of the names, outside of comments and strings."""
+    found = []
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            code = re.sub(r'"(\\.|[^"\\])*"', '""', line).split("//")[0]
+            found += [f"{path}:{number}: {name}" for name in re.findall(r"\w+", code) if name in names]
+    return found
+
+
+def check(folders: list[Path], cache: Path, include: Path = INCLUDE) -> list[str]:
+    """Return the uses of names that an SDK lacks."""
+    declared = read_headers(include)
+    problems = []
+    for sdk, version in SDKS.items():
+        wheel = download(f"{WHEELS['Metal']}=={version}", cache / f"sdk-{sdk}")
+        names = too_new(declared, read_framework(wheel, "Metal"), sdk)
+        for folder in folders:
+            problems += [f"{use} is not in the SDK of macOS {sdk}" for use in uses(folder, names)]
+    return problems
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; see the module's text."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="folders with sources")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the downloaded wheels")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        problems = check(options.folders, options.cache or Path(temporary))
+    print("\n".join(problems) if problems else f"all known to the SDKs of macOS {', '.join(SDKS)}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""What a real Mac may do to the engine, as profiles of the emulated device: docs/mac.md lists them.
+
+On a Mac these tests are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import metal_kernels
+import numpy as np
+import pytest
+
+from metal_prefill import DeviceError, Model, _core, synth
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+VIRTUAL = "Apple Paravirtual device"
+PROMPT = [5 + 7 * i for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def own_device() -> Iterator[None]:
+    yield
+    gpu.clear_faults()
+    gpu.set_history_depth(0)
+    gpu.set_limits(gpu.Limits())
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model whose passes have more than 64 dispatches."""
+    folder = tmp_path_factory.mktemp("first_contact")
+    return synth.synthesize(folder / "m.gguf", preset="tiny", layers=12, vocab=320)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> int:
+    """Return the token after the prompt, by the CPU engine."""
+    with Model(path, device="cpu", compute="f32") as model:
+        return model.forward_prompt(PROMPT)
+
+
+def open_with(path: Path, **limits: Any) -> Model:
+    gpu.set_limits(gpu.Limits(**limits))
+    gpu.set_history_depth(0)
+    gpu.set_history_depth(64)
+    return Model(path, device="metal")
+
+
+def test_the_gpu_of_a_virtual_machine_is_used_after_a_trial(path: Path, expected: int) -> None:
+    with open_with(path, name=VIRTUAL, apple_family=5) as model:
+        assert model.forward_prompt(PROMPT) == expected
+    assert _core.metal_device()["tuned_as_family"] == "7"
+    assert _core.metal_device()["families"] == "Apple1, Apple2, Apple3, Apple4, Apple5, Mac2, Metal3"
+
+
+@pytest.mark.parametrize(
+    ("limits", "failure"),
+    [
+        ({"wrong_kernels": {"trial"}}, r"'trial' is wrong: result 0 is 195\.26"),
+        ({"broken_kernels": {"trial"}}, "'trial' cannot be built: .*compiler service"),
+        ({"simdgroup_matrix": False}, "'trial' cannot be built: .*no simdgroup_matrix"),
+        ({"simd_width": 16}, "its simdgroups have 16 threads"),
+        ({"watchdog_steps": 1}, "'trial' failed: .*GPU Timeout"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_gpu_that_fails_the_trial_is_refused_by_what_was_found(
+    path: Path, limits: dict[str, Any], failure: str
+) -> None:
+    with pytest.raises(DeviceError, match=f"{VIRTUAL}.*of the families Apple1.*{failure}"):
+        open_with(path, name=VIRTUAL, apple_family=5, **limits)
+    assert "problem" in _core.metal_device()
+    assert not _core.metal_available()
+    assert gpu.live_objects() == 0
+
+
+def test_known_families_need_no_trial() -> None:
+    gpu.set_limits(gpu.Limits(apple_family=7, broken_kernels={"trial"}))
+    assert _core.metal_device()["tuned_as_family"] == "7"
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 256 * 1024], ids=["one buffer", "many"])
+def test_a_refused_mapping_is_copied_and_said(path: Path, expected: int, buffer_bytes: int) -> None:
+    with open_with(path, no_copy=False, max_buffer_length=buffer_bytes) as model:
+        assert model.forward_prompt(PROMPT) == expected
+        stats = model.stats()
+        assert stats["weights_mapping_refused"] == 1
+        assert stats["weights_mapped_bytes"] == 0
+        assert stats["weights_copied_bytes"] > 0.5 * path.stat().st_size
+        assert not any(buffer.no_copy for buffer in gpu.live_buffers())
+    with open_with(path) as model:
+        assert model.stats()["weights_mapping_refused"] == 0
+
+
+def test_no_memory_for_a_refused_mapping_leaves_no_object(path: Path) -> None:
+    gpu.fail_allocation()
+    with pytest.raises(DeviceError, match=r"cannot allocate .* 'weights'"):
+        open_with(path, no_copy=False)
+    assert gpu.live_objects() == 0
+
+
+SMALLER = {
+    "rmsnorm_f16": 32,
+    "rmsnorm_f32": 32,
+    "rope_append_f16": 64,
+    "attention_prefill_f16_64": 32,
+    "argmax_stage1": 96,
+    "log_prob": 32,
+}
+
+
+def test_kernels_that_take_any_number_of_threads_take_what_their_pipeline_allows(
+    path: Path, expected: int
+) -> None:
+    with open_with(path, max_threads=SMALLER) as model:
+        assert model.forward_prompt(PROMPT) == expected
+        model.score(PROMPT)
+    groups: dict[str, int] = {}
+    for buffer in gpu.history():
+        for dispatch in buffer.dispatches:
+            groups[dispatch.kernel] = max(groups.get(dispatch.kernel, 0), dispatch.group[0])
+    assert all(groups[kernel] <= most for kernel, most in SMALLER.items() if kernel in groups)
+    assert len(groups.keys() & SMALLER.keys()) >= 5
+
+
+def test_few_tokens_take_what_the_pipelines_allow(path: Path) -> None:
+    kernels = ("rope_attention_decode_f16_32", "attention_combine", "swiglu_f32")
+    tokens = PROMPT + [1] * 90  # so many keys that two threadgroups share them
+    with open_with(path) as model:
+        model.forward_prompt(tokens)
+        wanted = model.forward_token(3)
+    with open_with(path, max_threads=dict.fromkeys(kernels, 32)) as model:
+        model.forward_prompt(tokens)
+        logits = model.forward_token(3)
+    np.testing.assert_allclose(logits, wanted, atol=1e-3 * np.abs(wanted).max())
+
+
+def test_a_kernel_that_needs_more_threads_is_named(path: Path) -> None:
+    with pytest.raises(
+        DeviceError, match=r"'matmul_q4_0_narrow' needs threadgroups of 128 threads; .* at most 96"
+    ):
+        open_with(path, max_threads={"matmul_q4_0_narrow": 96})
+    assert gpu.live_objects() == 0
+
+
+def test_another_simd_width_is_refused_at_load(path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"the kernel '\w+' runs in simdgroups of 64 threads"):
+        open_with(path, simd_width=64)
+    assert gpu.live_objects() == 0
+
+
+def test_a_kernel_that_does_not_compile_is_named(path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"'argmax_stage2' cannot be built: .*compiler service"):
+        open_with(path, broken_kernels={"argmax_stage2"})
+
+
+def steps() -> list[int]:
+    """Return the steps of each command buffer of the last pass, as the watchdog counts them."""
+    label = gpu.history()[-1].label
+    return [
+        sum(d.threads + d.barriers * d.group[0] for d in buffer.dispatches)
+        for buffer in gpu.history()
+        if buffer.label == label
+    ]
+
+
+def with_work(monkeypatch: pytest.MonkeyPatch, multiply_adds: float) -> None:
+    """Let command buffers of engines made from now on have so much work."""
+
+    class Limited(_core.EngineOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.buffer_work = multiply_adds
+
+    monkeypatch.setattr(_core, "EngineOptions", Limited)
+
+
+LONG = [3 + i for i in range(96)]
+WORK = 6e6  # multiply-adds: about a tenth of that prompt
+
+
+def test_a_long_pass_is_cut_by_its_work_and_gives_the_same_bits(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_with(path) as model:
+        whole = model.forward_prompt_logits(LONG)
+        most = max(steps())
+    limit = most // 4
+    with open_with(path, watchdog_steps=limit) as model:
+        with pytest.raises(DeviceError, match=r"96 tokens at position 0: .*GPU Timeout"):
+            model.forward_prompt_logits(LONG)
+        assert model.position == 0
+    with_work(monkeypatch, WORK)
+    with open_with(path, watchdog_steps=limit) as model:
+        np.testing.assert_array_equal(model.forward_prompt_logits(LONG), whole)
+        assert model.stats()["command_buffers"] == len(steps()) > 4
+
+
+def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_work(monkeypatch, WORK)
+    with open_with(path) as model:
+        wanted = model.forward_prompt_logits(LONG)
+        buffers = int(model.stats()["command_buffers"])
+        for nth in (1, 2, buffers):
+            model.reset()
+            model.forward_prompt(PROMPT)
+            gpu.fail_command_buffer(nth, message="the GPU had enough")
+            with pytest.raises(DeviceError, match=r"96 tokens at position 40: the GPU had enough"):
+                model.forward_prompt(LONG)
+            assert model.position == len(PROMPT)
+        model.reset()
+        np.testing.assert_array_equal(model.forward_prompt_logits(LONG), wanted)
+
+
+def test_an_error_while_a_pass_is_encoded_waits_for_what_was_committed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer of the results is made late in a pass: without it, command buffers are already running."""
+    with_work(monkeypatch, WORK)
+    with open_with(path) as model:
+        model.forward_prompt_logits(LONG)
+        before = gpu.counters()
+        gpu.fail_allocation(2)  # after that of the logits
+        with pytest.raises(DeviceError, match=r"cannot allocate .* 'candidates'"):
+            model.forward_prompt(LONG)
+        committed = gpu.counters().command_buffers - before.command_buffers
+        assert committed > 2
+        assert model.position == len(LONG)
+
+
+def test_the_first_dispatches_of_a_pass_are_committed_early(path: Path) -> None:
+    with open_with(path) as model:
+        model.forward_token_greedy(model.forward_prompt(PROMPT))
+        label = gpu.history()[-1].label
+        sizes = [len(buffer.dispatches) for buffer in gpu.history() if buffer.label == label]
+        assert sizes == [64, 12 * 7 + 5 - 64]
+        assert model.stats()["command_buffers"] == 2
+
+
+def test_transfers_keep_their_buffers_and_passes_need_not(path: Path) -> None:
+    with open_with(path) as model:
+        model.forward_prompt(PROMPT)
+        kept = {buffer.label: buffer.retained for buffer in gpu.history()}
+    assert kept == {"an upload": True, "40 tokens at position 0": False}
+
+
+def test_shaders_are_compiled_without_fast_maths_and_in_the_oldest_language(path: Path) -> None:
+    gpu.forget_compiled_libraries()
+    with open_with(path):
+        compiled = gpu.compiled_libraries()
+    assert len(compiled) > 10
+    assert {(library.fast_math, library.language) for library in compiled} == {(False, (3, 0))}
+
+
+def test_kernel_tests_compile_as_the_engine_does(
+    libraries: dict[str, metal_kernels.KernelLibrary],
+) -> None:
+    compiled = metal_kernels.testing_module().emulator.compiled_libraries()[
+        -len({id(o) for o in libraries.values()}) :
+    ]
+    assert {(library.fast_math, library.language) for library in compiled} == {(False, (3, 0))}

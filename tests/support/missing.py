@@ -1,0 +1,18 @@
+"""What to do in tests where something they need is missing."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import pytest
+
+# With either, a missing GPU fails a test: CI sets the first on a Mac, the second where there is the emulator.
+REQUIRE_METAL = ("METAL_PREFILL_REQUIRE_METAL", "METAL_PREFILL_REQUIRE_EMULATOR")
+
+
+def fail_or_skip(message: str, *variables: str) -> NoReturn:
+    """Fail the test where one of the environment variables is set; skip it elsewhere."""
+    if any(os.environ.get(variable) for variable in variables):
+        pytest.fail(message)
+    pytest.skip(message)
