@@ -510,15 +510,18 @@ void bind_inspector(nb::module_& m) {
       .def("plan", &SessionInspector::plan, "tokens"_a, nb::call_guard<GilRelease>())
       .def(
           "trace",
-          [](SessionInspector& self, TokenArray tokens, nb::object progress) {
+          [](SessionInspector& self, TokenArray tokens, nb::object progress, bool contents) {
             ProgressGuard guard(std::move(progress));
-            Trace trace;
+            Trace trace = {.dispatches = {}, .keeps_contents = contents};
             const PromptResult result =
                 without_gil([&] { return self.trace(view(tokens), trace, guard.function()); });
             guard.raise_pending();
             return std::pair(result.token, std::move(trace.dispatches));
           },
-          "tokens"_a, "progress"_a = nb::none())
+          "tokens"_a, "progress"_a = nb::none(), "contents"_a = false)
+      .def("pipelines", &SessionInspector::pipelines)
+      .def_prop_ro("shaders_were_compiled", &SessionInspector::shaders_were_compiled,
+                   "When the package was built; else when the model was opened.")
       .def("intermediate", &SessionInspector::intermediate, "name"_a, nb::call_guard<GilRelease>(),
            "Return a buffer of the last call by its name in the forward pass; with METAL_PREFILL_DEBUG=1 "
            "only.");
@@ -633,6 +636,7 @@ NB_MODULE(_core, m) {
   cpu::bind_machine(machine);
   constexpr const char* kDispatchCounter =
       "Return a counter of the bytes that dispatches read and write; None where they cannot be counted.";
+  m.attr("compiler") = __VERSION__;
   m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
         "Facts about the GPU; only `problem` where device 'metal' cannot be used.");
   m.def(

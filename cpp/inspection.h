@@ -12,6 +12,14 @@
 
 namespace metal_prefill {
 
+// A buffer of a dispatch, from its binding on.
+struct Contents {
+  std::vector<std::byte> copy;
+  std::span<const std::byte> weights;  // these are not copied, and stay as long as the engine
+
+  std::span<const std::byte> bytes() const { return weights.empty() ? std::span(copy) : weights; }
+};
+
 // One dispatch of a GPU: what runs, over what, and, where it ran alone, when.
 struct Dispatch {
   std::string kernel;
@@ -27,6 +35,8 @@ struct Dispatch {
   // sequence, the position of the first, and their number.
   std::vector<std::array<int, 2>> runs;
   double start = 0, end = 0;  // seconds of the GPU's clock
+  // By binding, where a trace keeps them.
+  std::vector<Contents> before, after;
 };
 
 // A pipeline that was built when the model was opened.
@@ -38,12 +48,16 @@ struct PipelineInfo {
 
 struct Trace {
   std::vector<Dispatch> dispatches;
+  bool keeps_contents = false;  // of the buffers, around the layers and in the first one
 };
 
 // Of an engine.
 class PassInspector {
  public:
   virtual ~PassInspector() = default;
+  virtual std::vector<PipelineInfo> pipelines() const = 0;
+  // Whether the shaders were compiled when the package was built, or when the model was opened.
+  virtual bool shaders_were_compiled() const = 0;
   // The dispatches that a prompt of so many tokens would make.
   virtual std::vector<Dispatch> plan(int tokens, int position) const = 0;
   // A buffer as the last pass over the cache left it, by its name in the forward pass, where the engine was
@@ -57,6 +71,8 @@ class SessionInspector {
   // Null where the engine makes no dispatches.
   static std::unique_ptr<SessionInspector> of(Session& session);
 
+  std::vector<PipelineInfo> pipelines() const { return passes_.pipelines(); }
+  bool shaders_were_compiled() const { return passes_.shaders_were_compiled(); }
   // The dispatches that forward_prompt of so many tokens would make from where the session stands. Nothing is
   // computed, and nothing changes.
   std::vector<Dispatch> plan(int tokens) const;

@@ -187,7 +187,8 @@ def imports(sources: Sources) -> dict[str, set[str]]:
 NATIVE = ("_core", "_metal_testing")
 COMMAND_LINE = ("metal_prefill.cli", "metal_prefill._commands")
 BENCHMARKS = ("metal_prefill.bench", "metal_prefill._bench")
-OF_THE_GPU = ("metal_prefill._trace", "metal_prefill._cost_model")  # for the commands `trace` and `predict`
+# For the commands `trace`, `predict` and `doctor`.
+OF_THE_GPU = ("metal_prefill._trace", "metal_prefill._cost_model", "metal_prefill._doctor")
 PROGRAMS = ("metal_prefill.bench.__main__",)  # run by `python -m`
 
 

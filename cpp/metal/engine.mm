@@ -68,6 +68,8 @@ class MetalEngine final : public Engine, private PassInspector {
   bool forked() const { return forked_; }
 
  private:
+  std::vector<PipelineInfo> pipelines() const override { return kernels_.built(); }
+  bool shaders_were_compiled() const override { return kernels_.compiled(); }
   std::vector<Dispatch> plan(int tokens, int position) const override;
   std::vector<float> intermediate(const Cache& cache, const std::string& name) const override;
 

@@ -37,6 +37,25 @@ void encode_step(__unsafe_unretained id<MTLComputeCommandEncoder> encoder, const
           threadsPerThreadgroup:MTLSizeMake(grid.threads, 1, 1)];
 }
 
+std::vector<Contents> contents_of(const Device& device, std::span<const View> views) {
+  std::vector<Contents> found;
+  for (const View& view : views) {
+    Contents& contents = found.emplace_back();
+    id<MTLBuffer> buffer = buffer_of(view);
+    const std::size_t bytes = buffer.length - view.offset;
+    const auto* host = static_cast<const std::byte*>(buffer.contents);
+    if (view.name == BufferName::kWeights) {
+      contents.weights = {host + view.offset, bytes};
+    } else if (host) {
+      contents.copy.assign(host + view.offset, host + view.offset + bytes);
+    } else {
+      contents.copy.resize(bytes);
+      device.download({{{view, bytes}}}, contents.copy.data());
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 MetalEncoder::MetalEncoder(const Device& device, const Kernels& kernels, std::string label,
@@ -97,6 +116,8 @@ TracingEncoder::TracingEncoder(const Device& device, const Kernels& kernels, Tra
 void TracingEncoder::encode(const Step& step) {
   const AutoreleasePool pool;
   Dispatch noted = describe(step, cache());
+  const bool keeps = trace_.keeps_contents && step.layer <= 0;
+  if (keeps) noted.before = contents_of(device_, step.buffers);
   id<MTLCommandBuffer> commands = device_.command_buffer(noted.kernel, References::kUnretained);
   id<MTLComputeCommandEncoder> encoder = encoder_of(commands);
   encode_step(encoder, step, false, kernels_);
@@ -105,6 +126,7 @@ void TracingEncoder::encode(const Step& step) {
   device_.run(commands);
   noted.start = commands.GPUStartTime;
   noted.end = commands.GPUEndTime;
+  if (keeps) noted.after = contents_of(device_, step.buffers);
   trace_.dispatches.push_back(std::move(noted));
 }
 

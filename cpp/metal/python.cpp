@@ -1,6 +1,7 @@
 // Bindings for recorded passes of the Metal engine, in every build: dispatches, and how to read them.
 #include "python.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -77,7 +78,26 @@ const std::map<std::string, std::uint32_t> kConstants = {
 
 }  // namespace
 
+namespace {
+
+using ByteView = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>>;
+
+template <std::vector<Contents> Dispatch::* kBuffers>
+nb::object contents(nb::handle self, std::size_t binding) {
+  const std::vector<Contents>& buffers = nb::cast<const Dispatch&>(self).*kBuffers;
+  if (binding >= buffers.size())
+    throw std::invalid_argument("the trace kept nothing of binding " + std::to_string(binding));
+  const std::span<const std::byte> bytes = buffers[binding].bytes();
+  return nb::cast(ByteView(reinterpret_cast<const std::uint8_t*>(bytes.data()), {bytes.size()}, self));
+}
+
+}  // namespace
+
 void bind_recordings(nb::module_& m) {
+  nb::class_<PipelineInfo>(m, "PipelineInfo", "A pipeline that was built when the model was opened.")
+      .def_ro("kernel", &PipelineInfo::kernel)
+      .def_ro("seconds", &PipelineInfo::seconds, "That building it took, others at the same time.")
+      .def_ro("max_threads", &PipelineInfo::max_threads, "Of a threadgroup.");
   nb::class_<Dispatch>(m, "Dispatch", "One dispatch of a GPU.")
       .def_ro("kernel", &Dispatch::kernel)
       .def_ro("layer", &Dispatch::layer, "-1 before the layers and after them.")
@@ -99,6 +119,11 @@ void bind_recordings(nb::module_& m) {
           },
           "(position, rows) of each run of consecutive rows of a sequence, where K and V are read or "
           "written.")
+      .def("before", &contents<&Dispatch::before>, "binding"_a,
+           "The bytes of a buffer from its binding on, before the dispatch. Those of weights are valid as "
+           "long "
+           "as the engine.")
+      .def("after", &contents<&Dispatch::after>, "binding"_a, "The same, after the dispatch.")
       .def_ro("start", &Dispatch::start, "Seconds of the GPU's clock.")
       .def_ro("end", &Dispatch::end);
   nb::class_<ModelShape>(m, "ModelShape", "A model without weights: types and dimensions of its tensors.")

@@ -40,6 +40,7 @@ COMMANDS = {
     "info": Command(
         "metal_prefill._commands.info", "show the contents of a model file, and the available devices"
     ),
+    "doctor": Command("metal_prefill._commands.doctor", "check the GPU's results and write a report"),
     "trace": Command("metal_prefill._commands.trace", "time each dispatch on the GPU"),
     "predict": Command("metal_prefill._commands.predict", "predict the speed on a GPU that you do not have"),
     "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),

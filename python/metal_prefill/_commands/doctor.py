@@ -1,0 +1,49 @@
+"""``metal-prefill doctor``: whether the GPU computes what it should, as a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from metal_prefill._commands import common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "-m", "--model", metavar="FILE", help=f"{common.MODEL_HELP} (default: the bundled model)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few seconds, without the benchmark")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "metal"),
+        default="auto",
+        help="metal: a missing GPU is a failure; auto: it is only said (default: auto)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("doctor.json"),
+        metavar="FILE",
+        help="file for the report (default: doctor.json)",
+    )
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Examine, and write the report; exits with 1 if anything differs."""
+    from metal_prefill import _core
+    from metal_prefill._doctor import examine, machine
+    from metal_prefill._replacing import replacing
+
+    with replacing(arguments.json) as part:  # a place that cannot be written to is found before the work
+        if arguments.device == "auto" and not _core.metal_available():
+            report = {"machine": machine(), "passed": True}
+            print(f"no GPU to examine: {_core.metal_device()['problem']}")
+        else:
+            report = examine(common.model_path(arguments.model), quick=arguments.quick, say=print)
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+    print(f"report: {arguments.json}")
+    if not report["passed"]:
+        raise SystemExit(1)

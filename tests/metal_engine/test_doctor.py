@@ -1,0 +1,188 @@
+"""``metal-prefill doctor`` and the quick check of first contact, with faults planted in the device."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metal_prefill import DeviceError, Model, _core, _doctor, cli, synth
+from metal_prefill._checks import first_contact
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+
+
+@pytest.fixture(autouse=True)
+def own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    yield
+    gpu.set_limits(gpu.Limits())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("doctor")
+    return synth.synthesize(folder / "m.gguf", preset="tiny", vocab=320, context=640)
+
+
+def doctor(path: Path, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Run the command and return its exit code and its report."""
+    report = folder / "doctor.json"
+    code = cli.main(["doctor", "-m", str(path), "--device", "metal", "--json", str(report), *options])
+    return code, json.loads(report.read_text())
+
+
+def test_a_sound_device_passes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_doctor, "BENCH_SECONDS", 0.0)
+    monkeypatch.setattr(_doctor, "BENCH_PROMPT", 16)
+    monkeypatch.setattr(_doctor, "BENCH_TOKENS", 4)
+    monkeypatch.setattr(_doctor, "LONG_PROMPT", 40)
+    code, report = doctor(path, tmp_path)
+    assert code == 0
+    assert report["passed"]
+    assert report["kernels"]["differences"] == []
+    # Scoring alone needs these: the head for many rows, and log probabilities. All others were compared.
+    scoring = {"log_prob", "matmul_q8_0_narrow", "multi_token_matvec_q8_0"}
+    assert set(report["kernels"]["not_checked"]) == scoring
+    assert len(report["kernels"]["checked"]) == 20
+    assert [c["name"].split(",")[0] for c in report["logits"]] == [
+        "prompt of 9",
+        "9 tokens one by one",
+        "prompt of 40",
+        "40 tokens one by one",
+        "20 greedy tokens",
+    ]
+    assert {b["name"] for b in report["benchmark"]} == {"pp16", "tg4"}
+    assert "nothing differs" in capsys.readouterr().out
+
+
+WRONG = (
+    "embed_q8_0",
+    "rmsnorm_f16",
+    "matmul_q4_0_narrow",
+    "rope_append_f16",
+    "attention_prefill_f16_64",
+    "matmul_swiglu_q4_0_narrow",
+    "matvec_q4_0",
+    "rope_attention_decode_f16_32",
+    "matvec_swiglu_q4_0",
+    "multi_token_matvec_q4_0",
+    "argmax_stage1",
+    "argmax_stage2",
+)
+
+
+@pytest.mark.parametrize("kernel", WRONG)
+def test_a_wrong_kernel_is_named_and_no_other(path: Path, kernel: str) -> None:
+    gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
+    with Model(path, device="metal") as model:
+        found = _doctor.check_kernels(model, quick=True)
+    assert kernel in {p["kernel"] for p in found["pipelines"]}
+    assert {d["kernel"] for d in found["differences"]} == {kernel}
+    (wrong,) = found["differences"]
+    assert wrong["got"] != pytest.approx(wrong["expected"], abs=1e-3)
+
+
+def test_the_report_says_where_a_kernel_differs(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.set_limits(gpu.Limits(wrong_kernels={"matmul_q4_0_narrow"}))
+    code, report = doctor(path, tmp_path, "--quick")
+    assert code == 1
+    assert not report["passed"]
+    (wrong,) = report["kernels"]["differences"]
+    assert (wrong["kernel"], wrong["index"]) == ("matmul_q4_0_narrow", 0)
+    assert wrong["got"] == pytest.approx(195.26, abs=0.01)
+    assert "DIFFERS: matmul_q4_0_narrow: value 0 is 195.26" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ({"simd_width": 16}, r"the kernel '\w+' runs in simdgroups of 16 threads"),
+        ({"broken_kernels": {"rmsnorm_f16"}}, "the kernel 'rmsnorm_f16' cannot be built"),
+    ],
+    ids=["simd width", "pipeline"],
+)
+def test_a_device_that_cannot_open_the_model_is_reported(
+    path: Path, tmp_path: Path, limits: dict[str, Any], found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.set_limits(gpu.Limits(**limits))
+    code, report = doctor(path, tmp_path, "--quick")
+    assert code == 1
+    with pytest.raises(DeviceError, match=found):
+        raise DeviceError(report["problem"])
+    assert f"FAILED: {report['problem']}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the emulator as if it were a GPU that was never seen."""
+    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
+
+
+def cached() -> list[list[str]]:
+    """Return the results in the cache."""
+    return list(json.loads((first_contact.cache_folder() / "first_contact.json").read_text()).values())
+
+
+@pytest.mark.usefixtures("checking")
+def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Model(path, device="metal"):
+        assert cached() == [[]]
+    monkeypatch.setattr(first_contact, "kernel_differences", None)
+    with Model(path, device="metal"):
+        pass
+    monkeypatch.setattr(first_contact, "version", lambda package: "another")
+    with pytest.raises(TypeError, match="not callable"):
+        Model(path, device="metal")
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_damaged_cache_is_made_again(path: Path) -> None:
+    folder = first_contact.cache_folder()
+    folder.mkdir()
+    (folder / "first_contact.json").write_text("[")
+    with Model(path, device="metal"):
+        assert cached() == [[]]
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_wrong_gpu_is_refused_by_name_also_from_the_cache(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="wrong results: matvec_q4_0: value 0 is 195"):
+            Model(path, device="metal")
+        gpu.set_limits(gpu.Limits())
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_wrong_gpu_is_left_for_the_cpu_with_a_warning(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_core, "has_emulator", False)  # as on a Mac
+    monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
+    with Model(path) as model:
+        assert "emulator" in model.device.lower()
+    gpu.set_limits(gpu.Limits(wrong_kernels={"attention_prefill_f16_64"}, name="Another GPU"))
+    with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path) as model:
+        assert "emulator" not in model.device.lower()
+    assert "using the CPU engine: the GPU 'Another GPU" in caplog.text
+    assert "attention_prefill_f16_64: value 0" in caplog.text
+
+
+def test_the_emulator_is_not_checked_unasked(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
+    with Model(path, device="metal"):
+        assert not first_contact.cache_folder().exists()
