@@ -225,7 +225,7 @@ def _opened(path: Path) -> Iterator[tuple[io.FileIO, int]]:
 def _map_file(path: Path) -> memoryview:
     with _opened(path) as (file, size):
         try:
-            return memoryview(_core.map_file(file.fileno(), size))
+            return _core.map_file(file.fileno(), size).data
         except ValueError as error:  # it became shorter in between
             raise GGUFError(f"{path}: cannot be mapped: {error}") from None
 

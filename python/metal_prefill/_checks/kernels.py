@@ -283,7 +283,10 @@ def _attention(d: Captured) -> Expected:
         ]
     else:
         rows = _rows(d, rows_binding)
-        wanted = [(int(i), *(int(n) for n in rows[i, :3])) for i in _some(d.grid[2], _SAMPLED_TOKENS)]
+        wanted = [
+            (int(i), int(rows[i, 0]), int(rows[i, 1]), int(rows[i, 2]))
+            for i in _some(d.grid[2], _SAMPLED_TOKENS)
+        ]
     for token, position, table, splits in wanted:
         row = d.before(q_binding, np.float32)[token * stride : (token + 1) * stride]
         keys, values = _Cache(d, k, pages, a, head, table), _Cache(d, v, pages, a, a["value_dim"], table)
