@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ Ids = npt.NDArray[np.int32]
 # Of the largest logit: kernels for a few tokens and for many add in different orders (docs/kernels.md).
 METAL_TOLERANCE = 1e-3
 FEW = 8  # tokens of a sequence in a pass, up to which Metal's results are bitwise those of one by one
+
+
+@pytest.fixture(scope="module")
+def demo_path(model_path: Callable[[str], Path]) -> Path:
+    """A small model instead of the bundled one: what is tested here does not depend on the weights."""
+    return model_path("gqa 3")
 
 
 def ids_of(model: Model, n: int, seed: int = 0) -> Ids:
