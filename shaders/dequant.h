@@ -331,8 +331,8 @@ static constant constexpr ushort kPowersOf3[5] = {1, 3, 9, 27, 81};
 // Digits of base 3 of four adjacent bytes, which are fractions of 256: a power of 3 moves one before the
 // point.
 static inline float4 ternary_digits(device const u8_t* bytes, ushort power) {
-  const ushort4 shifted = ushort4(bytes[0], bytes[1], bytes[2], bytes[3]) * power & 255;
-  return float4(shifted * 3 >> 8) - 1.0f;
+  const ushort4 shifted = ushort4(bytes[0], bytes[1], bytes[2], bytes[3]) * power & ushort(255);
+  return float4(shifted * ushort(3) >> 8) - 1.0f;
 }
 
 struct TQ1_0 : PlainItems {
@@ -369,7 +369,7 @@ struct MXFP4 : PairedItems {
     const float d = as_type<float>(e < 2 ? 0x200000u << e : (e - 1) << 23);
     device const u8_t* qs = block->qs + (i & 3) * 4;
     const ushort4 q(qs[0], qs[1], qs[2], qs[3]);
-    a = d * look_up(kMXFP4_values, q & 15);
+    a = d * look_up(kMXFP4_values, q & ushort(15));
     b = d * look_up(kMXFP4_values, q >> 4);
   }
 };
