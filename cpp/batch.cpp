@@ -103,6 +103,9 @@ void Batch::begin(Item& item) const {
     throw std::invalid_argument("an output of several rows needs each to be computed: none can be reused");
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_.check_token(tokens[i], i);
   item.start = item.reuses() ? 0 : session.tokens_.size();
+  if (!engine_.config().causal && (item.start > 0 || item.reuses()))
+    throw std::invalid_argument(
+        "the tokens of this model see those after them: a text goes in whole, into an empty session");
   session.check_room(item.start, tokens.size());
   if (item.reuses()) {
     item.before = session.keep_known(tokens);
@@ -316,6 +319,7 @@ void Batch::run(const Progress& progress) {
       Item& item = *next;
       if (!item.active || room == 0 || is_waiting(item)) continue;
       const int tokens = std::min(item.left(), room);
+      if (tokens < item.left() && !engine_.config().causal) continue;
       try {
         chunks.push_back(next_chunk(item, tokens));
       } catch (...) {

@@ -246,6 +246,7 @@ void bind_config(nb::module_& m) {
       .def_rw("rope_beta_slow", &Config::rope_beta_slow)
       .def_rw("activation", &Config::activation)
       .def_rw("embedding_scale", &Config::embedding_scale)
+      .def_rw("causal", &Config::causal)
       .def_rw("attention_scale", &Config::attention_scale)
       .def_rw("layer_uses_rope", &Config::layer_uses_rope)
       .def_rw("layer_window", &Config::layer_window)

@@ -281,7 +281,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual PrefixTree* prefixes() { return nullptr; }
 
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
-  // Largest number of rows of one pass.
+  // Largest number of rows of one pass: of a model whose tokens see those after them, its context.
   virtual int pass_rows() const = 0;
   // Most tokens of one sequence in a pass that get, bit for bit, what they would get one by one.
   virtual int exact_rows() const = 0;

@@ -44,13 +44,16 @@ struct Config {
 
   Activation activation = Activation::kSilu;
   float embedding_scale = 1.0f;
+  bool causal = true;            // false: a token sees also those after it
   float attention_scale = 0.0f;  // of score_scale(); 0 stands for 1/sqrt(key_dim)
 
   // Per layer; empty stands for "the same in every layer".
   std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
-  std::vector<int> layer_window;              // attention window in positions, 0 = all; empty: all
-  std::vector<float> layer_rope_base;         // empty: rope_base
-  std::vector<float> layer_rope_factor;       // divides positions; empty: rope_factor where kLinear
+  // Attention window in positions: those up to a token's own, or, where it sees both ways, half before it and
+  // half after it. 0 = all; empty: all.
+  std::vector<int> layer_window;
+  std::vector<float> layer_rope_base;    // empty: rope_base
+  std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor where kLinear
 
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }

@@ -63,7 +63,8 @@ ARGS_STRUCT(AttentionTile)
   ARGS_FIELD(u32_t, position)  // of its first row
   ARGS_FIELD(u32_t, pages)     // as in PassRow
   ARGS_FIELD(u32_t, first)     // stacked row of the run at which the tile begins
-ARGS_END(AttentionTile, 20)
+  ARGS_FIELD(u32_t, end)       // positions of the sequence, after the pass
+ARGS_END(AttentionTile, 24)
 
 // Rotates q in place and appends K and V to the cache. A row of qkv is [n_heads * key_dim | n_kv_heads *
 // key_dim | n_kv_heads * value_dim].
@@ -92,16 +93,17 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(u32_t, q_stride)     // from one token of q to the next
   ARGS_FIELD(u32_t, page_stride)  // from one page of the cache to the next
   ARGS_FIELD(u32_t, window)       // positions that a token sees, including its own; 0: all
+  ARGS_FIELD(u32_t, both_ways)    // a token sees those after it: half the window before it, half after it
   ARGS_FIELD(u32_t, splits)       // attention_decode: most splits of a row; 1: no combining pass
   ARGS_FIELD(u32_t, tiles)        // attention_prefill: how many
   ARGS_FIELD(float, scale)        // of q . k
-ARGS_END(AttentionArgs, 40)
+ARGS_END(AttentionArgs, 44)
 
 // rope_append and attention_decode of sequences with a single token each.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 88)
+ARGS_END(RopeAttentionArgs, 92)
 
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input is [gate | up]
 ARGS_STRUCT(SwigluArgs)

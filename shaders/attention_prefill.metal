@@ -1,4 +1,4 @@
-// Causal attention of many tokens on simdgroup_matrix, with online softmax.
+// Attention of many tokens on simdgroup_matrix, with online softmax.
 //
 // The query heads that share a KV head are stacked: row r of a tile is head r % g of token r / g, where g is
 // n_heads / n_kv_heads, so that each block of K and V serves all of them. A simdgroup owns 8 * kRowBlocks
@@ -36,8 +36,12 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   device const uint* block_table = pages + tile.pages;
   const ushort row = lane / kRowLanes, part = lane % kRowLanes * kLaneKeys;  // of the scores, for this lane
   const uint my_row = min(first_row + row, rows - 1), my_token = my_row / g;
-  const uint my_last = tile.position + my_token;  // last key that this lane's row sees
-  const uint my_first = args.window > 0 && my_last >= args.window ? my_last + 1 - args.window : 0;
+  // Keys that a row sees before its own and after it; neither end goes back from one row to the next.
+  const uint before = args.window == 0 ? tile.end : args.both_ways ? args.window / 2 : args.window - 1,
+             after = !args.both_ways ? 0 : args.window == 0 ? tile.end : args.window / 2;
+  const uint my_position = tile.position + my_token;
+  const uint my_first = my_position > before ? my_position - before : 0,
+             my_last = min(my_position + after, tile.end - 1);
 
   // Queries, scaled for exp2, in registers.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
@@ -73,10 +77,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   float best = kLowest, sum = 0.0f;  // of this lane's row
 
   const uint first_token = first_row / g, last_token = min(first_row + kRows - 1, rows - 1) / g;
-  const uint end = tile.position + last_token + 1, cached = tile.position + tile.tokens;
-  const uint window_start = args.window > 0 && tile.position + first_token >= args.window
-                                ? tile.position + first_token + 1 - args.window
-                                : 0;
+  const uint end = min(tile.position + last_token + after, tile.end - 1) + 1, cached = tile.end;
+  const uint window_start = tile.position + first_token > before ? tile.position + first_token - before : 0;
   const ulong k_stride = args.n_kv_heads * args.key_dim, v_stride = args.n_kv_heads * args.value_dim;
   // A step of keys never straddles two pages.
   for (uint key = window_start / PREFILL_KEYS * PREFILL_KEYS; key < end; key += PREFILL_KEYS) {

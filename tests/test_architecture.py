@@ -297,7 +297,6 @@ def test_yarn_needs_a_base_above_one(open_model: Open) -> None:
         ({"llama.logit_scale": number(0.5)}, "llama.logit_scale = 0.5"),
         ({SCALING + "yarn_ext_factor": number(0.0)}, "yarn_ext_factor = 0.0"),
         ({SCALING + "type": string("longrope")}, "rope scaling of type longrope is not supported"),
-        ({"llama.attention.causal": (BOOL, b"\0")}, "attention that is not causal"),
         ({"llama.attention.sliding_window": integer(64)}, "sliding_window is not supported for llama"),
         ({"split.count": (U16, scalar(U16, 3))}, "the model is split into 3 files"),
     ],
@@ -310,6 +309,8 @@ def test_what_cannot_be_computed_is_refused(open_model: Open, metadata: dict[str
 def test_neutral_values_of_unsupported_features_pass(open_model: Open) -> None:
     neutral = {"llama.expert_count": integer(0), "llama.logit_scale": number(1.0), "split.count": integer(1)}
     assert read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\1")})) == PLAIN
+    both_ways = read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\0")}))
+    assert both_ways == replace(PLAIN, causal=False)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])

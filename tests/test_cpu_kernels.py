@@ -298,14 +298,20 @@ def test_16_bit_floats_are_converted_exactly(isa: str) -> None:
 
 
 def reference_attention(
-    q: Floats, keys: Floats, values: Floats, heads: int, window: int, scale: float
+    q: Floats, keys: Floats, values: Floats, heads: int, window: int, scale: float, both_ways: bool = False
 ) -> npt.NDArray[np.float64]:
-    """Attention in float64, one head and token at a time."""
+    """Attention in float64, one head and token at a time.
+
+    A window that goes both ways has half of its positions before a token and half after it.
+    """
     tokens, positions = len(q), len(keys)
     out = np.empty((tokens, heads, values.shape[1]))
     for t in range(tokens):
         end = positions - tokens + t + 1
         begin = max(0, end - window) if window else 0
+        if both_ways:
+            begin = max(0, end - 1 - window // 2) if window else 0
+            end = min(positions, end + window // 2) if window else positions
         for h, head in enumerate(q[t].reshape(heads, -1).astype(np.float64)):
             scores = keys[begin:end].astype(np.float64) @ head * scale
             weights = np.exp(scores - scores.max())
@@ -316,18 +322,23 @@ def reference_attention(
 @each_set
 @pytest.mark.parametrize("half", [True, False], ids=["f16", "f32"])
 @pytest.mark.parametrize(
-    ("heads", "key_dim", "value_dim", "window"),
+    ("heads", "key_dim", "value_dim", "window", "both_ways"),
     [
-        (1, 64, 64, 0),
-        (3, 64, 64, 0),
-        (8, 32, 32, 0),
-        (3, 80, 40, 0),
-        (2, 128, 128, 0),
-        (3, 64, 64, 20),
-        (4, 48, 16, 130),
+        (1, 64, 64, 0, False),
+        (3, 64, 64, 0, False),
+        (8, 32, 32, 0, False),
+        (3, 80, 40, 0, False),
+        (2, 128, 128, 0, False),
+        (3, 64, 64, 20, False),
+        (4, 48, 16, 130, False),
+        (3, 64, 64, 0, True),
+        (3, 64, 64, 20, True),
+        (4, 48, 16, 131, True),
     ],
 )
-def test_attention(isa: str, half: bool, heads: int, key_dim: int, value_dim: int, window: int) -> None:
+def test_attention(
+    isa: str, half: bool, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
+) -> None:
     positions, tokens = 203, 37
     q, keys, values = (
         normal(tokens, heads * key_dim),
@@ -340,14 +351,14 @@ def test_attention(isa: str, half: bool, heads: int, key_dim: int, value_dim: in
             values.astype(np.float16).astype(np.float32),
         )
     scale = key_dim**-0.5
-    expected = reference_attention(q, keys, values, heads, window, scale)
+    expected = reference_attention(q, keys, values, heads, window, scale, both_ways)
     single = np.full((tokens, heads * value_dim), np.nan, np.float32)
     for t in range(tokens):
-        cpu.attention(isa, q, keys, values, half, window, scale, t, 1, single)
+        cpu.attention(isa, q, keys, values, half, window, scale, t, 1, single, both_ways=both_ways)
     assert np.abs(single - expected).max() <= ATTENTION_ERROR[isa if half else "f32"] * np.abs(expected).max()
     for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
         out = np.full_like(single, SENTINEL)
-        cpu.attention(isa, q, keys, values, half, window, scale, first, count, out)
+        cpu.attention(isa, q, keys, values, half, window, scale, first, count, out, both_ways=both_ways)
         np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
         assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from support import comparison, small_models
 from support.reference import ReferenceModel
@@ -14,6 +15,9 @@ from metal_prefill.architecture import ARCHITECTURES
 
 COMPARED = dict(comparison.compared_models())
 IN_FLOAT32 = dict(comparison.models_in_float32())
+
+POOLED = small_models.EMBEDDERS | small_models.CLASSIFIERS
+LLAMA_CPP_VECTORS = 1e-3  # of the largest value: its GELU looks up half-precision values
 
 # Of the largest logit: transformers computes in float32, which keeps 24 bits of every sum.
 TRANSFORMERS_TOLERANCE = 1e-5
@@ -51,8 +55,31 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_recorded(tmp_path / "model.gguf", IN_FLOAT32[name], recorded, name, TRANSFORMERS_TOLERANCE)
 
 
+def assert_vectors(path: Path, model: SmallModel, expected: npt.NDArray[np.float64], within: float) -> None:
+    """Hold the reference to vectors of another program, one for each text."""
+    reference = ReferenceModel(small_models.write(path, model))
+    for tokens, wanted in zip(comparison.vector_tokens(model), expected, strict=True):
+        vector = reference.pooled(tokens)
+        if len(model.labels) > 1 and within > TRANSFORMERS_TOLERANCE:  # llama.cpp gives probabilities
+            vector = np.exp(vector) / np.exp(vector).sum()
+        assert np.abs(vector - wanted).max() <= within * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", [n for n, m in POOLED.items() if len(m.labels) != 1])
+def test_vectors_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    model = POOLED[name]
+    with np.load(comparison.VECTORS) as vectors:
+        assert_vectors(tmp_path / "model.gguf", model, vectors[name], LLAMA_CPP_VECTORS)
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_vectors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    with np.load(comparison.TRANSFORMERS_VECTORS) as vectors:
+        assert_vectors(tmp_path / "model.gguf", POOLED[name], vectors[name], TRANSFORMERS_TOLERANCE)
+
+
 def test_every_architecture_was_recorded_by_both() -> None:
-    architectures = {model.architecture for model in IN_FLOAT32.values()}
+    architectures = {model.architecture for model in (IN_FLOAT32 | POOLED).values()}
     assert architectures == set(ARCHITECTURES)
     with np.load(comparison.LOGITS) as llama_cpp, np.load(comparison.TRANSFORMERS_LOGITS) as transformers:
         assert set(llama_cpp) == set(COMPARED)

@@ -1,8 +1,8 @@
 """Record what llama.cpp makes of our test vocabularies and small models.
 
-Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz`` and ``llama_cpp_perplexity.json`` in
-``tests/data``, which the tests compare with without needing llama.cpp. Run it when a text, a vocabulary or a
-model changes::
+Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz``, ``llama_cpp_vectors.npz`` and
+``llama_cpp_perplexity.json`` in ``tests/data``, which the tests compare with without needing llama.cpp.
+Run it when a text, a vocabulary or a model changes::
 
     pip install . llama-cpp-python sentencepiece
     python tools/record_llama_cpp.py
@@ -183,12 +183,56 @@ def record_logits(folder: Path) -> None:
     np.savez_compressed(comparison.LOGITS, allow_pickle=False, **recorded)
 
 
+def vector(path: Path, tokens: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.float32]:
+    """Compute the pooled vector of a text, or the outputs of its classes, with plain kernels."""
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    context_params = llama_cpp.llama_context_default_params()
+    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = max(len(tokens), 64)
+    context_params.type_k = context_params.type_v = llama_cpp.GGML_TYPE_F32
+    context_params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context_params.embeddings = True
+    context = llama_cpp.llama_init_from_model(model, context_params)
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens.tolist()):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
+        batch.seq_id[i][0] = 0
+    if llama_cpp.llama_decode(context, batch) != 0:
+        raise RuntimeError(f"llama.cpp cannot compute {path}")
+    values: npt.NDArray[np.float32] = np.ctypeslib.as_array(
+        llama_cpp.llama_get_embeddings_seq(context, 0), (width,)
+    ).copy()
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return values
+
+
+def record_vectors(folder: Path) -> None:
+    """Compute the vectors of embedding models, and the probabilities of classes."""
+    recorded: dict[str, Any] = {}
+    for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items():
+        if len(model.labels) == 1:
+            continue  # of which llama.cpp makes a probability of 1
+        path = small_models.write(folder / "model.gguf", model)
+        width = len(model.labels) or model.dim
+        vectors = [vector(path, tokens, width) for tokens in comparison.vector_tokens(model)]
+        recorded[name] = np.array(vectors)
+        print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(comparison.VECTORS, allow_pickle=False, **recorded)
+
+
 def main() -> None:
     """Record all."""
     comparison.TOKENS.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         record_tokens(Path(folder))
         record_logits(Path(folder))
+        record_vectors(Path(folder))
     record_perplexity()
 
 

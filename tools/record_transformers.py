@@ -1,8 +1,8 @@
 """Record what Hugging Face transformers makes of our small models.
 
-Writes ``tests/data/transformers_logits.npz``, which the tests compare with without needing transformers. The
-weights of each file go back into the layout they had before a converter wrote them to GGUF. Run it when a
-model of the catalogue changes::
+Writes ``transformers_logits.npz`` and ``transformers_vectors.npz`` in ``tests/data``, which the tests
+compare with without needing transformers. The weights of each file go back into the layout they had
+before a converter wrote them to GGUF. Run it when a model of the catalogue changes::
 
     pip install . torch transformers
     python tools/record_transformers.py
@@ -28,7 +28,10 @@ sys.path.insert(0, str(TESTS))
 from support import comparison, small_models  # noqa: E402
 from support.small_models import SmallModel  # noqa: E402
 
-MODEL_TYPES = {"gemma3": "gemma3_text"}  # where transformers has another name
+MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "gemma-embedding": "gemma3_text",
+}  # where transformers has another name
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -47,6 +50,7 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 PHI3_NAMES = NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+GEMMA = ("gemma3", "gemma-embedding")
 GEMMA_NAMES = NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -78,7 +82,7 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
     }
     if model.architecture == "llama":
         settings["attention_bias"] = model.qkv_bias
-    if model.architecture == "gemma3":  # layers with a window rotate by a base of their own, unscaled
+    if model.architecture in GEMMA:  # layers with a window rotate by a base of their own, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
         settings["query_pre_attn_scalar"] = model.key_dim
@@ -89,11 +93,13 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
 
 def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Give the tensors of a file their names and layout in transformers."""
-    names = {"gemma3": GEMMA_NAMES, "phi3": PHI3_NAMES}.get(model.architecture, NAMES)
+    names = dict.fromkeys(GEMMA, GEMMA_NAMES).get(
+        model.architecture, PHI3_NAMES if model.architecture == "phi3" else NAMES
+    )
     for tensor in GGUFReader(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
         *layer, part = stem.split(".")
-        if part == "rope_freqs":
+        if part == "rope_freqs" or stem.startswith(("dense_", "cls")):
             continue
         prefix = f"model.layers.{layer[1]}." if layer else ""
         data = np.array(tensor.data, dtype=np.float32)
@@ -101,7 +107,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
             pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
             data = pairs.swapaxes(1, 2).reshape(data.shape)
-        if model.architecture == "gemma3" and "norm" in part:
+        if model.architecture in GEMMA and "norm" in part:
             data = data - 1  # transformers adds it
         yield f"{prefix}{names[part]}.{kind}", torch.from_numpy(data)
 
@@ -122,6 +128,37 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     return made
 
 
+def vectors(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
+    """Compute the pooled vector of each text, after dense layers where the model has them, or its classes."""
+    config = config_of(model)
+    if model.architecture == "gemma-embedding":
+        # The class takes half of the window that it is given, and the token itself.
+        config = transformers.AutoConfig.for_model(
+            **{**config.to_dict(), "use_bidirectional_attention": True, "sliding_window": model.window}
+        )
+    made = transformers.AutoModel.from_config(config).float().eval()
+    weights = {
+        name.removeprefix("model."): value
+        for name, value in weights_of(path, model)
+        if name.startswith("model.")
+    }
+    made.load_state_dict(weights, strict=True)
+    heads = {
+        t.name: torch.from_numpy(np.array(t.data))
+        for t in GGUFReader(path).tensors
+        if t.name.startswith(("dense_", "cls."))
+    }
+    results = []
+    with torch.inference_mode():
+        for tokens in comparison.vector_tokens(model):
+            states = made(torch.from_numpy(tokens)[None]).last_hidden_state[0]
+            pooled = states.mean(dim=0) if model.pooling == "mean" else states[-1]
+            for name in sorted(heads):
+                pooled = heads[name] @ pooled
+            results.append(pooled.numpy())
+    return np.array(results)
+
+
 def last_logits(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
     """Compute the logits after the last token of the common prompt."""
     with torch.inference_mode():
@@ -139,6 +176,12 @@ def main() -> None:
             recorded[name] = last_logits(path, model)
             print(f"{name}: {recorded[name].std():.3f}")
     np.savez_compressed(comparison.TRANSFORMERS_LOGITS, allow_pickle=False, **recorded)
+    with tempfile.TemporaryDirectory() as folder:
+        pooled: dict[str, Any] = {
+            name: vectors(small_models.write(Path(folder) / "model.gguf", model), model)
+            for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items()
+        }
+    np.savez_compressed(comparison.TRANSFORMERS_VECTORS, allow_pickle=False, **pooled)
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
 
 

@@ -50,7 +50,9 @@ class CpuEngine final : public Engine {
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
   PrefixTree* prefixes() override { return &prefixes_; }
-  int pass_rows() const override { return std::min(options().chunk_tokens, forward_.max_rows()); }
+  int pass_rows() const override {
+    return config().causal ? std::min(options().chunk_tokens, forward_.max_rows()) : config().context_length;
+  }
   int exact_rows() const override { return pass_rows(); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;

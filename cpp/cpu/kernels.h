@@ -75,6 +75,8 @@ struct AttentionHead {
   int heads;         // query heads in the group
   int position;      // of token 0
   int window;        // positions that a token sees, itself included; 0: all
+  int length;        // positions that there are, where a token sees those after it, half the window before it
+                     // and half after it; 0 where it sees none of them
   float scale;       // multiplies q.k
   bool exact;        // products in float32, also where the set has faster ones of rounded values
 

@@ -35,12 +35,11 @@ int rows_of(std::span<const QueryTile> tiles) {
 }
 
 // Products of a query and a key that the rows of a tile compute.
-double visible_pairs(const QueryTile& tile, int window) {
+double visible_pairs(const QueryTile& tile, int window, bool causal) {
+  const int reach = window == 0 ? tile.end : causal ? window - 1 : window / 2;
   double pairs = 0;
-  for (int t = 0; t < tile.count; ++t) {
-    const int before = tile.position + t + 1;
-    pairs += window > 0 ? std::min(before, window) : before;
-  }
+  for (int own = tile.position; own < tile.position + tile.count; ++own)
+    pairs += 1 + std::min(own, reach) + (causal ? 0 : std::min(tile.end - 1 - own, reach));
   return pairs;
 }
 
@@ -135,7 +134,8 @@ int query_tile_rows(int total, int kv_heads, int threads) {
 void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows) {
   for (int i = 0; i < int(rows.size()); i += tile_rows) {
     const Row& row = rows[std::size_t(i)];
-    tiles.push_back({first + i, std::min(tile_rows, int(rows.size()) - i), row.position, row.pages});
+    const int count = std::min(tile_rows, int(rows.size()) - i);
+    tiles.push_back({first + i, count, row.position, rows.back().position + 1, row.pages});
   }
 }
 
@@ -167,11 +167,13 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
         .heads = heads,
         .position = tile.position,
         .window = config.window(step.layer),
+        .length = config.causal ? 0 : tile.end,
         .scale = config.score_scale(),
         .exact = step.exact,
     };
     c.kernels.attention(head, 0, tile.count);
-    c.scratch.multiply_adds += visible_pairs(tile, head.window) * heads * (config.key_dim + config.value_dim);
+    c.scratch.multiply_adds +=
+        visible_pairs(tile, head.window, config.causal) * heads * (config.key_dim + config.value_dim);
     if (out.forms.int8 && whole_blocks)
       for (int row = tile.first; row < tile.first + tile.count; ++row)
         quantize_row(c, out, row, first_column / kBlockCols, columns / kBlockCols);

@@ -54,12 +54,13 @@ struct Row {
 struct QueryTile {
   int first, count;
   int position;  // of the first row
+  int end;       // positions of the sequence, after the pass
   std::byte* const* pages;
 };
 // Rows of a tile, for a pass of `total` rows: K and V are read once for all of them, but all threads should
 // have a part.
 int query_tile_rows(int total, int kv_heads, int threads);
-// Cuts rows of one sequence at consecutive positions into tiles.
+// Cuts the last rows of one sequence into tiles.
 void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows);
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);

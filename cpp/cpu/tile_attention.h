@@ -1,4 +1,4 @@
-// Causal attention with online softmax, in terms of the vectors of one instruction set (Simd, included
+// Attention with online softmax, in terms of the vectors of one instruction set (Simd, included
 // before).
 //
 // A tile holds a few query rows: tokens times the heads of a group, which all read the same keys and values.
@@ -16,6 +16,18 @@ inline F load_element(const float* p) {
 }
 inline F load_element(const std::uint16_t* p) {
   return Simd::load_half(p);
+}
+
+// The positions that a token sees. Neither end goes back from one token to the next.
+struct Sight {
+  int begin, end;
+};
+inline Sight sight_of(const AttentionHead& head, int token) {
+  const int own = head.position + token;
+  const int before = head.window == 0 ? own : head.length == 0 ? head.window - 1 : head.window / 2;
+  const int after = head.length == 0 ? 0 : head.window == 0 ? head.length : head.window / 2;
+  const int last = head.length > 0 && own + after >= head.length ? head.length - 1 : own + after;
+  return {own > before ? own - before : 0, last + 1};
 }
 
 template <int kRows>
@@ -145,8 +157,9 @@ void attention_tile(const AttentionHead& head, int row) {
     for (int d = 0; d < head.value_stride; ++d) tile.acc[r][d] = 0;
     tile.max[r] = -std::numeric_limits<float>::infinity();
     tile.sum[r] = 0;
-    tile.end[r] = head.position + token + 1;
-    tile.begin[r] = head.window > 0 && tile.end[r] > head.window ? tile.end[r] - head.window : 0;
+    const Sight sight = sight_of(head, token);
+    tile.begin[r] = sight.begin;
+    tile.end[r] = sight.end;
   }
   const int end = tile.end[kRows - 1];
   for (int span = tile.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {

@@ -236,8 +236,9 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     }
     std::fill_n(strip.acc + r * head.value_stride, head.value_stride, 0.0f);
     std::fill_n(strip.sum[r], 16, 0.0f);
-    strip.end[r] = head.position + token + 1;
-    strip.begin[r] = head.window > 0 && strip.end[r] > head.window ? strip.end[r] - head.window : 0;
+    const Sight sight = sight_of(head, token);
+    strip.begin[r] = sight.begin;
+    strip.end[r] = sight.end;
   }
   const int end = strip.end[rows - 1];
   for (int span = strip.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {

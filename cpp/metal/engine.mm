@@ -57,7 +57,9 @@ class MetalEngine final : public Engine, private PassInspector {
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
   PrefixTree* prefixes() override { return &prefixes_; }
-  int pass_rows() const override { return options().chunk_tokens; }
+  int pass_rows() const override {
+    return config().causal ? options().chunk_tokens : config().context_length;
+  }
   int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;

@@ -71,7 +71,7 @@ class ForwardPass {
   const Tuning& tuning() const { return tuning_; }
   const CacheShape& cache_shape() const { return cache_shape_; }
   const PageLayout& page_layout() const { return page_layout_; }
-  int chunk_tokens() const { return options_.chunk_tokens; }
+  int chunk_tokens() const { return config_.causal ? options_.chunk_tokens : config_.context_length; }
 
   // A buffer as the pass left it, when debugging.
   struct Intermediate {

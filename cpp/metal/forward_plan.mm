@@ -105,7 +105,8 @@ ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& wei
 }
 
 PassRows ForwardPass::rows_of(std::span<const PassChunk> chunks) const {
-  return {chunks, tuning_, ops::tile_shape(cache_shape_, config_.n_heads / config_.n_kv_heads)};
+  return {chunks, tuning_, ops::tile_shape(cache_shape_, config_.n_heads / config_.n_kv_heads),
+          config_.causal};
 }
 
 PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const {
@@ -152,6 +153,7 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .q_stride = u32_t(qkv_dim_),
           .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
           .window = u32_t(config_.window(layer)),
+          .both_ways = !config_.causal,
           .splits = 1,
           .tiles = 0,
           .scale = config_.score_scale()};
@@ -237,7 +239,8 @@ KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   // A pass chooses between kernels by the number of tokens or by the position, and each choice has one
   // threshold. So the shortest and the longest pass of each path, at the first and the last position, use
   // every kernel.
-  const int longest = std::min(options_.chunk_tokens, config_.context_length);
+  const int longest =
+      config_.causal ? std::min(options_.chunk_tokens, config_.context_length) : config_.context_length;
   std::set<int> lengths;
   for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})
     if (tokens <= longest) lengths.insert(tokens);

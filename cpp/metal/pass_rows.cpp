@@ -19,13 +19,15 @@ PassRow row_at(int position, std::size_t first_page, const Tuning& tuning) {
 
 // Appends the tiles of a part. Those that see the most keys come first: they take longest.
 void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows& pass,
-               const TileShape& shape) {
+               std::span<const PassChunk> chunks, const TileShape& shape) {
   part.first_tile = int(tiles.size());
   for (const RowRun& run : part.runs) {
     const int stacked = run.count * shape.heads;
     for (int first = (stacked - 1) / shape.rows * shape.rows; first >= 0; first -= shape.rows)
-      tiles.push_back({u32_t(run.row - part.first), u32_t(run.count), u32_t(run.position),
-                       u32_t(pass.first_page[std::size_t(run.chunk)]), u32_t(first)});
+      tiles.push_back(
+          {u32_t(run.row - part.first), u32_t(run.count), u32_t(run.position),
+           u32_t(pass.first_page[std::size_t(run.chunk)]), u32_t(first),
+           u32_t(chunks[std::size_t(run.chunk)].position + chunks[std::size_t(run.chunk)].tokens)});
   }
   part.n_tiles = int(tiles.size()) - part.first_tile;
   if (part.runs.size() < 2) return;
@@ -39,7 +41,9 @@ void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows
 
 }  // namespace
 
-PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile) {
+PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile,
+                   bool causal)
+    : few(causal), one_each(causal), one_wanted(causal) {
   first_page.push_back(0);
   std::size_t n = 0;
   for (const PassChunk& chunk : chunks) {
@@ -94,8 +98,8 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
     }
   }
   if (few) return;
-  add_tiles(tiles, all, *this, tile);
-  if (!one_wanted) add_tiles(tiles, wanted, *this, tile);
+  add_tiles(tiles, all, *this, chunks, tile);
+  if (!one_wanted) add_tiles(tiles, wanted, *this, chunks, tile);
 }
 
 }  // namespace metal_prefill::metal

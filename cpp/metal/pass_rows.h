@@ -51,7 +51,8 @@ struct PassPart {
 };
 
 struct PassRows {
-  PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile);
+  // Where tokens see those after them, the rows count as those of long chunks.
+  PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile, bool causal);
 
   struct Range {
     int first = 0, count = 0;

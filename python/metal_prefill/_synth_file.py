@@ -7,12 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import (
+    GGML_QUANT_VERSION,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    PoolingType,
+    RopeScalingType,
+)
 from numpy.typing import NDArray
 
+from metal_prefill._pooled_head import POOLINGS
 from metal_prefill._replacing import replacing
 from metal_prefill._synth_model import ModelShape, Tensor
 from metal_prefill._synth_tokenizer import VOCABULARIES, Vocabulary
+from metal_prefill.architecture import ARCHITECTURES, Architecture
 
 _FILE_TYPES = {  # the rest: MOSTLY_<type>
     "F32": "ALL_F32",
@@ -47,6 +56,20 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_rope_scaling_factor(shape.rope_factor)
     if shape.rope_scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(shape.context_before)
+    if shape.pooling is not None:
+        writer.add_pooling_type(PoolingType(POOLINGS.index(shape.pooling)))
+    if not ARCHITECTURES.get(shape.architecture, Architecture()).causal:
+        writer.add_causal_attention(False)
+    if shape.dense is not None:
+        for name, end, width in (
+            ("dense_2", "in", shape.dim),
+            ("dense_2", "out", shape.dense),
+            ("dense_3", "in", shape.dense),
+            ("dense_3", "out", shape.dim),
+        ):
+            writer.add_uint32(f"{shape.architecture}.{name}_feat_{end}", width)
+    if shape.labels:
+        writer.add_array(f"{shape.architecture}.classifier.output_labels", list(shape.labels))
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
@@ -94,6 +117,8 @@ def write(
     _add_metadata(writer, name, shape, tensor_type)
     add_vocabulary(writer, vocabulary)
     writer.add_add_bos_token(vocabulary.model == "llama")
+    if shape.pooling is not None:
+        writer.add_add_eos_token(True)
     writer.add_add_space_prefix(vocabulary.model == "llama")
     for tensor in tensors:
         kind = GGMLQuantizationType[tensor.kind]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from metal_prefill import _core
 from metal_prefill._metadata_keys import MAX_INT
+from metal_prefill._pooled_head import POOLINGS
 from metal_prefill._synth_blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill._synth_tokenizer import VOCABULARIES
 from metal_prefill.architecture import ARCHITECTURES, Architecture
@@ -53,6 +54,12 @@ class ModelShape:
         Context before that; None for context / rope_factor.
     norm_eps
         Added to the mean square in RMSNorm.
+    pooling
+        Of an embedding model, one of `POOLINGS`; None for a model that writes text.
+    dense
+        Inner width of the two dense layers that an embedding goes through; None for none.
+    labels
+        Classes of a classification head; none without one.
     """
 
     layers: int
@@ -75,6 +82,9 @@ class ModelShape:
     window: int | None = None
     qkv_bias: bool = False
     original_context: int | None = None
+    pooling: str | None = None
+    dense: int | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def value_width(self) -> int:
@@ -97,6 +107,7 @@ class Role(Enum):
 
     MATRIX = "around 0"
     BIAS = "around 0, in F32"
+    HEAD = "around 0, in F32: after pooling"
     NORM = "around 1"
     OUTPUT_NORM = "around 1 and -1: a token with a tied embedding does not simply predict itself"
     FACTORS = "divisors of RoPE's frequencies"
@@ -145,7 +156,9 @@ def check(shape: ModelShape) -> None:
             raise ValueError(f"{name} {getattr(shape, name)}: must be at least 1")
         if getattr(shape, name) > MAX_INT:
             raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
-    for name in ("value_dim", "window", "original_context"):
+    if shape.pooling not in (None, *POOLINGS):
+        raise ValueError(f"pooling {shape.pooling!r}: must be one of {', '.join(POOLINGS)}")
+    for name in ("value_dim", "window", "original_context", "dense"):
         given = getattr(shape, name)
         if given is not None and given < 1:
             raise ValueError(f"{name} {given}: must be at least 1")
@@ -215,6 +228,17 @@ def tensors(
     for layer in range(shape.layers):
         yield from (tensor(spec, layer) for spec in specs if spec.per_layer)
     yield from (tensor(whole[role]) for role in ("output_norm", "output") if role in whole)
+    yield from _heads(shape)
+
+
+def _heads(shape: ModelShape) -> Iterator[Tensor]:
+    """Yield the tensors after pooling, in F32: the dense layers of an embedding, the classes."""
+    if shape.dense is not None:
+        for name, rows, columns in (("dense_2", shape.dense, shape.dim), ("dense_3", shape.dim, shape.dense)):
+            yield Tensor(f"{name}.weight", (rows, columns), "F32", Role.HEAD, columns**-0.5)
+    if shape.labels:
+        size = (len(shape.labels), shape.dim)
+        yield Tensor("cls.output.weight", size, "F32", Role.HEAD, shape.dim**-0.5)
 
 
 def _core_config(shape: ModelShape) -> _core.Config:

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 from metal_prefill import _core
 from metal_prefill._metadata_keys import MAX_INT, Keys
+from metal_prefill._pooled_head import HEAD_TENSORS
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.gguf_file import GGUFFile, TensorInfo
 
@@ -60,6 +61,9 @@ class ModelConfig:
         Of the gate; gelu is the tanh approximation.
     embedding_scale : float
         Multiplies the embeddings.
+    causal : bool
+        A token sees those up to its own; else all of the text, or half of a window before it and half
+        after it.
     attention_scale : float
         Multiplies q.k; 0 stands for ``1 / sqrt(key_dim)``.
     layer_uses_rope : tuple of bool
@@ -93,6 +97,7 @@ class ModelConfig:
     rope_beta_slow: float = 1.0
     activation: Activation = "silu"
     embedding_scale: float = 1.0
+    causal: bool = True
     attention_scale: float = 0.0
     layer_uses_rope: tuple[bool, ...] = ()
     layer_window: tuple[int, ...] = ()
@@ -123,6 +128,8 @@ class Architecture:
         0: none. The file may state another period.
     optional_window : bool
         All layers see a window where the file states one.
+    causal : bool
+        Whether a token sees only those up to its own, where the file does not say.
     scale_embedding : bool
         Multiply embeddings by ``sqrt(dim)``.
     fused : mapping of str to tuple of str
@@ -138,9 +145,20 @@ class Architecture:
     window_period: int = 0
     optional_window: bool = False
     scale_embedding: bool = False
+    causal: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
 
+
+_GEMMA3 = Architecture(
+    rope_style="neox",
+    activation="gelu",
+    qk_norm="required",
+    post_norms="required",
+    window_period=6,
+    scale_embedding=True,
+    attention_scale=_gemma3_attention_scale,
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(qkv_bias="optional"),
@@ -153,15 +171,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         optional_window=True,
         fused={"attn_qkv": ("wq", "wk", "wv"), "ffn_up": ("w_gate", "w_up")},
     ),
-    "gemma3": Architecture(
-        rope_style="neox",
-        activation="gelu",
-        qk_norm="required",
-        post_norms="required",
-        window_period=6,
-        scale_embedding=True,
-        attention_scale=_gemma3_attention_scale,
-    ),
+    "gemma3": _GEMMA3,
+    "gemma-embedding": replace(_GEMMA3, causal=False),
 }
 
 DEFAULT_WINDOW_ROPE_BASE = 10000.0  # of the layers with a window, in every published gemma3 model
@@ -257,6 +268,7 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
         rope_base=keys.positive_float("rope.freq_base", default=10000.0),
         rope_style=traits.rope_style,
         activation=traits.activation,
+        causal=keys.boolean("attention.causal", default=traits.causal),
         embedding_scale=math.sqrt(dim) if traits.scale_embedding else 1.0,
         attention_scale=keys.positive_float("attention.scale", default=0.0),
     )
@@ -284,7 +296,7 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
         A tensor has a type that is not implemented, or no place in the architecture.
     """
     found = list(_find_tensors(gguf, config))
-    used = {tensor.name for _, _, tensor in found}
+    used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS
     for name in gguf.tensors:
         if name not in used:
             raise UnsupportedModelError(
@@ -368,8 +380,6 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         value = keys.number(key, default=neutral)
         if value != neutral:
             raise keys.unsupported(f"{key} = {value} is not supported")
-    if not keys.boolean("attention.causal", default=True):
-        raise keys.unsupported("attention that is not causal is not supported")
     windowed = traits.window_period or traits.optional_window
     if not windowed and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
         raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")

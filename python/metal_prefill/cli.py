@@ -44,6 +44,8 @@ COMMANDS = {
     "trace": Command("metal_prefill._commands.trace", "time each dispatch on the GPU"),
     "predict": Command("metal_prefill._commands.predict", "predict the speed on a GPU that you do not have"),
     "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
+    "embed": Command("metal_prefill._commands.embed", "turn texts into vectors"),
+    "rerank": Command("metal_prefill._commands.rerank", "order documents by how well they answer a query"),
     "synth": Command("metal_prefill._commands.synth", "write a model file of any shape with random weights"),
 }
 

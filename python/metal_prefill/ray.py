@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._scoring import check_prompt
+from metal_prefill.embedding import encode_texts, prompt_format
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.hub import resolve_model
 from metal_prefill.model import Model
@@ -178,6 +179,102 @@ class ContinuePrompts(_PromptMapper):
 
     def _nothing(self) -> str:
         return ""
+
+
+class EmbedTexts(_PromptMapper):
+    """Adds a column with the vector of each text; see :meth:`metal_prefill.Model.embed`.
+
+    Parameters
+    ----------
+    dimensions, pooling, instruction, normalize
+        See :meth:`metal_prefill.Model.embed`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        column: str = "text",
+        output: str = "embedding",
+        dimensions: int | None = None,
+        pooling: Literal["mean", "cls", "last"] | None = None,
+        instruction: str | None = None,
+        normalize: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, column=column, output=output, **options)
+        self._embedding: dict[str, Any] = {
+            "dimensions": dimensions,
+            "pooling": pooling,
+            "instruction": instruction,
+            "normalize": normalize,
+        }
+
+    def _encode(self, prompt: Any) -> Any:
+        return prompt
+
+    def _check(self, prompt: Any) -> Any:
+        before, after = prompt_format(self._model.config.architecture, self._embedding["instruction"])
+        encode_texts(self._model, [prompt], before, after)
+        return prompt
+
+    def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:
+        return list(self._model.embed(prompts, **self._embedding))
+
+    def _nothing(self) -> npt.NDArray[np.float32]:
+        return np.empty(0, np.float32)
+
+
+class RerankPairs:
+    """Adds a column with the score of each pair of a query and a document.
+
+    Rows of a batch with the same query are computed together, so that it is computed once; sort the data
+    set by query to gain most from it. See :meth:`metal_prefill.Model.rerank`.
+
+    Parameters
+    ----------
+    query, document
+        Columns.
+    output
+        Column to be written.
+    instruction, template
+        See :meth:`metal_prefill.Model.rerank`.
+    options
+        Of :class:`metal_prefill.Model`. `threads` is by default the number of CPUs that the actor was given.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        query: str = "query",
+        document: str = "document",
+        output: str = "score",
+        instruction: str | None = None,
+        template: str | None = None,
+        **options: Any,
+    ) -> None:
+        options.setdefault("threads", _assigned_cpus())
+        self._model = Model(None if model is None else resolve_model(model), **options)
+        self._query, self._document, self._output = query, document, output
+        self._instruction, self._template = instruction, template
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Add the column of scores to a batch of rows; their order is kept."""
+        queries = [str(query) for query in batch[self._query]]
+        documents = [str(document) for document in batch[self._document]]
+        scores = np.empty(len(queries), np.float64)
+        for query in dict.fromkeys(queries):
+            rows = [row for row, other in enumerate(queries) if other == query]
+            ranked = self._model.rerank(
+                query,
+                [documents[row] for row in rows],
+                instruction=self._instruction,
+                template=self._template,
+            )
+            for item in ranked:
+                scores[rows[item.index]] = item.score
+        return {**batch, self._output: scores}
 
 
 def _assigned_cpus() -> int | None:

@@ -49,6 +49,40 @@ PRESETS: Mapping[str, ModelShape] = {
         22, 2048, 32, 4, 64, 5632, 32000, 2048, output_type="Q6_K", tokenizer="llama"
     ),
     "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
+    "tiny-embedding": ModelShape(
+        2, 64, 4, 2, 32, 128, 512, 512, architecture="qwen3", rope_base=1e6, norm_eps=1e-6, pooling="last"
+    ),
+    "qwen3-embedding-0.6b": ModelShape(
+        28,
+        1024,
+        16,
+        8,
+        128,
+        3072,
+        151669,
+        32768,
+        architecture="qwen3",
+        rope_base=1e6,
+        norm_eps=1e-6,
+        pooling="last",
+    ),
+    "embeddinggemma-300m": ModelShape(
+        24,
+        768,
+        3,
+        1,
+        256,
+        1152,
+        262144,
+        2048,
+        architecture="gemma-embedding",
+        tokenizer="llama",
+        rope_base=1e6,
+        norm_eps=1e-6,
+        window=512,
+        pooling="mean",
+        dense=3072,
+    ),
 }
 
 
@@ -94,11 +128,14 @@ def synthesize(
     rope_scaling: str | None = None,
     rope_factor: float | None = None,
     norm_eps: float | None = None,
-    architecture: str = "llama",
+    architecture: str | None = None,
     value_dim: int | None = None,
     window: int | None = None,
     qkv_bias: bool | None = None,
     original_context: int | None = None,
+    pooling: str | None = None,
+    dense: int | None = None,
+    labels: Sequence[str] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Path:
@@ -129,7 +166,7 @@ def synthesize(
         Instead of the preset's; see `ModelShape`.
     architecture
         Name in the file; it decides which norms and biases the layers have. Unknown ones get Llama's tensors.
-    value_dim, window, qkv_bias, original_context
+    value_dim, window, qkv_bias, original_context, pooling, dense, labels
         See `ModelShape`.
     seed
         Decides all weights.
@@ -172,6 +209,9 @@ def synthesize(
         "window": window,
         "qkv_bias": qkv_bias,
         "original_context": original_context,
+        "pooling": pooling,
+        "dense": dense,
+        "labels": None if labels is None else tuple(labels),
     }
     given = {name: value for name, value in changes.items() if value is not None}
     shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]  # each has its field's type

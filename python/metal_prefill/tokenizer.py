@@ -67,6 +67,8 @@ class Tokenizer:
         Tokens after which nothing is to be generated.
     add_bos : bool
         Whether `encode` begins with `bos_id` unless told otherwise.
+    add_eos : bool
+        Whether a text for an embedding or a class ends with `eos_id`; `encode` never adds it.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
@@ -88,6 +90,12 @@ class Tokenizer:
             raise GGUFError(
                 f"{gguf.path}: tokenizer.ggml.add_bos_token is set, "
                 "but tokenizer.ggml.bos_token_id is missing"
+            )
+        self.add_eos = self._flag("add_eos_token", default=False)
+        if self.add_eos and self.eos_id is None:
+            raise GGUFError(
+                f"{gguf.path}: tokenizer.ggml.add_eos_token is set, "
+                "but tokenizer.ggml.eos_token_id is missing"
             )
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(named | {i for i in self._special.values() if self.token(i) in END_TOKENS})

@@ -32,9 +32,10 @@ class Case:
         dims: tuple[int, int] = (64, 64),
         cache: type = np.float16,
         window: int = 0,
+        both_ways: bool = False,
         spread: float = 1.0,
     ) -> None:
-        self.sequences, self.window = sequences, window
+        self.sequences, self.window, self.both_ways = sequences, window, both_ways
         self.n_heads, self.n_kv = heads
         self.key_dim, self.value_dim = dims
         self.name = "f16" if cache is np.float16 else "f32"
@@ -61,7 +62,10 @@ class Case:
         out = np.empty((len(self.rows), self.n_heads, self.value_dim))
         for row, (sequence, position) in enumerate(self.rows):
             q = self.q[row, : self.n_heads * self.key_dim].astype(np.float64)
-            seen = slice(max(0, position + 1 - self.window) if self.window else 0, position + 1)
+            keys = len(self.k[sequence])
+            before = keys if not self.window else self.window // 2 if self.both_ways else self.window - 1
+            after = 0 if not self.both_ways else self.window // 2 if self.window else keys
+            seen = slice(max(0, position - before), min(keys, position + after + 1))
             k, v = (
                 np.repeat(x[sequence][seen].astype(np.float64), self.n_heads // self.n_kv, axis=1)
                 for x in (self.k, self.v)
@@ -81,6 +85,7 @@ class Case:
             q_stride=self.q_stride,
             page_stride=self.pages.stride,
             window=self.window,
+            both_ways=self.both_ways,
             scale=self.scale,
             **({"splits": 1, "tiles": 0} | fields),
         )
@@ -120,7 +125,9 @@ class Case:
         tiles, row = [], 0
         for i, (tokens, position) in enumerate(self.sequences):
             stacked = range(0, tokens * self.n_heads // self.n_kv, 8 * blocks)
-            tiles += [(row, tokens, position, self.pages.first[i], first) for first in stacked]
+            tiles += [
+                (row, tokens, position, self.pages.first[i], first, tokens + position) for first in stacked
+            ]
             row += tokens
         np.random.default_rng(0).shuffle(tiles)  # their order says who starts first, and nothing else
         out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
@@ -214,6 +221,12 @@ def test_attention_prefill_after_other_chunks(run: Run, position: int) -> None:
 @pytest.mark.parametrize("window", [1, 8, 40])
 def test_attention_prefill_in_a_window(run: Run, window: int) -> None:
     case = Case((50, 60), (20, 10), window=window)
+    near(case.prefill(run), case.expected())
+
+
+@pytest.mark.parametrize("window", [0, 1, 16, 41])
+def test_attention_prefill_both_ways(run: Run, window: int) -> None:
+    case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
     near(case.prefill(run), case.expected())
 
 

@@ -99,6 +99,7 @@ class Case:
             q_stride=self.qkv.shape[1],
             page_stride=pages.stride,
             window=self.window,
+            both_ways=False,
             splits=max(splits),
             tiles=0,
             scale=1 / np.sqrt(self.key_dim),

@@ -138,7 +138,7 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
 }
 
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
-               int window, float scale, int first, int count, OutMatrix out, bool exact) {
+               int window, float scale, int first, int count, OutMatrix out, bool exact, bool both_ways) {
   const Kernels& kernels = kernels_named(set);
   const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
   const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
@@ -178,6 +178,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                      .heads = heads,
                      .position = positions - tokens,
                      .window = window,
+                     .length = both_ways ? positions : 0,
                      .scale = scale,
                      .exact = exact},
                     first, count);

@@ -53,6 +53,6 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and
 // values [positions, dim]. Tokens [first, first + count) are answered into out [tokens, heads * value_dim].
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
-               int window, float scale, int first, int count, OutMatrix out, bool exact);
+               int window, float scale, int first, int count, OutMatrix out, bool exact, bool both_ways);
 
 }  // namespace metal_prefill::cpu::calls

@@ -122,7 +122,7 @@ class Kernels:
             if isa not in SETS:
                 return getattr(cpu_testing(), name)(isa, *arguments, **options)
             if name == "attention":
-                arguments = (*arguments, options.get("exact", False))
+                arguments = (*arguments, *(options.get(option, False) for option in ("exact", "both_ways")))
             return machine_of(isa).call(name, isa, *arguments)
 
         return call

@@ -23,6 +23,8 @@ TOKENS = DATA / "llama_cpp_tokens.json"
 LOGITS = DATA / "llama_cpp_logits.npz"
 PERPLEXITY = DATA / "llama_cpp_perplexity.json"
 TRANSFORMERS_LOGITS = DATA / "transformers_logits.npz"
+VECTORS = DATA / "llama_cpp_vectors.npz"
+TRANSFORMERS_VECTORS = DATA / "transformers_vectors.npz"
 
 BYTE_LEVEL_SPECIALS = {
     "<|endoftext|>": 3,
@@ -251,6 +253,16 @@ def compared_models() -> Iterator[tuple[str, SmallModel]]:
 def models_in_float32() -> Iterator[tuple[str, SmallModel]]:
     """Those of `compared_models` that differ in features and not in tensor types."""
     return ((name, model) for name, model in compared_models() if model.types == {"*": "F32"})
+
+
+# Lengths of the texts whose vectors are recorded: shorter and longer than windows and pages.
+VECTOR_LENGTHS = (1, 5, 20, 64, 100)
+
+
+def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the tokens of the texts whose vectors are recorded."""
+    for n in VECTOR_LENGTHS:
+        yield np.random.default_rng(n).integers(0, model.vocab, n)
 
 
 def tokens_for(model: SmallModel) -> npt.NDArray[np.int64]:

@@ -17,6 +17,8 @@ from gguf import GGUFReader, quants
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
+GEMMA = ("gemma3", "gemma-embedding")
+
 
 @dataclass(frozen=True)
 class Result:
@@ -82,7 +84,7 @@ class ReferenceModel:
         """Run all of `tokens` from position 0."""
         ids = np.asarray(tokens)
         x = self.tensors["token_embd.weight"][ids]  # [n, dim]
-        if self.architecture == "gemma3":
+        if self.architecture in GEMMA:
             x = x * math.sqrt(self.dim)
         keys, values = [], []
         for layer in range(self.n_layers):
@@ -97,6 +99,16 @@ class ReferenceModel:
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         hidden = self._rms_norm(x, self.tensors["output_norm.weight"])
         return Result(hidden @ head.T, x, hidden, keys, values)
+
+    def pooled(self, tokens: npt.ArrayLike) -> Array:
+        """Vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
+        states = self.forward(tokens).hidden
+        mean = self._key("pooling_type") == 1  # else the last one
+        x: Array = states.mean(axis=0) if mean else states[-1]
+        for name in ("dense_2.weight", "dense_3.weight", "cls.output.weight"):
+            if name in self.tensors:
+                x = self.tensors[name] @ x
+        return x
 
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``."""
@@ -114,13 +126,13 @@ class ReferenceModel:
         return q, k, heads[2]
 
     def _attention(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """Causal attention, ``[n, n_heads * value_dim]``; consecutive query heads share a key-value head."""
+        """Attention, ``[n, n_heads * value_dim]``; consecutive query heads share a key-value head."""
         n = len(q)
         position = np.arange(n)
         distance = position[:, None] - position[None, :]
-        visible = distance >= 0
-        if self._is_windowed(layer):
-            visible &= distance < self._key("attention.sliding_window")
+        windowed, causal = self._is_windowed(layer), self._key("attention.causal", True)
+        window = self._key("attention.sliding_window") if windowed else 2 * n
+        visible = (distance >= 0) & (distance < window) if causal else np.abs(distance) <= window // 2
         out = np.empty((n, self.n_heads, self.value_dim))
         for head in range(self.n_heads):
             kv_head = head // (self.n_heads // self.n_kv_heads)
@@ -132,7 +144,7 @@ class ReferenceModel:
     def _feed_forward(self, layer: int, x: Array) -> Array:
         h = self._normed(layer, "ffn_norm", x)
         gate, up = h @ self._weight(layer, "ffn_gate").T, h @ self._weight(layer, "ffn_up").T
-        if self.architecture == "gemma3":
+        if self.architecture in GEMMA:
             inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             gate = 0.5 * gate * (1 + np.tanh(inner))
         else:
@@ -148,7 +160,7 @@ class ReferenceModel:
         angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
         cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
         half = self.rope_dim // 2
-        if self.architecture in ("qwen2", "qwen3", "gemma3", "phi3"):
+        if self.architecture in ("qwen2", "qwen3", "phi3", *GEMMA):
             first, second = slice(0, half), slice(half, self.rope_dim)
         else:
             first, second = slice(0, self.rope_dim, 2), slice(1, self.rope_dim, 2)
@@ -187,7 +199,7 @@ class ReferenceModel:
         return blended, 1 + 0.1 * math.log(factor)
 
     def _is_windowed(self, layer: int) -> bool:
-        return self.architecture == "gemma3" and layer % 6 != 5
+        return self.architecture in GEMMA and layer % 6 != 5
 
     def _attention_scale(self) -> float:
         return 1 / math.sqrt(self.key_dim)

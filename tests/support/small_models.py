@@ -74,6 +74,9 @@ class SmallModel:
     window: int | None = None
     qkv_bias: bool = False
     norm_eps: float = 1e-5
+    pooling: str | None = None
+    dense: int | None = None
+    labels: tuple[str, ...] = ()
     seed: int = 1
 
     @property
@@ -151,6 +154,30 @@ MODELS: dict[str, SmallModel] = {
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
 }
 
+# Models for embeddings and classes. All matrices are in float32, and the peers take them.
+_IN_FLOAT32 = SmallModel(types={"*": "F32"}, embedding="F32")
+_GEMMA_EMBEDDING = replace(
+    _IN_FLOAT32, architecture="gemma-embedding", layers=7, rope_base=1e6, window=16, key_dim=64
+)
+EMBEDDERS: dict[str, SmallModel] = {
+    "qwen3, last": replace(_IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="last"),
+    "qwen3, mean": replace(_IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="mean"),
+    "llama, mean": replace(_IN_FLOAT32, pooling="mean"),
+    "gemma-embedding": replace(_GEMMA_EMBEDDING, pooling="mean", dense=96),
+    "gemma-embedding, without dense layers": replace(_GEMMA_EMBEDDING, pooling="mean"),
+}
+CLASSIFIERS: dict[str, SmallModel] = {
+    "qwen3, three classes": replace(
+        _IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="rank", labels=("low", "middle", "high")
+    ),
+    "qwen3, yes and no": replace(
+        _IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="rank", labels=("yes", "no")
+    ),
+    "qwen3, one class": replace(
+        _IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="rank", labels=("score",)
+    ),
+}
+
 
 def write(path: str | Path, model: SmallModel) -> Path:
     """Write the file of a model; the same model gives the same file."""
@@ -207,6 +234,9 @@ def _shape(model: SmallModel) -> ModelShape:
         window=model.window,
         qkv_bias=model.qkv_bias,
         original_context=model.original_context,
+        pooling=model.pooling,
+        dense=model.dense,
+        labels=model.labels,
     )
 
 
@@ -221,10 +251,13 @@ def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
 _NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
 _OUTSIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
 _ROLES = (Role.MATRIX, Role.NORM, Role.BIAS)
+_HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
 
 def _turn(tensor: Tensor) -> tuple[int, ...]:
     """When random numbers are drawn for a tensor; those with the same turn keep the order of the file."""
+    if tensor.name in _HEADS:
+        return (1 << 20, _HEADS.index(tensor.name))
     if tensor.name in _OUTSIDE:
         return (-1, _OUTSIDE.index(tensor.name))
     _, layer, name, _ = tensor.name.split(".")

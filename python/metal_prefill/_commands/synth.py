@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from metal_prefill._commands import common
+from metal_prefill._pooled_head import POOLINGS
 from metal_prefill._synth_tokenizer import VOCABULARIES
 from metal_prefill.synth import PRESETS, ROPE_SCALINGS, TENSOR_TYPES, TIED, Progress, synthesize
 
@@ -60,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--architecture",
-        default="llama",
         metavar="NAME",
-        help="architecture in the file, such as llama, qwen2, qwen3, smollm3 or gemma3 (default: llama)",
+        help="architecture in the file, such as llama, qwen3 or gemma3 (default: the preset's)",
     )
+    parser.add_argument("--pooling", choices=POOLINGS, help="of an embedding model")
     parser.add_argument("--value-dim", type=int, metavar="N", help="width of a value head")
     parser.add_argument("--window", type=int, metavar="N", help="positions that a sliding window holds")
     parser.add_argument(

@@ -1,0 +1,158 @@
+"""``metal-prefill embed``: vectors of the texts in a file, in a file that a killed run continues."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from metal_prefill._commands import common
+from metal_prefill._commands.text_files import read_texts
+from metal_prefill._replacing import replacing
+from metal_prefill.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from metal_prefill import Model
+
+BLOCK = 256  # texts between two writes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "-f",
+        "--file",
+        required=True,
+        metavar="FILE",
+        help="texts: a line each, or in a .jsonl file a string or an object; - is stdin",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="vectors: .npy, float32 [texts, dimensions], or .parquet with the texts (needs pyarrow)",
+    )
+    parser.add_argument("--column", default="text", metavar="NAME", help="field of objects (default: text)")
+    parser.add_argument("--dimensions", type=common.positive, metavar="N", help="keep the first N values")
+    parser.add_argument(
+        "--pooling", choices=("mean", "cls", "last"), help="of hidden states (default: as the file says)"
+    )
+    parser.add_argument(
+        "--instruction", metavar="TEXT", help="query, document, a task, or a text with {text} in it"
+    )
+    parser.add_argument("--no-normalize", action="store_true", help="leave vectors at their length")
+    common.add_model_arguments(parser)
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Compute the vectors that a run before this one has not, and write the file once all are there."""
+    kind = arguments.output.suffix
+    if kind not in (".npy", ".parquet"):
+        raise common.UsageError(f"{arguments.output}: the name must end with .npy or .parquet")
+    if kind == ".parquet":
+        _pyarrow()
+    texts = read_texts(arguments.file, arguments.column)
+    options: dict[str, Any] = {
+        "dimensions": arguments.dimensions,
+        "pooling": arguments.pooling,
+        "instruction": arguments.instruction,
+        "normalize": not arguments.no_normalize,
+    }
+    with common.open_model(arguments) as model:
+        part = _Part(arguments.output, _identity(model, texts, options), len(texts))
+        before = len(part)
+        begin = time.perf_counter()
+        with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
+            for first in range(before, len(texts), BLOCK):
+                part.append(model.embed(texts[first : first + BLOCK], **options))
+                if progress is not None:
+                    progress(len(part), len(texts))
+        seconds = time.perf_counter() - begin
+        tokens = sum(len(model.tokenizer.encode(text)) for text in texts[before:])
+        width = arguments.dimensions or model._head.width
+    vectors = part.vectors(width)
+    if kind == ".npy":
+        with replacing(arguments.output) as path, open(path, "wb") as file:
+            np.save(file, vectors)
+    else:
+        _write_parquet(arguments.output, arguments.column, texts, vectors)
+    part.remove()
+    print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
+
+
+def summary(done: int, before: int, tokens: int, seconds: float) -> str:
+    """Say how many texts there were, and how fast they went."""
+    rate = f" ({done / seconds:,.0f} texts/s, {tokens / seconds:,.0f} tokens/s)" if done and seconds else ""
+    known = f"; {before:,} done before" if before else ""
+    return f"{done:,} text{'' if done == 1 else 's'} in {seconds:.1f} s{rate}{known}"
+
+
+def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
+    """Return what the vectors are a function of, in short."""
+    digest = hashlib.sha256()
+    size = model.path.stat().st_size
+    for piece in (str(model.path.resolve()), str(size), json.dumps(options, sort_keys=True), *texts):
+        encoded = piece.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
+
+
+class _Part:
+    """Vectors of the first texts, in a file next to the output whose name says what they belong to."""
+
+    def __init__(self, output: Path, identity: str, texts: int) -> None:
+        self._path = output.with_name(f".{output.name}.{identity[:16]}.part")
+        self._texts = texts
+        self._width = 0
+        if self._path.exists():
+            data = self._path.read_bytes()
+            self._width = int.from_bytes(data[:4], "little")
+            if self._width:  # a write may have been cut
+                row = 4 * self._width
+                with open(self._path, "rb+") as file:
+                    file.truncate(4 + (len(data) - 4) // row * row)
+
+    def __len__(self) -> int:
+        return (self._path.stat().st_size - 4) // (4 * self._width) if self._width else 0
+
+    def append(self, vectors: Any) -> None:
+        with open(self._path, "ab" if self._width else "wb") as file:
+            if not self._width:
+                self._width = vectors.shape[1]
+                file.write(self._width.to_bytes(4, "little"))
+            file.write(vectors.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def vectors(self, width: int) -> Any:
+        if not self._width:
+            return np.empty((0, width), np.float32)
+        return np.frombuffer(self._path.read_bytes(), np.float32, offset=4).reshape(self._texts, self._width)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError(f"writing Parquet needs: pip install pyarrow ({error})") from error
+    return pyarrow
+
+
+def _write_parquet(path: Path, column: str, texts: list[str], vectors: Any) -> None:
+    arrow = _pyarrow()
+    table = arrow.table({column: texts, "embedding": list(vectors)})
+    with replacing(path) as temporary:
+        arrow.parquet.write_table(table, temporary)

@@ -1,0 +1,42 @@
+"""Texts from files: lines of plain text or of JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+from metal_prefill._commands.common import UsageError
+
+
+def read_texts(path: str, column: str = "text") -> list[str]:
+    """Read the texts of a file, ``-`` for stdin; blank lines count for nothing.
+
+    A file whose name ends with ``.jsonl`` holds strings, or objects with a field `column`; any other file
+    holds a text in each line.
+
+    Raises
+    ------
+    UsageError
+        A line holds no text; names the file and the line.
+    """
+    as_json = path.endswith((".jsonl", ".ndjson"))
+    texts = []
+    with io.StringIO(sys.stdin.read()) if path == "-" else open(path, encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                texts.append(
+                    _text(line, f"{path}, line {number}", column) if as_json else line.rstrip("\r\n")
+                )
+    return texts
+
+
+def _text(line: str, where: str, column: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}") from None
+    text = value.get(column) if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise UsageError(f'{where} is neither a string nor an object with "{column}"')
+    return text

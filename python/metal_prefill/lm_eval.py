@@ -1,0 +1,84 @@
+"""EleutherAI's lm-eval on our models.
+
+Needs the extra ``eval`` (``pip install 'metal_prefill[eval]'``). Importing this module registers the model
+``metal-prefill``; as a program it is ``lm_eval`` with that model::
+
+    python -m metal_prefill.lm_eval --model metal-prefill --model_args path=model.gguf --tasks arc_easy
+
+Requests are computed together, contexts that they share once, and the head for the rows of continuations
+alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metal_prefill import _evaluation
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.hub import resolve_model
+from metal_prefill.model import Model
+
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise MissingExtraError(f"evaluation needs: pip install 'metal_prefill[eval]' ({error})") from error
+
+MAX_NEW_TOKENS = 256  # where a task does not say
+
+
+@register_model("metal-prefill", "metal_prefill")
+class MetalPrefillLM(LM):  # type: ignore[misc]
+    """A model for lm-eval.
+
+    Parameters
+    ----------
+    path
+        GGUF file, or ``owner/repo:file`` on the Hugging Face Hub; None for the bundled model.
+    batch_size, max_batch_size, device
+        Those of the harness do not count: passes are filled with what fits.
+    options
+        Of :class:`metal_prefill.Model`, such as ``threads`` and ``compute``.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.model = Model(None if path is None else resolve_model(path), **options)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log likelihood of each continuation, and whether greedy decoding would write it."""
+        return _evaluation.loglikelihood(self.model, [request.args for request in requests])
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log likelihood of each text."""
+        return _evaluation.loglikelihood_rolling(self.model, [request.args[0] for request in requests])
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy continuation of each prompt."""
+        parsed = []
+        for request in requests:
+            prompt, options = request.args
+            if options.get("do_sample") or options.get("temperature", 0):
+                raise ValueError("metal-prefill generates greedily: temperature must be 0")
+            stop = options.get("until", ())
+            limit = options.get("max_gen_toks", options.get("max_tokens", MAX_NEW_TOKENS))
+            parsed.append((prompt, limit, (stop,) if isinstance(stop, str) else tuple(stop)))
+        return _evaluation.generate_until(self.model, parsed)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name that cached requests carry."""
+        return self.model.path.name
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,132 @@
+"""``metal-prefill embed`` and ``rerank``: files of vectors that are continued, and documents in order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_models import CLASSIFIERS, write
+
+from metal_prefill import Model, synth
+from metal_prefill.cli import main
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
+
+
+def embed(embedder: Path, *arguments: Any) -> int:
+    return main(["embed", "--device", "cpu", "-m", str(embedder), *map(str, arguments)])
+
+
+def test_vectors_of_lines_and_of_json_are_those_of_the_library(
+    embedder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["The king", "is  dead.", "Long live"]
+    (tmp_path / "t.txt").write_text("The king\nis  dead.\n\nLong live\n")
+    lines = [json.dumps(texts[0]), json.dumps({"body": texts[1], "id": 3}), json.dumps({"body": texts[2]})]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    with Model(embedder, device="cpu") as model:
+        plain, cut = model.embed(texts), model.embed(texts, dimensions=8, instruction="query")
+    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "a.npy") == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), plain)
+    options = ("--column", "body", "--dimensions", 8, "--instruction", "query")
+    assert embed(embedder, "-f", tmp_path / "t.jsonl", "-o", tmp_path / "b.npy", *options) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), cut)
+    assert "3 texts in" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"t.txt", "t.jsonl", "a.npy", "b.npy"}
+
+
+def test_a_run_that_was_stopped_is_continued(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [f"text {i}" for i in range(600)]
+    (tmp_path / "t.txt").write_text("\n".join(texts))
+    arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
+    calls = 0
+    plain = Model.embed
+
+    def stopping(self: Model, *positional: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return plain(self, *positional, **options)
+
+    monkeypatch.setattr(Model, "embed", stopping)
+    assert embed(embedder, *arguments) == 130
+    assert not (tmp_path / "v.npy").exists()
+    part = next(tmp_path.glob(".v.npy.*.part"))
+    with open(part, "ab") as file:
+        file.write(b"half a row")
+    assert embed(embedder, *arguments) == 0
+    assert calls == 4  # two blocks before, one that was stopped, one that was left
+    assert "512 done before" in capsys.readouterr().err
+    with Model(embedder, device="cpu") as model:
+        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), plain(model, texts))
+    assert list(tmp_path.glob(".v.npy*")) == []
+
+
+def test_vectors_of_other_texts_are_not_continued(embedder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("a\n")
+    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0
+    (tmp_path / "t.txt").write_text("b\n")
+    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0
+    with Model(embedder, device="cpu") as model:
+        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(["b"]))
+
+
+def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "t.txt").write_text("a\nb\n")
+    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.parquet") == 0
+    table = parquet.read_table(tmp_path / "v.parquet").to_pydict()
+    assert table["text"] == ["a", "b"]
+    with Model(embedder, device="cpu") as model:
+        np.testing.assert_array_equal(np.array(table["embedding"], np.float32), model.embed(["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "output", "message"),
+    [
+        ("t.jsonl", '"a"\n5\n', "v.npy", 'line 2 is neither a string nor an object with "text"'),
+        ("t.jsonl", '"a"\n{"text"\n', "v.npy", "line 2 is not JSON"),
+        ("t.txt", "a\n", "v.csv", "v.csv: the name must end with .npy or .parquet"),
+    ],
+)
+def test_wrong_use_is_named(
+    embedder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+    output: str,
+    message: str,
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert embed(embedder, "-f", tmp_path / name, "-o", tmp_path / output) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_documents_are_printed_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "m.gguf", replace(CLASSIFIERS["qwen3, yes and no"]))
+    documents = ["The king is dead.", "A rose", "Long live the king"]
+    (tmp_path / "d.txt").write_text("\n".join(documents))
+    template = "{query} {document}"
+    with Model(path, device="cpu") as model:
+        ranked = model.rerank("king", documents, template=template)
+    command = ["rerank", "--device", "cpu", "-m", str(path), "-q", "king", "-f", str(tmp_path / "d.txt")]
+    command += ["--template", template]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{r.score:.4f}  {r.document}" for r in ranked]
+    assert main([*command, "--json", "-n", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "index": ranked[0].index,
+        "score": ranked[0].score,
+        "document": ranked[0].document,
+    }

@@ -1,0 +1,274 @@
+"""Vectors of texts: pooling, ends, cuts and prompts as files and cards define them, alone or together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGUFReader
+from support.reference import ReferenceModel
+from support.small_models import EMBEDDERS, SmallModel, write
+
+from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, synth
+
+TEXTS = ["To be, or not to be", "a", "that is the question. " * 12, "Whether 'tis nobler", "\x00 and on", "a"]
+# Cosine with the float64 reference. Metal multiplies in half precision.
+NEAR = {"cpu": 1 - 1e-9, "metal": 0.9999}
+INT8 = 0.999
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small Qwen3 embedding model."""
+    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
+
+
+@pytest.fixture
+def model(path: Path) -> Iterator[Model]:
+    with Model(path, device="cpu") as opened:
+        yield opened
+
+
+def cosine(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def tokens_of(model: Model, text: str) -> list[int]:
+    """Tokens of a text as an embedding takes them: its end is marked."""
+    assert model.tokenizer.eos_id is not None
+    return [*model.tokenizer.encode(text), model.tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_vectors_are_those_of_the_reference(device: str, tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", EMBEDDERS[name])
+    reference = ReferenceModel(path)
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        texts = TEXTS if device == "cpu" else TEXTS[:3]
+        for vector, text in zip(model.embed(texts), texts, strict=True):
+            expected = reference.pooled(tokens_of(model, text))
+            assert cosine(vector, expected) >= NEAR[device]
+            assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3, last", "gemma-embedding"])
+def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str) -> None:
+    model = EMBEDDERS[name]
+    path = write(
+        tmp_path / "model.gguf", SmallModel(**{**vars(model), "types": {"*": "Q8_0"}, "embedding": "Q8_0"})
+    )
+    reference = ReferenceModel(path)
+    with Model(path, device="cpu") as opened:
+        for vector, text in zip(opened.embed(TEXTS), TEXTS, strict=True):
+            expected = reference.pooled(tokens_of(opened, text))
+            assert cosine(vector, expected) >= INT8
+
+
+@pytest.mark.parametrize("name", ["qwen3, last", "qwen3, mean", "gemma-embedding"])
+def test_a_text_gets_the_same_bits_alone_and_in_any_company(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", EMBEDDERS[name])
+    with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1, chunk_tokens=24) as cut:
+        together = model.embed(TEXTS)
+        alone = np.concatenate([model.embed([text]) for text in TEXTS])
+        np.testing.assert_array_equal(together, alone)
+        np.testing.assert_array_equal(cut.embed(TEXTS[::-1])[::-1], alone)
+        np.testing.assert_array_equal(together[1], together[5])
+
+
+def test_no_cache_is_kept(model: Model) -> None:
+    model.embed(TEXTS)
+    stats = model.stats()
+    assert (stats["position"], stats["kv_pool_bytes"]) == (0, 0)
+
+
+def test_what_texts_have_in_common_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = 0
+    forward = Model.forward_batch
+
+    def counting(self: Model, sessions: Any, tokens: Any, **options: Any) -> list[Any]:
+        nonlocal computed
+        computed += sum(map(len, tokens))
+        return forward(self, sessions, tokens, **options)
+
+    plain = [model.embed([f"{'word ' * 20}{i}"])[0] for i in range(5)]
+    monkeypatch.setattr(Model, "forward_batch", counting)
+    vectors = model.embed([f"{'word ' * 20}{i}" for i in range(5)])
+    lengths = [len(tokens_of(model, f"{'word ' * 20}{i}")) for i in range(5)]
+    assert computed < lengths[0] + 5 * 16
+    np.testing.assert_array_equal(vectors, plain)
+
+
+def test_every_pooling_is_of_the_hidden_states(model: Model) -> None:
+    states = model.embed(TEXTS[:3], pooling="none", normalize=False)
+    assert [len(s) for s in states] == [len(tokens_of(model, text)) for text in TEXTS[:3]]
+    last = model.embed(TEXTS[:3], pooling="last", normalize=False)
+    mean = model.embed(TEXTS[:3], pooling="mean", normalize=False)
+    for i, state in enumerate(states):
+        np.testing.assert_array_equal(last[i], state[-1])
+        np.testing.assert_allclose(mean[i], state.astype(np.float64).mean(axis=0), rtol=1e-6)
+
+
+def test_a_cut_vector_is_normalized_again(model: Model) -> None:
+    whole = model.embed(TEXTS)
+    cut = model.embed(TEXTS, dimensions=16)
+    assert cut.shape == (len(TEXTS), 16)
+    expected = whole[:, :16] / np.linalg.norm(whole[:, :16].astype(np.float64), axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, expected, rtol=1e-5)
+    raw = model.embed(TEXTS, normalize=False)
+    np.testing.assert_array_equal(model.embed(TEXTS, dimensions=16, normalize=False), raw[:, :16])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "instruction", "whole"),
+    [
+        ("qwen3", "Find verses", "Instruct: Find verses\nQuery:TEXT"),
+        (
+            "qwen3",
+            "query",
+            "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
+            "Query:TEXT",
+        ),
+        ("qwen3", "document", "TEXT"),
+        ("qwen3", "<{text}>", "<TEXT>"),
+        ("gemma-embedding", "query", "task: search result | query: TEXT"),
+        ("gemma-embedding", "document", "title: none | text: TEXT"),
+        ("gemma-embedding", "clustering", "task: clustering | query: TEXT"),
+        ("llama", "query: ", "query: TEXT"),
+    ],
+)
+def test_instructions_stand_where_the_card_says(
+    tmp_path: Path, architecture: str, instruction: str, whole: str
+) -> None:
+    model = next(m for m in EMBEDDERS.values() if m.architecture == architecture)
+    with Model(write(tmp_path / "model.gguf", model), device="cpu") as opened:
+        text = "{text} is text"
+        expected = opened.embed([whole.replace("TEXT", text)])
+        np.testing.assert_array_equal(opened.embed([text], instruction=instruction), expected)
+
+
+def test_a_query_of_an_architecture_without_a_card_is_refused(tmp_path: Path) -> None:
+    with (
+        Model(write(tmp_path / "m.gguf", EMBEDDERS["llama, mean"]), device="cpu") as model,
+        pytest.raises(ValueError, match="no prompts of queries and documents are known for llama"),
+    ):
+        model.embed(["a"], instruction="query")
+
+
+def test_every_length_up_to_the_context(path: Path) -> None:
+    with Model(path, device="cpu", max_context=40) as model:
+        piece = "a b"
+        while len(tokens_of(model, piece)) < 40:
+            piece += "!" if len(tokens_of(model, piece + " b")) > 40 else " b"
+        assert len(tokens_of(model, piece)) == 40
+        assert model.embed([piece, ""]).shape == (2, 64)
+        with pytest.raises(ContextOverflowError, match=r"text 1: 4[1-9] tokens exceed the context of 40"):
+            model.embed(["a", piece + "? !", "b"])
+
+
+def test_many_texts_in_one_call(model: Model) -> None:
+    texts = [f"{i % 2000}" for i in range(10_000)]
+    vectors = model.embed(texts)
+    np.testing.assert_array_equal(vectors[:2000], vectors[8000:])
+    np.testing.assert_array_equal(vectors[1234], model.embed(["1234"])[0])
+    assert model.embed([]).shape == (0, 64)
+    assert model.embed(iter(["a"])).shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("texts", "error", "message"),
+    [
+        (["a", 5], TypeError, "text 1 must be a string, got int"),
+        (["a", b"b"], TypeError, "text 1 must be a string, got bytes"),
+        (["a", None], TypeError, "text 1 must be a string, got NoneType"),
+        ("a text", TypeError, "texts must be a sequence of strings, got one str"),
+        (["a", "b", "\ud800"], ValueError, "text 2: .*surrogates not allowed"),
+    ],
+)
+def test_a_text_that_is_none_is_named(model: Model, texts: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        model.embed(texts)
+    assert model.stats()["kv_pool_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dimensions": 65}, "dimensions must be between 1 and 64, got 65"),
+        ({"dimensions": 0}, "dimensions must be between 1 and 64, got 0"),
+        ({"pooling": "max"}, "pooling must be one of none, mean, cls, last, rank; got 'max'"),
+        ({"pooling": "rank"}, "use rerank, or classify"),
+        ({"pooling": "cls"}, "its attention is causal"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(model: Model, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.embed(["a"], **options)
+
+
+def test_pooling_is_never_guessed(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        with pytest.raises(ValueError, match=r"states no pooling .llama.pooling_type.; give pooling='last'"):
+            model.embed(["a"])
+        assert model.embed(["a"], pooling="mean").shape == (1, model.config.dim)
+
+
+def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny")
+    with Model(path, device="cpu") as model:
+        assert (model.tokenizer.add_bos, model.tokenizer.add_eos) == (False, False)
+        with pytest.raises(ValueError, match="text 1 has no tokens"):
+            model.embed(["a", ""], pooling="mean")
+
+
+def test_tokens_of_a_model_that_sees_both_ways_go_in_whole(device: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", EMBEDDERS["gemma-embedding"])
+    with Model(path, device=device, chunk_tokens=16) as model:
+        session = model.session()
+        session.forward_prompt(range(40))
+        with pytest.raises(ValueError, match="a text goes in whole, into an empty session"):
+            session.forward_prompt([1, 2])
+        assert session.position == 40
+        with pytest.raises(ValueError, match="a text goes in whole"):
+            model.forward_prompt([1, 2], reuse=True)
+
+
+def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    embedder = write(tmp_path / "m.gguf", EMBEDDERS["gemma-embedding"])
+    names = [t.name for t in GGUFReader(embedder).tensors]
+    assert "dense_2.weight" in names
+    data = embedder.read_bytes()
+    lost = tmp_path / "lost.gguf"
+    lost.write_bytes(data.replace(b"dense_3.weight", b"dense_3.wrongs"))
+    with pytest.raises(GGUFError, match=r"dense_3_feat_in and _out declare .* dense_3.weight is missing"):
+        Model(lost, device="cpu")
+    lost.write_bytes(data.replace(b"dense_2_feat_out", b"dense_2_feat_oof"))
+    Model(lost, device="cpu").close()
+    key = b"gemma-embedding.pooling_type"
+    at = data.index(key) + len(key) + 4  # after the type of the value
+    for value, error, message in (
+        (7, UnsupportedModelError, "pooling_type 7 is not known; known are 0 .none., 1 .mean."),
+        (4, GGUFError, "pooling_type is rank, but tensor cls.output.weight is missing"),
+    ):
+        lost.write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])
+        with pytest.raises(error, match=message):
+            Model(lost, device="cpu")
+
+
+def test_the_end_of_a_text_is_marked_where_the_file_says_so(path: Path, tmp_path: Path) -> None:
+    data = path.read_bytes()
+    key = b"tokenizer.ggml.add_eos_token"
+    at = data.index(key) + len(key) + 4
+    assert data[at] == 1
+    without = tmp_path / "without.gguf"
+    without.write_bytes(data[:at] + b"\x00" + data[at + 1 :])
+    with Model(path, device="cpu") as ends, Model(without, device="cpu") as open_:
+        assert not np.array_equal(ends.embed(["a"]), open_.embed(["a"]))
+        with open_.session() as session:
+            state = open_.forward_batch([session], [tokens_of(ends, "a")], output="hidden")[0]
+    with Model(path, device="cpu") as ends:
+        np.testing.assert_array_equal(ends.embed(["a"], normalize=False)[0], state)

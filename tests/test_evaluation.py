@@ -1,0 +1,108 @@
+"""Requests of evaluation harnesses against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.reference import ReferenceModel
+
+from metal_prefill import Model
+from metal_prefill._evaluation import generate_until, loglikelihood, loglikelihood_rolling
+
+CONTEXT = "ROMEO:\nBut soft, what light through"
+
+
+@pytest.fixture(scope="module")
+def reference(demo_path: Path) -> ReferenceModel:
+    return ReferenceModel(demo_path)
+
+
+@pytest.fixture
+def model(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32") as opened:
+        yield opened
+
+
+def expected_of(
+    model: Model, reference: ReferenceModel, context: str, continuation: str
+) -> tuple[float, bool]:
+    whole = model.tokenizer.encode(context + continuation)
+    n = len(model.tokenizer.encode(context))
+    result = reference.forward(whole)
+    greedy = result.logits.argmax(axis=1)[n - 1 : -1].tolist() == whole[n:]
+    return float(result.log_probs(whole)[n - 1 :].sum()), greedy
+
+
+def test_likelihoods_are_those_of_the_reference_whatever_contexts_share(
+    model: Model, reference: ReferenceModel
+) -> None:
+    greedy = "".join(model.generate(CONTEXT, 6))
+    pairs = [(CONTEXT, text) for text in (greedy, " yonder window", " the", "!")]
+    pairs += [(CONTEXT + " yonder", " window breaks?"), ("JULIET:", " O")]
+    found = loglikelihood(model, pairs)
+    for pair, (value, is_greedy) in zip(pairs, found, strict=True):
+        expected, wanted = expected_of(model, reference, *pair)
+        assert value == pytest.approx(expected, abs=1e-3)
+        assert is_greedy == wanted
+    assert found[0][1]
+    assert not found[3][1]
+
+
+def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(model: Model) -> None:
+    assert loglikelihood(model, [(CONTEXT + " ", "yonder")]) == loglikelihood(model, [(CONTEXT, " yonder")])
+
+
+def test_a_context_that_is_too_long_loses_its_beginning(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", max_context=16) as short, Model(demo_path, device="cpu") as model:
+        ids = model.tokenizer.encode(CONTEXT * 4)
+        end = model.tokenizer.decode(ids[-15:])
+        ((value, _),) = loglikelihood(short, [(CONTEXT * 4, " yonder")])
+        if model.tokenizer.encode(end) == ids[-15:] and len(model.tokenizer.encode(" yonder")) == 2:
+            ((wanted, _),) = loglikelihood(model, [(end, " yonder")])
+            assert value == wanted
+        with pytest.raises(ValueError, match=r"request 0: a continuation of \d+ tokens does not fit"):
+            loglikelihood(short, [("a", " word" * 100)])
+
+
+def test_whole_texts_are_cut_in_windows(model: Model, demo_path: Path, reference: ReferenceModel) -> None:
+    text = CONTEXT * 3
+    start = model.tokenizer.bos_id if model.tokenizer.bos_id is not None else model.tokenizer.eos_id
+    assert start is not None
+    ids = [start, *model.tokenizer.encode(text, add_bos=False)]
+    assert loglikelihood_rolling(model, [text])[0] == pytest.approx(
+        float(reference.forward(ids).log_probs(ids).sum()), abs=1e-2
+    )
+    with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32", max_context=10) as short:
+        pieces = [ids[i : i + 11] for i in range(0, len(ids) - 1, 10)]
+        expected = sum(float(reference.forward(p).log_probs(p).sum()) for p in pieces)
+        assert loglikelihood_rolling(short, [text, text]) == pytest.approx([expected, expected], abs=1e-2)
+
+
+def test_generation_ends_at_the_strings_and_the_number_asked_for(model: Model) -> None:
+    whole = "".join(model.generate(CONTEXT, 20))
+    stop = whole[6:9]
+    found = generate_until(model, [(CONTEXT, 20, ()), (CONTEXT, 20, (stop,)), (CONTEXT, 3, ())])
+    assert found[0] == whole
+    assert found[1] == whole[: whole.index(stop)]
+    assert whole.startswith(found[2])
+
+
+def test_the_harness_finds_the_model(demo_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import get_model
+
+    import metal_prefill.lm_eval  # noqa: F401
+
+    lm = get_model("metal-prefill")(path=str(demo_path), device="cpu")
+    requests = [Instance("loglikelihood", {}, (CONTEXT, text), 0) for text in (" yonder", " the")]
+    assert lm.loglikelihood(requests) == loglikelihood(lm.model, [r.args for r in requests])
+
+
+def test_no_requests_are_no_work(model: Model) -> None:
+    assert loglikelihood(model, []) == []
+    assert loglikelihood_rolling(model, []) == []
+    assert np.isfinite(loglikelihood_rolling(model, ["a"])[0])

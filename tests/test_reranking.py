@@ -1,0 +1,264 @@
+"""Reranking and classification: heads, answers and likelihoods against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.reference import ReferenceModel
+from support.small_models import CLASSIFIERS, EMBEDDERS, write
+
+from metal_prefill import ContextOverflowError, GGUFError, Model
+
+QUERY = "who is the king"
+DOCUMENTS = ["The king is dead.", "A rose by any other name", "Long live the king! " * 8, "x"]
+TEMPLATE = "q {query} d {document} ?"
+GENERATIVE = replace(EMBEDDERS["qwen3, last"], pooling=None, vocab=2048)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose classes are yes and no."""
+    return write(tmp_path_factory.mktemp("m") / "yes.gguf", CLASSIFIERS["qwen3, yes and no"])
+
+
+@pytest.fixture
+def model(reranker: Path) -> Iterator[Model]:
+    with Model(reranker, device="cpu", compute="f32", kv_dtype="f32") as opened:
+        yield opened
+
+
+def filled(model: Model, document: str) -> list[int]:
+    return model.tokenizer.encode(TEMPLATE.replace("{query}", QUERY).replace("{document}", document))
+
+
+@pytest.mark.parametrize("name", ["qwen3, yes and no", "qwen3, one class"])
+def test_scores_are_those_of_the_classes(device: str, tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "m.gguf", CLASSIFIERS[name])
+    reference = ReferenceModel(path)
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        ranked = model.rerank(QUERY, DOCUMENTS, template=TEMPLATE)
+        assert sorted(r.index for r in ranked) == [0, 1, 2, 3]
+        assert [r.score for r in ranked] == sorted((r.score for r in ranked), reverse=True)
+        for item in ranked:
+            assert item.document == DOCUMENTS[item.index]
+            logits = reference.pooled(filled(model, item.document))
+            expected = logits[0] if len(logits) == 1 else 1 / (1 + np.exp(logits[1] - logits[0]))
+            assert item.score == pytest.approx(expected, abs=1e-4 if device == "cpu" else 1e-2)
+
+
+def test_yes_and_no_are_found_whatever_their_order(tmp_path: Path, model: Model) -> None:
+    turned = write(tmp_path / "m.gguf", replace(CLASSIFIERS["qwen3, yes and no"], labels=("no", "yes")))
+    with Model(turned, device="cpu", compute="f32", kv_dtype="f32") as other:
+        for a in model.rerank(QUERY, DOCUMENTS, template=TEMPLATE):
+            b = next(r for r in other.rerank(QUERY, DOCUMENTS, template=TEMPLATE) if r.index == a.index)
+            assert a.score + b.score == pytest.approx(1)
+
+
+def test_a_generative_reranker_answers_by_two_rows_of_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "m.gguf", GENERATIVE)
+    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
+        encode = model.tokenizer.encode
+        ids = {"yes": [700], "no": [300]}
+        monkeypatch.setattr(
+            model.tokenizer, "encode", lambda text, **options: ids.get(text) or encode(text, **options)
+        )
+        outputs: list[Any] = []
+        forward = Model.forward_batch
+
+        def watching(self: Model, sessions: Any, tokens: Any, **options: Any) -> list[Any]:
+            outputs.extend(options["output"])
+            return forward(self, sessions, tokens, **options)
+
+        monkeypatch.setattr(Model, "forward_batch", watching)
+        ranked = model.rerank(QUERY, DOCUMENTS, template=TEMPLATE)
+        assert set(outputs) <= {"hidden", "none"}  # no logits
+        reference = ReferenceModel(path)
+        for item in ranked:
+            logits = reference.forward(filled(model, item.document)).logits[-1]
+            assert item.score == pytest.approx(1 / (1 + np.exp(logits[300] - logits[700])), abs=1e-4)
+
+
+def test_the_query_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = "who is the king " * 20
+    alone = [model.rerank(query, [d], template=TEMPLATE)[0].score for d in DOCUMENTS]
+    computed = 0
+    forward = Model.forward_batch
+
+    def counting(self: Model, sessions: Any, tokens: Any, **options: Any) -> list[Any]:
+        nonlocal computed
+        computed += sum(map(len, tokens))
+        return forward(self, sessions, tokens, **options)
+
+    monkeypatch.setattr(Model, "forward_batch", counting)
+    ranked = model.rerank(query, DOCUMENTS, template=TEMPLATE)
+    lengths = [len(model.tokenizer.encode(text)) for text in (query, *DOCUMENTS)]
+    assert computed < sum(lengths) + 20 * len(DOCUMENTS)
+    assert [alone[r.index] for r in ranked] == [r.score for r in ranked]  # bit for bit
+    assert model.stats()["kv_pool_bytes"] == 0
+
+
+def test_only_the_best_are_returned(model: Model) -> None:
+    ranked = model.rerank(QUERY, DOCUMENTS, template=TEMPLATE)
+    assert model.rerank(QUERY, DOCUMENTS, 2, template=TEMPLATE) == ranked[:2]
+    assert model.rerank(QUERY, DOCUMENTS, 99, template=TEMPLATE) == ranked
+    assert model.rerank(QUERY, [], template=TEMPLATE) == []
+
+
+def test_texts_never_spell_control_tokens_or_places(model: Model) -> None:
+    template = "<|endoftext|>{query}|{document}"
+    special = model.tokenizer._special.get("<|endoftext|>")
+    from metal_prefill.reranking import encode_template
+
+    ids = encode_template(model, template, {"query": "{document}", "document": "<|endoftext|>"})
+    plain = model.tokenizer.encode("{document}|<|endoftext|>", add_bos=False)
+    assert ids.tolist() == ([] if special is None else [special]) + (
+        plain if special is not None else model.tokenizer.encode("<|endoftext|>{document}|<|endoftext|>")
+    )
+
+
+def test_what_cannot_be_reranked_is_named(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="document 1 must be a string, got int"):
+        model.rerank(QUERY, ["a", 1], template=TEMPLATE)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="documents must be a sequence of strings, got one str"):
+        model.rerank(QUERY, "a", template=TEMPLATE)
+    with pytest.raises(ValueError, match=r"document 0: .*surrogates"):
+        model.rerank(QUERY, ["\ud800"], template=TEMPLATE)
+    with pytest.raises(ContextOverflowError, match=r"document 1: \d+ tokens exceed the context of 1024"):
+        model.rerank(QUERY, ["a", "b " * 3000], template=TEMPLATE)
+    with pytest.raises(ValueError, match=r"a template for reranking has {query} and {document}"):
+        model.rerank(QUERY, ["a"], template="{query}")
+    with pytest.raises(ValueError, match="top_n must be at least 1, got 0"):
+        model.rerank(QUERY, ["a"], 0, template=TEMPLATE)
+    three = write(tmp_path / "three.gguf", CLASSIFIERS["qwen3, three classes"])
+    with (
+        Model(three, device="cpu") as other,
+        pytest.raises(
+            ValueError, match=r"a head of 3 classes .low, middle, high.: reranking takes one or two"
+        ),
+    ):
+        other.rerank(QUERY, ["a"], template=TEMPLATE)
+
+
+def test_a_model_that_does_not_know_the_answers_is_refused(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        with pytest.raises(ValueError, match="none is known for llama: give template="):
+            model.rerank(QUERY, ["a"])
+        if len(model.tokenizer.encode("yes", add_bos=False)) > 1:
+            with pytest.raises(ValueError, match=r"'yes' is . tokens: it is not a reranker"):
+                model.rerank(QUERY, ["a"], template=TEMPLATE)
+
+
+# Classes.
+
+
+def test_classes_are_those_of_the_head(device: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
+    reference = ReferenceModel(path)
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        found = model.classify(DOCUMENTS)
+        assert found.labels == ("low", "middle", "high")
+        for i, text in enumerate(DOCUMENTS):
+            logits = reference.pooled([*model.tokenizer.encode(text), 0])  # ends with <|endoftext|>
+            expected = np.exp(logits) / np.exp(logits).sum()
+            np.testing.assert_allclose(
+                found.probabilities[i], expected, atol=1e-4 if device == "cpu" else 1e-2
+            )
+            assert found.best[i] == found.labels[int(expected.argmax())]
+
+
+def test_a_head_and_its_labels_must_agree(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
+    data = path.read_bytes()
+    lost = tmp_path / "lost.gguf"
+    lost.write_bytes(data.replace(b"cls.output.weight", b"cls.output.wrongs"))
+    with pytest.raises(
+        GGUFError, match=r"output_labels names 3 labels, but tensor cls.output.weight is missing"
+    ):
+        Model(lost, device="cpu")
+
+
+LABELS = ["dead", "alive and well", "x"]
+
+
+def likelihood(model: Model, reference: ReferenceModel, text: str, label: str) -> tuple[float, int]:
+    """Sum over the tokens of a label, in float64, and their number."""
+    whole = model.tokenizer.encode(f"{text} is {label}")
+    before = len(model.tokenizer.encode(f"{text} is"))
+    return float(reference.forward(whole).log_probs(whole)[before - 1 :].sum()), len(whole) - before
+
+
+@pytest.mark.parametrize("normalize_length", [True, False])
+def test_labels_are_as_likely_as_the_reference_says(
+    device: str, demo_path: Path, normalize_length: bool
+) -> None:
+    reference = ReferenceModel(demo_path)
+    texts = ["The king", "ROMEO:\nBut soft, what light", "The king"]
+    with Model(demo_path, device=device, compute="f32", kv_dtype="f32") as model:
+        found = model.classify(texts, LABELS, "{text} is {label}", normalize_length=normalize_length)
+        scores = np.empty((3, 3))
+        for i, text in enumerate(texts):
+            for j, label in enumerate(LABELS):
+                expected, length = likelihood(model, reference, text, label)
+                assert found.log_likelihoods[i, j] == pytest.approx(expected, abs=1e-2)
+                assert found.lengths[i, j] == length
+                scores[i, j] = expected / length if normalize_length else expected
+        expected_probabilities = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(found.probabilities, expected_probabilities, atol=5e-3)
+        assert found.labels == tuple(LABELS)
+
+
+def test_calibration_divides_by_what_labels_get_without_content(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        plain = model.classify(["The king", "N/A", "[MASK]", ""], LABELS)
+        calibrated = model.classify(["The king"], LABELS, calibrate=True)
+        prior = plain.probabilities[1:].astype(np.float64).mean(axis=0)
+        expected = plain.probabilities[0] / prior
+        np.testing.assert_allclose(calibrated.probabilities[0], expected / expected.sum(), rtol=1e-4)
+
+
+def test_labels_share_the_text_and_texts_share_the_template(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = f"{'Say what it is. ' * 10}{{text}} is {{label}}"
+    with Model(demo_path, device="cpu") as model:
+        alone = [model.classify([text], LABELS, template) for text in DOCUMENTS]
+        computed = 0
+        forward = Model.forward_batch
+
+        def counting(self: Model, sessions: Any, tokens: Any, **options: Any) -> list[Any]:
+            nonlocal computed
+            computed += sum(map(len, tokens))
+            return forward(self, sessions, tokens, **options)
+
+        monkeypatch.setattr(Model, "forward_batch", counting)
+        together = model.classify(DOCUMENTS, LABELS, template)
+        texts = sum(len(model.tokenizer.encode(text)) for text in DOCUMENTS)
+        labels = sum(len(model.tokenizer.encode(label)) for label in LABELS)
+        beginning = len(model.tokenizer.encode(template.split("{text}")[0]))
+        assert computed < beginning + texts + len(DOCUMENTS) * (labels + 16)
+        for i, one in enumerate(alone):
+            np.testing.assert_array_equal(together.log_likelihoods[i], one.log_likelihoods[0])
+
+
+def test_what_cannot_be_classified_is_named(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        with pytest.raises(ValueError, match=r"has no classification head .cls.output.weight.: give labels="):
+            model.classify(["a"])
+        with pytest.raises(ValueError, match="a label appears twice"):
+            model.classify(["a"], ["x", "x"])
+        with pytest.raises(ValueError, match=r"ends with {label}"):
+            model.classify(["a"], ["x"], "{label} {text}")
+        with pytest.raises(TypeError, match="labels must be a sequence of strings"):
+            model.classify(["a"], [])
+        with pytest.raises(ContextOverflowError, match="text 1, label 'x': "):
+            model.classify(["a", "word " * 5000], ["x"])
+        with pytest.raises(TypeError, match="text 1 must be a string, got int"):
+            model.classify(["a", 1], ["x"])  # type: ignore[list-item]
+        assert model.classify([], ["x"]).probabilities.shape == (0, 1)
