@@ -11,6 +11,8 @@ import numpy.typing as npt
 DECODE_DEPTH = 32  # tokens in the context before decoding is timed
 SHORT_PROMPT = 16  # tokens of each prompt where many are processed together
 SHORT_PROMPTS = 64  # how many they are
+TEXTS = 64  # texts to embed, of these lengths
+SHORTEST_TEXT, LONGEST_TEXT = 8, 512
 
 
 @dataclass(frozen=True)
@@ -29,28 +31,38 @@ class Case:
     n_streams : int
         Sequences that go through the model together, each with a context of its own; 0: one sequence, by the
         calls for one.
+    n_texts : int
+        Texts whose vectors are computed, of `text_lengths`; 0 in other tests.
     """
 
     n_prompt: int
     n_gen: int
     n_depth: int
     n_streams: int = 0
+    n_texts: int = 0
 
     @property
     def name(self) -> str:
-        """``pp<n>`` for a prompt, ``tg<n>`` for decoding, ``x<streams>`` after it for several together."""
+        """``pp<n>`` for a prompt, ``tg<n>`` for decoding, ``x<streams>`` after it for several together.
+
+        ``embed<n>`` for the vectors of n texts.
+        """
+        if self.n_texts:
+            return f"embed{self.n_texts}"
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
         return f"{name}x{self.n_streams}" if self.n_streams else name
 
     @property
     def timed_tokens(self) -> int:
         """Tokens that go through the model while the clock runs, those of all streams."""
+        if self.n_texts:
+            return sum(text_lengths(self.n_texts))
         return (self.n_prompt + self.n_gen) * (self.n_streams or 1)
 
     @property
     def context(self) -> int:
         """Positions that the test needs, in each stream."""
-        return self.n_depth + self.n_prompt + self.n_gen
+        return LONGEST_TEXT if self.n_texts else self.n_depth + self.n_prompt + self.n_gen
 
 
 def make_cases(
@@ -86,6 +98,19 @@ def make_cases(
     if not cases:
         raise ValueError("there is nothing to measure: no prompt length and no token to decode")
     return cases
+
+
+def text_lengths(count: int) -> list[int]:
+    """Return lengths of texts in tokens, spread evenly on a logarithmic scale, in no order."""
+    lengths = np.geomspace(SHORTEST_TEXT, LONGEST_TEXT, count).astype(int)
+    return [int(n) for n in np.random.default_rng(seed=64).permutation(lengths)]
+
+
+def text_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
+    """Return the ids of the texts that every engine gets."""
+    lengths = text_lengths(case.n_texts)
+    ends = np.cumsum(lengths)
+    return np.split(token_ids(int(ends[-1]), vocab_size), ends[:-1])
 
 
 def token_ids(count: int, vocab_size: int) -> npt.NDArray[np.int32]:

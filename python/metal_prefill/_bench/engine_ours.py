@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from metal_prefill import Model, Session, __version__
-from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options
+from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options, TextEngine, Vectors
 from metal_prefill._bench.machine import available_threads
+from metal_prefill.embedding import check_pooling, vectors_of
 
 
-class Ours(BatchEngine):
+class Ours(BatchEngine, TextEngine):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:
@@ -59,6 +62,11 @@ class Ours(BatchEngine):
         """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
         for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
             self._model.forward_batch(self._streams, list(column))
+
+    def embed(self, texts: list[Ids]) -> Vectors:
+        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+        names = [f"text {i}" for i in range(len(texts))]
+        return np.array(list(vectors_of(self._model, check_pooling(self._model, None), texts, names)))
 
 
 def load(options: Options) -> BatchEngine:

@@ -21,6 +21,7 @@ from metal_prefill._bench.cases import Case
 from metal_prefill.errors import MissingExtraError
 
 Ids = npt.NDArray[np.int32]
+Vectors = npt.NDArray[np.float32]
 
 OURS = "metal_prefill"
 
@@ -113,6 +114,14 @@ class BatchEngine(Engine):
         """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
 
 
+class TextEngine(Engine):
+    """An engine that turns texts into vectors."""
+
+    @abstractmethod
+    def embed(self, texts: list[Ids]) -> Vectors:
+        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+
+
 class Kind(NamedTuple):
     """Where an engine's adapter is, and what has to be installed for it.
 
@@ -126,12 +135,15 @@ class Kind(NamedTuple):
         Package to install.
     without_streams : str
         Why it is not measured with several sequences together; empty where it is.
+    without_texts : str
+        Why it is not measured with texts to embed; empty where it is.
     """
 
     adapter: str
     modules: tuple[str, ...]
     package: str
     without_streams: str = ""
+    without_texts: str = ""
 
 
 KINDS = {
@@ -143,6 +155,7 @@ KINDS = {
         "openvino and openvino-genai",
         "its graph holds one sequence; OpenVINO GenAI's batches choose tokens by themselves and take none "
         "given",
+        "its graph computes logits and no pooled states",
     ),
 }
 
@@ -171,7 +184,16 @@ def check_installed(name: str) -> None:
 
 def takes(name: str, case: Case) -> bool:
     """Whether an engine can be measured in a test."""
-    return not (case.n_streams and name in KINDS and KINDS[name].without_streams)
+    return not why_not(name, case)
+
+
+def why_not(name: str, case: Case) -> str:
+    """Why an engine cannot be measured in a test; empty where it can."""
+    if name not in KINDS:
+        return ""
+    if case.n_texts:
+        return KINDS[name].without_texts
+    return KINDS[name].without_streams if case.n_streams else ""
 
 
 def load(name: str, options: Options) -> Engine:

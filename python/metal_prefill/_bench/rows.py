@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from statistics import median
 
 from metal_prefill._bench.cases import Case
 from metal_prefill._bench.client import Worker
@@ -112,6 +113,8 @@ def make_row(
     of_ns, of_ts = samples_ns or [0], samples_ts or [0.0]
     identity = worker.identity
     notes = [note] if note else []
+    if case.n_texts and samples_ns:
+        notes.append(f"{case.n_texts * NANO / float(median(samples_ns)):,.1f} texts/s")
     if "emulat" in identity.device.lower():
         notes.append(EMULATOR_NOTE)
     if selection.n_degraded:

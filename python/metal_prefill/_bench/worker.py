@@ -11,16 +11,21 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO, Any
 
 from metal_prefill._bench import engines, machine
-from metal_prefill._bench.cases import Case, stream_ids, token_ids
-from metal_prefill._bench.engines import BatchEngine, Engine
+from metal_prefill._bench.cases import Case, stream_ids, text_ids, token_ids
+from metal_prefill._bench.engines import BatchEngine, Engine, TextEngine
 
 
 def timed_run(engine: Engine, case: Case, vocab_size: int) -> dict[str, int]:
     """Run a test once; return its nanoseconds and the involuntary context switches meanwhile."""
+    if case.n_texts:
+        assert isinstance(engine, TextEngine)
+        texts = text_ids(case, vocab_size)
+        return _timed(lambda: engine.embed(texts))
     if case.n_streams:
         assert isinstance(engine, BatchEngine)
         ids = stream_ids(case, vocab_size)
@@ -34,9 +39,13 @@ def timed_run(engine: Engine, case: Case, vocab_size: int) -> dict[str, int]:
         prefill(ids[..., : case.n_depth])
     timed = ids[..., case.n_depth :]
     call = prefill if case.n_prompt else decode
+    return _timed(lambda: call(timed))
+
+
+def _timed(work: Callable[[], object]) -> dict[str, int]:
     switches = machine.involuntary_switches()
     begin = time.perf_counter_ns()
-    call(timed)
+    work()
     elapsed = time.perf_counter_ns() - begin
     return {"ns": elapsed, "switches": machine.involuntary_switches() - switches}
 

@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also decode so many sequences together, and process 64 prompts of 16 tokens together",
     )
     parser.add_argument(
+        "--embed",
+        action="store_true",
+        help="measure the vectors of 64 texts of 8 to 512 tokens instead, of an embedding model",
+    )
+    parser.add_argument(
         "-r",
         "--repetitions",
         type=common.positive,
@@ -118,6 +123,7 @@ def execute(arguments: argparse.Namespace) -> None:
             n_gen=arguments.n_gen,
             depth=arguments.depth,
             streams=arguments.streams,
+            embed=arguments.embed,
             repetitions=arguments.repetitions,
             threads=arguments.threads,
             device=arguments.device,

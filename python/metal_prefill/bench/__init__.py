@@ -26,10 +26,10 @@ __all__ = ["BenchError", "BenchResults", "Row", "run"]
 
 
 def _note(engine: str, case: Case, unlimited: str) -> str:
-    from metal_prefill._bench.engines import KINDS, OURS, takes
+    from metal_prefill._bench.engines import OURS, why_not
 
-    if not takes(engine, case):
-        return f"not measured: {KINDS[engine].without_streams}"
+    if reason := why_not(engine, case):
+        return f"not measured: {reason}"
     return unlimited if engine == OURS and case.n_prompt else ""
 
 
@@ -40,6 +40,7 @@ def run(
     n_gen: int = 64,
     depth: int = 32,
     streams: Sequence[int] = (),
+    embed: bool = False,
     repetitions: int = 5,
     threads: int | None = None,
     device: str = "auto",
@@ -69,6 +70,8 @@ def run(
     streams
         Numbers of sequences that decode `n_gen` tokens together, each from a context of `depth` tokens of its
         own (``tg64x8``). With any, 64 prompts of 16 tokens are also processed together (``pp16x64``).
+    embed
+        Measure the vectors of 64 texts of 8 to 512 tokens (``embed64``), and nothing else.
     repetitions
         Samples that count, of each test of each engine.
     threads
@@ -108,7 +111,11 @@ def run(
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
-    tests = cases.make_cases(prompts, n_gen, depth, streams)
+    tests = (
+        [cases.Case(0, 0, 0, n_texts=cases.TEXTS)]
+        if embed
+        else cases.make_cases(prompts, n_gen, depth, streams)
+    )
     names = [engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         engines.check_installed(name)
@@ -146,7 +153,7 @@ def run(
         cpu = machine.cpu_name()
         limits: dict[int, float] = {}
         unlimited = ""  # why there are none
-        if resolve_device(device) == "cpu" and compute == "int8":
+        if resolve_device(device) == "cpu" and compute == "int8" and not embed:
             lengths = list({case.n_prompt for case in tests if case.n_prompt})
             try:
                 limits = limit.prompt_limits(path, lengths, threads or machine.available_threads())
