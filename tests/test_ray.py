@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import ContextOverflowError, Model
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 pytest.importorskip("ray.data", reason="needs the extra ray")
 
-from metal_prefill.ray import ContinuePrompts, ScorePrompts  # noqa: E402
+from metal_prefill.ray import ContinuePrompts, EmbedTexts, RerankPairs, ScorePrompts  # noqa: E402
 from metal_prefill.session import Session  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -47,6 +48,29 @@ def test_a_batch_is_scored_in_its_own_order(demo_path: Path) -> None:
     with Model(demo_path, **OPTIONS) as model:
         for text, scores in zip(batch["prompt"], result["log_probs"], strict=True):
             np.testing.assert_array_equal(scores, model.score(model.tokenizer.encode(text)))
+
+
+def test_a_batch_of_texts_becomes_vectors_in_its_own_order(demo_path: Path) -> None:
+    batch = {"text": np.array(["b", "a", "b", "word " * 5000], dtype=object)}
+    result = EmbedTexts(demo_path, pooling="mean", errors="record", **OPTIONS)(batch)
+    with Model(demo_path, **OPTIONS) as model:
+        expected = model.embed(["b", "a", "b"], pooling="mean")
+    np.testing.assert_array_equal(np.array(result["embedding"][:3].tolist(), np.float32), expected)
+    assert len(result["embedding"][3]) == 0
+    assert "exceed the context" in result["error"][3]
+
+
+def test_pairs_of_a_batch_get_the_scores_of_their_queries(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
+    batch = {
+        "query": np.array(["who", "what", "who"], dtype=object),
+        "document": np.array(["he", "it", "she"], dtype=object),
+    }
+    template = "{query} {document}"
+    result = RerankPairs(path, template=template, **OPTIONS)(batch)
+    with Model(path, **OPTIONS) as model:
+        for query, document, score in zip(batch["query"], batch["document"], result["score"], strict=True):
+            assert score == model.rerank(query, [document], template=template)[0].score
 
 
 def test_a_batch_is_continued_in_its_own_order(demo_path: Path) -> None:

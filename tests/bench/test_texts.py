@@ -1,0 +1,75 @@
+"""Vectors of texts: what engines are given, what rows say, and who cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.bench_fakes import compare, fakes
+from support.reference import ReferenceModel
+
+from metal_prefill import synth
+from metal_prefill._bench import engine_ours, worker
+from metal_prefill._bench.cases import Case, text_ids, text_lengths
+from metal_prefill._bench.engines import Options, TextEngine
+from metal_prefill._bench.results import BenchResults
+
+CASE = Case(0, 0, 0, n_texts=64)
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
+
+
+def options_for(path: Path) -> Options:
+    return Options(path=str(path), max_context=512, max_prompt=1, threads=1, device="cpu", compute="f32")
+
+
+def test_texts_are_short_and_long_and_always_the_same() -> None:
+    lengths = text_lengths(64)
+    assert (min(lengths), max(lengths)) == (8, 512)
+    assert 40 < np.median(lengths) < 90
+    assert lengths != sorted(lengths)
+    texts = text_ids(CASE, 1000)
+    assert [len(text) for text in texts] == lengths == text_lengths(64)
+    assert CASE.timed_tokens == sum(lengths)
+    assert CASE.name == "embed64"
+
+
+def test_every_engine_gives_the_vectors_of_the_reference(embedder: Path) -> None:
+    case = Case(0, 0, 0, n_texts=4)
+    texts = text_ids(case, 512)
+    engine = engine_ours.load(options_for(embedder))
+    assert isinstance(engine, TextEngine)
+    vectors = engine.embed(texts)
+    reference = ReferenceModel(embedder)
+    for text, vector in zip(texts, vectors, strict=True):
+        expected = reference.pooled(text)
+        assert vector @ expected / np.linalg.norm(expected) > 0.9999
+    assert worker.timed_run(engine, case, 512)["ns"] > 0
+
+
+def test_llama_cpp_gives_the_same_vectors(embedder: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from metal_prefill._bench import engine_llama_cpp
+
+    texts = text_ids(Case(0, 0, 0, n_texts=9), 512)
+    options = options_for(embedder)
+    theirs = engine_llama_cpp.load(options)
+    assert isinstance(theirs, TextEngine)
+    ours = engine_ours.load(options)
+    assert isinstance(ours, TextEngine)
+    assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-3)
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_rows_say_how_many_texts_a_second(embedder: Path) -> None:
+    results = compare(fakes(ours=1000, llama=3000), embedder, embed=True)
+    assert isinstance(results, BenchResults)
+    ours, llama = results.row("metal_prefill", "embed64"), results.row("llama.cpp", "embed64")
+    assert ours.median_ts == pytest.approx(1e6)
+    assert f"{64 / (CASE.timed_tokens * 1e-6):,.1f} texts/s" in ours.note
+    assert llama.ratio is not None
+    assert llama.ratio.median == pytest.approx(3)
