@@ -24,7 +24,7 @@ FEW = 8  # tokens of a sequence in a pass, up to which Metal's results are bitwi
 
 @pytest.fixture(scope="module")
 def demo_path(model_path: Callable[[str], Path]) -> Path:
-    """A small model instead of the bundled one: what is tested here does not depend on the weights."""
+    """Take a small model instead of the bundled one: nothing here depends on the weights."""
     return model_path("gqa 3")
 
 

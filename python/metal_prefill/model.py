@@ -217,7 +217,7 @@ class Model:
         try:
             engine = builder.build(device, options)
             if device == "metal":
-                first_contact.check(engine, self._config.vocab_size)
+                first_contact.check(engine, self._config)
             return engine
         except DeviceError as error:
             if device == "cpu" or not automatic:

@@ -67,6 +67,21 @@ def test_a_sound_device_passes(
     assert "nothing differs" in capsys.readouterr().out
 
 
+def test_a_model_whose_tokens_see_both_ways_passes(tmp_path: Path) -> None:
+    path = synth.synthesize(
+        tmp_path / "m.gguf",
+        preset="tiny",
+        vocab=320,
+        architecture="gemma-embedding",
+        window=4,
+        pooling="mean",
+    )
+    code, report = doctor(path, tmp_path, "--quick")
+    assert code == 0
+    assert "attention_prefill_f16_64" in report["kernels"]["checked"]
+    assert [c["name"] for c in report["logits"]] == ["prompt of 9"]
+
+
 WRONG = (
     "embed_q8_0",
     "rmsnorm_f16",

@@ -15,12 +15,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from metal_prefill import _core
 from metal_prefill._checks.kernels import Difference, difference
 from metal_prefill.errors import DeviceError
+
+if TYPE_CHECKING:
+    from metal_prefill.architecture import ModelConfig
 
 # Kernels for many tokens, for one, and for a few.
 QUICK = (9, 1, 2)
@@ -36,7 +40,7 @@ def cache_folder() -> Path:
 
 
 def kernel_differences(
-    session: _core.Session, vocab_size: int, lengths: Sequence[int]
+    session: _core.Session, config: ModelConfig, lengths: Sequence[int]
 ) -> tuple[set[str], list[Difference]]:
     """Run prompts one after another; return the kernels that were checked, and what differs, one for each.
 
@@ -44,8 +48,8 @@ def kernel_differences(
     ----------
     session
         Its tokens change.
-    vocab_size
-        Of the model.
+    config
+        Of the model. Where its tokens see both ways, each prompt begins anew.
     lengths
         Of the prompts. Those that leave the context are left out.
     """
@@ -54,9 +58,11 @@ def kernel_differences(
     checked: set[str] = set()
     found: dict[str, Difference] = {}
     for n in lengths:
+        if not config.causal:
+            session.rewind(0)
         if session.position + n > session.max_context:
             continue
-        tokens = np.array([(5 + 7 * (session.position + i)) % vocab_size for i in range(n)], np.int32)
+        tokens = np.array([(5 + 7 * (session.position + i)) % config.vocab_size for i in range(n)], np.int32)
         for dispatch in inspector.trace(tokens, contents=True)[1]:
             # Beyond the first layer nothing was kept.
             if dispatch.layer > 0 or dispatch.kernel in found:
@@ -96,7 +102,7 @@ def _write(path: Path, known: dict[str, list[str]]) -> None:
         part.unlink(missing_ok=True)
 
 
-def check(engine: _core.Engine, vocab_size: int) -> None:
+def check(engine: _core.Engine, config: ModelConfig) -> None:
     """Make the quick check of an engine on a GPU, or read what it found earlier.
 
     Raises
@@ -116,7 +122,7 @@ def check(engine: _core.Engine, vocab_size: int) -> None:
     )
     known = _read(path)
     if key not in known:
-        known[key] = [str(wrong) for wrong in kernel_differences(session, vocab_size, QUICK)[1]]
+        known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]
         _write(path, known)
     if known[key]:
         raise DeviceError(

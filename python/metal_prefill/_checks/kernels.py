@@ -26,6 +26,16 @@ _SILU = _core.shader_constants["ACTIVATION_SILU"]
 _INTERLEAVED = _core.shader_constants["ROPE_INTERLEAVED"]
 _NAMES = _core.tensor_types()
 _TYPES = {t.name.lower(): number for number, t in TENSOR_TYPES.items() if t.name in _NAMES}
+
+
+def _record(struct: str) -> np.dtype[Any]:
+    """Return the layout of a struct that kernels read or write in arrays."""
+    types = {"u32_t": np.uint32, "float": np.float32}
+    return np.dtype([(name, types[kind]) for name, kind, _, _ in _core.args_structs[struct][1]])
+
+
+_TILE, _ROW, _CANDIDATE = map(_record, ("AttentionTile", "PassRow", "Candidate"))
+_RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: that of its run
 _SAMPLED_ROWS = 24
 _SAMPLED_TOKENS = 3
 # Of the largest result. Kernels for few tokens are within 2e-4 of float64, those with operands in half
@@ -228,21 +238,27 @@ class _Cache:
         start = int(self._pages[position // _PAGE]) * self._stride + position % _PAGE * self._row
         return self._values[start : start + self._row].reshape(self._shape)
 
-    def until(self, position: int, window: int) -> Values:
-        """Return the positions that one sees, ``[position][kv_head][dim]``."""
-        first = max(0, position + 1 - window) if window else 0
-        return np.array([self.at(p) for p in range(first, position + 1)], np.float64)
+    def of(self, positions: range) -> Values:
+        """Return all heads at some positions, ``[position][kv_head][dim]``."""
+        return np.array([self.at(p) for p in positions], np.float64)
 
 
-def _rows(d: Captured, binding: int) -> Values:
-    return d.before(binding, np.uint32).reshape(-1, 4)  # position, pages, splits, split_keys
+def _seen(position: int, end: int, window: int, both_ways: bool) -> range:
+    """Return the positions that one sees in a sequence of `end`.
+
+    A window has the position at its end, or in its middle where tokens see both ways.
+    """
+    if both_ways:
+        side = window // 2 if window else end
+        return range(max(0, position - side), min(end, position + side + 1))
+    return range(max(0, position + 1 - window) if window else 0, position + 1)
 
 
 def _rope_append(d: Captured) -> Expected:
     a = d.args
     width = a["n_heads"] * a["key_dim"] + a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
     for token in _some(d.grid[1], _SAMPLED_TOKENS):
-        position, table = (int(n) for n in _rows(d, 5)[token, :2])
+        position, table = (int(d.before(5, _ROW)[name][token]) for name in ("position", "pages"))
         row = slice(token * width, (token + 1) * width)
         q, k, v = _rotated(d, a, d.before(4, np.float32)[row], position)
         if not a["skip_queries"]:
@@ -276,18 +292,20 @@ def _attention(d: Captured) -> Expected:
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
     stride = a["q_stride"]
     if prefill:  # rows of the tiles: their run, its position and its pages
-        tiles = d.before(rows_binding, np.uint32).reshape(-1, 5)[: a["tiles"]]
-        runs = sorted({(int(t[0]), int(t[1]), int(t[2]), int(t[3])) for t in tiles})
+        tiles = d.before(rows_binding, _TILE)[: a["tiles"]]
+        runs = sorted({tuple(int(t[name]) for name in _RUN) for t in tiles})
         wanted = [
-            (row + i, position + i, table, 1) for row, n, position, table in runs for i in sorted({0, n - 1})
+            (row + i, position + i, table, 1, end)
+            for row, n, position, table, end in runs
+            for i in sorted({0, n - 1})
         ]
     else:
-        rows = _rows(d, rows_binding)
-        wanted = [
-            (int(i), int(rows[i, 0]), int(rows[i, 1]), int(rows[i, 2]))
-            for i in _some(d.grid[2], _SAMPLED_TOKENS)
-        ]
-    for token, position, table, splits in wanted:
+        rows = d.before(rows_binding, _ROW)
+        wanted = []
+        for i in _some(d.grid[2], _SAMPLED_TOKENS):
+            position, table, splits = (int(rows[name][i]) for name in ("position", "pages", "splits"))
+            wanted.append((int(i), position, table, splits, position + 1))
+    for token, position, table, splits, end in wanted:
         row = d.before(q_binding, np.float32)[token * stride : (token + 1) * stride]
         keys, values = _Cache(d, k, pages, a, head, table), _Cache(d, v, pages, a, a["value_dim"], table)
         if fused:
@@ -296,7 +314,8 @@ def _attention(d: Captured) -> Expected:
             yield values.at(position).ravel(), own_value.ravel()
         else:
             q = row[: a["n_heads"] * head].astype(np.float64).reshape(-1, head)
-        expected = _attend(q, keys.until(position, a["window"]), values.until(position, a["window"]), a)
+        seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
+        expected = _attend(q, keys.of(seen), values.of(seen), a)
         if a["splits"] > 1 and not prefill:
             shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
             size = int(np.prod(shape))
@@ -313,11 +332,8 @@ def _combine(d: Captured) -> Expected:
     size, width = int(np.prod(shape)), a["n_heads"] * a["value_dim"]
     for token in _some(d.grid[1], _SAMPLED_TOKENS):
         partial = d.before(0, np.float32)[token * size : (token + 1) * size].reshape(shape)
-        joined = _joined(partial, int(_rows(d, 1)[token, 2]))
+        joined = _joined(partial, int(d.before(1, _ROW)["splits"][token]))
         yield d.after(2, np.float32)[token * width : (token + 1) * width], joined.ravel()
-
-
-_CANDIDATE = np.dtype([("value", np.float32), ("index", np.uint32)])
 
 
 def _argmax_stage1(d: Captured) -> Expected:
