@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.reference import ReferenceModel
-from support.small_models import MODELS, SmallModel, write
+from support.small_models import MODELS, SmallModel, with_tensor, write
 
 from metal_prefill import Model, NumericalError
 
@@ -104,13 +104,13 @@ def test_log_probabilities_of_the_last_tokens_are_the_last_of_all(demo: Model, r
 
 
 def test_a_state_that_is_not_a_number_is_an_error(device: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", SmallModel(layers=1, embedding="F32", types={"*": "F32"}))
-    data = bytearray(path.read_bytes())
-    with Model(path, device="cpu") as model:
-        embedding = model.gguf.tensors["token_embd.weight"]
-    row = embedding.offset + 7 * 64 * 4
-    data[row : row + 4] = np.float32(np.nan).tobytes()
-    path.write_bytes(data)
+    small = SmallModel(layers=1, embedding="F32", types={"*": "F32"})
+
+    def damage(values: Any) -> None:
+        values.reshape(small.vocab, -1)[7, 0] = np.nan
+
+    whole = write(tmp_path / "whole.gguf", small)
+    path = with_tensor(tmp_path / "model.gguf", whole, "token_embd.weight", damage)
     with Model(path, device=device) as model:
         with pytest.raises(NumericalError, match=r"the hidden state of the token at position \d is NaN"):
             hidden(model, np.array([1, 2, 7, 3]))

@@ -7,17 +7,15 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
 from support.gguf_bytes import F64, scalar
 from support.llama_file import integer, model_file, number, string
-from support.small_models import MODELS, write
+from support.small_models import MODELS, with_tensor, write
 
 from metal_prefill import GGUFError, Model, NumericalError
 from metal_prefill.architecture import read_config
@@ -36,17 +34,6 @@ def with_number(path: Path, plain: Path, key: str, value: float) -> Path:
     at = content.index(name) + len(name)
     (kind,) = struct.unpack_from("<I", content, at)
     content[at + 4 : at + 8] = scalar(kind, value)
-    path.write_bytes(content)
-    return path
-
-
-def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:
-    """Write a copy of a file in which values of a float32 tensor are others."""
-    content = bytearray(plain.read_bytes())
-    found = next(t for t in GGUFReader(plain).tensors if t.name == name)
-    values = np.frombuffer(content, "<f4", int(found.n_elements), int(found.data_offset))
-    change(values)
-    del values
     path.write_bytes(content)
     return path
 

@@ -1,6 +1,7 @@
 // The pipelines of the kernels that a model can need, all built when it is loaded.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -26,7 +27,10 @@ class Kernels {
   bool compiled() const { return compiled_; }  // the shaders were, when the package was built
 
  private:
-  static constexpr std::size_t kTypes = std::size_t(TensorType::kBF16) + 1;
+  // One more than the largest number of a tensor type.
+#define METAL_PREFILL_TYPE(shader_name, Name, number) std::size_t(number),
+  static constexpr std::size_t kTypes = std::max({EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)}) + 1;
+#undef METAL_PREFILL_TYPE
   const CacheShape cache_;
   bool compiled_ = false;
   std::vector<KernelKey> keys_;

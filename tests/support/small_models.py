@@ -6,13 +6,15 @@ catalogue; `write` makes the file of one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGUFReader
 
 from metal_prefill import _synth_file, _synth_model
 from metal_prefill._synth_blocks import BLOCK_FORMATS, random_norm, random_tensor
@@ -272,3 +274,14 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
         return np.geomspace(1.0, 8.0, tensor.count, dtype=np.float32).view(np.uint8)
     return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
+
+
+def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:
+    """Write a copy of a file in which values of a float32 tensor are others."""
+    content = bytearray(plain.read_bytes())
+    found = next(t for t in GGUFReader(plain).tensors if t.name == name)
+    values = np.frombuffer(content, "<f4", int(found.n_elements), int(found.data_offset))
+    change(values)
+    del values
+    path.write_bytes(content)
+    return path
