@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.small_models import MODELS, write
+from support.small_models import MODELS, SmallModel, with_tensor, write
 
-from metal_prefill import ContextOverflowError, KVMemoryError, Model, Session, _core
+from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 
 PAGE = 64  # positions
 Ids = npt.NDArray[np.int32]
@@ -208,6 +208,39 @@ def test_a_failure_ends_one_sequence_and_leaves_the_others_as_they_were(demo: Mo
         with pytest.raises(ContextOverflowError, match="session 0: position 25"):
             demo.forward_batch([short, others[0]], [ids_of(demo, 6), [1]])
         assert others[0].position == 11  # the others are computed all the same
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (5, 3, 7), (17, 30, 40)])
+@pytest.mark.parametrize("output", ["logits", "hidden"])
+def test_a_sequence_of_nan_changes_no_other(
+    device: str, tmp_path: Path, lengths: tuple[int, ...], output: Any
+) -> None:
+    """The rows of all sequences go through products together, in tiles with rows of several sequences."""
+    small = SmallModel(dim=256, key_dim=64, ffn=256, embedding="F32", output="Q8_0", types={"*": "Q4_0"})
+
+    def damage(values: Any) -> None:
+        values.reshape(small.vocab, -1)[7, 0] = np.nan
+
+    path = with_tensor(
+        tmp_path / "m.gguf", write(tmp_path / "whole.gguf", small), "token_embd.weight", damage
+    )
+    with Model(path, device=device) as model:
+        prompts = [np.arange(8, 8 + n, dtype=np.int32) for n in lengths]
+        expected = [model.forward_batch([model.session()], [ids], output=output)[0] for ids in prompts]
+        broken = prompts[1].copy()
+        broken[0] = 7
+        sessions = [model.session() for _ in lengths]
+        results = model.forward_batch(
+            sessions, [prompts[0], broken, prompts[2]], output=output, return_errors=True
+        )
+        assert isinstance(results[1], NumericalError)
+        assert [s.position for s in sessions] == [lengths[0], 0, lengths[2]]
+        # The pages that NaN was written to are used again.
+        results[1] = model.forward_batch([sessions[1]], [prompts[1]], output=output)[0]
+        few = max(lengths) <= FEW
+        for session, result, wanted, ids in zip(sessions, results, expected, prompts, strict=True):
+            assert_same(model, result, wanted, few)
+            assert_same_cache(model, session, alone(model, ids), few)
 
 
 def test_nothing_is_computed_when_arguments_are_wrong(demo: Model, demo_path: Path) -> None:
