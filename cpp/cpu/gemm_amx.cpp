@@ -31,7 +31,7 @@ constexpr int kCacheLine = 64;
 
 // Each half of a block with scales of its own is multiplied separately.
 template <class Block>
-constexpr int kStepsOfBlock = requires(Block b) { b.half_scale; } ? 2 : 1;
+constexpr int kStepsOfBlock = kHasHalves<Block> ? 2 : 1;
 
 // Weights of 16 rows and 32 columns as signed bytes, four columns of a row together.
 struct alignas(64) SignedPanel {
@@ -117,7 +117,7 @@ inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const
     acc[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])), Simd::mul(scale, Simd::set(x.scale[t])),
                        acc[t]);
   }
-  if constexpr (requires(Block b) { b.min; } || requires(Block b) { b.half_min; }) {
+  if constexpr (kHasMin<Block> || kHasHalfMins<Block>) {
     const F min = Simd::load(panel.min[half]);
 #pragma GCC unroll 16
     for (int t = 0; t < kTileTokens; ++t) {

@@ -180,6 +180,14 @@ struct alignas(64) SuperTableHalvesBlock
 template <class Block>
 concept IsNarrow = requires { typename Block::Wide; };
 
+// Of a wide block: scales of 16 columns, minima of 32 columns, minima of 16.
+template <class Block>
+constexpr bool kHasHalves = requires(Block b) { b.half_scale; };
+template <class Block>
+constexpr bool kHasMin = requires(Block b) { b.min; };
+template <class Block>
+constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
+
 // Calls with_block(std::type_identity<Block>()) for the type of a packing's blocks; not at all for kNone.
 template <class Call>
 void visit(Packing packing, const Call& with_block) {

@@ -38,9 +38,7 @@ concept SumsHalfwords = requires(typename S::I a) {
 template <class S, class Block, int kRows, int kTokens>
 inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
                       std::size_t stride, Fetch fetch) {
-  constexpr bool kHalves = requires(Block b) { b.half_scale; };
-  constexpr bool kHasMin = requires(Block b) { b.min; };
-  constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
+  constexpr bool kHalves = kHasHalves<Block>;
   constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
   constexpr bool kParts = kTokens == 1 && !kHalves;
@@ -169,14 +167,14 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
             total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
           acc[r][t] = Simd::fma(total, both, acc[r][t]);
         }
-        if constexpr (kHasHalfMins) {
+        if constexpr (kHasHalfMins<Block>) {
           const F min = Simd::load(block->half_min[h] + row);
 #pragma GCC unroll 16
           for (int t = 0; t < kTokens; ++t)
             acc[r][t] = Simd::fma(min, Simd::set(scaled_half_sum(*x, token + t, h)), acc[r][t]);
         }
       }
-      if constexpr (kHasMin) {
+      if constexpr (kHasMin<Block>) {
         const F min = Simd::load(block->min + row);
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t)

@@ -18,12 +18,6 @@ namespace {
 constexpr int kQuadRows = 4;
 constexpr int kGroupQuads = kGroupRows / kQuadRows;
 
-template <class Block>
-constexpr bool kHasHalves = requires(Block b) { b.half_scale; };
-template <class Block>
-constexpr bool kHasMin = requires(Block b) { b.min; };
-template <class Block>
-constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
 // Q4_0's nibbles become the upper halves of signed bytes, one operation each: codes are 16 times the weight,
 // and the conversion of their sum to float32 divides by 2^kFraction at no cost.
 template <class Block>
