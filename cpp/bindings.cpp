@@ -356,7 +356,8 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
       arrays[i] = std::make_unique<FloatResult>(scored);
       request.log_probs = arrays[i]->data();
     } else if (is_hidden(outputs[i])) {
-      arrays[i] = std::make_unique<FloatResult>(std::size_t(std::max(request.output_rows, 0)) * dim);
+      const int most = int(request.tokens.size());  // a call for more fails
+      arrays[i] = std::make_unique<FloatResult>(std::size_t(std::clamp(request.output_rows, 0, most)) * dim);
       request.hidden = arrays[i]->data();
     }
   }

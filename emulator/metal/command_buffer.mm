@@ -66,7 +66,8 @@ struct Running {
     _queue = queue;
     _retained = retained;
     State& state = State::get();
-    _describes = state.validates() || state.keeps_history() || state.options().checked;
+    _describes = state.validates() || state.keeps_history() || state.options().checked ||
+                 state.limits().watchdog_steps > 0;
     _untracked = std::make_shared<UntrackedUse>((__bridge const void*)queue);
   }
   return self;
