@@ -37,8 +37,12 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   const ushort row = lane / kRowLanes, part = lane % kRowLanes * kLaneKeys;  // of the scores, for this lane
   const uint my_row = min(first_row + row, rows - 1), my_token = my_row / g;
   // Keys that a row sees before its own and after it; neither end goes back from one row to the next.
-  const uint before = args.window == 0 ? tile.end : args.both_ways ? args.window / 2 : args.window - 1,
-             after = !args.both_ways ? 0 : args.window == 0 ? tile.end : args.window / 2;
+  const uint before = args.window == 0 ? tile.end
+                      : args.both_ways ? args.window / 2
+                                       : args.window - 1,
+             after = !args.both_ways    ? 0
+                     : args.window == 0 ? tile.end
+                                        : args.window / 2;
   const uint my_position = tile.position + my_token;
   const uint my_first = my_position > before ? my_position - before : 0,
              my_last = min(my_position + after, tile.end - 1);
