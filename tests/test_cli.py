@@ -402,6 +402,9 @@ def test_texts_follow_a_json_schema(tmp_path: Path, capsys: pytest.CaptureFixtur
     schema.write_text('{"type": "nope"}')
     assert cli.main(["run", "-p", "A", "--device", "cpu", "--json-schema", str(schema)]) != 0
     assert "Invalid type: nope" in capsys.readouterr().err
+    schema.write_text('{"type": ')
+    assert cli.main(["run", "-p", "A", "--device", "cpu", "--json-schema", str(schema)]) == 2
+    assert "schema.json is not JSON" in capsys.readouterr().err
 
 
 def test_guesses_change_no_text(demo_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,10 @@ def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:
     [
         ("t.jsonl", '"a"\n5\n', "v.npy", 'line 2 is neither a string nor an object with "text"'),
         ("t.jsonl", '"a"\n{"text"\n', "v.npy", "line 2 is not JSON"),
+        ("t.jsonl", '"a"\n' * 300 + '"\\ud800"\n', "v.npy", "text 300: "),
+        ("t.txt", b"a\n\xff", "v.npy", "t.txt is not UTF-8 text"),
         ("t.txt", "a\n", "v.csv", "v.csv: the name must end with .npy or .parquet"),
+        ("t.txt", "a\n", "nowhere/v.npy", "there is no folder"),
     ],
 )
 def test_wrong_use_is_named(
@@ -104,13 +107,14 @@ def test_wrong_use_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
-    content: str,
+    content: str | bytes,
     output: str,
     message: str,
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert embed(embedder, "-f", tmp_path / name, "-o", tmp_path / output) == 2
     assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_documents_are_printed_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,7 @@ def test_many_texts_in_one_call(model: Model) -> None:
         (["a", b"b"], TypeError, "text 1 must be a string, got bytes"),
         (["a", None], TypeError, "text 1 must be a string, got NoneType"),
         ("a text", TypeError, "texts must be a sequence of strings, got one str"),
+        (None, TypeError, "texts must be a sequence of strings, got one NoneType"),
         (["a", "b", "\ud800"], ValueError, "text 2: .*surrogates not allowed"),
     ],
 )

@@ -261,4 +261,8 @@ def test_what_cannot_be_classified_is_named(demo_path: Path) -> None:
             model.classify(["a", "word " * 5000], ["x"])
         with pytest.raises(TypeError, match="text 1 must be a string, got int"):
             model.classify(["a", 1], ["x"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="texts must be a sequence of strings, got one int"):
+            model.classify(3, ["x"])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="template must be a string, got int"):
+            model.classify(["a"], ["x"], 3)  # type: ignore[arg-type]
         assert model.classify([], ["x"]).probabilities.shape == (0, 1)

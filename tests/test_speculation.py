@@ -214,6 +214,7 @@ def test_a_session_that_another_call_changed_ends_the_text(
         (3, TypeError, "speculate must be 'lookup', 'off', a model or a function, got int"),
         (lambda tokens: [1 << 20], ValueError, "a draft of speculate: token id 1048576 .* outside"),
         (lambda tokens: ["a"], TypeError, "a draft of speculate: token ids must be integers"),
+        (lambda tokens: None, TypeError, "a draft of speculate must be a sequence of ids, got NoneType"),
         (lambda tokens: 1 // 0, ZeroDivisionError, "division"),
     ],
 )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from metal_prefill import _core
 
 _CODES = {"u32_t": "I", "u64_t": "Q", "float": "f"}
@@ -92,6 +94,11 @@ def decode_args(args_struct: str, data: bytes) -> dict[str, Any]:
         values = layout.unpack_from(data, offset)
         args[name] = list(values) if is_array else values[0]
     return args
+
+
+def layout_of(struct: str) -> np.dtype[Any]:
+    """Return the layout of a struct of numbers that kernels read or write in arrays."""
+    return np.dtype([(name, _CODES[kind]) for name, kind, _, _ in _core.args_structs[struct][1]])
 
 
 def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:

@@ -161,6 +161,8 @@ class CallableDrafter(_TextDrafter):
 
     def draft(self, count: int) -> list[int]:
         drafts = self._function(list(self._tokens))
+        if not isinstance(drafts, (Sequence, np.ndarray)):
+            raise TypeError(f"a draft of speculate must be a sequence of ids, got {type(drafts).__name__}")
         if len(drafts) == 0:
             return []
         try:

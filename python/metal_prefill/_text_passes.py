@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int32]
 
-LEAST_PIECE = (
-    16  # tokens of a text that are worth the rest of a pass: shorter pieces have kernels of their own
-)
-WORTH_SHARING = 16  # tokens of a common beginning: fewer are computed sooner than a page is copied
+# Tokens of a text that are worth the rest of a pass: shorter pieces have kernels of their own.
+LEAST_PIECE = 16
+# Tokens of a common beginning that are worth a copied page.
+WORTH_SHARING = 16
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._text_passes import Job, compute, last_states, shared_beginning
-from metal_prefill.embedding import check_length, encode_texts
+from metal_prefill.embedding import check_length, checked_texts, encode_texts
 
 if TYPE_CHECKING:
     from metal_prefill._text_model import TextModel
@@ -64,17 +64,15 @@ def classify(
     if len(set(labels)) < len(labels):
         raise ValueError(f"a label appears twice in {list(labels)}")
     form = TEMPLATE if template is None else template
+    if not isinstance(form, str):
+        raise TypeError(f"template must be a string, got {type(form).__name__}")
     if "{text}" not in form or not form.endswith("{label}") or form.count("{label}") != 1:
         raise ValueError(f"a template has {{text}}, and ends with {{label}}; got {form!r}")
     before, _, after = form.removesuffix("{label}").partition("{text}")
-    if isinstance(texts, (str, bytes)):
-        raise TypeError(f"texts must be a sequence of strings, got one {type(texts).__name__}")
-    given = list(texts)
+    given = checked_texts(texts)
     all_texts = [*given, *CONTENT_FREE] if calibrate else given
     pairs, names = [], []
     for i, text in enumerate(all_texts):
-        if not isinstance(text, str):
-            raise TypeError(f"text {i} must be a string, got {type(text).__name__}")
         for label in labels:
             try:
                 context, label_ids = encode_pair(model, f"{before}{text}{after}", label)

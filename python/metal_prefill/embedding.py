@@ -70,6 +70,17 @@ def prompt_format(architecture: str, instruction: str | None) -> tuple[str, str]
     return before, after
 
 
+def checked_texts(texts: Iterable[str]) -> list[str]:
+    """Return the texts of an argument; raises TypeError where it holds something else."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise TypeError(f"texts must be a sequence of strings, got one {type(texts).__name__}")
+    checked = list(texts)
+    for i, text in enumerate(checked):
+        if not isinstance(text, str):
+            raise TypeError(f"text {i} must be a string, got {type(text).__name__}")
+    return checked
+
+
 def encode_texts(
     model: TextModel, texts: Iterable[str], before: str = "", after: str = "", *, ends: bool = True
 ) -> list[npt.NDArray[np.int32]]:
@@ -80,14 +91,10 @@ def encode_texts(
     TypeError, ValueError, ContextOverflowError
         A text is not a string, cannot be encoded, has no tokens or does not fit; the message has its index.
     """
-    if isinstance(texts, (str, bytes)):
-        raise TypeError(f"texts must be a sequence of strings, got one {type(texts).__name__}")
     tokenizer = model.tokenizer
     end = [tokenizer.eos_id] if ends and tokenizer.add_eos and tokenizer.eos_id is not None else []
     prompts = []
-    for i, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"text {i} must be a string, got {type(text).__name__}")
+    for i, text in enumerate(checked_texts(texts)):
         try:
             ids = [*tokenizer.encode(f"{before}{text}{after}"), *end]
         except ValueError as error:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._dispatches import decode_args
+from metal_prefill._dispatches import decode_args, layout_of
 from metal_prefill.gguf_file import TENSOR_TYPES
 
 Values = npt.NDArray[Any]
@@ -26,15 +26,7 @@ _SILU = _core.shader_constants["ACTIVATION_SILU"]
 _INTERLEAVED = _core.shader_constants["ROPE_INTERLEAVED"]
 _NAMES = _core.tensor_types()
 _TYPES = {t.name.lower(): number for number, t in TENSOR_TYPES.items() if t.name in _NAMES}
-
-
-def _record(struct: str) -> np.dtype[Any]:
-    """Return the layout of a struct that kernels read or write in arrays."""
-    types = {"u32_t": np.uint32, "float": np.float32}
-    return np.dtype([(name, types[kind]) for name, kind, _, _ in _core.args_structs[struct][1]])
-
-
-_TILE, _ROW, _CANDIDATE = map(_record, ("AttentionTile", "PassRow", "Candidate"))
+_TILE, _ROW, _CANDIDATE = map(layout_of, ("AttentionTile", "PassRow", "Candidate"))
 _RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: that of its run
 _SAMPLED_ROWS = 24
 _SAMPLED_TOKENS = 3

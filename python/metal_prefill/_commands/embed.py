@@ -56,11 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors that a run before this one has not, and write the file once all are there."""
+    from metal_prefill.embedding import encode_texts, prompt_format
+
     kind = arguments.output.suffix
     if kind not in (".npy", ".parquet"):
         raise common.UsageError(f"{arguments.output}: the name must end with .npy or .parquet")
     if kind == ".parquet":
         _pyarrow()
+    if not arguments.output.parent.is_dir():
+        raise common.UsageError(f"{arguments.output}: there is no folder {arguments.output.parent}")
     texts = read_texts(arguments.file, arguments.column)
     options: dict[str, Any] = {
         "dimensions": arguments.dimensions,
@@ -69,6 +73,8 @@ def execute(arguments: argparse.Namespace) -> None:
         "normalize": not arguments.no_normalize,
     }
     with common.open_model(arguments) as model:
+        # All texts first: an error names the text by its number in the file, before anything is computed.
+        prompts = encode_texts(model, texts, *prompt_format(model.config.architecture, arguments.instruction))
         part = _Part(arguments.output, _identity(model, texts, options), len(texts))
         before = len(part)
         begin = time.perf_counter()
@@ -78,7 +84,7 @@ def execute(arguments: argparse.Namespace) -> None:
                 if progress is not None:
                     progress(len(part), len(texts))
         seconds = time.perf_counter() - begin
-        tokens = sum(len(model.tokenizer.encode(text)) for text in texts[before:])
+        tokens = sum(map(len, prompts[before:]))
         width = arguments.dimensions or model._head.width
     vectors = part.vectors(width)
     if kind == ".npy":
@@ -116,7 +122,7 @@ class _Part:
         self._width = 0
         if self._path.exists():
             data = self._path.read_bytes()
-            self._width = int.from_bytes(data[:4], "little")
+            self._width = int.from_bytes(data[:4], "little") if len(data) >= 4 else 0
             if self._width:  # a write may have been cut
                 row = 4 * self._width
                 with open(self._path, "rb+") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -65,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the constraint on all texts, as an option of each."""
-    return {} if arguments.json_schema is None else {"json_schema": _read_text(arguments.json_schema)}
+    path = arguments.json_schema
+    if path is None:
+        return {}
+    try:
+        return {"json_schema": json.loads(_read_text(path))}
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise common.UsageError(f"{path} is not JSON: {error}") from error
 
 
 @dataclass

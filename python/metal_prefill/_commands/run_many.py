@@ -114,7 +114,7 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def execute(
-    arguments: argparse.Namespace, texts: Sequence[str] | None, constraint: Mapping[str, str]
+    arguments: argparse.Namespace, texts: Sequence[str] | None, constraint: Mapping[str, Any]
 ) -> None:
     """Continue prompts; lines of JSON go to a file or stdout, texts of several ``-p`` to stdout.
 

@@ -18,16 +18,20 @@ def read_texts(path: str, column: str = "text") -> list[str]:
     Raises
     ------
     UsageError
-        A line holds no text; names the file and the line.
+        A line holds no text, or the file is not UTF-8; names the file and the line.
     """
     as_json = path.endswith((".jsonl", ".ndjson"))
     texts = []
-    with io.StringIO(sys.stdin.read()) if path == "-" else open(path, encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                texts.append(
-                    _text(line, f"{path}, line {number}", column) if as_json else line.rstrip("\r\n")
-                )
+    try:
+        with (
+            io.StringIO(sys.stdin.read()) if path == "-" else open(path, encoding="utf-8", newline="\n")
+        ) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    texts.append(_text(line, where, column) if as_json else line.rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error}") from error
     return texts
 
 
