@@ -38,8 +38,10 @@ def test_kernels_that_crash_the_compiler_are_left_out(tmp_path: Path) -> None:
     crashing.write_text(CRASHING_COMPILER.format(compiler=compiler))
     crashing.chmod(0o755)
     build = tmp_path / "build"
+    # One set that it builds is tried, too. The others are taken to be known from an earlier configuration.
+    known = [f"-DMETAL_PREFILL_BUILDS_{name}=ON" for name in ("avx512vnni", "avxvnni", "avx2", "scalar")]
     done = subprocess.run(
-        [cmake, "-S", tmp_path, "-B", build, f"-DCMAKE_CXX_COMPILER={crashing}"],
+        [cmake, "-S", tmp_path, "-B", build, f"-DCMAKE_CXX_COMPILER={crashing}", *known],
         capture_output=True,
         text=True,
         check=True,
