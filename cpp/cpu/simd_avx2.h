@@ -23,6 +23,7 @@ struct Simd {
   static constexpr int kInt8Rows = 1, kInt8Tokens = 4;
   static constexpr int kFloatRows = 4, kFloatTokens = 2;
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4;
+  static constexpr int kNarrowVectors = 4;
 
   using F = __m256;
   using I = __m256i;

@@ -19,6 +19,7 @@ struct Simd {
   static constexpr int kInt8Rows = 2, kInt8Tokens = 6;
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+  static constexpr int kNarrowVectors = 2;
 
   using F = __m512;
   using I = __m512i;

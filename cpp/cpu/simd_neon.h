@@ -19,6 +19,7 @@ struct Simd {
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+  static constexpr int kNarrowVectors = 8;
 
   using F = float32x4_t;
   using I = int32x4_t;

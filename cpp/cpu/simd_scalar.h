@@ -20,6 +20,7 @@ struct Simd {
   static constexpr int kInt8Rows = 1, kInt8Tokens = 2;
   static constexpr int kFloatRows = 2, kFloatTokens = 2;
   static constexpr int kAttentionRows = 2, kAttentionVectors = 2;
+  static constexpr int kNarrowVectors = 1;  // unrolled, all eight take the compiler half a minute
 
   struct F {
     float v[kLanes];

@@ -84,7 +84,7 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
         start[1] = (x->start[token] - x->start_half[token]) / 8 * Block::kZero;
       }
       const F x_scale = Simd::set(x->scale[token]);
-#pragma GCC unroll 8
+#pragma GCC unroll Simd::kNarrowVectors
       for (int v = 0; v < kGroupVectors; ++v) {
         const int row = v * Simd::kLanes, panel = row / kPanelRows, lane = row % kPanelRows;
         I sum[2] = {Simd::set_int(start[0]), Simd::set_int(start[1])};
