@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -229,6 +229,28 @@ def tensors(
         yield from (tensor(spec, layer) for spec in specs if spec.per_layer)
     yield from (tensor(whole[role]) for role in ("output_norm", "output") if role in whole)
     yield from _heads(shape)
+
+
+def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
+    """Put matrices of a layer together that files of this architecture hold as one tensor.
+
+    It has the place, the type and the deviation of the first of them.
+    """
+    fused = ARCHITECTURES.get(shape.architecture, Architecture()).fused
+    names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
+    found = {tensor.name: tensor for tensor in listed}
+    result = dict(found)
+    for layer in range(shape.layers):
+        for name, roles in fused.items():
+            parts = [names[role].format(layer=layer) for role in roles]
+            rows = sum(found[part].shape[0] for part in parts)
+            first = found[parts[0]]
+            result[parts[0]] = replace(
+                first, name=f"blk.{layer}.{name}.weight", shape=(rows, *first.shape[1:])
+            )
+            for part in parts[1:]:
+                del result[part]
+    return list(result.values())
 
 
 def _heads(shape: ModelShape) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ from metal_prefill._synth_model import (
     Tensor,
     check,
     llama3_rope_factors,
+    stacked,
     tensors,
     with_types,
 )
@@ -224,7 +225,8 @@ def synthesize(
     check(shape)
     if seed < 0:
         raise ValueError(f"seed {seed}: must not be negative")
-    listed = [with_types(tensor, overrides or {}) for tensor in tensors(shape, tensor_type, embedding_type)]
+    whole = stacked(tensors(shape, tensor_type, embedding_type), shape)
+    listed = [with_types(tensor, overrides or {}) for tensor in whole]
     total, done = sum(tensor.size for tensor in listed), 0
 
     def written(tensor: Tensor) -> None:
