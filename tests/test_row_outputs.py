@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ from support.small_models import MODELS, write
 
 from metal_prefill import ContextOverflowError, Model, _core
 from metal_prefill.sampling import Options, core_sampler
+
+
+@pytest.fixture(scope="module")
+def demo_path(model_path: Callable[[str], Path]) -> Path:
+    """Take a small model instead of the bundled one: nothing here depends on the weights."""
+    return model_path("gqa 1")
+
 
 SAMPLED = Options(1.0, top_k=50, repeat_penalty=1.3, frequency_penalty=0.2)
 

@@ -138,19 +138,19 @@ def test_a_full_context_ends_the_same_text(demo_path: Path, monkeypatch: pytest.
 
 
 def test_each_engine_and_each_kind_of_drafter_writes_the_same(
-    demo: Model, monkeypatch: pytest.MonkeyPatch
+    device: str, tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always(monkeypatch)
-    n, prompt = (8, [5, 6, 7, 8, 5, 6, 7]) if demo.backend == "metal" else (40, [5, 6, 7, 8] * 5)
-    for options in ({}, SAMPLED):
-        expected = [p.token for p in demo.stream(prompt, n, speculate="off", **options)]
-        with Model(demo._path, device="cpu", threads=1) as other:
-            drafters: list[Any] = ["lookup", other, lambda tokens: [1, 2, 3], lambda tokens: []]
+    n, prompt = (8, [5, 6, 7, 8, 5, 6, 7]) if device == "metal" else (40, [5, 6, 7, 8] * 5)
+    drafters: list[Any] = ["lookup", tiny, lambda tokens: [1, 2, 3], lambda tokens: []]
+    with Model(tiny.path, device=device) as model:
+        for options in ({}, SAMPLED):
+            expected = [p.token for p in model.stream(prompt, n, speculate="off", **options)]
             for speculate in drafters:
-                with demo.session() as session:
+                with model.session() as session:
                     made = [p.token for p in session.stream(prompt, n, speculate=speculate, **options)]
                 assert made == expected
-                assert texts_of(demo, [prompt], n, speculate=speculate, **options) == [expected]
+                assert texts_of(model, [prompt], n, speculate=speculate, **options) == [expected]
 
 
 def test_guesses_of_the_same_model_are_all_right(shakespeare: Model, demo_path: Path) -> None:

@@ -73,7 +73,8 @@ class RowCost:
         key = _bucket(rows)
         if key in self._seconds or not self._seconds:
             return self._seconds.get(key, float(rows))
-        nearest = min(self._seconds, key=lambda known: abs(known - key))
+        # Of a copy: other threads note their passes.
+        nearest = min(list(self._seconds), key=lambda known: abs(known - key))
         one = self._seconds.get(1, self._seconds[nearest] / (1 + _ROW_SHARE * (nearest - 1)))
         return max(self._seconds[nearest] + _ROW_SHARE * one * (key - nearest), one)
 

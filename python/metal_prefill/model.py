@@ -518,7 +518,9 @@ class Model:
             From inside a progress callback of one of the sessions.
         """
         outputs = [output] * len(sessions) if isinstance(output, str) else list(output)
-        wanted_rows = [rows] * len(sessions) if isinstance(rows, (str, int, type(None))) else list(rows)
+        wanted_rows = (
+            [rows] * len(sessions) if isinstance(rows, (str, int, np.integer, type(None))) else list(rows)
+        )
         if not len(sessions) == len(tokens) == len(outputs):
             raise ValueError(
                 f"a batch needs tokens and an output for each session; got {len(sessions)} sessions, "
