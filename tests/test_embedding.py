@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
+from support.computed_tokens import ComputedTokens
 from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, SmallModel, write
 
@@ -87,19 +88,11 @@ def test_no_cache_is_kept(model: Model) -> None:
 
 
 def test_what_texts_have_in_common_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = 0
-    forward = Model.forward_batch
-
-    def counting(self: Model, sessions: Any, tokens: Any, **options: Any) -> list[Any]:
-        nonlocal computed
-        computed += sum(map(len, tokens))
-        return forward(self, sessions, tokens, **options)
-
     plain = [model.embed([f"{'word ' * 20}{i}"])[0] for i in range(5)]
-    monkeypatch.setattr(Model, "forward_batch", counting)
+    computed = ComputedTokens(monkeypatch)
     vectors = model.embed([f"{'word ' * 20}{i}" for i in range(5)])
     lengths = [len(tokens_of(model, f"{'word ' * 20}{i}")) for i in range(5)]
-    assert computed < lengths[0] + 5 * 16
+    assert computed.count < lengths[0] + 5 * 16
     np.testing.assert_array_equal(vectors, plain)
 
 

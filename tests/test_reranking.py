@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.computed_tokens import ComputedTokens
 from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
@@ -88,18 +89,10 @@ def test_a_generative_reranker_answers_by_two_rows_of_its_head(
 def test_the_query_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     query = "who is the king " * 20
     alone = [model.rerank(query, [d], template=TEMPLATE)[0].score for d in DOCUMENTS]
-    computed = 0
-    forward = Model.forward_batch
-
-    def counting(self: Model, sessions: Any, tokens: Any, **options: Any) -> list[Any]:
-        nonlocal computed
-        computed += sum(map(len, tokens))
-        return forward(self, sessions, tokens, **options)
-
-    monkeypatch.setattr(Model, "forward_batch", counting)
+    computed = ComputedTokens(monkeypatch)
     ranked = model.rerank(query, DOCUMENTS, template=TEMPLATE)
     lengths = [len(model.tokenizer.encode(text)) for text in (query, *DOCUMENTS)]
-    assert computed < sum(lengths) + 20 * len(DOCUMENTS)
+    assert computed.count < sum(lengths) + 20 * len(DOCUMENTS)
     assert [alone[r.index] for r in ranked] == [r.score for r in ranked]  # bit for bit
     assert model.stats()["kv_pool_bytes"] == 0
 
@@ -194,24 +187,26 @@ def likelihood(model: Model, reference: ReferenceModel, text: str, label: str) -
     return float(reference.forward(whole).log_probs(whole)[before - 1 :].sum()), len(whole) - before
 
 
-@pytest.mark.parametrize("normalize_length", [True, False])
-def test_labels_are_as_likely_as_the_reference_says(
-    device: str, demo_path: Path, normalize_length: bool
-) -> None:
+def test_labels_are_as_likely_as_the_reference_says(device: str, demo_path: Path) -> None:
     reference = ReferenceModel(demo_path)
-    texts = ["The king", "ROMEO:\nBut soft, what light", "The king"]
+    texts = ["The king", "ROMEO:\nBut soft, what light"]
     with Model(demo_path, device=device, compute="f32", kv_dtype="f32") as model:
-        found = model.classify(texts, LABELS, "{text} is {label}", normalize_length=normalize_length)
-        scores = np.empty((3, 3))
-        for i, text in enumerate(texts):
-            for j, label in enumerate(LABELS):
-                expected, length = likelihood(model, reference, text, label)
-                assert found.log_likelihoods[i, j] == pytest.approx(expected, abs=1e-2)
-                assert found.lengths[i, j] == length
-                scores[i, j] = expected / length if normalize_length else expected
-        expected_probabilities = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(found.probabilities, expected_probabilities, atol=5e-3)
-        assert found.labels == tuple(LABELS)
+        pairs = [likelihood(model, reference, text, label) for text in texts for label in LABELS]
+        expected, lengths = (np.array(column).reshape(2, 3) for column in zip(*pairs, strict=True))
+        for normalize_length in (True, False):
+            found = model.classify(texts, LABELS, "{text} is {label}", normalize_length=normalize_length)
+            np.testing.assert_allclose(found.log_likelihoods, expected, rtol=1e-6, atol=1e-2)
+            np.testing.assert_array_equal(found.lengths, lengths)
+            weights = np.exp(expected / lengths if normalize_length else expected)
+            probabilities = weights / weights.sum(axis=1, keepdims=True)
+            np.testing.assert_allclose(found.probabilities, probabilities, atol=5e-3)
+            assert found.labels == tuple(LABELS)
+
+
+def test_the_same_text_twice_has_the_same_labels(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        found = model.classify(["The king", "ROMEO:", "The king"], LABELS, "{text} is {label}")
+        np.testing.assert_array_equal(found.log_likelihoods[0], found.log_likelihoods[2])
 
 
 def test_calibration_divides_by_what_labels_get_without_content(demo_path: Path) -> None:
@@ -229,20 +224,12 @@ def test_labels_share_the_text_and_texts_share_the_template(
     template = f"{'Say what it is. ' * 10}{{text}} is {{label}}"
     with Model(demo_path, device="cpu") as model:
         alone = [model.classify([text], LABELS, template) for text in DOCUMENTS]
-        computed = 0
-        forward = Model.forward_batch
-
-        def counting(self: Model, sessions: Any, tokens: Any, **options: Any) -> list[Any]:
-            nonlocal computed
-            computed += sum(map(len, tokens))
-            return forward(self, sessions, tokens, **options)
-
-        monkeypatch.setattr(Model, "forward_batch", counting)
+        computed = ComputedTokens(monkeypatch)
         together = model.classify(DOCUMENTS, LABELS, template)
         texts = sum(len(model.tokenizer.encode(text)) for text in DOCUMENTS)
         labels = sum(len(model.tokenizer.encode(label)) for label in LABELS)
         beginning = len(model.tokenizer.encode(template.split("{text}")[0]))
-        assert computed < beginning + texts + len(DOCUMENTS) * (labels + 16)
+        assert computed.count < beginning + texts + len(DOCUMENTS) * (labels + 16)
         for i, one in enumerate(alone):
             np.testing.assert_array_equal(together.log_likelihoods[i], one.log_likelihoods[0])
 
