@@ -11,6 +11,10 @@ namespace {
 // Rows of a group in vectors.
 constexpr int kGroupVectors = kGroupRows / Simd::kLanes;
 
+// Bytes by which weights are prefetched. The loads of a span are too many streams for the processor to
+// follow: without prefetching, a token got 8 GB/s of the 24 GB/s that one stream gets.
+constexpr int kFetchAhead = 8192;
+
 template <class Block>
 constexpr bool kNarrowHalves = requires(typename Block::Wide wide) { wide.half_scale; };
 template <class Block>
@@ -71,6 +75,7 @@ template <class Block>
 void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, const ActivationTile* x,
                   int token, float* out) {
   constexpr int kSums = kNarrowHalves<Block> ? 2 : 1;
+  constexpr int kSpanLines = int(ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans));
   const I values = load_table(table);
   F acc[kGroupVectors];
 #pragma GCC unroll 8
@@ -78,6 +83,9 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
   for (int b = 0; b < n_blocks; ++b, ++block) {
 #pragma GCC unroll 1
     for (int span = 0; span < Block::kSpans; ++span, ++x) {
+      const auto* next = reinterpret_cast<const std::byte*>(block) + kFetchAhead + span * kSpanLines * 64;
+#pragma GCC unroll 20
+      for (int line = 0; line < kSpanLines; ++line) __builtin_prefetch(next + line * 64, 0, 2);  // to the L2
       std::int32_t start[2] = {0, 0};  // of the sums over the first and the second 16 columns
       if constexpr (Simd::kStartsFromSum<Block::kZero>) {
         start[0] = x->start_half[token] / 8 * Block::kZero;
