@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from support.arm_machine import SETS as ARM_SETS
 from support.arm_machine import Kernels
 from support.cpu_testing import cpu_testing
-from support.small_models import TYPES, half_fields
+from support.small_models import COMMON_TYPES, TYPES, half_fields
 
 from metal_prefill import _core
 from metal_prefill._synth_blocks import BLOCK_FORMATS
@@ -22,6 +22,7 @@ NATIVE_SETS = _core.cpu.kernel_sets()
 SETS = [*NATIVE_SETS, *ARM_SETS]
 BATCHES = (1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 512)
 QUANTIZED = [Type[kind] for kind in TYPES if GGML_QUANT_SIZES[Type[kind]][0] > 1]
+COMMON = [kind for kind in QUANTIZED if kind.name in COMMON_TYPES]
 SENTINEL = np.float32(-12345.0)
 # Where the blocks of a type have its codes.
 EXTREME_CODES = {
@@ -136,13 +137,14 @@ def exact_product(
 @pytest.mark.parametrize(
     ("kind", "cols"),
     [
-        *((kind, 768) for kind in QUANTIZED),
-        *((kind, cols) for kind in (Type.Q4_0, Type.Q4_1, Type.Q8_0) for cols in (64, 576, 1536, 2048)),
-        *((kind, cols) for kind in (Type.Q4_K, Type.Q6_K) for cols in (256, 1536, 2048)),
+        *((kind, cols) for kind in COMMON for cols in (64, 576, 1536, 2048)),
+        *((kind, 768) for kind in QUANTIZED if kind not in COMMON),
     ],
     ids=lambda value: value.name if isinstance(value, Type) else str(value),
 )
 def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> None:
+    block_values = GGML_QUANT_SIZES[kind][0]
+    cols = -(-cols // block_values) * block_values
     rows = 70  # two groups of 32, and 6 rows of a third
     raw, values = random_weight(kind, rows, cols)
     x = normal(33, cols, seed=1)
@@ -176,23 +178,13 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
             assert error <= 2e-6 * np.abs(values).max() * 256
 
 
-# One type of each way to pack weights.
-PACKED_TYPES = [
-    Type[kind]
-    for kind in (
-        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-        *("IQ4_NL", "IQ4_XS", "IQ2_XS", "MXFP4"),
-    )
-]
-
-
 @each_set
-@pytest.mark.parametrize("kind", PACKED_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
 def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -> None:
     cols = 512
     raw, _ = random_weight(kind, 64, cols)
-    # Products of many tokens are those of a few wide blocks; the other types only differ in a few tokens.
-    batches = BATCHES if kind in (Type.Q4_0, Type.Q8_0, Type.Q6_K) else (*BATCHES[:7], 17, 33)
+    # Of many tokens the other types multiply the same wide blocks; they differ in products of a few.
+    batches = BATCHES if kind in COMMON else (*BATCHES[:7], 17, 33)
     x = normal(batches[-1], cols)
     single = np.empty((len(x), 64), np.float32)
     for t in range(len(x)):

@@ -17,6 +17,9 @@ SCALES = np.array([1, -1, 0.01, -0.3, 6e-5, -6e-8, 3e-6, 0, -0.0, 65504], np.flo
 # Of powers of two, from float32's subnormals to below infinity.
 EXPONENTS = np.array([0, 1, 2, 90, 120, 127, 128, 250], np.uint8)
 
+# Types with three, four and eight magnitudes, of which 2048 random values give fewer different ones.
+VALUES_OF_FEW_CODES = {"TQ1_0": 10, "TQ2_0": 15, "MXFP4": 80}
+
 
 def random_rows(kind: str) -> npt.NDArray[np.uint8]:
     """Draw 2048 values of a type, every bit in use."""
@@ -44,7 +47,7 @@ def test_values_are_those_of_the_gguf_package_to_the_bit(kind: str) -> None:
     n_bytes = GGML_QUANT_SIZES[Type[kind]][1]
     expected = quants.dequantize(rows.reshape(-1, n_bytes), Type[kind]).reshape(-1)
     actual = _core.dequantize(Type[kind], rows, 2048)
-    assert len(np.unique(expected)) > 10
+    assert len(np.unique(expected)) > VALUES_OF_FEW_CODES.get(kind, 100)
     np.testing.assert_array_equal(actual.view(np.uint32), expected.astype(np.float32).view(np.uint32))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from support.kernel_harness import (
 from support.small_models import COMMON_TYPES, TYPES
 
 SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
+ACTIVATIONS = {"silu": SILU, "gelu": GELU}
+OTHER_TYPES = [kind for kind in TYPES if kind not in COMMON_TYPES]
 
 
 def activation(x: Doubles, kind: int) -> Doubles:
@@ -86,9 +89,10 @@ def test_matvec_reads_stacked_matrices_and_accumulates(run: Run) -> None:
     close(y.check(), before + w.values @ x)
 
 
-@pytest.mark.parametrize("kind", COMMON_TYPES)
-@pytest.mark.parametrize("act", [SILU, GELU], ids=["silu", "gelu"])
-def test_matvec_swiglu(run: Run, kind: str, act: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "act"), [*product(COMMON_TYPES, ACTIVATIONS), *product(OTHER_TYPES, ["silu"])]
+)
+def test_matvec_swiglu(run: Run, kind: str, act: str) -> None:
     rng = np.random.default_rng(3)
     cols = columns(kind, 576)
     w = Weights(rng, kind, [37, 37], cols)
@@ -99,12 +103,12 @@ def test_matvec_swiglu(run: Run, kind: str, act: int) -> None:
         w.bytes,
         x,
         y.buffer,
-        matvec_args(w, 37, 16, activation=act),
+        matvec_args(w, 37, 16, activation=ACTIVATIONS[act]),
         groups=matvec_groups(37, 16, 64),
         threads=(64,),
     )
     gate, up = np.split(w.values @ x, 2)
-    close(y.check(), activation(gate.astype(np.float64), act) * up)
+    close(y.check(), activation(gate.astype(np.float64), ACTIVATIONS[act]) * up)
 
 
 def multi_token(
@@ -158,8 +162,7 @@ def test_multi_token_matvec_leaves_the_rest_of_a_longer_row(run: Run) -> None:
     assert (y.array[:, 9:] == 3).all()
 
 
-@pytest.mark.parametrize("kind", COMMON_TYPES)
-@pytest.mark.parametrize("lanes", [8, 32])
+@pytest.mark.parametrize(("kind", "lanes"), [*product(COMMON_TYPES, [8, 32]), *product(OTHER_TYPES, [8])])
 def test_a_token_gets_the_same_bits_alone_and_with_others(run: Run, kind: str, lanes: int) -> None:
     rng = np.random.default_rng(5)
     cols = columns(kind, 576)
@@ -275,19 +278,20 @@ def test_matmul_leaves_the_rest_of_a_longer_row(run: Run, tile: str) -> None:
     assert (y.array[:, 40:] == 3).all()
 
 
-@pytest.mark.parametrize("kind", COMMON_TYPES)
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("act", [SILU, GELU], ids=["silu", "gelu"])
-def test_matmul_swiglu(run: Run, kind: str, tile: str, act: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tile", "act"),
+    [*product(COMMON_TYPES, TILES, ACTIVATIONS), *product(OTHER_TYPES, ["narrow"], ["silu"])],
+)
+def test_matmul_swiglu(run: Run, kind: str, tile: str, act: str) -> None:
     rng = np.random.default_rng(9)
     cols = columns(kind, 64)
     for tokens, rows in ((33, 45), (65, 64), (3, 8)):
         w = Weights(rng, kind, [rows, rows], cols)
         x = rng.standard_normal((tokens, cols), np.float32)
         y = Output([tokens, rows], np.float16)
-        matmul(run, "matmul_swiglu", tile, w, x, y, rows, activation=act)
+        matmul(run, "matmul_swiglu", tile, w, x, y, rows, activation=ACTIVATIONS[act])
         gate, up = np.split(x.astype(np.float64) @ w.values.T, 2, axis=1)
-        near(y.check(), activation(gate, act) * up)
+        near(y.check(), activation(gate, ACTIVATIONS[act]) * up)
 
 
 def test_matmul_swiglu_stays_finite_in_half(run: Run) -> None:
