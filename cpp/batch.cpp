@@ -45,6 +45,7 @@ class Batch {
   void check_results(const Chunk& chunk) const;
   void finish(Item& item, const Chunk& chunk) const;
   static int accepted_tokens(Item& item, const Chunk& chunk);
+  static bool drop_drafts(Item& item);
   static void fail(Item& item, std::exception_ptr error);
   void count(std::span<Item* const> items, const CallCounters& counters) const;
 
@@ -272,6 +273,25 @@ int Batch::accepted_tokens(Item& item, const Chunk& chunk) {
   return int(chunk.tokens.size());
 }
 
+// Takes the drafts back that are not known to be right; false if there are none. A wrong one may have left
+// NaN in K and V, and in a tile of attention 0 * NaN reaches the rows before it: without it they may be
+// numbers.
+bool Batch::drop_drafts(Item& item) {
+  Request& request = item.request;
+  const int rows = request.result.accepted + 1;
+  if (!request.are_drafts || !item.chooses() || request.output_rows == rows) return false;
+  request.tokens = request.tokens.first(std::size_t(item.without_output() + rows));
+  request.output_rows = rows;
+  request.chosen.assign(std::size_t(rows), -1);
+  const auto right = request.tokens.last(std::size_t(rows) - 1);
+  std::copy(right.begin(), right.end(), request.chosen.begin());
+  Session& session = item.session();
+  const std::scoped_lock lock(session.state_mutex_);
+  session.cache_->truncate(int(session.tokens_.size()));
+  session.cache_bytes_ = session.cache_->bytes();
+  return true;
+}
+
 void Batch::fail(Item& item, std::exception_ptr error) {
   Session& session = item.session();
   item.request.error = std::move(error);
@@ -342,6 +362,8 @@ void Batch::run(const Progress& progress) {
     for (std::size_t i = 0; i < chunks.size(); ++i) {
       try {
         finish(*members[i], chunks[i]);
+      } catch (const NumericalError&) {
+        if (!drop_drafts(*members[i])) fail(*members[i], std::current_exception());
       } catch (...) {
         fail(*members[i], std::current_exception());
       }

@@ -188,7 +188,8 @@ class Session {
                                       Claim claim = 0);
   // Appends tokens, of which the last `drafts` are guesses at what is chosen after the others, greedily where
   // there is no sampler. Stops at the first guess that is wrong: the session then holds the tokens before it.
-  // Returns what was chosen after the tokens that are no guesses, and after each right guess.
+  // Returns what was chosen after the tokens that are no guesses, and after each right guess. Where guesses
+  // bring NaN, the call continues without those of the pass, also without right ones.
   std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
                                       Claim claim = 0);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.sampling_reference import log_softmax
-from support.small_models import MODELS, write
+from support.small_models import MODELS, SmallModel, with_tensor, write
 
-from metal_prefill import ContextOverflowError, Model, _core
+from metal_prefill import ContextOverflowError, Model, NumericalError, _core
 from metal_prefill.sampling import Options, core_sampler
 
 
@@ -155,6 +155,32 @@ def test_reports_tell_of_each_choice(demo: Model) -> None:
             logits = session.forward_token(token)
             assert log_prob == pytest.approx(log_softmax(logits)[made], rel=1e-9)
             assert [i for i, _ in best] == np.argsort(-logits, kind="stable")[:2].tolist()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("right", [0, 2])
+def test_a_wrong_draft_of_nan_is_no_error(device: str, tmp_path: Path, right: int, sampled: bool) -> None:
+    """In a tile of attention 0 * NaN reaches the rows before it. Then right drafts may be lost as well."""
+    small = SmallModel(dim=256, key_dim=64, ffn=256, embedding="F32", output="Q8_0", types={"*": "Q4_0"})
+
+    def damage(values: Any) -> None:
+        values.reshape(small.vocab, -1)[7, 0] = np.nan
+
+    whole = write(tmp_path / "whole.gguf", small)
+    path = with_tensor(tmp_path / "m.gguf", whole, "token_embd.weight", damage)
+    prompt = np.arange(8, 20, dtype=np.int32)
+    with Model(path, device=device) as model, model.session() as session:
+        expected = one_by_one(model, prompt, right + 1, sampled)
+        assert 7 not in expected
+        core, sampler = session._open(), sampler_of(model, prompt, sampled)
+        ids = np.array([*prompt, *expected[:right], 7, 7], np.int32)
+        made = core.forward_drafts(ids, right + 2, sampler)
+        assert made
+        assert made == expected[: len(made)]
+        assert session.tokens == [*prompt, *made[:-1]]
+        with pytest.raises(NumericalError):
+            core.forward_drafts(np.array([7, 8], np.int32), 1, sampler)
+        assert session.tokens == [*prompt, *made[:-1]]
 
 
 def test_an_error_in_a_draft_changes_nothing(demo_path: Path) -> None:

@@ -50,7 +50,7 @@ class ForwardPass {
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
   void run_layer(const Context& c, int layer, const Rows& wanted);
-  void add_block(const Context& c, const Linear& w, const Activations& x, const Tensor& post_norm, int rows);
+  void add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm, int rows);
   void feed_forward(const Context& c, int layer, int rows);
   void head(const Context& c);
   void deliver_hidden(const Context& c);
