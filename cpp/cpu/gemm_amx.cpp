@@ -58,7 +58,7 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
   } else {
     Simd::store(out.scale[0], load_floats(block.scale + panel * kPanelRows));
   }
-  if constexpr (requires { block.min; }) Simd::store(out.min[0], Simd::load(block.min + panel * kPanelRows));
+  if constexpr (requires { block.min; }) Simd::store(out.min[0], load_floats(block.min + panel * kPanelRows));
   if constexpr (requires { block.half_min; }) {
     for (int half = 0; half < 2; ++half)
       Simd::store(out.min[half], Simd::load(block.half_min[half] + panel * kPanelRows));

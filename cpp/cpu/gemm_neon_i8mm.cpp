@@ -106,7 +106,7 @@ __attribute__((noinline)) void matrix_tile(const Block* block, int n_blocks, int
         widen_rows(quad_scale(*block, quad + q, half), scale[half]);
       });
       [[maybe_unused]] float32x4_t min[2];
-      if constexpr (kHasMin<Block>) widen_rows(vld1q_f32(block->min + (quad + q) * kQuadRows), min);
+      if constexpr (kHasMin<Block>) widen_rows(load_floats(block->min + (quad + q) * kQuadRows), min);
       [[maybe_unused]] float32x4_t half_min[2][2];
       if constexpr (kHasHalfMins<Block>) {
         unrolled<2>([&](auto half) __attribute__((always_inline)) {

@@ -24,7 +24,7 @@ struct PackedAs {
     using Block = PackedBlock;                    \
   };
 METAL_PREFILL_PACKED(Q4_0, NibbleBlock)
-METAL_PREFILL_PACKED(Q4_1, NarrowNibbleMinBlock)
+METAL_PREFILL_PACKED(Q4_1, NibbleF16MinBlock)
 METAL_PREFILL_PACKED(Q5_0, FiveBlock)
 METAL_PREFILL_PACKED(Q5_1, FiveMinBlock)
 METAL_PREFILL_PACKED(Q8_0, ByteBlock)
@@ -122,10 +122,13 @@ void put(const typename Format::Block& from, int span, int r, BlockOf<Format>& o
   const int panel = r / kPanelRows, lane = r % kPanelRows;
   std::uint8_t codes[kSpan];
   Format::codes(from, span, codes);
+  Words words;
+  std::memcpy(words, codes, sizeof words);
   if constexpr (IsNarrow<Block>) {
-    Words words;
-    std::memcpy(words, codes, sizeof words);
     put_codes(words, out.codes[at][panel], lane);
+  } else if constexpr (Block::kBits == 4) {
+    static_assert(Block::kZero == Format::kZero);
+    put_codes(words, out.codes[panel], lane);
   } else {
     static_assert(Block::kZero == Format::kZero && Block::kBits == 8);
     for (int j = 0; j < 8; ++j) std::memcpy(out.codes[panel][j][lane], codes + 4 * j, 4);

@@ -30,12 +30,12 @@ enum class Packing {
   // wide
   kNibble,
   kNibbleMin,
+  kNibbleF16Min,
   kByte,
   kByteMin,
   kByteHalves,
   kByteHalvesMin,
   // narrow
-  kNarrowNibbleMin,
   kFive,
   kFiveMin,
   kTable,
@@ -66,6 +66,13 @@ struct alignas(64) NibbleMinBlock {
   std::uint8_t codes[2][4][kPanelRows][4];
   float scale[kGroupRows];
   float min[kGroupRows];
+};
+
+struct alignas(64) NibbleF16MinBlock {  // Q4_1
+  static constexpr Packing kPacking = Packing::kNibbleF16Min;
+  static constexpr int kBits = 4, kZero = 0;
+  std::uint8_t codes[2][4][kPanelRows][4];
+  std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
 };
 
 // Step j holds columns 4j to 4j + 3.
@@ -100,9 +107,9 @@ struct alignas(64) ByteHalvesMinBlock {
   float half_min[2][kGroupRows];
 };
 
-static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 && sizeof(ByteBlock) == 1088 &&
-              sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
-              sizeof(ByteHalvesMinBlock) == 1536);
+static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
+              sizeof(NibbleF16MinBlock) == 640 && sizeof(ByteBlock) == 1088 && sizeof(ByteMinBlock) == 1280 &&
+              sizeof(ByteHalvesBlock) == 1280 && sizeof(ByteHalvesMinBlock) == 1536);
 
 // Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
 // A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
@@ -124,9 +131,6 @@ struct Narrow {
   std::uint8_t codes[kSpans][2][kBits][kPanelRows][4];
 };
 
-struct alignas(64) NarrowNibbleMinBlock : Narrow<Packing::kNarrowNibbleMin, NibbleMinBlock, 4, 0> {  // Q4_1
-  std::uint16_t scale[kGroupRows], min[kGroupRows];                                                  // f16
-};
 struct alignas(64) FiveBlock : Narrow<Packing::kFive, ByteBlock, 5, 16> {  // Q5_0
   std::uint16_t scale[kGroupRows];                                         // f16
 };
@@ -198,6 +202,8 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<NibbleBlock>());
     case Packing::kNibbleMin:
       return with_block(std::type_identity<NibbleMinBlock>());
+    case Packing::kNibbleF16Min:
+      return with_block(std::type_identity<NibbleF16MinBlock>());
     case Packing::kByte:
       return with_block(std::type_identity<ByteBlock>());
     case Packing::kByteMin:
@@ -206,8 +212,6 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<ByteHalvesBlock>());
     case Packing::kByteHalvesMin:
       return with_block(std::type_identity<ByteHalvesMinBlock>());
-    case Packing::kNarrowNibbleMin:
-      return with_block(std::type_identity<NarrowNibbleMinBlock>());
     case Packing::kFive:
       return with_block(std::type_identity<FiveBlock>());
     case Packing::kFiveMin:

@@ -175,7 +175,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         }
       }
       if constexpr (kHasMin<Block>) {
-        const F min = Simd::load(block->min + row);
+        const F min = load_floats(block->min + row);
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t)
           acc[r][t] = Simd::fma(min, Simd::set(x->scaled_sum[token + t]), acc[r][t]);

@@ -118,7 +118,7 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
       [[maybe_unused]] float32x4_t scale_second, min;
       if constexpr (kHasHalves<Block>) scale_second = quad_scale(*block, quad + q, 1);
       [[maybe_unused]] float32x4_t half_min[2];
-      if constexpr (kHasMin<Block>) min = vld1q_f32(block->min + (quad + q) * kQuadRows);
+      if constexpr (kHasMin<Block>) min = load_floats(block->min + (quad + q) * kQuadRows);
       if constexpr (kHasHalfMins<Block>)
         unrolled<2>([&](auto h) { half_min[h] = vld1q_f32(block->half_min[h] + (quad + q) * kQuadRows); });
       unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
