@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill._checks.first_contact import QUICK, kernel_differences
+from metal_prefill._checks.first_contact import QUICK, kernel_differences, known_tokens
 from metal_prefill.errors import DeviceError
 from metal_prefill.model import Model
 
@@ -47,10 +47,6 @@ def machine() -> Report:
         "emulator": _core.has_emulator,
         "gpu": _core.metal_device(),
     }
-
-
-def _tokens(model: Model, n: int) -> list[int]:
-    return [(5 + 7 * i) % model.config.vocab_size for i in range(n)]
 
 
 def check_kernels(model: Model, quick: bool) -> Report:
@@ -90,7 +86,7 @@ def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
     found = []
     limit = model.config.context_length
     for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, limit - GREEDY_TOKENS)):
-        tokens = _tokens(model, n)
+        tokens = known_tokens(n, model.config.vocab_size).tolist()
         with model.session() as one, model.session() as other, reference.session() as cpu:
             expected = cpu.forward_prompt_logits(tokens)
             found.append(_compare(f"prompt of {n}", one.forward_prompt_logits(tokens), expected))
@@ -102,7 +98,7 @@ def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
     if not model.config.causal:
         return found
     with model.session() as session, reference.session() as cpu:
-        tokens = _tokens(model, SHORT_PROMPT)
+        tokens = known_tokens(SHORT_PROMPT, model.config.vocab_size).tolist()
         got, expected = session.forward_prompt_logits(tokens), cpu.forward_prompt_logits(tokens)
         steps = []
         for i in range(GREEDY_TOKENS):
@@ -131,7 +127,7 @@ def benchmark(model: Model) -> list[Report]:
     from metal_prefill._cost_model.chips import CHIPS
 
     prompt = min(BENCH_PROMPT, model.config.context_length - BENCH_TOKENS)
-    tokens = _tokens(model, prompt)
+    tokens = known_tokens(prompt, model.config.vocab_size).tolist()
 
     def prefill() -> int:
         model.reset()

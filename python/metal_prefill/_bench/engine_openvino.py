@@ -24,7 +24,7 @@ from openvino import opset13 as ops
 from metal_prefill._bench.engines import Engine, Identity, Ids, Options
 from metal_prefill._bench.errors import BenchError
 from metal_prefill._bench.machine import available_threads, counted
-from metal_prefill._bench.model_file import cache_dir
+from metal_prefill._cache_folder import cache_folder
 
 _CONVERT = """
 import sys
@@ -40,7 +40,7 @@ def convert(path: Path) -> Path:
     """
     stat = path.stat()
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{ov.get_version()}"
-    folder = cache_dir() / f"openvino-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    folder = cache_folder() / f"openvino-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     graph = folder / "openvino_model.xml"
     done = folder / "complete"
     if done.exists():

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from metal_prefill._cache_folder import cache_folder
 from metal_prefill.gguf_file import GGUFFile
 
 SHAPE = "smollm-135m"
-
-
-def cache_dir() -> Path:
-    """Folder for what can be made again: ``METAL_PREFILL_CACHE``, or the platform's cache for this user."""
-    chosen = os.environ.get("METAL_PREFILL_CACHE")
-    if chosen:
-        return Path(chosen)
-    if platform.system() == "Darwin":
-        return Path.home() / "Library" / "Caches" / "metal_prefill"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metal_prefill"
 
 
 def smollm_shape() -> Path:
@@ -31,7 +20,7 @@ def smollm_shape() -> Path:
     """
     from metal_prefill import __version__, synth
 
-    path = cache_dir() / f"{SHAPE}-{__version__}.Q4_0.gguf"
+    path = cache_folder() / f"{SHAPE}-{__version__}.Q4_0.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         synth.synthesize(path, preset=SHAPE)

@@ -11,16 +11,19 @@ import hashlib
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from metal_prefill import _core
+from metal_prefill._cache_folder import cache_folder
 from metal_prefill._checks.kernels import Difference, difference
+from metal_prefill._replacing import replacing
 from metal_prefill.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -30,13 +33,9 @@ if TYPE_CHECKING:
 QUICK = (9, 1, 2)
 
 
-def cache_folder() -> Path:
-    """Return the folder for what can be computed again; ``METAL_PREFILL_CACHE`` overrides it."""
-    if override := os.environ.get("METAL_PREFILL_CACHE"):
-        return Path(override)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "metal_prefill"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metal_prefill"
+def known_tokens(n: int, vocab_size: int, first: int = 0) -> NDArray[np.int32]:
+    """Return n token ids, those of positions from `first` on, the same every time."""
+    return ((5 + 7 * np.arange(first, first + n)) % vocab_size).astype(np.int32)
 
 
 def kernel_differences(
@@ -62,7 +61,7 @@ def kernel_differences(
             session.rewind(0)
         if session.position + n > session.max_context:
             continue
-        tokens = np.array([(5 + 7 * (session.position + i)) % config.vocab_size for i in range(n)], np.int32)
+        tokens = known_tokens(n, config.vocab_size, session.position)
         for dispatch in inspector.trace(tokens, contents=True)[1]:
             # Beyond the first layer nothing was kept.
             if dispatch.layer > 0 or dispatch.kernel in found:
@@ -93,13 +92,10 @@ def _read(path: Path) -> dict[str, list[str]]:
 
 
 def _write(path: Path, known: dict[str, list[str]]) -> None:
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):  # no cache: the next process checks again
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(known), encoding="utf-8")
-        part.replace(path)
-    except OSError:  # no cache: the next process checks again
-        part.unlink(missing_ok=True)
+        with replacing(path) as part:
+            part.write_text(json.dumps(known), encoding="utf-8")
 
 
 def check(engine: _core.Engine, config: ModelConfig) -> None:
