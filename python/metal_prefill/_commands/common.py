@@ -187,14 +187,19 @@ def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"speculate": draft_model}
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``-m`` and ``--max-context``."""
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``-m``."""
     parser.add_argument(
         "-m",
         "--model",
         metavar="FILE",
         help=f"{MODEL_HELP} (default: the bundled model)",
     )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``-m`` and ``--max-context``."""
+    add_model_argument(parser)
     parser.add_argument(
         "--max-context",
         type=positive,

@@ -11,9 +11,7 @@ from metal_prefill._commands import common
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "-m", "--model", metavar="FILE", help=f"{common.MODEL_HELP} (default: the bundled model)"
-    )
+    common.add_model_argument(parser)
     parser.add_argument("--quick", action="store_true", help="a few seconds, without the benchmark")
     parser.add_argument(
         "--device",

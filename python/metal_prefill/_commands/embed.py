@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from metal_prefill._commands import common
-from metal_prefill._commands.text_files import read_texts
+from metal_prefill._commands.text_files import add_text_arguments, read_texts
 from metal_prefill._replacing import replacing
 from metal_prefill.errors import MissingExtraError
 
@@ -26,13 +26,7 @@ BLOCK = 256  # texts between two writes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "-f",
-        "--file",
-        required=True,
-        metavar="FILE",
-        help="texts: a line each, or in a .jsonl file a string or an object; - is stdin",
-    )
+    add_text_arguments(parser, "texts")
     parser.add_argument(
         "-o",
         "--output",
@@ -41,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="vectors: .npy, float32 [texts, dimensions], or .parquet with the texts (needs pyarrow)",
     )
-    parser.add_argument("--column", default="text", metavar="NAME", help="field of objects (default: text)")
     parser.add_argument("--dimensions", type=common.positive, metavar="N", help="keep the first N values")
     parser.add_argument(
         "--pooling", choices=("mean", "cls", "last"), help="of hidden states (default: as the file says)"

@@ -19,12 +19,7 @@ MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="FILE",
-        help=f"{common.MODEL_HELP} (default: the bundled model)",
-    )
+    common.add_model_argument(parser)
     parser.add_argument(
         "--plot", metavar="PNG", help="draw a chart of the sizes of the tensors (needs the extra [plot])"
     )

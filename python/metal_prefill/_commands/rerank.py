@@ -7,20 +7,13 @@ import json
 from dataclasses import asdict
 
 from metal_prefill._commands import common
-from metal_prefill._commands.text_files import read_texts
+from metal_prefill._commands.text_files import add_text_arguments, read_texts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="what is asked")
-    parser.add_argument(
-        "-f",
-        "--file",
-        required=True,
-        metavar="FILE",
-        help="documents: a line each, or in a .jsonl file a string or an object; - is stdin",
-    )
-    parser.add_argument("--column", default="text", metavar="NAME", help="field of objects (default: text)")
+    add_text_arguments(parser, "documents")
     parser.add_argument("-n", "--top-n", type=common.positive, metavar="N", help="print the best N only")
     parser.add_argument("--instruction", metavar="TEXT", help="the task (default: that of the model's card)")
     parser.add_argument(

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
 
 from metal_prefill._commands.common import UsageError
+
+
+def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
+    """Add ``-f`` and ``--column``, the arguments of `read_texts`; `texts` is what the file holds."""
+    parser.add_argument(
+        "-f",
+        "--file",
+        required=True,
+        metavar="FILE",
+        help=f"{texts}: a line each, or in a .jsonl file a string or an object; - is stdin",
+    )
+    parser.add_argument("--column", default="text", metavar="NAME", help="field of objects (default: text)")
 
 
 def read_texts(path: str, column: str = "text") -> list[str]:
