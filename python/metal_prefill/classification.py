@@ -88,10 +88,9 @@ def classify(
     scores = likelihoods / lengths if normalize_length else likelihoods
     n = len(given)
     if calibrate:
-        free = scores[n:] - scores[n:].max(axis=1, keepdims=True)
-        prior = (np.exp(free) / np.exp(free).sum(axis=1, keepdims=True)).mean(axis=0)
-        scores = scores - np.log(prior)
-    return Classification(tuple(labels), _softmax(scores[:n]), likelihoods[:n], lengths[:n])
+        scores = scores - np.log(_softmax(scores[n:]).mean(axis=0))
+    probabilities = _softmax(scores[:n]).astype(np.float32)
+    return Classification(tuple(labels), probabilities, likelihoods[:n], lengths[:n])
 
 
 def _by_head(model: TextModel, texts: Iterable[str]) -> Classification:
@@ -102,12 +101,13 @@ def _by_head(model: TextModel, texts: Iterable[str]) -> Classification:
     names = [f"text {i}" for i in range(len(prompts))]
     logits = [head.logits_of(state) for state in last_states(model, prompts, names)] if prompts else []
     scores = np.array(logits, np.float64).reshape(len(prompts), len(head.labels))
-    return Classification(head.labels, _softmax(scores), scores, np.ones(scores.shape, np.int64))
+    probabilities = _softmax(scores).astype(np.float32)
+    return Classification(head.labels, probabilities, scores, np.ones(scores.shape, np.int64))
 
 
-def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
-    probabilities: npt.NDArray[np.float32] = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+    probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
     return probabilities
 
 
