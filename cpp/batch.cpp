@@ -246,10 +246,7 @@ void Batch::finish(Item& item, const Chunk& chunk) const {
   {
     const std::scoped_lock lock(session.state_mutex_);
     session.tokens_.insert(session.tokens_.end(), chunk.tokens.begin(), chunk.tokens.begin() + kept);
-    if (std::size_t(kept) < chunk.tokens.size()) {
-      session.cache_->truncate(int(session.tokens_.size()));
-      session.cache_bytes_ = session.cache_->bytes();
-    }
+    if (std::size_t(kept) < chunk.tokens.size()) session.drop_uncounted_rows();
   }
   request.result.done += kept;
   item.active = std::size_t(kept) == chunk.tokens.size() && item.left() > 0;
@@ -287,8 +284,7 @@ bool Batch::drop_drafts(Item& item) {
   std::copy(right.begin(), right.end(), request.chosen.begin());
   Session& session = item.session();
   const std::scoped_lock lock(session.state_mutex_);
-  session.cache_->truncate(int(session.tokens_.size()));
-  session.cache_bytes_ = session.cache_->bytes();
+  session.drop_uncounted_rows();
   return true;
 }
 
@@ -298,8 +294,7 @@ void Batch::fail(Item& item, std::exception_ptr error) {
   item.active = false;
   const std::scoped_lock lock(session.state_mutex_);
   if (session.tokens_.size() > item.before) session.tokens_.resize(item.before);
-  session.cache_->truncate(int(session.tokens_.size()));
-  session.cache_bytes_ = session.cache_->bytes();
+  session.drop_uncounted_rows();
 }
 
 void Batch::count(std::span<Item* const> items, const CallCounters& counters) const {

@@ -168,6 +168,11 @@ int Session::reuse(std::span<const TokenId> tokens) {
   return int(known);
 }
 
+void Session::drop_uncounted_rows() {
+  cache_->truncate(int(tokens_.size()));
+  cache_bytes_ = cache_->bytes();
+}
+
 int Session::position() const {
   const std::scoped_lock lock(state_mutex_);
   return int(tokens_.size());

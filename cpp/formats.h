@@ -261,10 +261,14 @@ struct Q6_K : SuperBlock<block_q6_K> {
   }
 };
 
-struct IQ2_XXS : SuperBlock<block_iq2_xxs> {
+template <class B>
+struct IQ2 : SuperBlock<B> {
   static constexpr int kBits = 4;
   static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
-  static float unit(const Block& block) { return half_to_float(block.d) * 0.125f; }
+  static float unit(const B& block) { return half_to_float(block.d) * 0.125f; }
+};
+
+struct IQ2_XXS : IQ2<block_iq2_xxs> {
   // A span is 8 bytes: four of indices, then four times 7 bits of signs and 4 bits of scale.
   static std::uint32_t signs_and_scale(const Block& block, int span) {
     return load_word<std::uint32_t>(block.qs + span * 4 + 2);
@@ -280,13 +284,14 @@ struct IQ2_XXS : SuperBlock<block_iq2_xxs> {
   }
 };
 
-struct IQ2_XS : SuperBlock<block_iq2_xs> {
-  static constexpr int kBits = 4;
-  static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
-  static float unit(const Block& block) { return half_to_float(block.d) * 0.125f; }
-  static int scale_code(const Block& block, int span, int half) {
+template <class B>
+struct IQ2WithHalves : IQ2<B> {  // a scale for 16 columns
+  static int scale_code(const B& block, int span, int half) {
     return 2 * nibble(block.scales, span * 2 + half) + 1;
   }
+};
+
+struct IQ2_XS : IQ2WithHalves<block_iq2_xs> {
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
     for (int i = 0; i < 4; ++i) {
       const unsigned q = block.qs[span * 4 + i];
@@ -295,13 +300,7 @@ struct IQ2_XS : SuperBlock<block_iq2_xs> {
   }
 };
 
-struct IQ2_S : SuperBlock<block_iq2_s> {
-  static constexpr int kBits = 4;
-  static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
-  static float unit(const Block& block) { return half_to_float(block.d) * 0.125f; }
-  static int scale_code(const Block& block, int span, int half) {
-    return 2 * nibble(block.scales, span * 2 + half) + 1;
-  }
+struct IQ2_S : IQ2WithHalves<block_iq2_s> {
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
     for (int i = 0; i < 4; ++i) {
       const int index = block.qs[span * 4 + i] | (block.qh[span] >> 2 * i & 3) << 8;

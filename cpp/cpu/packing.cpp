@@ -126,12 +126,12 @@ void put(const typename Format::Block& from, int span, int r, BlockOf<Format>& o
   std::memcpy(words, codes, sizeof words);
   if constexpr (IsNarrow<Block>) {
     put_codes(words, out.codes[at][panel], lane);
-  } else if constexpr (Block::kBits == 4) {
-    static_assert(Block::kZero == Format::kZero);
-    put_codes(words, out.codes[panel], lane);
   } else {
-    static_assert(Block::kZero == Format::kZero && Block::kBits == 8);
-    for (int j = 0; j < 8; ++j) std::memcpy(out.codes[panel][j][lane], codes + 4 * j, 4);
+    static_assert(Block::kZero == Format::kZero);
+    if constexpr (Block::kBits == 4)
+      put_codes(words, out.codes[panel], lane);
+    else
+      for (int j = 0; j < 8; ++j) std::memcpy(out.codes[panel][j][lane], &words[j], 4);
   }
   put_scales<Format>(from, span, r, out, at);
 }
