@@ -34,6 +34,13 @@ PUBLIC = {
     "metal_prefill.sklearn": ["EmbeddingTransformer"],
     "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
     "metal_prefill.tokenizer": ["Tokenizer"],
+    "metal_prefill.tool_calls": [
+        "ParsedAnswer",
+        "ToolCall",
+        "ToolCallParser",
+        "parse_tool_calls",
+        "tool_names",
+    ],
 }
 # Modules that need a package which is not a requirement.
 EXTRAS = {"metal_prefill.ray": "ray", "metal_prefill.lm_eval": "lm_eval", "metal_prefill.sklearn": "sklearn"}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from metal_prefill.errors import StateError
+from metal_prefill.tool_calls import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
     from metal_prefill.model import Model
@@ -27,15 +28,23 @@ class Conversation:
         The conversation makes a session of its own.
     system
         Instructions to the model, before the first message.
+    tools
+        What the model may call, as for :meth:`metal_prefill.tokenizer.Tokenizer.apply_chat_template`. Its
+        calls are in :attr:`calls`, and :meth:`answer_calls` says what came of them.
     max_context
         As in :meth:`metal_prefill.Model.session`.
 
     Attributes
     ----------
     messages : list of dict
-        Role and content of each message, oldest first.
+        Role and content of each message, oldest first; an assistant's calls are in its ``tool_calls``.
     forgotten : int
         Messages that the last answer had no room for; they are no longer in `messages`.
+
+    Raises
+    ------
+    ChatTemplateError
+        There are tools, and the model's template takes none.
 
     Examples
     --------
@@ -44,16 +53,32 @@ class Conversation:
     ...     print(text, end="", flush=True)
     """
 
-    def __init__(self, model: Model, *, system: str | None = None, max_context: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_context: int | None = None,
+    ) -> None:
         self._model = model
+        self._tools = list(tools) if tools else None
+        if self._tools:
+            model.tokenizer.check_tools(self._tools)
         self._session = model.session(max_context=max_context)
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.forgotten = 0
 
     @property
     def session(self) -> Session:
         """The session that holds the conversation's cache."""
         return self._session
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Calls that the last answer asks for, in order; empty once they are answered."""
+        last = self.messages[-1] if self.messages else {}
+        return [ToolCall.from_message(call) for call in last.get("tool_calls", ())]
 
     def answer(self, text: str, max_tokens: int = 256, **options: Any) -> Generator[str, None, None]:
         """Say something, and yield the answer as it is made.
@@ -77,21 +102,66 @@ class Conversation:
         ChatTemplateError
             The model's template refuses the conversation.
         """
-        before, made, whole = list(self.messages), "", False
-        self.messages.append({"role": "user", "content": text})
+        return self._reply([{"role": "user", "content": text}], max_tokens, options)
+
+    def answer_calls(
+        self, results: Sequence[Any], max_tokens: int = 256, **options: Any
+    ) -> Generator[str, None, None]:
+        """Say what came of the calls of the last answer, and yield the next answer as it is made.
+
+        Parameters
+        ----------
+        results
+            One for each of :attr:`calls`, in their order: text, or what becomes JSON.
+        max_tokens, options
+            As for :meth:`answer`.
+
+        Raises
+        ------
+        ValueError
+            There are no calls, or more or fewer results than calls.
+        TypeError
+            A result is neither text nor of JSON's types.
+        """
+        calls = self.calls
+        if not calls:
+            raise ValueError("the last answer calls no tools")
+        if len(results) != len(calls):
+            raise ValueError(f"the last answer has {len(calls)} calls, got {len(results)} results")
+        said = []
+        for call, result in zip(calls, results, strict=True):
+            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            name = {} if call.id is None else {"tool_call_id": call.id}
+            said.append({"role": "tool", "name": call.name, **name, "content": content})
+        return self._reply(said, max_tokens, options)
+
+    def _reply(
+        self, said: list[dict[str, Any]], max_tokens: int, options: dict[str, Any]
+    ) -> Generator[str, None, None]:
+        """Add messages, and yield the text of the answer to them."""
+        before, made, calls, whole = list(self.messages), "", [], False
+        parser = ToolCallParser(self._tools) if self._tools else None
+        self.messages += said
         try:
             tokens = self._fit(max_tokens)
             stop = self._model.tokenizer.chat_stop
-            for piece in self._session.generate(tokens, max_tokens, stop=stop, **options):
-                made += piece
-                yield piece
+            pieces = self._session.generate(tokens, max_tokens, stop=stop, **options)
+            for part in pieces if parser is None else parser.parts(pieces):
+                if isinstance(part, ToolCall):
+                    calls.append(part)
+                else:
+                    made += part
+                    yield part
             whole = True
         except (KeyboardInterrupt, GeneratorExit):
-            whole = made != ""
+            whole = made != "" or calls != []
             raise
         finally:
             if whole:
-                self.messages.append({"role": "assistant", "content": made})
+                answer: dict[str, Any] = {"role": "assistant", "content": made}
+                if calls:
+                    answer["tool_calls"] = [call.as_message() for call in calls]
+                self.messages.append(answer)
             else:
                 self.messages = before
 
@@ -103,14 +173,18 @@ class Conversation:
         if len(tokens) + min(max_tokens, limit // 4) <= limit:
             return tokens
         first = 1 if self.messages[0]["role"] == "system" else 0
-        while len(tokens) > limit * _KEPT and len(self.messages) > first + 2:
-            del self.messages[first : first + 2]  # a turn: templates may insist on user and assistant in turn
-            self.forgotten += 2
+        while len(tokens) > limit * _KEPT:
+            # Turns: templates may insist on user and assistant in turn, and on calls before their results.
+            turns = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i > first]
+            if not turns:
+                break
+            del self.messages[first : turns[0]]
+            self.forgotten += turns[0] - first
             tokens = self._tokens()
         return tokens
 
     def _tokens(self) -> list[int]:
-        return self._model.tokenizer.apply_chat_template(self.messages)
+        return self._model.tokenizer.apply_chat_template(self.messages, tools=self._tools)
 
     def reset(self) -> None:
         """Forget all messages but the system's."""
@@ -131,8 +205,7 @@ class Conversation:
         """
         session = self._model.load_session(path, max_context=self._session.max_context)
         try:
-            messages = json.loads(session.notes)
-            self.messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+            self.messages = [_loaded(message) for message in json.loads(session.notes)]
         except (ValueError, TypeError, KeyError, RecursionError):
             session.close()
             raise StateError(f"{path}: holds a session, but no conversation") from None
@@ -142,3 +215,12 @@ class Conversation:
     def close(self) -> None:
         """Free the cache."""
         self._session.close()
+
+
+def _loaded(message: Any) -> dict[str, Any]:
+    """Check a message of a saved conversation; raises TypeError or KeyError."""
+    loaded: dict[str, Any] = {"role": str(message["role"]), "content": str(message["content"])}
+    loaded |= {key: str(message[key]) for key in ("name", "tool_call_id") if key in message}
+    if "tool_calls" in message:
+        loaded["tool_calls"] = [ToolCall.from_message(c).as_message() for c in message["tool_calls"]]
+    return loaded

@@ -25,6 +25,7 @@ from jinja2.parser import Parser
 from metal_prefill._template_budget import TemplateLimitError
 from metal_prefill._template_limits import MAX_SOURCE, LimitedEnvironment, render
 from metal_prefill.errors import ChatTemplateError
+from metal_prefill.tool_calls import parse_arguments, tool_names
 
 # For files without a template: plain paragraphs, each under its speaker's name, as in a play.
 PLAIN_TEMPLATE = r"""{{ bos_token if add_bos else '' -}}
@@ -103,6 +104,14 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
+def _plain_all(what: str, values: Sequence[Mapping[str, Any]]) -> list[dict[Any, Any]]:
+    """Copy messages or tools; errors are those of `_plain`."""
+    try:
+        return [_plain(value, f"{what} {i}") for i, value in enumerate(values)]
+    except RecursionError:
+        raise ValueError(f"a {what} nests too deep") from None
+
+
 def _strings(value: Any) -> Iterator[str]:
     """All strings within nested mappings and lists."""
     if isinstance(value, str):
@@ -156,7 +165,10 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template: {type(error).__name__}: {error}") from None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[tuple[str, bool]]:
         """Return the text in pieces, each with whether it is a control token's spelling.
 
@@ -167,13 +179,15 @@ class ChatTemplate:
         variables
             Of the template: ``bos_token``, ``add_generation_prompt`` and the like. They are the program's own
             words, not marked.
+        tools
+            That the model may call; they are marked as messages are.
 
         Raises
         ------
         ChatTemplateError
-            The template refuses these messages, fails, or does more than it may.
+            The template refuses these messages, fails, does more than it may, or takes no tools.
         TypeError, ValueError
-            A message is not a mapping, has no proper role, or holds what JSON has no type for.
+            A message or tool is not a mapping, lacks a role or name, or holds what JSON has no type for.
         """
         for i, message in enumerate(messages):
             role = message.get("role") if isinstance(message, Mapping) else None
@@ -181,19 +195,19 @@ class ChatTemplate:
                 raise TypeError(f"message {i} must be a mapping with a string 'role', got {message!r}")
             if not _ROLE.fullmatch(role):  # templates put roles into control tokens: '<|' + role + '|>'
                 raise ValueError(f"message {i} has the role {role!r}: a role is a word")
+        self.check_tools(tools)
+        plain = [parse_arguments(message) for message in _plain_all("message", messages)]
+        plain_tools = _plain_all("tool", tools or ())
+        marker = self._unused_character([*plain, *plain_tools])
+        marked = {
+            "messages": [
+                {key: value if key == "role" else self._mark(value, marker) for key, value in message.items()}
+                for message in plain
+            ],
+            "tools": self._mark(plain_tools, marker) or None,
+        }
         try:
-            plain: list[dict[Any, Any]] = [
-                _plain(message, f"message {i}") for i, message in enumerate(messages)
-            ]
-        except RecursionError:
-            raise ValueError("a message nests too deep") from None
-        marker = self._unused_character(plain)
-        marked = [
-            {key: value if key == "role" else self._mark(value, marker) for key, value in message.items()}
-            for message in plain
-        ]
-        try:
-            text = render(self._template, {**variables, "messages": marked})
+            text = render(self._template, {**variables, **marked})
             text.encode("utf-8")
         except TemplateLimitError as error:
             raise ChatTemplateError(f"the chat template exceeds a limit: {error}") from None
@@ -204,6 +218,24 @@ class ChatTemplate:
         found = self._tokens.split(text) if self._special else [text]
         # Of a split by one group every second piece is a match.
         return [(piece.replace(marker, ""), bool(i % 2)) for i, piece in enumerate(found) if piece]
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Check that tools are such, and that the template passes them to the model.
+
+        Raises
+        ------
+        ChatTemplateError
+            It does not.
+        TypeError, ValueError
+            A tool is not a mapping, or has no name.
+        """
+        if not tools:
+            return
+        tool_names(tools)
+        if not any(
+            name.name == "tools" for name in self._environment.parse(self._source).find_all(nodes.Name)
+        ):
+            raise ChatTemplateError("the chat template takes no tools: the model was not taught to call any")
 
     def _unused_character(self, messages: list[dict[Any, Any]]) -> str:
         used = set(self._source).union(*_strings(messages))

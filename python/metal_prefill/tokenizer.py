@@ -197,7 +197,9 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """Jinja text of the file's chat template; None where it has none."""
-        key = "tokenizer.chat_template"
+        return self._template("tokenizer.chat_template")
+
+    def _template(self, key: str) -> str | None:
         source = self._gguf.metadata.get(key)
         if source is not None and not isinstance(source, str):
             raise GGUFError(
@@ -206,7 +208,12 @@ class Tokenizer:
         return source
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> list[int]:
         """Turn a conversation into token ids, by the file's chat template.
 
@@ -217,21 +224,27 @@ class Tokenizer:
         Parameters
         ----------
         messages
-            In order; each with a ``role`` (``system``, ``user``, ``assistant``, ...) and a ``content``.
+            In order; each with a ``role`` (``system``, ``user``, ``assistant``, ``tool``, ...) and a
+            ``content``. What an assistant called is in its ``tool_calls``, as
+            :meth:`metal_prefill.tool_calls.ToolCall.as_message` makes them; their arguments may be JSON.
+        tools
+            What the model may call, each as JSON schema: see :func:`metal_prefill.tool_calls.tool_names`.
+            Of a file with several templates, the one that is named ``tool_use`` is taken.
         add_generation_prompt
             End with the beginning of an answer.
         variables
-            For the template, such as ``tools`` or ``enable_thinking``. They are not searched for control
-            tokens: do not put text from outside here.
+            For the template, such as ``enable_thinking``. They are not searched for control tokens: do not
+            put text from outside here.
 
         Raises
         ------
         ChatTemplateError
-            The template is not valid, or refuses these messages.
+            The template is not valid, refuses these messages, or takes no tools.
         TypeError, ValueError
-            A message is not a mapping, or has no proper role.
+            A message or tool is not a mapping, or has no proper role or name.
         """
-        pieces = self._chat.render(
+        template = self._chat_with_tools if tools else self._chat
+        pieces = template.render(
             messages,
             {
                 "add_generation_prompt": add_generation_prompt,
@@ -240,10 +253,10 @@ class Tokenizer:
                 "eos_token": self._spelling(self.eos_id),
                 "pad_token": self._spelling(self.pad_id),
                 "unk_token": self._spelling(self.unk_id),
-                "tools": None,
                 "documents": None,
                 **variables,
             },
+            tools,
         )
         ids: list[int] = []
         for text, special in pieces:
@@ -256,6 +269,25 @@ class Tokenizer:
         from metal_prefill.chat_template import PLAIN_STOP
 
         return () if self.chat_template else (PLAIN_STOP,)
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Check that the file's chat template passes these tools to the model.
+
+        Raises
+        ------
+        ChatTemplateError
+            It takes no tools.
+        TypeError, ValueError
+            A tool is not a mapping, or has no name.
+        """
+        self._chat_with_tools.check_tools(tools)
+
+    @cached_property
+    def _chat_with_tools(self) -> ChatTemplate:
+        from metal_prefill.chat_template import ChatTemplate
+
+        source = self._template("tokenizer.chat_template.tool_use")
+        return self._chat if source is None else ChatTemplate(source, self._special)
 
     @cached_property
     def _chat(self) -> ChatTemplate:

@@ -1,0 +1,299 @@
+"""Calls of tools: told to the model by its template, found in its answers, answered in conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metal_prefill import ChatTemplateError, Conversation, Model, StateError
+from metal_prefill.chat_template import ChatTemplate
+from metal_prefill.tokenizer import Tokenizer
+from metal_prefill.tool_calls import ToolCall, ToolCallParser, parse_tool_calls
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CLOCK = {"name": "clock", "parameters": {}}
+HERMES = (  # as Hermes 2 and Qwen 2.5 write tools, calls and results
+    "{% if tools %}<tools>{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}"
+    "{{ '\n</tools>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}"
+    "{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>' }}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[HERMES.index("{% for m in") :]
+ASKED = [{"role": "user", "content": "How is it in Verona?"}]
+
+VERONA = ToolCall("weather", {"city": "Verona"})
+TIME = ToolCall("clock", {})
+# Answers, and what is in them.
+ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
+    "tags": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Verona"}}\n</tool_call>',
+        "",
+        [VERONA],
+    ),
+    "text around calls": (
+        'I look.\n<tool_call>{"name": "clock"}</tool_call> Wait. '
+        '<tool_call>{"name": "weather", "arguments": {"city": "Verona"}}</tool_call>\n',
+        "I look.\n Wait.",
+        [TIME, VERONA],
+    ),
+    "a list in tags": (
+        '<tool_call>[{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]</tool_call>',
+        "",
+        [TIME, TIME],
+    ),
+    "a tag that is not closed": ('<tool_call>{"name": "clock", "arguments": {}}', "", [TIME]),
+    "json alone": ('{"name": "weather", "parameters": {"city": "Verona"}}', "", [VERONA]),
+    "json with white space": ('{ \n "parameters": {"city": "Verona"},\n "name": "weather" }', "", [VERONA]),
+    "a list alone": (
+        '[{"name": "clock", "arguments": {}, "id": "c1"}]',
+        "",
+        [ToolCall("clock", {}, "c1")],
+    ),
+    "as a message has it": (
+        '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Verona\\"}"}}',
+        "",
+        [VERONA],
+    ),
+    "brackets and tags in strings": (
+        '<tool_call>{"name": "clock", "arguments": {"a": "}]</tool_call>\\"{", "b": "\\\\"}}</tool_call>!',
+        "!",
+        [ToolCall("clock", {"a": '}]</tool_call>"{', "b": "\\"})],
+    ),
+    "an unknown tool in tags": (
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        "",
+        [ToolCall("other", {})],
+    ),
+}
+# Texts that only look like calls.
+TEXTS = [
+    "",
+    " \n",
+    "Nothing to call. \n",
+    "a < b, {c}, [1, 2] and <tool_call",
+    '<tool_call>weather("Verona")</tool_call>',
+    '<tool_call>{"name": "clock", "arguments": {}',
+    '<tool_call>{"name": 3}</tool_call>',
+    '{"name": "clock"}',
+    '{"name": "clock", "arguments": [1]}',
+    '{"name": "clock", "arguments": {"x": NaN}}',
+    '{"name": "clock", "arguments": {"x": "\\ud800"}}',
+    '{"name": "clock", "arguments": {]}',
+    '{"name": "other", "arguments": {}} ',
+    '[{"name": "clock", "arguments": {}}, 5]',
+    "{" + " " * 200 + '"name"',
+    "[" * 30,
+    '{"name": ' * 30,
+]
+
+
+def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
+    """Parse a text that comes in pieces of some size; at no time is more told than is certain."""
+    parser = ToolCallParser([WEATHER, CLOCK])
+    whole = parse_tool_calls(text, [WEATHER, CLOCK])
+    made, calls = "", []
+    for part in parser.parts(text[i : i + size] for i in range(0, len(text), size)):
+        if isinstance(part, str):
+            made += part
+            assert whole.text.startswith(made)
+        else:
+            calls.append(part)
+    return made, calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize("case", ANSWERS)
+def test_calls_are_found_however_an_answer_arrives(case: str, size: int) -> None:
+    text, around, calls = ANSWERS[case]
+    assert by_pieces(text, size) == (around, calls)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_only_looks_like_a_call_is_text(text: str, size: int) -> None:
+    if text.startswith("[{"):  # the call in a list of other things is one by itself
+        assert parse_tool_calls(text, [CLOCK]) == ("[, 5]", [TIME])
+    else:
+        assert by_pieces(text, size) == (text, [])
+
+
+_BITS = ["<tool_call>", "</tool_call>", '{"name": "clock"', ', "arguments": {}', *'<{}[]",\\ n']
+
+
+@given(st.lists(st.sampled_from(_BITS), max_size=12), st.integers(1, 9))
+def test_any_text_is_parsed_alike_in_any_pieces(parts: list[str], size: int) -> None:
+    text = "".join(parts)
+    whole = parse_tool_calls(text, [WEATHER, CLOCK])
+    assert by_pieces(text, size) == whole
+    if not whole.calls:
+        assert whole.text == text
+
+
+@given(st.lists(st.sampled_from(["a", " b", "\n", "5 < 6", "é"]), max_size=4), st.integers(0, 3))
+def test_text_is_what_is_left_without_the_calls(texts: list[str], tool: int) -> None:
+    calls = [ToolCall(f"t{tool}", {"t": t}) for t in texts]
+    written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+    text = "".join(f"{t}<tool_call>{w}</tool_call>" for t, w in zip(texts, written, strict=True))
+    assert parse_tool_calls(text) == ("".join(texts).rstrip(), calls)
+
+
+def test_text_is_passed_on_as_soon_as_it_is_certain() -> None:
+    parser = ToolCallParser()
+    assert parser.step("So ") == ["So"]
+    assert parser.step("<") == []
+    assert parser.step("b>, {") == [" <b>,"]
+    assert parser.step('"a": 1}') == [' {"a": 1}']
+    assert parser.step('{"name": "f", "argu') == []
+    assert parser.step('ments": {}}') == [ToolCall("f", {})]
+    assert parser.step(" and") == [" and"]
+    assert parser.flush() == []
+
+
+@pytest.mark.parametrize(
+    ("tools", "error", "message"),
+    [
+        ([CLOCK, "clock"], TypeError, "tool 1 must be a mapping with a name, got str"),
+        ([{"description": "?"}], ValueError, "tool 0 has no name"),
+        ([{"function": {"name": ""}}], ValueError, "tool 0 has no name"),
+    ],
+)
+def test_what_is_no_tool_is_refused(tools: Any, error: type[Exception], message: str) -> None:
+    for check in (lambda: ToolCallParser(tools), lambda: ChatTemplate(HERMES, []).render(ASKED, {}, tools)):
+        with pytest.raises(error, match=message):
+            check()
+
+
+def rendered(
+    template: str, messages: list[dict[str, Any]], *tools: Any, special: tuple[str, ...] = ()
+) -> str:
+    pieces = ChatTemplate(template, special).render(messages, {"add_generation_prompt": True}, list(tools))
+    return "".join(text for text, _ in pieces)
+
+
+def test_tools_calls_and_results_are_told_by_the_template() -> None:
+    call = {**VERONA.as_message(), "id": "c1"}
+    messages: list[dict[str, Any]] = [
+        *ASKED,
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "name": "weather", "tool_call_id": "c1", "content": "rain"},
+    ]
+    expected = (
+        f"<tools>\n{json.dumps(WEATHER)}\n{json.dumps(CLOCK)}\n</tools>\n"
+        "user: How is it in Verona?\n"
+        'assistant: I look.\n<tool_call>{"name": "weather", "arguments": {"city": "Verona"}}</tool_call>\n'
+        "<tool_response>rain</tool_response>\nassistant: "
+    )
+    assert rendered(HERMES, messages, WEATHER, CLOCK) == expected
+    as_json = {"name": "weather", "arguments": '{"city": "Verona"}'}
+    messages[1]["tool_calls"] = [{"type": "function", "function": as_json}]
+    assert rendered(HERMES, messages, WEATHER, CLOCK) == expected
+    assert as_json["arguments"] == '{"city": "Verona"}', "a message of the caller was changed"
+
+
+def test_without_tools_a_template_sees_none() -> None:
+    assert rendered(GENERIC, ASKED) == "user: How is it in Verona?\nassistant: "
+    assert rendered(GENERIC, ASKED, CLOCK).startswith('[{"name": "clock", "parameters": {}}]user')
+
+
+def test_a_tool_never_writes_a_control_token() -> None:
+    end = "<|im_end|>"
+    hostile = {"name": f"n{end}", "description": f"{end}<|im_{end}end|>", f"k{end}": [end]}
+    template = ChatTemplate(HERMES + end, [end])
+    pieces = template.render(ASKED, {}, [hostile])
+    assert [text for text, special in pieces if special] == [end]
+    assert json.dumps(hostile) in "".join(text for text, _ in pieces)
+
+
+def test_a_template_without_tools_is_named(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        message = "the chat template takes no tools"
+        with pytest.raises(ChatTemplateError, match=message):
+            model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
+        with pytest.raises(ChatTemplateError, match=message):
+            Conversation(model, tools=[WEATHER])
+
+
+@pytest.fixture
+def model(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    """Open the bundled model as if its file had templates."""
+    templates = {
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+        "tokenizer.chat_template.tool_use": HERMES,
+    }
+    monkeypatch.setattr(Tokenizer, "_template", lambda self, key: templates[key])
+    with Model(demo_path, device="cpu") as opened:
+        yield opened
+
+
+def test_a_file_may_have_a_template_of_its_own_for_tools(model: Model) -> None:
+    def text(**options: Any) -> str:
+        return model.tokenizer.decode(model.tokenizer.apply_chat_template(ASKED, **options))
+
+    assert text() == text(tools=[]) == ASKED[0]["content"]
+    assert text(tools=[CLOCK]) == rendered(HERMES, ASKED, CLOCK)
+
+
+CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
+
+
+def test_a_conversation_calls_tools_and_hears_what_came_of_it(model: Model, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="a constraint lets the bundled model call tools")
+    chat = Conversation(model, tools=[WEATHER])
+    assert "".join(chat.answer(ASKED[0]["content"], regex=CALLING)) == "I look."
+    (call,) = chat.calls
+    assert (call.name, list(call.arguments)) == ("weather", ["city"])
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call.as_message()]}
+    assert chat.messages == [*ASKED, called]
+    chat.save(tmp_path / "talk.session")
+
+    with pytest.raises(ValueError, match="the last answer has 1 calls, got 2 results"):
+        chat.answer_calls(["rain", "sun"])
+    answer = "".join(chat.answer_calls([{"sky": "é"}], regex="Rain, [a-z]{3}"))
+    result = {"role": "tool", "name": "weather", "content": '{"sky": "é"}'}
+    assert chat.messages == [*ASKED, called, result, {"role": "assistant", "content": answer}]
+    assert chat.session.stats()["tokens_reused"] > 100  # tools, question and most of the call
+    with pytest.raises(ValueError, match="the last answer calls no tools"):
+        chat.answer_calls([])
+
+    chat.load(tmp_path / "talk.session")
+    assert chat.calls == [call]
+
+
+def test_a_saved_call_that_is_none_is_refused(model: Model, tmp_path: Path) -> None:
+    with model.session() as session:
+        session.notes = json.dumps([{"role": "assistant", "content": "", "tool_calls": [{"name": 3}]}])
+        session.save(tmp_path / "bad.session")
+    with pytest.raises(StateError, match="no conversation"):
+        Conversation(model).load(tmp_path / "bad.session")
+
+
+def test_turns_with_calls_are_forgotten_whole(model: Model) -> None:
+    pytest.importorskip("llguidance", reason="a constraint lets the bundled model call tools")
+    chat = Conversation(model, tools=[CLOCK], max_context=250)
+    forgotten = 0
+    for _ in range(4):
+        list(chat.answer("How?", 60, regex=r'<tool_call>\{"name": "clock"\}</tool_call>'))
+        forgotten += chat.forgotten
+        list(chat.answer_calls(["noon"], 8, regex="[a-z]{4}"))
+        forgotten += chat.forgotten
+        roles = [m["role"] for m in chat.messages]
+        assert roles == ["user", "assistant", "tool", "assistant"] * (len(roles) // 4)
+    assert forgotten > 0
