@@ -325,24 +325,26 @@ void Batch::run(const Progress& progress) {
     }
   }
   std::vector<Chunk> chunks;
-  std::vector<Item*> members;  // whose chunks they are
+  std::vector<Item*> members;     // whose chunks they are
+  chunks.reserve(order_.size());  // what fails from here on fails for one request
+  members.reserve(order_.size());
   while (true) {
     chunks.clear();
     members.clear();
     int room = engine_.pass_rows();
     for (Item* next : order_) {
       Item& item = *next;
-      if (!item.active || room == 0 || is_waiting(item)) continue;
-      const int tokens = std::min(item.left(), room);
-      if (tokens < item.left() && !engine_.config().causal) continue;
+      if (!item.active || room == 0) continue;
       try {
+        if (is_waiting(item)) continue;
+        const int tokens = std::min(item.left(), room);
+        if (tokens < item.left() && !engine_.config().causal) continue;
         chunks.push_back(next_chunk(item, tokens));
+        members.push_back(&item);
+        room -= tokens;
       } catch (...) {
         fail(item, std::current_exception());
-        continue;
       }
-      members.push_back(&item);
-      room -= tokens;
     }
     if (chunks.empty()) break;
     CallCounters counters;

@@ -49,12 +49,16 @@ Session::~Session() {
     return;
   }
   PrefixTree* tree = engine_->prefixes();
-  if (tree && remembers_) tree->insert(tokens_, cache_->pages());
+  if (tree && remembers_) static_cast<void>(tree->insert(tokens_, cache_->pages()));
 }
 
 // Tokens whose K and V the session has, or has now of the pages that are remembered. The last token is always
 // computed: what follows it is what the caller asks for.
 std::size_t Session::keep_known(std::span<const TokenId> tokens) {
+  {
+    const std::scoped_lock lock(state_mutex_);
+    tokens_.reserve(tokens.size());  // cache and tokens change together, or not at all
+  }
   tokens = tokens.first(tokens.size() - 1);
   const auto end = tokens.begin() + std::ptrdiff_t(std::min(tokens_.size(), tokens.size()));
   std::size_t known = std::size_t(std::mismatch(tokens.begin(), end, tokens_.begin()).first - tokens.begin());
@@ -82,8 +86,7 @@ void Session::remember_pages() {
   const std::size_t full = tokens_.size() / kPagePositions;
   PrefixTree* tree = engine_->prefixes();
   if (!tree || !remembers_ || full <= remembered_) return;
-  tree->insert(std::span(tokens_).first(full * kPagePositions), cache_->pages());
-  remembered_ = full;
+  if (tree->insert(std::span(tokens_).first(full * kPagePositions), cache_->pages())) remembered_ = full;
 }
 
 void Session::check_room(std::size_t position, std::size_t tokens) const {
@@ -123,6 +126,9 @@ PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sa
 
 std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
                                              Claim claim) {
+  if (drafts < 0 || std::size_t(drafts) >= std::max(tokens.size(), std::size_t(1)))
+    throw std::invalid_argument(std::to_string(drafts) + " of " + std::to_string(tokens.size()) +
+                                " tokens cannot be guesses: at least one that is not comes before them");
   Request request = {.session = this,
                      .tokens = tokens,
                      .output = sampler ? Output::kSampled : Output::kGreedy,

@@ -16,9 +16,10 @@ struct ForkHandlers {
 
   static ForkHandlers& instance() {
     static ForkHandlers* const handlers = [] {
+      auto* const made = new ForkHandlers;  // never destroyed: threads may fork until the process has ended
       pthread_atfork([] { instance().before(); }, [] { instance().after(false); },
                      [] { instance().after(true); });
-      return new ForkHandlers;  // never destroyed: threads may fork until the process has ended
+      return made;
     }();
     return *handlers;
   }

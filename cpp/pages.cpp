@@ -109,10 +109,15 @@ void BlockTable::reserve(int kept, int end) {
   if (wanted == held && replaced.empty()) return;
   pages_.reserve(wanted);
   std::vector<PageId> taken = pool_.take(wanted - held + replaced.size());
+  if (!replaced.empty() && replaced.front() == first && kept_in_first > 0) try {
+      pool_.copy(pages_[first], taken.back(), kept_in_first);
+    } catch (...) {
+      pool_.release(taken);
+      throw;
+    }
   for (const std::size_t i : replaced) {
     const PageId own = taken.back();
     taken.pop_back();
-    if (i == first && kept_in_first > 0) pool_.copy(pages_[i], own, kept_in_first);
     pool_.release({&pages_[i], 1});
     pages_[i] = own;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 
 namespace metal_prefill {
 
@@ -23,7 +24,11 @@ std::array<TokenId, kPagePositions> page_tokens(std::span<const TokenId> tokens,
 PrefixTree::PrefixTree(PagePool& pool, std::size_t max_pages) : pool_(pool), max_pages_(max_pages) {}
 
 PrefixTree::~PrefixTree() {
-  while (drop_oldest(false)) {
+  while (!root_.children.empty()) {
+    Children* at = &root_.children;
+    while (!at->begin()->second->children.empty()) at = &at->begin()->second->children;
+    pool_.release({&at->begin()->second->page, 1});
+    at->erase(at->begin());
   }
 }
 
@@ -74,8 +79,17 @@ int PrefixTree::known(std::span<const TokenId> tokens) {
   return walk(tokens, [](Node&) {});
 }
 
-void PrefixTree::insert(std::span<const TokenId> tokens, std::span<const PageId> pages) {
+bool PrefixTree::insert(std::span<const TokenId> tokens, std::span<const PageId> pages) noexcept {
   const std::scoped_lock lock(mutex_);
+  try {
+    remember(tokens, pages);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+void PrefixTree::remember(std::span<const TokenId> tokens, std::span<const PageId> pages) {
   ++clock_;
   Node* at = &root_;
   for (std::size_t i = 0; i * kPagePositions < tokens.size(); ++i) {
@@ -103,8 +117,8 @@ void PrefixTree::insert(std::span<const TokenId> tokens, std::span<const PageId>
     auto node = std::make_unique<Node>();
     node->page = pages[i];
     node->used = clock_;
-    pool_.retain({&pages[i], 1});
     at = (at->children[own] = std::move(node)).get();
+    pool_.retain({&pages[i], 1});
     ++count_;
   }
   while (count_ > max_pages_ && drop_oldest(false)) {

@@ -34,8 +34,8 @@ class PrefixTree {
   // How far `find` would get.
   int known(std::span<const TokenId> tokens);
   // Remembers the pages of these tokens, the last one though it may be full in part. Whoever writes to a
-  // page of them from now on writes to a copy.
-  void insert(std::span<const TokenId> tokens, std::span<const PageId> pages);
+  // page of them from now on writes to a copy. False where there was no memory to note all of them.
+  [[nodiscard]] bool insert(std::span<const TokenId> tokens, std::span<const PageId> pages) noexcept;
   // Lets go of the page that nobody else holds and that was not used for longest. False: there is none.
   bool evict();
 
@@ -57,6 +57,7 @@ class PrefixTree {
   static Step longest(Children& children, const PageTokens& wanted);
   template <typename Visit>
   int walk(std::span<const TokenId> tokens, Visit visit);
+  void remember(std::span<const TokenId> tokens, std::span<const PageId> pages);
   bool drop_oldest(bool unused_only);
 
   PagePool& pool_;

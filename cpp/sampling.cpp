@@ -67,6 +67,7 @@ Sampler::Sampler(SamplingOptions options, std::uint64_t seed, std::uint32_t answ
                  std::span<const TokenId> tokens)
     : options_(std::move(options)), seed_(seed), answer_(answer), position_(int(tokens.size())) {
   const std::span<const TokenId> latest = tokens.last(std::min(tokens.size(), std::size_t(options_.window)));
+  recent_.reserve(std::size_t(options_.window));  // to accept a token must not fail
   recent_.assign(latest.begin(), latest.end());
 }
 
@@ -75,7 +76,7 @@ void Sampler::forbid(std::vector<TokenId> tokens, int position) {
   first_allowed_ = position;
 }
 
-void Sampler::accept(TokenId token) {
+void Sampler::accept(TokenId token) noexcept {
   if (recent_.size() == std::size_t(options_.window)) recent_.erase(recent_.begin());
   recent_.push_back(token);
   ++position_;

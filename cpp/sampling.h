@@ -60,7 +60,7 @@ class Sampler {
   // to choose from, NanLogitError for a NaN. Nothing but the report changes: the choice counts once it is
   // accepted.
   TokenId choose(std::span<const float> logits, std::span<const TokenId> ahead = {});
-  void accept(TokenId token);
+  void accept(TokenId token) noexcept;
 
   int position() const { return position_; }
   struct Report {

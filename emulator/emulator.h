@@ -41,6 +41,7 @@ Counters counters();
 
 // Faults, each of which happens once. `nth` counts from 1, the next call.
 void fail_allocation(int nth);  // newBuffer… returns nil
+bool allocation_will_fail();    // it has not come yet
 // The command buffer runs `dispatches` of its dispatches, then fails with MTLCommandBufferErrorDomain `code`.
 void fail_command_buffer(int nth, const std::string& message, long code = 1, int dispatches = 0);
 void clear_faults();

@@ -195,6 +195,7 @@ void bind_emulator(nb::module_& m) {
         "Return the bytes of live buffers, those without copy left out.");
   m.def("counters", &counters);
   m.def("fail_allocation", &fail_allocation, "nth"_a = 1, "Make the nth next newBuffer return nil.");
+  m.def("allocation_will_fail", &allocation_will_fail, "Return whether that newBuffer is still to come.");
   m.def("fail_command_buffer", &fail_command_buffer, "nth"_a = 1, "message"_a = "injected fault",
         "code"_a = 1, "dispatches"_a = 0,
         "Make the nth next command buffer run that many of its dispatches and fail with an NSError of the "

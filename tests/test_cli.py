@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support import comparison
 
-from metal_prefill import Model, cli
+from metal_prefill import Model, cli, gguf_file
 from metal_prefill._commands import common
 from metal_prefill._commands.perplexity import perplexity, windows
 from metal_prefill.gguf_file import GGUFFile
@@ -83,6 +83,18 @@ def test_run_continues_the_prompt_as_the_model_does(capsys: pytest.CaptureFixtur
         expected = "".join(model.generate(PROMPT, 20))
     assert len(expected) > 20
     assert out == PROMPT + expected + "\n"
+
+
+def test_run_reads_the_file_where_it_is_not_to_be_mapped(
+    capsys: pytest.CaptureFixture[str], demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that guesses as well: neither may end the process when its file is truncated."""
+    options = ["run", "-m", str(demo_path), "--speculate", str(demo_path), "-p", PROMPT, "-n", "6"]
+    assert cli.main([*options, "--device", "cpu"]) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(gguf_file, "_map_file", lambda path: pytest.fail(f"{path} is mapped"))
+    assert cli.main([*options, "--device", "cpu", "--no-mmap"]) == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_run_reports_prompt_and_decode_separately(capsys: pytest.CaptureFixture[str]) -> None:

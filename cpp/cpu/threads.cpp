@@ -113,6 +113,9 @@ void Team::launch() {
     stop();
     throw DeviceError("cannot start thread " + std::to_string(started + 1) + " of " + std::to_string(size_) +
                       ": " + error.what());
+  } catch (...) {  // no memory; a thread that was not joined must not be destroyed
+    stop();
+    throw;
   }
   launched_ = true;
 }

@@ -169,6 +169,11 @@ void State::fail_allocation(int nth) {
   allocation_fault_ = nth;
 }
 
+bool State::allocation_will_fail() {
+  std::lock_guard lock(mutex_);
+  return allocation_fault_ > 0;
+}
+
 void State::fail_command_buffer(int nth, CommandBufferFault fault) {
   std::lock_guard lock(mutex_);
   command_buffer_fault_countdown_ = nth;
@@ -311,6 +316,10 @@ Counters counters() {
 }
 void fail_allocation(int nth) {
   State::get().fail_allocation(nth);
+}
+
+bool allocation_will_fail() {
+  return State::get().allocation_will_fail();
 }
 void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
   State::get().fail_command_buffer(nth, {message, code, dispatches});

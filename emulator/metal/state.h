@@ -55,6 +55,7 @@ class State {
   std::size_t allocated_bytes();
 
   void fail_allocation(int nth);
+  bool allocation_will_fail();
   void fail_command_buffer(int nth, CommandBufferFault fault);
   void clear_faults();
   std::optional<CommandBufferFault> next_command_buffer_fault();

@@ -182,7 +182,11 @@ def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
     from metal_prefill import Model
 
     draft_model = Model(
-        model_path(how), device=arguments.device, threads=arguments.threads, max_context=arguments.max_context
+        model_path(how),
+        device=arguments.device,
+        threads=arguments.threads,
+        max_context=arguments.max_context,
+        mmap=arguments.mmap,
     )
     return {"speculate": draft_model}
 
@@ -198,8 +202,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``-m`` and ``--max-context``."""
+    """Add ``-m``, ``--max-context`` and ``--no-mmap``."""
     add_model_argument(parser)
+    parser.add_argument(
+        "--no-mmap",
+        dest="mmap",
+        action="store_false",
+        help="read the model file instead of mapping it, where other programs may truncate or change it",
+    )
     parser.add_argument(
         "--max-context",
         type=positive,
@@ -226,6 +236,7 @@ def open_model(arguments: argparse.Namespace) -> Model:
         threads=arguments.threads,
         compute=arguments.compute,
         kv_dtype=arguments.kv_dtype,
+        mmap=arguments.mmap,
     )
 
 

@@ -1,0 +1,69 @@
+"""Allocations that fail when a test wants it: the CPU engine's by the linker, Metal's in the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+
+from metal_prefill import _core
+from support.missing import fail_or_skip
+
+MISSING = (
+    "no allocation can be made to fail: the package was built without METAL_PREFILL_TESTING, or for a Mac"
+)
+
+
+class Fault:
+    """One allocation that fails."""
+
+    came = False
+
+
+@cache
+def _native() -> Any:
+    library = ctypes.CDLL(_core.__file__)
+    try:
+        library.metal_prefill_fail_allocation.argtypes = [ctypes.c_long, ctypes.c_bool]
+        library.metal_prefill_allocation_will_fail.restype = ctypes.c_bool
+    except AttributeError:
+        fail_or_skip(MISSING, "METAL_PREFILL_REQUIRE_EMULATOR")
+    return library
+
+
+@contextmanager
+def failing_allocation(device: str, nth: int, *, with_gil: bool = False) -> Iterator[Fault]:
+    """Have the nth allocation within the block fail.
+
+    Parameters
+    ----------
+    device
+        ``cpu``: memory that the package's C++ code asks for, on any thread. ``metal``: buffers.
+    nth
+        Counted from 1.
+    with_gil
+        On the CPU, count also what is allocated while the thread has the GIL.
+    """
+    fault = Fault()
+    if device == "metal":
+        if not _core.has_emulator:
+            pytest.skip(MISSING)
+        gpu: Any = _core.emulator
+        gpu.fail_allocation(nth)
+        try:
+            yield fault
+        finally:
+            fault.came = not gpu.allocation_will_fail()
+            gpu.clear_faults()
+        return
+    native = _native()
+    native.metal_prefill_fail_allocation(nth, with_gil)
+    try:
+        yield fault
+    finally:
+        fault.came = not native.metal_prefill_allocation_will_fail()
+        native.metal_prefill_fail_allocation(0, False)

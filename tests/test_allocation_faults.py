@@ -1,0 +1,249 @@
+"""Memory that runs out: each allocation of a call fails once; the call raises and has changed nothing.
+
+A fresh engine for each, so that all allocations of a first call are among them. What a call gives without a
+failure is the expectation for the calls after one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.allocation_faults import failing_allocation
+from support.small_models import MODELS, write
+
+from metal_prefill import DeviceError, Model, Session, _core
+
+OUT_OF_MEMORY = (MemoryError, DeviceError)
+FIRST = [(7 * i + 3) % 280 for i in range(70)]  # a page and a part of the next
+SECOND = [(11 * i + 5) % 280 for i in range(150)]  # three chunks
+State = tuple[list[int], list[bytes]]
+
+
+@dataclass
+class Inputs:
+    """A model, a session saved after FIRST, and what a sampler chooses after FIRST and SECOND[:5]."""
+
+    path: Path
+    state_path: Path
+    chosen: list[int]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    folder = tmp_path_factory.mktemp("faults")
+    shape = replace(MODELS["gemma3"], layers=2, dim=32, key_dim=32, heads=2, kv_heads=1, ffn=32, vocab=280)
+    path = write(folder / "m.gguf", shape)
+    with Model(path, device="cpu", threads=1) as model, model.session() as session:
+        session.forward_prompt(FIRST)
+        session.save(folder / "s.session")
+        sampler, chosen = new_sampler(), SECOND[:5]
+        for _ in range(8):
+            last = chosen[-1:] if len(chosen) > 5 else chosen
+            chosen.append(session._open().forward_prompt_sampled(np.array(last, np.int32), sampler))
+    return Inputs(path, folder / "s.session", chosen[5:])
+
+
+def new_sampler() -> _core.Sampler:
+    options = _core.SamplingOptions()
+    options.temperature = 0.8
+    sampler = _core.Sampler(options, 7, 0, np.array(FIRST[:4], np.int32))
+    sampler.report(3)
+    return sampler
+
+
+def state(session: Session) -> State:
+    ids, rows = session._open().export_state()
+    return ids.tolist(), [array.tobytes() for array in rows]
+
+
+class Sessions:
+    """A model that has computed nothing but FIRST, in a session that shares its pages with a fork."""
+
+    def __init__(self, inputs: Inputs, device: str) -> None:
+        self.model = Model(inputs.path, device=device, threads=1, chunk_tokens=64)
+        self.inputs = inputs
+        self.device = device
+        self.used = self.model.session()
+        self.used.forward_prompt(FIRST)
+        self.fork = self.used.fork()
+        self.empty = self.model.session()
+
+    def states(self) -> list[State]:
+        return [state(session) for session in (self.used, self.fork, self.empty)]
+
+    def close(self) -> None:
+        """Close all, and expect that only the prefix tree still holds pages."""
+        for session in (self.used, self.fork, self.empty):
+            session.close()
+        stats = self.model.stats()
+        assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
+        self.model.close()
+
+
+def drafts(s: Sessions) -> int:
+    sampler, chosen = new_sampler(), s.inputs.chosen
+    try:
+        given = s.used._open().forward_drafts(np.array(SECOND[:5] + chosen[:-1], np.int32), 7, sampler)
+        assert given == chosen
+        return sampler.position
+    except OUT_OF_MEMORY:
+        assert sampler.position == 4
+        raise
+
+
+def load(s: Sessions) -> State:
+    with s.model.load_session(s.inputs.state_path) as session:
+        return state(session)
+
+
+def fork(s: Sessions) -> State:
+    with s.used.fork() as copy:
+        return state(copy)
+
+
+def save(s: Sessions) -> Path:
+    saved = s.inputs.state_path.with_name("again.session")
+    saved.write_text("before")
+    try:
+        s.used.save(saved)
+    except OUT_OF_MEMORY:
+        assert saved.read_text() == "before"
+        raise
+    return saved
+
+
+def open_again(s: Sessions) -> int:
+    with Model(s.model.path, device=s.device, threads=3) as model:  # a team to start and to stop
+        return model.config.n_layers
+
+
+CALLS: dict[str, Callable[[Sessions], object]] = {
+    "open": open_again,
+    "prompt": lambda s: s.used.forward_prompt_logits(SECOND).tobytes(),
+    "token": lambda s: s.used.forward_token(5).tobytes(),
+    "greedy token": lambda s: s.used.forward_token_greedy(5),
+    "drafts": drafts,
+    "score": lambda s: s.used.score(SECOND).tobytes(),
+    "fork": fork,
+    "save": save,
+    "load": load,
+}
+CASES = [
+    *(("cpu", call) for call in CALLS),
+    # The others allocate nothing on the GPU that these do not.
+    *(("metal", call) for call in ("prompt", "score", "save", "load")),
+]
+
+
+@pytest.mark.parametrize(("device", "call"), CASES, indirect=["device"])
+def test_a_call_without_memory_raises_and_changes_nothing(inputs: Inputs, device: str, call: str) -> None:
+    plain = Sessions(inputs, device)
+    before, expected = plain.states(), CALLS[call](plain)
+    plain.close()
+    for nth in count(1):
+        sessions = Sessions(inputs, device)
+        raised = False
+        with failing_allocation(device, nth) as fault:
+            try:
+                given = CALLS[call](sessions)
+            except OUT_OF_MEMORY:
+                raised = True
+        assert raised == fault.came, f"allocation {nth}"
+        if raised:
+            assert sessions.states() == before, f"allocation {nth}"
+            given = CALLS[call](sessions)
+        assert given == expected, f"allocation {nth}"
+        sessions.close()
+        if not fault.came:
+            break
+    assert nth > 1, "nothing was allocated"
+
+
+def test_a_batch_without_memory_ends_some_sequences_and_the_others_are_as_alone(
+    inputs: Inputs, device: str
+) -> None:
+    def call(s: Sessions) -> list[Any]:
+        sessions, tokens = [s.used, s.fork, s.empty], [SECOND, FIRST[:9], FIRST]
+        return s.model.forward_batch(sessions, tokens, output="logits", return_errors=True)
+
+    plain = Sessions(inputs, device)
+    before, expected = plain.states(), [logits.tobytes() for logits in call(plain)]
+    after = plain.states()
+    plain.close()
+    failed: set[int] = set()
+    for nth in count(1):
+        sessions = Sessions(inputs, device)
+        with failing_allocation(device, nth) as fault:
+            try:
+                results = call(sessions)
+            except OUT_OF_MEMORY as error:
+                results = [error] * 3
+        for i, (result, held) in enumerate(zip(results, sessions.states(), strict=True)):
+            if isinstance(result, OUT_OF_MEMORY):
+                failed.add(i)
+                assert held == before[i], f"allocation {nth}, session {i}"
+            else:
+                assert held == after[i], f"allocation {nth}, session {i}"
+                assert result.tobytes() == expected[i], f"allocation {nth}, session {i}"
+        sessions.close()
+        if not fault.came:
+            break
+    assert failed == {0, 1, 2}
+
+
+def test_reuse_without_memory_keeps_what_it_knows_and_never_wrong_rows(inputs: Inputs) -> None:
+    """The session then has the beginning that it shares with the prompt, or what it had before."""
+    prompt = FIRST[:40] + SECOND
+
+    def sessions_with_the_prompt_known() -> Sessions:
+        sessions = Sessions(inputs, "cpu")
+        with sessions.model.session() as other:
+            other.forward_prompt(prompt[:140], reuse=True)
+        return sessions
+
+    plain = sessions_with_the_prompt_known()
+    before = state(plain.used)
+    expected = plain.used.forward_prompt(prompt, reuse=True)
+    ids, rows = state(plain.used)
+    plain.close()
+    lengths: set[int] = set()
+    for nth in count(1):
+        sessions = sessions_with_the_prompt_known()
+        raised = False
+        with failing_allocation("cpu", nth) as fault:
+            try:
+                token = sessions.used.forward_prompt(prompt, reuse=True)
+            except OUT_OF_MEMORY:
+                raised = True
+        if raised:
+            held, held_rows = state(sessions.used)
+            if (held, held_rows) != before:
+                lengths.add(len(held))
+                assert held == ids[: len(held)]
+                for own, whole in zip(held_rows, rows, strict=True):
+                    assert own == whole[: len(own)]
+            token = sessions.used.forward_prompt(prompt, reuse=True)
+        assert token == expected
+        sessions.close()
+        if not fault.came:
+            break
+    assert lengths == {140}
+
+
+def test_sessions_end_without_memory(inputs: Inputs) -> None:
+    """What others may reuse is forgotten then; nothing else happens."""
+    for nth in count(1):
+        sessions = Sessions(inputs, "cpu")
+        sessions.used.forward_prompt(SECOND, reuse=True)
+        with failing_allocation("cpu", nth, with_gil=True) as fault:
+            sessions.used.close()
+        sessions.close()
+        if not fault.came:
+            break
+    assert nth > 1, "nothing was allocated"
