@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,22 @@ def test_the_guide_on_ray(tmp_path: Path, demo_path: Path) -> None:
     assert chosen
     setup = "import ray\nray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)\n"
     run([Snippet(1, "python", "", setup, None), *chosen], tmp_path, demo_path)
+
+
+def test_the_guide_of_the_server(tmp_path: Path, demo_path: Path) -> None:
+    pytest.importorskip("openai")
+    command, *chosen = [s for s in snippets() if s.tag == "serve"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    argv = [sys.executable, "-m", "metal_prefill.cli", *shlex.split(command.code.replace("8080", port))[1:]]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            assert port in server.stderr.readline()
+            run([replace(s, code=s.code.replace("8080", port)) for s in chosen], tmp_path, demo_path)
+        finally:
+            server.terminate()
+        assert server.wait(30) == 0
 
 
 def test_the_guide_under_constraints(tmp_path: Path, demo_path: Path) -> None:

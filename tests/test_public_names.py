@@ -30,6 +30,7 @@ PUBLIC = {
     "metal_prefill.reranking": ["Ranked", "rerank"],
     "metal_prefill.sampling": ["Options", "Sampler", "sample"],
     "metal_prefill.scheduler": ["Scheduler", "Stream"],
+    "metal_prefill.serve": ["Settings", "app"],
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
     "metal_prefill.sklearn": ["EmbeddingTransformer"],
     "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],

@@ -192,13 +192,13 @@ def test_tasks_of_several_event_loops_run_at_the_same_time(cpu: Model) -> None:
 
 def test_leaving_the_loop_cancels_the_rest(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[Stream] = []
-    submit = Scheduler.submit
+    enter = Scheduler.enter
 
-    def noting(self: Scheduler, *args: Any, **options: Any) -> Stream:
-        streams.append(submit(self, *args, **options))
-        return streams[-1]
+    def noting(self: Scheduler, entering: list[Stream]) -> None:
+        streams.extend(entering)
+        enter(self, entering)
 
-    monkeypatch.setattr(Scheduler, "submit", noting)
+    monkeypatch.setattr(Scheduler, "enter", noting)
 
     async def first_piece() -> str:
         pieces = cpu.generate_async(TEXTS[0], 900)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,6 +40,13 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
             limit = f"must be at least {least}" if least else "must not be negative"
         raise ValueError(f"{name} {limit}, got {number}")
     return number
+
+
+def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
+    """Return what a word stands for; raises ValueError for an unknown one."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    return choices[value]
 
 
 def token_id(token: object, vocab_size: int) -> int:

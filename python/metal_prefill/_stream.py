@@ -22,18 +22,27 @@ class Stream:
         The error that ended it, if any.
     passes_waited : int
         Passes in which it got nothing although it was ready, since it last got something.
+    prompt_tokens : int
+        Tokens of the prompt.
     """
 
     def __init__(self, text: Continuation, leader: Stream | None = None) -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.passes_waited = 0
+        self.prompt_tokens = len(text.ids)
+        self._computed = 0  # tokens of the prompt that went through the model for this stream
         self._ids = text.ids  # the prompt, and after that what was made
         self._made: list[int] = []
         self._text = text
         self._core: _core.Session | None = None
         self._writing = False  # the prompt is computed
         self._leader = leader  # computes the same prompt first; its cache is the beginning of this one's
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the cache; meaningful once the text begins."""
+        return max(self.prompt_tokens - self._computed, 0)
 
     def cancel(self) -> None:
         """End the stream; its memory is given back before the next pass."""

@@ -33,6 +33,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("metal_prefill._commands.run", "continue a prompt"),
     "chat": Command("metal_prefill._commands.chat", "chat with a model"),
+    "serve": Command("metal_prefill._commands.serve", "serve a model to OpenAI's clients over HTTP"),
     "bench": Command(
         "metal_prefill._commands.bench",
         "measure prompt processing and decoding, alone or against other engines",

@@ -146,12 +146,28 @@ def embed(
     progress: Progress | None = None,
 ) -> Any:
     """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
+    check_pooling(model, pooling)
+    before, after = prompt_format(model.config.architecture, instruction)
+    prompts = encode_texts(model, texts, before, after)
+    return embed_prompts(
+        model, prompts, normalize=normalize, dimensions=dimensions, pooling=pooling, progress=progress
+    )
+
+
+def embed_prompts(
+    model: TextModel,
+    prompts: Sequence[npt.NDArray[np.int32]],
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+    pooling: str | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Turn token ids of texts, as `encode_texts` makes them, into vectors."""
     head = model._head
     kind = check_pooling(model, pooling)
     if dimensions is not None:
         integer("dimensions", dimensions, 1, head.width if kind != "none" else model.config.dim)
-    before, after = prompt_format(model.config.architecture, instruction)
-    prompts = encode_texts(model, texts, before, after)
 
     # Texts that are the same are computed once.
     places: dict[bytes, int] = {}

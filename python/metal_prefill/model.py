@@ -10,13 +10,14 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core, _state
-from metal_prefill._arguments import MAX_INTEGER, integer
+from metal_prefill._arguments import MAX_INTEGER, integer, one_of
+from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
 from metal_prefill._checks import first_contact
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model
@@ -38,21 +39,10 @@ if TYPE_CHECKING:
     from metal_prefill.reranking import Ranked
     from metal_prefill.tokenizer import Tokenizer
 
-BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
-OutputRows: TypeAlias = int | Literal["all"] | None
-
 _log = logging.getLogger("metal_prefill")
 _announced_fallback = False
 
 _COMPUTE = {"int8": _core.Compute.INT8, "f32": _core.Compute.F32}
-_OUTPUTS = {
-    "none": _core.Output.NONE,
-    "greedy": _core.Output.GREEDY,
-    "logits": _core.Output.LOGITS,
-    "log_probs": _core.Output.LOG_PROBS,
-    "hidden": _core.Output.HIDDEN,
-    "residual": _core.Output.RESIDUAL,
-}
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32}
 
 
@@ -92,12 +82,6 @@ def resolve_device(device: str) -> str:
     if name == "metal" and (problem := _core.metal_device().get("problem")):
         raise DeviceError(f"{source}='metal' is not available: {problem}")
     return name
-
-
-def _one_of(name: str, value: str, choices: dict[str, Any]) -> Any:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-    return choices[value]
 
 
 class Model:
@@ -180,8 +164,8 @@ class Model:
         self._engine: _core.Engine | None = None
         self._default: Session | None = None
         options = _core.EngineOptions()
-        options.compute = _one_of("compute", compute, _COMPUTE)
-        options.kv_type = _one_of("kv_dtype", kv_dtype, _KV_DTYPE)
+        options.compute = one_of("compute", compute, _COMPUTE)
+        options.kv_type = one_of("kv_dtype", kv_dtype, _KV_DTYPE)
         options.threads = 0 if threads is None else integer("threads", threads, 1, 1024)
         options.chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, 2048)
         options.kv_memory = 0 if kv_memory is None else integer("kv_memory", kv_memory, 1, MAX_INTEGER)
@@ -517,45 +501,11 @@ class Model:
         SessionBusyError
             From inside a progress callback of one of the sessions.
         """
-        outputs = [output] * len(sessions) if isinstance(output, str) else list(output)
-        wanted_rows = (
-            [rows] * len(sessions) if isinstance(rows, (str, int, np.integer, type(None))) else list(rows)
-        )
-        if not len(sessions) == len(tokens) == len(outputs):
-            raise ValueError(
-                f"a batch needs tokens and an output for each session; got {len(sessions)} sessions, "
-                f"{len(tokens)} lists of tokens and {len(outputs)} outputs"
-            )
-        if len(wanted_rows) != len(sessions):
-            raise ValueError(f"rows must be one word, or {len(sessions)}; got {len(wanted_rows)}")
-        arrays = []
-        for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
-            try:
-                arrays.append(session._checked(ids, unread=int(outputs[i] == "log_probs")))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"session {i}: {error}") from None
-        kinds = [_one_of("output", name, _OUTPUTS) for name in outputs]
+        call = BatchCall(self._config, sessions, tokens, output, rows)
         results = self._core_engine().forward_batch(
-            [session._open() for session in sessions],
-            arrays,
-            kinds,
-            reuse,
-            progress,
-            rows=[
-                _row_count(i, *item)
-                for i, item in enumerate(zip(outputs, map(len, arrays), wanted_rows, strict=True))
-            ],
+            call.sessions, call.tokens, call.kinds, reuse, progress, rows=call.rows
         )
-        for i, result in enumerate(results):
-            if isinstance(result, list):
-                results[i] = result[-1] if wanted_rows[i] is None else np.array(result, np.int32)
-            if isinstance(result, np.ndarray) and outputs[i] in ("hidden", "residual") and wanted_rows[i]:
-                results[i] = result.reshape(-1, self._config.dim)
-        if not return_errors:
-            for i, result in enumerate(results):
-                if isinstance(result, Exception):
-                    raise type(result)(f"session {i}: {result}") from result
-        return results
+        return call.results(results, return_errors=return_errors)
 
     def embed(
         self,
@@ -872,18 +822,6 @@ class Model:
     def __repr__(self) -> str:
         state = self.device if self._engine is not None else "closed"
         return f"<metal_prefill.Model {self._path.name!r} on {state}>"
-
-
-def _row_count(session: int, output: str, tokens: int, rows: object) -> int:
-    """Check of how many of the last tokens of a session the output is wanted."""
-    most = tokens - 1 if output == "log_probs" else 1 if output in ("logits", "none") else tokens
-    if rows is None:
-        return most if output == "log_probs" else 1
-    if rows == "all" and (most > 1 or tokens == 1):
-        return most
-    if isinstance(rows, str):
-        raise ValueError(f"session {session}: rows {rows!r} of output {output!r} is not known")
-    return integer(f"session {session}: rows of output {output!r}", rows, 1, most)
 
 
 def _stream_many(

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._arguments import TokenIds, integer, length_of, token_array
+from metal_prefill._batch_call import BatchCall
 from metal_prefill._continuation import Continuation, NextTokens, Piece, TextOptions
 from metal_prefill._speculation import RowCost
 from metal_prefill._stream import Stream
@@ -29,7 +30,16 @@ if TYPE_CHECKING:
 
     from metal_prefill.tokenizer import Tokenizer
 
-__all__ = ["LEAST_PROMPT_ROWS", "PROMPT_TURN", "Scheduler", "SharedEngine", "Stream"]
+__all__ = [
+    "LEAST_PROMPT_ROWS",
+    "PROMPT_TURN",
+    "PassRows",
+    "PendingCall",
+    "Scheduler",
+    "SharedEngine",
+    "Stream",
+    "make_streams",
+]
 
 PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
 LEAST_PROMPT_ROWS = 32  # of a pass, however many streams are writing
@@ -59,6 +69,90 @@ class SharedEngine(Protocol):
         """Return the native engine; raises ClosedError."""
 
 
+class PassRows(NamedTuple):
+    """Contents of a pass.
+
+    Attributes
+    ----------
+    writing : int
+        Streams that got tokens.
+    prompts, calls : int
+        Rows of prompts, and of calls.
+    seconds : float
+        That it took.
+    """
+
+    writing: int
+    prompts: int
+    calls: int
+    seconds: float
+
+
+class PendingCall:
+    """Tokens of sessions that are not the scheduler's, until a pass has computed them.
+
+    Attributes
+    ----------
+    call : BatchCall
+    results : list or None
+        As the native engine gives them; None before the pass.
+    cancelled : bool
+        Set it, and the call is dropped before the next pass.
+    """
+
+    def __init__(self, call: BatchCall) -> None:
+        self.call = call
+        self.results: list[Any] | None = None
+        self.cancelled = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a pass that it takes."""
+        return sum(map(len, self.call.tokens))
+
+
+def _rows_of(calls: Iterable[PendingCall]) -> int:
+    return sum(pending.rows for pending in calls)
+
+
+def make_streams(
+    model: SharedEngine,
+    prompt: str | TokenIds,
+    n: int,
+    max_tokens: int,
+    *,
+    logprobs: int | None = None,
+    **options: Unpack[TextOptions],
+) -> list[Stream]:
+    """Make `n` streams of one prompt for a scheduler to enter; all that can be wrong with them is checked.
+
+    Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`.
+    """
+    n = integer("n", n, 1)
+    max_tokens = integer("max_tokens", max_tokens, 1)
+    tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if length_of(tokens) > model.max_context:
+        raise ContextOverflowError(
+            f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
+        )
+    ids = token_array(tokens, model.config.vocab_size)
+    streams: list[Stream] = []
+    for answer in range(n):
+        text = Continuation(
+            model.tokenizer,
+            model.config.vocab_size,
+            ids,
+            max_tokens,
+            model.max_context,
+            prompt=prompt if isinstance(prompt, str) else None,
+            logprobs=logprobs,
+            answer=answer,
+            **options,
+        )
+        streams.append(Stream(text, streams[0] if streams else None))
+    return streams
+
+
 class Scheduler:
     """Computes many streams together.
 
@@ -71,10 +165,18 @@ class Scheduler:
     max_streams
         Most streams that are under way at a time; further ones wait for their turn.
 
+    Attributes
+    ----------
+    passes : int
+        Passes so far.
+    last_pass : PassRows
+        What the last one had in it.
+
     Notes
     -----
     No stream that is writing ever waits. A prompt that waits gets its turn within
-    ``ceil(max_streams / (LEAST_PROMPT_ROWS / PROMPT_TURN))`` passes: those that got one go to the back.
+    ``ceil(max_streams / (LEAST_PROMPT_ROWS / PROMPT_TURN))`` passes: those that got one go to the back. While
+    calls wait, too, prompts and calls are first in turn, and that number is twice as large.
     """
 
     def __init__(self, model: SharedEngine, *, max_streams: int = 32) -> None:
@@ -84,7 +186,10 @@ class Scheduler:
         self._max_streams = max_streams
         self._waiting: deque[Stream] = deque()
         self._active: deque[Stream] = deque()
+        self._calls: list[PendingCall] = []
+        self._calls_first = False
         self.passes = 0
+        self.last_pass = PassRows(0, 0, 0, 0.0)
 
     @property
     def max_streams(self) -> int:
@@ -95,6 +200,16 @@ class Scheduler:
     def streams(self) -> int:
         """Streams that have not ended."""
         return len(self._waiting) + len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        """Streams that wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self._waiting or self._active or self._calls)
 
     def submit(
         self,
@@ -127,31 +242,27 @@ class Scheduler:
         Each has random numbers of its own. The first makes the text that :meth:`submit` makes with the same
         seed. Other parameters and errors are those of :meth:`submit`.
         """
-        n = integer("n", n, 1)
-        max_tokens = integer("max_tokens", max_tokens, 1)
-        model = self._model
-        tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if length_of(tokens) > model.max_context:
-            raise ContextOverflowError(
-                f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
-            )
-        ids = token_array(tokens, model.config.vocab_size)
-        streams: list[Stream] = []
-        for answer in range(n):
-            text = Continuation(
-                model.tokenizer,
-                model.config.vocab_size,
-                ids,
-                max_tokens,
-                model.max_context,
-                prompt=prompt if isinstance(prompt, str) else None,
-                logprobs=logprobs,
-                answer=answer,
-                **options,
-            )
-            streams.append(Stream(text, streams[0] if streams else None))
-        self._waiting.extend(streams)
+        streams = make_streams(self._model, prompt, n, max_tokens, logprobs=logprobs, **options)
+        self.enter(streams)
         return streams
+
+    def enter(self, streams: Iterable[Stream]) -> None:
+        """Add streams that :func:`make_streams` made."""
+        self._waiting.extend(streams)
+
+    def call(self, call: BatchCall) -> PendingCall:
+        """Add tokens of sessions that are not the scheduler's: they share passes with the streams.
+
+        All of them go into one pass. Raises ValueError for greedy tokens of several rows, which would be
+        taken for guesses.
+        """
+        if any(
+            kind == _core.Output.GREEDY and rows > 1 for kind, rows in zip(call.kinds, call.rows, strict=True)
+        ):
+            raise ValueError("a scheduler computes greedy tokens of one row of a session only")
+        pending = PendingCall(call)
+        self._calls.append(pending)
+        return pending
 
     def step(self) -> list[tuple[Stream, str]]:
         """Compute one pass and return the text it added, by stream; without streams, return an empty list.
@@ -172,9 +283,16 @@ class Scheduler:
             stream._core = self._engine.session(self._model.max_context)
             self._active.append(stream)
         writing = [s for s in self._active if s._writing]
-        pieces = self._prompt_pieces(max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS))
-        chosen = self._next_tokens(writing, sum(len(piece.ids) for _, piece in pieces)) + pieces
-        if not chosen:
+        room = max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS)
+        # In turn, so that neither keeps the other waiting.
+        self._calls_first = not self._calls_first
+        calls = self._fitting_calls(room, 0) if self._calls_first else []
+        pieces = self._prompt_pieces(max(room - _rows_of(calls), 0))
+        prompt_rows = sum(len(piece.ids) for _, piece in pieces)
+        if not calls:
+            calls = self._fitting_calls(room, prompt_rows)
+        chosen = self._next_tokens(writing, prompt_rows + _rows_of(calls)) + pieces
+        if not chosen and not calls:
             return []
         outputs = [self._output(s, tokens.ids) for s, tokens in chosen]
         samplers = [
@@ -182,23 +300,42 @@ class Scheduler:
             for (s, _), output in zip(chosen, outputs, strict=True)
             if output == _core.Output.SAMPLED
         ]
+        arguments = [c.call for c in calls]
         start = time.perf_counter()
         results = self._engine.forward_batch(
-            [s._session for s, _ in chosen],
-            [tokens.ids for _, tokens in chosen],
-            outputs,
+            [s._session for s, _ in chosen] + [s for call in arguments for s in call.sessions],
+            [tokens.ids for _, tokens in chosen] + [ids for call in arguments for ids in call.tokens],
+            outputs + [kind for call in arguments for kind in call.kinds],
             samplers=[sampler for sampler in samplers if sampler is not None],
-            rows=[tokens.drafts + 1 for _, tokens in chosen],
+            rows=[tokens.drafts + 1 for _, tokens in chosen] + [n for call in arguments for n in call.rows],
             drafts=True,
         )
+        seconds = time.perf_counter() - start
         rows = sum(len(tokens.ids) for _, tokens in chosen)
-        self._model._row_cost.note(rows, time.perf_counter() - start)
+        self._model._row_cost.note(rows + _rows_of(calls), seconds)
         self.passes += 1
+        at = len(chosen)
+        for pending in calls:
+            self._calls.remove(pending)
+            pending.results = results[at : at + len(pending.call.sessions)]
+            at += len(pending.call.sessions)
+        del results[len(chosen) :]
+        self.last_pass = PassRows(len(writing), prompt_rows, _rows_of(calls), seconds)
         made: list[tuple[Stream, Piece]] = []
         for (stream, _), result in zip(chosen, results, strict=True):
             made += self._take(stream, result)
         self._drop_ended()
         return made
+
+    def _fitting_calls(self, room: int, taken: int) -> list[PendingCall]:
+        """Choose the calls of a pass, the oldest first; one that is larger than a pass goes alone."""
+        chosen: list[PendingCall] = []
+        for pending in self._calls:
+            if taken and taken + pending.rows > room:
+                break
+            chosen.append(pending)
+            taken += pending.rows
+        return chosen
 
     def _next_tokens(self, writing: list[Stream], prompt_rows: int) -> list[tuple[Stream, NextTokens]]:
         """Choose the next tokens of each stream, and guesses while there is room for them in the pass."""
@@ -239,6 +376,7 @@ class Scheduler:
         for stream in ends:
             self._active.remove(stream)
             self._active.append(stream)
+            stream._computed += ends[stream] - starts[stream]
         return [(s, NextTokens(s._ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
 
     def _follows(self, stream: Stream) -> bool:
@@ -281,6 +419,7 @@ class Scheduler:
             self._active.remove(stream)
             stream._core = None
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+        self._calls = [pending for pending in self._calls if not pending.cancelled]
 
 
 def _agree(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32], n: int) -> int:

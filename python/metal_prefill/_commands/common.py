@@ -31,6 +31,7 @@ SAMPLING_OPTIONS = (
     "min_tokens",
     "seed",
 )
+MEMORY_OPTIONS = ("kv_memory", "prefix_memory")  # of commands that have them
 PROGRESS_FROM = 1024  # tokens; shorter prompts are done before a bar would help
 
 
@@ -237,6 +238,7 @@ def open_model(arguments: argparse.Namespace) -> Model:
         compute=arguments.compute,
         kv_dtype=arguments.kv_dtype,
         mmap=arguments.mmap,
+        **{name: value for name in MEMORY_OPTIONS if (value := getattr(arguments, name, None)) is not None},
     )
 
 

@@ -1,0 +1,151 @@
+"""``metal-prefill serve``: OpenAI's interface over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from metal_prefill._commands import common
+from metal_prefill.errors import MissingExtraError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=8080,
+        metavar="N",
+        help="0: any that is free (default: 8080)",
+    )
+    parser.add_argument(
+        "--alias",
+        action="append",
+        metavar="NAME",
+        help="name of the model in requests; may be given several times (default: that of its file)",
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="keys, one a line, of which requests bring one"
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-streams",
+        type=common.positive,
+        default=32,
+        metavar="N",
+        help="texts that are written at a time (default: 32)",
+    )
+    limits.add_argument(
+        "--max-queue",
+        type=common.not_negative,
+        default=256,
+        metavar="N",
+        help="texts that wait; requests beyond it get status 429 (default: 256)",
+    )
+    limits.add_argument(
+        "--max-seconds",
+        type=float,
+        default=600.0,
+        metavar="X",
+        help="time that an answer may take, waiting included (default: 600)",
+    )
+    limits.add_argument(
+        "--max-body",
+        type=common.positive,
+        default=8 << 20,
+        metavar="BYTES",
+        help="size of a request (default: 8 MiB)",
+    )
+    limits.add_argument(
+        "--kv-memory",
+        type=common.positive,
+        metavar="BYTES",
+        help="K and V of all texts together (default: half of the machine's memory)",
+    )
+    limits.add_argument(
+        "--prefix-memory",
+        type=common.not_negative,
+        default=256 << 20,
+        metavar="BYTES",
+        help="K and V that are kept for prompts which begin alike (default: 256 MiB)",
+    )
+    limits.add_argument(
+        "--drain-seconds",
+        type=common.positive,
+        default=30,
+        metavar="N",
+        help="after SIGTERM or Ctrl-C, time for answers under way (default: 30)",
+    )
+    parser.add_argument(
+        "--pooling", choices=("mean", "cls", "last"), help="of embeddings (default: as the file says)"
+    )
+    common.add_model_arguments(parser)
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Serve until a signal; then finish what is under way."""
+    from metal_prefill import serve
+
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtraError(f"the server needs: pip install 'metal_prefill[serve]' ({error})") from error
+    settings = serve.Settings(
+        names=_names(arguments),
+        api_keys=_keys(arguments.api_key_file),
+        max_streams=arguments.max_streams,
+        max_queue=arguments.max_queue,
+        max_seconds=arguments.max_seconds,
+        max_body=arguments.max_body,
+        pooling=arguments.pooling,
+    )
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+    try:
+        listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen at {arguments.host}:{arguments.port}: {error}") from None
+    with listener, common.open_model(arguments) as model:
+        app = serve.app(model, settings)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=arguments.drain_seconds,
+            h11_max_incomplete_event_size=1 << 16,
+        )
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        url = f"http://{host}:{listener.getsockname()[1]}/v1"
+        print(f"{', '.join(app.state.service.names)} at {url}", file=sys.stderr, flush=True)
+        # uvicorn repeats a signal once it has closed: the end of the process is then no failure.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _port(text: str) -> int:
+    value = common.not_negative(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
+    return value
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    """Return the model's names: those given, or the word that stood for the model and that of its file."""
+    if arguments.alias:
+        return list(arguments.alias)
+    if arguments.model is None or os.path.exists(arguments.model) or ":" in arguments.model:
+        return []
+    return [arguments.model]
+
+
+def _keys(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not keys:
+        raise common.UsageError(f"{path} has no API key")
+    return keys

@@ -1,0 +1,70 @@
+"""The paths of a server."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from metal_prefill.model import Model
+from metal_prefill.serve._chat import chat
+from metal_prefill.serve._completions import complete
+from metal_prefill.serve._endpoint import Endpoint
+from metal_prefill.serve._errors import answer_error
+from metal_prefill.serve._forms import (
+    ChatForm,
+    CompletionForm,
+    DetokenizeForm,
+    EmbeddingForm,
+    RerankForm,
+    TokenizeForm,
+)
+from metal_prefill.serve._keys import RequireKey
+from metal_prefill.serve._service import Service
+from metal_prefill.serve._settings import Settings
+from metal_prefill.serve._tokens import detokenize, tokenize
+from metal_prefill.serve._vectors import embed, rank
+
+
+def make_app(model: Model, settings: Settings) -> Starlette:
+    """Return the ASGI application; its ``state.service`` is the :class:`Service`."""
+    service = Service(model, settings)
+
+    def described(name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": service.created, "owned_by": "metal_prefill"}
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [described(name) for name in service.names]})
+
+    async def one_model(request: Request) -> Response:
+        return JSONResponse(described(service.check_model(request.path_params["name"])))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.page(), media_type=service.metrics.content_type)
+
+    ranking = Endpoint(service, RerankForm, rank)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/v1/completions", Endpoint(service, CompletionForm, complete), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(service, ChatForm, chat), methods=["POST"]),
+            Route("/v1/embeddings", Endpoint(service, EmbeddingForm, embed), methods=["POST"]),
+            Route("/v1/rerank", ranking, methods=["POST"]),
+            Route("/v2/rerank", ranking, methods=["POST"]),  # where Cohere's client sends it
+            Route("/tokenize", Endpoint(service, TokenizeForm, tokenize), methods=["POST"]),
+            Route("/detokenize", Endpoint(service, DetokenizeForm, detokenize), methods=["POST"]),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        middleware=[Middleware(RequireKey, keys=settings.api_keys)] if settings.api_keys else [],
+        exception_handlers={HTTPException: answer_error, Exception: answer_error},
+    )
+    app.state.service = service
+    return app

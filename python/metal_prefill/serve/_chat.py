@@ -1,0 +1,158 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from metal_prefill.scheduler import Stream, make_streams
+from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._forms import ChatForm, Message, ResponseFormat
+from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._service import Service
+from metal_prefill.serve._texts import (
+    Choice,
+    check_count,
+    choices_of,
+    generate,
+    logprob,
+    options_of,
+    spelling,
+    usage_of,
+)
+from metal_prefill.session import Piece
+from metal_prefill.tokenizer import Tokenizer
+
+# Names that a template takes from the program; values from outside would become control tokens.
+_ROLES = {"developer": "system"}  # which templates do not know
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as templates take them: parts of text joined, other parts refused."""
+    plain = []
+    for i, message in enumerate(messages):
+        fields: dict[str, Any] = msgspec.to_builtins(message)
+        fields["role"] = _ROLES.get(message.role, message.role)
+        if isinstance(message.content, list):
+            for part in message.content:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise ApiError(
+                        400,
+                        f"messages[{i}] has a part of type {part.get('type')!r}: this model reads text only",
+                        param=f"messages[{i}].content",
+                    )
+            fields["content"] = "".join(part["text"] for part in message.content)
+        elif message.content is None:
+            fields["content"] = ""
+        plain.append(fields)
+    return plain
+
+
+def chat_tokens(service: Service, form: ChatForm) -> list[int]:
+    """Return the tokens of a conversation, by the template of the file."""
+    variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
+    if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
+        raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is not yours", param="chat_template_kwargs")
+    return service.model.tokenizer.apply_chat_template(plain_messages(form.messages), **variables)
+
+
+def constraint_of(format_: ResponseFormat | None) -> dict[str, Any]:
+    """Return the option of a text that holds it to a form."""
+    if format_ is None or format_.type == "text":
+        return {}
+    if format_.type == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if format_.json_schema is None or format_.json_schema.schema is None:
+        param = "response_format.json_schema.schema"
+        raise ApiError(400, f"you must provide {param}", param=param)
+    return {"json_schema": format_.json_schema.schema}
+
+
+def _streams(service: Service, form: ChatForm, n: int) -> list[Stream]:
+    ids = chat_tokens(service, form)
+    options = {**options_of(form), **constraint_of(form.response_format)}
+    stops = [options["stop"]] if isinstance(options["stop"], str) else list(options["stop"])
+    options["stop"] = [*stops, *service.model.tokenizer.chat_stop]
+    if form.logprobs:
+        options["logprobs"] = form.top_logprobs or 0
+    max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
+    return make_streams(service.model, ids, n, max_tokens, **options)
+
+
+async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
+    """Answer a conversation."""
+    begin = time.perf_counter()
+    name = service.check_model(form.model)
+    count = check_count(service, form.n or 1)
+    with service.admitted(count):
+        streams = await service.prepare(lambda: _streams(service, form, count))
+        choices = choices_of(streams, count)
+        kind = "chat.completion.chunk" if form.stream else "chat.completion"
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
+        head["model"] = name
+        with_usage = form.stream_options is not None and form.stream_options.include_usage
+        no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        told: set[int] = set()  # choices whose role was sent
+        async with aclosing(generate(service, choices, begin)) as passes:
+            async for made in passes:
+                for choice, text in made if form.stream else ():
+                    for chunk in _chunks(service, form, choice, text.pieces, choice.index not in told):
+                        await reply.event({**head, "choices": [chunk], **no_usage})
+                    told.add(choice.index)
+        usage = usage_of(choices)
+        if form.stream:
+            if with_usage:
+                await reply.event({**head, "choices": [], "usage": usage})
+            await reply.end_of_events()
+            return
+        whole = [_whole(service, form, choice) for choice in choices]
+        await reply.json({**head, "choices": whole, "usage": usage})
+
+
+def _chunks(
+    service: Service, form: ChatForm, choice: Choice, pieces: Sequence[Piece], first: bool
+) -> list[dict[str, Any]]:
+    """Return events of a choice: its role, what a pass brought, why it ended."""
+    chunks: list[dict[str, Any]] = []
+
+    def add(delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> None:
+        chunks.append({"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+
+    if first:
+        add({"role": "assistant", "content": ""})
+    text = "".join(piece.text for piece in pieces)
+    logprobs = _logprobs(service.model.tokenizer, pieces) if form.logprobs else None
+    if text or (logprobs is not None and logprobs["content"]):
+        add({"content": text}, logprobs)
+    if choice.finish_reason is not None:
+        add({}, reason=choice.finish_reason)
+    return chunks
+
+
+def _whole(service: Service, form: ChatForm, choice: Choice) -> dict[str, Any]:
+    logprobs = _logprobs(service.model.tokenizer, choice.pieces) if form.logprobs else None
+    message = {"role": "assistant", "content": choice.text, "refusal": None}
+    return {
+        "index": choice.index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def entry(token: int, value: float | None) -> dict[str, Any]:
+        text, raw = spelling(tokenizer, token)
+        return {"token": text, "logprob": logprob(value), "bytes": raw}
+
+    content = [
+        {**entry(p.token, p.logprob), "top_logprobs": [entry(token, v) for token, v in p.top_logprobs]}
+        for p in pieces
+        if p.token not in tokenizer.stop_ids  # those that end a text are not part of it
+    ]
+    return {"content": content, "refusal": None}

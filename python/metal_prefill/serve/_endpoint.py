@@ -1,0 +1,123 @@
+"""The way of a request: its body, read and checked, then an answer for as long as the client is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import anyio
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from metal_prefill.serve._errors import ApiError, log
+from metal_prefill.serve._forms import decode
+from metal_prefill.serve._reply import Reply, StalledClientError, timeout_error
+from metal_prefill.serve._service import Service
+from metal_prefill.serve._settings import Settings
+
+_Form = TypeVar("_Form", bound=msgspec.Struct)
+
+# The rest of a body that nobody reads must not be taken for the next request.
+_CLOSE = {"connection": "close"}
+
+
+class Endpoint(Generic[_Form]):
+    """An ASGI application for one path.
+
+    Parameters
+    ----------
+    service
+        That all endpoints share.
+    form
+        Type of the request.
+    answer
+        Sends the answer; raises whatever is wrong with the request.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        form: type[_Form],
+        answer: Callable[[Service, _Form, Reply], Awaitable[None]],
+    ) -> None:
+        self._service = service
+        self._form = form
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        settings, metrics = self._service.settings, self._service.metrics
+        reply = Reply(send, settings.send_seconds)
+        begin = time.perf_counter()
+        try:
+            async with anyio.create_task_group() as group:
+                form = await self._read(Request(scope, receive), reply)
+                if form is not None:
+                    group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
+                    await self._reply(form, reply)
+                group.cancel_scope.cancel()
+        finally:
+            metrics.requests.labels(scope["path"], reply.status).inc()
+            metrics.request_seconds.labels(scope["path"]).observe(time.perf_counter() - begin)
+
+    async def _read(self, request: Request, reply: Reply) -> _Form | None:
+        try:
+            return decode(await read_body(request, self._service.settings), self._form)
+        except ApiError as error:
+            await reply.error(error)
+        except ClientDisconnect:
+            pass
+        return None
+
+    async def _reply(self, form: _Form, reply: Reply) -> None:
+        seconds = self._service.settings.max_seconds
+        try:
+            with anyio.move_on_after(seconds) as scope:
+                await self._answer(self._service, form, reply)
+            if scope.cancelled_caught:
+                await reply.error(timeout_error(seconds))
+        except (StalledClientError, OSError):  # uvicorn closes the connection
+            log.info("a client did not take its answer")
+        except Exception as error:
+            await reply.error(error)
+
+
+async def _cancel_after_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def read_body(request: Request, settings: Settings) -> bytes:
+    """Read a body within the limits of size and time.
+
+    Raises
+    ------
+    ApiError
+        It is too large, or too slow.
+    starlette.requests.ClientDisconnect
+        The client left.
+    """
+    limit = settings.max_body
+    too_large = ApiError(
+        413, f"the body has more than {limit} bytes", code="request_too_large", headers=_CLOSE
+    )
+    stated = request.headers.get("content-length", "0")
+    if stated.isdigit() and int(stated) > limit:
+        raise too_large
+    body = bytearray()
+    with anyio.move_on_after(settings.body_seconds) as scope:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise too_large
+    if scope.cancelled_caught:
+        raise ApiError(
+            408,
+            f"the body did not arrive within {settings.body_seconds:g} s",
+            code="body_timeout",
+            headers=_CLOSE,
+        )
+    return bytes(body)

@@ -1,0 +1,185 @@
+"""Requests, as types.
+
+msgspec decodes a body and checks it against its type in one go, in C, and names the field that is wrong.
+Checks written by hand would be several hundred lines with gaps; pydantic would bring four more packages.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from metal_prefill.serve._errors import ApiError
+
+_Form = TypeVar("_Form", bound=msgspec.Struct)
+
+NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Stops = str | Annotated[list[str], Meta(max_length=16)]
+TokenOrText = str | int | list[int]
+
+
+class Form(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every request may have."""
+
+    model: str | None = None
+    # For the operator of a service; nothing follows from them here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a stream of events."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # none is added
+
+
+class TextForm(Form, kw_only=True):
+    """What requests for text have in common; the last lines are ours, not OpenAI's."""
+
+    n: Positive | None = None
+    seed: int | None = None
+    stop: Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+
+    top_k: NotNegative | None = None
+    min_p: Fraction | None = None
+    typical_p: Fraction | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: NotNegative | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class CompletionForm(TextForm, kw_only=True):
+    """``/v1/completions``."""
+
+    prompt: str | list[TokenOrText]
+    max_tokens: NotNegative | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    """A named schema."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A turn of a conversation."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatForm(TextForm, kw_only=True):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None  # a wish, which models without reasoning cannot follow
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, bool | int | float] | None = None
+
+
+class EmbeddingForm(Form, kw_only=True):
+    """``/v1/embeddings``."""
+
+    input: str | list[TokenOrText]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    instruction: str | None = None  # ours: see Model.embed
+
+
+class RerankForm(Form, kw_only=True):
+    """``/v1/rerank``, as clients of Jina and Cohere send it."""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None  # ours: see Model.rerank
+
+
+class TokenizeForm(Form, kw_only=True):
+    """``/tokenize``: a text or a conversation."""
+
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeForm(Form, kw_only=True):
+    """``/detokenize``."""
+
+    tokens: list[int]
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$")
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
+
+
+def decode(body: bytes, form: type[_Form]) -> _Form:
+    """Read a request; raises ApiError for whatever it is not."""
+    try:
+        return msgspec.json.decode(body, type=form)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if unknown := _UNKNOWN.match(message):
+            field = f"{unknown[2]}.{unknown[1]}" if unknown[2] else unknown[1]
+            raise ApiError(
+                400, f"Unrecognized request argument supplied: {field}", param=field, code="unknown_parameter"
+            ) from None
+        if missing := _MISSING.match(message):
+            raise ApiError(
+                400, f"you must provide {missing[1]}", param=missing[1], code="missing_required_parameter"
+            ) from None
+        place = _PLACE.match(message)
+        param = place[2] if place else None
+        text = place[1] if place else message
+        text = text[0].lower() + text[1:]
+        raise ApiError(
+            400, f"{param}: {text}" if param else text, param=param, code="invalid_value"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None

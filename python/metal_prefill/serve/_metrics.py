@@ -1,0 +1,90 @@
+"""What a server does, in numbers for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from metal_prefill._stream import Stream
+from metal_prefill.errors import ClosedError
+from metal_prefill.model import Model
+from metal_prefill.scheduler import Scheduler
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """Counters of one server. Rates, such as tokens a second, are Prometheus's ``rate`` of them."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, model: Model) -> None:
+        registry = self._registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"metal_prefill_{name}", text, labels, registry=registry)
+
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+        ) -> Histogram:
+            return Histogram(f"metal_prefill_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "Requests that were answered", ("path", "status"))
+        self.request_seconds = histogram("request_seconds", "Time of a request", _SECONDS, ("path",))
+        self.first_token_seconds = histogram(
+            "first_token_seconds", "From a request to the first token of its answer", _SECONDS
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.cached_tokens = counter("cached_tokens", "Tokens of prompts that were found in the cache")
+        self.generated_tokens = counter("generated_tokens", "Tokens of answers")
+        self._waiting = Gauge("metal_prefill_waiting_texts", "Texts that wait", registry=registry)
+        self._writing = Gauge("metal_prefill_active_texts", "Texts under way", registry=registry)
+        self._passes = counter("passes", "Passes through the model")
+        self._pass_seconds = counter("pass_seconds", "Time of passes")
+        self._prefill = counter("prefill_tokens", "Tokens of prompts and other texts that were computed")
+        self._batch = histogram("batch_texts", "Texts that got tokens from a pass", _BATCH)
+        registry.register(_Memory(model))
+
+    def after_pass(self, scheduler: Scheduler) -> None:
+        """Count a pass."""
+        rows = scheduler.last_pass
+        self._waiting.set(scheduler.waiting)
+        self._writing.set(scheduler.streams - scheduler.waiting)
+        self._passes.inc()
+        self._pass_seconds.inc(rows.seconds)
+        self._prefill.inc(rows.prompts + rows.calls)
+        if rows.writing:
+            self._batch.observe(rows.writing)
+
+    def count_prompt(self, stream: Stream) -> None:
+        """Count the prompt of a text that has begun."""
+        self.prompt_tokens.inc(stream.prompt_tokens)
+        self.cached_tokens.inc(stream.cached_tokens)
+
+    def page(self) -> bytes:
+        """Return all of them as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+
+class _Memory(Collector):
+    """K and V of the model, asked for when the page is read."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield bytes in use, and those that are kept for prompts to come."""
+        try:
+            stats = self._model.stats()
+        except ClosedError:
+            return
+        for name, text in (
+            ("kv_pool_bytes", "K and V in use"),
+            ("prefix_bytes", "K and V that are kept for prompts which begin alike"),
+        ):
+            yield GaugeMetricFamily(f"metal_prefill_{name}", text, value=stats.get(name, 0.0))

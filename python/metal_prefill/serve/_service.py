@@ -1,0 +1,194 @@
+"""What all endpoints of a server share: the model, its engine loop, limits and metrics."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from metal_prefill import _core
+from metal_prefill._batch_call import BatchCall
+from metal_prefill._engine_loop import EngineLoop
+from metal_prefill._pooled_head import PooledHead
+from metal_prefill.architecture import ModelConfig
+from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.model import Model
+from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._metrics import Metrics
+from metal_prefill.serve._settings import Settings
+from metal_prefill.session import Session
+from metal_prefill.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
+
+PREPARERS = 8  # threads that read prompts: tokens, templates, grammars
+MOST_RETRY_AFTER = 60  # seconds
+
+
+class Service:
+    """A model that a server serves.
+
+    Parameters
+    ----------
+    model
+        Stays the caller's.
+    settings
+        Limits.
+    """
+
+    def __init__(self, model: Model, settings: Settings) -> None:
+        self.model = model
+        self.settings = settings
+        self.names = list(settings.names) or [model.path.name.removesuffix(".gguf")]
+        self.created = int(time.time())
+        self.metrics = Metrics(model)
+        self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self.metrics.after_pass)
+        self._texts = 0  # that were admitted and have not ended
+        self._mean_seconds = 1.0  # of a request, over the latest ones
+        self._preparers = anyio.CapacityLimiter(PREPARERS)
+        self._text_workers = anyio.CapacityLimiter(settings.max_streams)
+
+    def check_model(self, name: str | None) -> str:
+        """Return the name of the model that a request asks for; raises ApiError for any other."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        raise ApiError(
+            404,
+            f"The model {name!r} does not exist; this server has {' or '.join(map(repr, self.names))}",
+            code="model_not_found",
+            param="model",
+        )
+
+    @contextmanager
+    def admitted(self, texts: int) -> Iterator[None]:
+        """Let a request in while there is room in the queue.
+
+        Raises
+        ------
+        ApiError
+            429 where the queue is full, 400 where it never has so much room.
+        """
+        settings = self.settings
+        room = settings.max_streams + settings.max_queue
+        if texts > room:
+            raise ApiError(
+                400, f"{texts} texts are wanted; this server takes {room} at a time", code="too_many_texts"
+            )
+        if self._texts + texts > room:
+            waiting = max(self._texts - settings.max_streams, 0)
+            seconds = self._mean_seconds * (1 + waiting / settings.max_streams)
+            raise ApiError(
+                429,
+                f"the queue is full: {waiting} texts wait, of {settings.max_queue} that may",
+                code="queue_full",
+                headers={"Retry-After": str(min(max(math.ceil(seconds), 1), MOST_RETRY_AFTER))},
+            )
+        self._texts += texts
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._texts -= texts
+            self._mean_seconds += 0.1 * (time.monotonic() - begin - self._mean_seconds)
+
+    async def prepare(self, work: Callable[[], _T]) -> _T:
+        """Do what takes a moment before anything is computed, in a thread."""
+        return await anyio.to_thread.run_sync(work, limiter=self._preparers)
+
+    async def compute(self, work: Callable[[PassSharer], _T]) -> _T:
+        """Do in a thread what goes through the model in passes that are shared with texts of others."""
+        sharer = PassSharer(self.model, self.loop)
+        try:
+            return await anyio.to_thread.run_sync(
+                lambda: work(sharer), limiter=self._text_workers, abandon_on_cancel=True
+            )
+        finally:
+            sharer.cancel()
+
+
+class PassSharer:
+    """The model, for embedding and reranking, with passes that the engine loop makes.
+
+    Attributes
+    ----------
+    tokens : int
+        That have gone through the model for this request.
+    """
+
+    def __init__(self, model: Model, loop: EngineLoop) -> None:
+        self._model = model
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._future: Future[list[Any]] | None = None
+        self.tokens = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        """Hyperparameters."""
+        return self._model.config
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._model.path
+
+    @property
+    def gguf(self) -> GGUFFile:
+        """The opened file."""
+        return self._model.gguf
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the file."""
+        return self._model.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a text."""
+        return self._model.max_context
+
+    @property
+    def _head(self) -> PooledHead:
+        return self._model._head
+
+    def _core_engine(self) -> _core.Engine:
+        return self._model._core_engine()
+
+    def session(self) -> Session:
+        """Make a session."""
+        return self._model.session()
+
+    def forward_batch(
+        self,
+        sessions: Any,
+        tokens: Any,
+        *,
+        output: Any = "greedy",
+        rows: Any = None,
+        return_errors: bool = False,
+    ) -> list[Any]:
+        """Append tokens to sessions in a pass of the engine loop; see :meth:`Model.forward_batch`."""
+        call = BatchCall(self.config, sessions, tokens, output, rows)
+        with self._lock:
+            if self._cancelled:
+                raise CancelledError
+            self._future = self._loop.submit(call)
+        computed = self._future.result()
+        self.tokens += sum(map(len, tokens))
+        return call.results(computed, return_errors=return_errors)
+
+    def cancel(self) -> None:
+        """Let the call under way, and further ones, raise CancelledError."""
+        with self._lock:
+            self._cancelled = True
+            if self._future is not None:
+                self._future.cancel()

@@ -1,0 +1,36 @@
+"""``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from metal_prefill.serve._chat import plain_messages
+from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._forms import DetokenizeForm, TokenizeForm
+from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._service import Service
+
+
+async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:
+    """Return the tokens of a text (`prompt` or `content`) or of a conversation."""
+    service.check_model(form.model)
+    given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
+    if len(given) != 1:
+        raise ApiError(400, "give one of prompt, content and messages", param="prompt")
+    tokenizer = service.model.tokenizer
+
+    def encode() -> list[int]:
+        if form.messages is not None:
+            return tokenizer.apply_chat_template(plain_messages(form.messages))
+        add_bos = None if form.add_special_tokens is not False else False
+        return tokenizer.encode(
+            form.prompt if form.prompt is not None else form.content or "", add_bos=add_bos
+        )
+
+    ids = await service.prepare(encode)
+    await reply.json({"tokens": ids, "count": len(ids), "max_model_len": service.model.max_context})
+
+
+async def detokenize(service: Service, form: DetokenizeForm, reply: Reply) -> None:
+    """Return the text of tokens."""
+    service.check_model(form.model)
+    text = await service.prepare(lambda: service.model.tokenizer.decode(form.tokens))
+    await reply.json({"prompt": text, "content": text})

@@ -1,0 +1,115 @@
+"""``/v1/embeddings`` and ``/v1/rerank``: texts that are computed once, in passes with those of others."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.embedding import check_length, embed_prompts, encode_texts, prompt_format
+from metal_prefill.reranking import rerank
+from metal_prefill.serve._completions import prompts_of
+from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._forms import EmbeddingForm, RerankForm
+from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._service import PassSharer, Service
+
+
+def _check_inputs(service: Service, count: int, param: str) -> None:
+    if count > (limit := service.settings.max_inputs):
+        raise ApiError(400, f"{param} has {count} texts; the limit is {limit}", param=param)
+
+
+async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
+    """Turn texts, or token ids of the model's own vocabulary, into vectors."""
+    name = service.check_model(form.model)
+    inputs = prompts_of(form.input, "input")
+    _check_inputs(service, len(inputs), "input")
+    model = service.model
+
+    def encode() -> list[npt.NDArray[np.int32]]:
+        before, after = prompt_format(model.config.architecture, form.instruction)
+        prompts = []
+        for i, text in enumerate(inputs):
+            if isinstance(text, str):
+                try:
+                    prompts += encode_texts(model, [text], before, after)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(str(error).replace("text 0", f"text {i}", 1)) from None
+                continue
+            ids = np.array(text, np.int64)
+            if not ids.size or ids.min() < 0 or ids.max() >= model.config.vocab_size:
+                raise ApiError(
+                    400,
+                    f"text {i}: token ids must be between 0 and {model.config.vocab_size - 1}",
+                    param="input",
+                )
+            check_length(model, len(ids), f"text {i}")
+            prompts.append(ids.astype(np.int32))
+        return prompts
+
+    with service.admitted(1):
+        prompts = await service.prepare(encode)
+
+        def compute(sharer: PassSharer) -> Any:
+            return embed_prompts(
+                sharer, prompts, pooling=service.settings.pooling, dimensions=form.dimensions
+            )
+
+        vectors: npt.NDArray[np.float32] = await service.compute(compute)
+    packed = form.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": i,
+            "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            if packed
+            else vector.tolist(),
+        }
+        for i, vector in enumerate(vectors)
+    ]
+    tokens = sum(map(len, prompts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    await reply.json({"object": "list", "data": data, "model": name, "usage": usage})
+
+
+async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
+    """Order documents by how well they answer a query."""
+    name = service.check_model(form.model)
+    _check_inputs(service, len(form.documents), "documents")
+    documents: list[str] = []
+    for i, document in enumerate(form.documents):
+        text = document if isinstance(document, str) else document.get("text")
+        if not isinstance(text, str):
+            raise ApiError(400, f"documents[{i}] must be a text, or have one", param=f"documents[{i}]")
+        documents.append(text)
+    tokens = 0
+
+    def compute(sharer: PassSharer) -> Any:
+        nonlocal tokens
+        ranked = rerank(sharer, form.query, documents, top_n=form.top_n, instruction=form.instruction)
+        tokens = sharer.tokens
+        return ranked
+
+    with service.admitted(1):
+        ranked = await service.compute(compute)
+    results = [
+        {
+            "index": item.index,
+            "relevance_score": item.score,
+            **({} if form.return_documents is False else {"document": {"text": item.document}}),
+        }
+        for item in ranked
+    ]
+    await reply.json(
+        {
+            "id": uuid.uuid4().hex,
+            "model": name,
+            "results": results,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},  # what documents share counts once
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        }
+    )

@@ -1,0 +1,39 @@
+"""Servers that tests share: the bundled model, and a small one for text and vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.running_server import Running, running
+from support.small_models import EMBEDDERS, write
+
+from metal_prefill import Model
+
+
+@pytest.fixture(scope="session")
+def cpu_model(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="cpu") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def server(cpu_model: Model) -> Iterator[Running]:
+    """Serve the bundled model, as ``metal-prefill serve`` does."""
+    with running(cpu_model, names=["demo", "other-name"], max_streams=64) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vector_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = write(tmp_path_factory.mktemp("vectors") / "vectors.gguf", EMBEDDERS["qwen3, last"])
+    with Model(path, device="cpu") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def vector_server(vector_model: Model) -> Iterator[Running]:
+    """Serve a model that writes text and makes vectors."""
+    with running(vector_model, max_streams=64) as server:
+        yield server

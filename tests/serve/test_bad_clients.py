@@ -1,0 +1,182 @@
+"""Clients that vanish, stall, or send what is no request: they get an error, and others notice nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from support.running_server import Gate, Running, running
+
+from metal_prefill import Model
+
+BODY = {"prompt": "ROMEO:\n", "max_tokens": 6, "temperature": 0}
+LONG = {"prompt": "JULIET:\n", "max_tokens": 1000, "temperature": 1, "seed": 1, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def strict(cpu_model: Model) -> Iterator[Running]:
+    """Serve with small limits."""
+    with running(cpu_model, max_body=20_000, body_seconds=0.3, max_texts=4) as server:
+        yield server
+
+
+def request_bytes(body: Any, path: str = "/v1/completions", length: int | None = None) -> bytes:
+    content = json.dumps(body).encode()
+    length = len(content) if length is None else length
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode() + content
+
+
+def wait_until(condition: Any) -> None:
+    """Wait for something that another thread does soon."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen within half a minute")
+
+
+def test_a_client_that_vanishes_frees_its_pages_within_a_pass(cpu_model: Model) -> None:
+    with running(cpu_model) as server:
+        gate = Gate(server.service)
+        client = server.connect()
+        client.sendall(request_bytes(LONG))
+        assert gate.reached.wait(60)
+        assert gate.scheduler.streams == 1
+        client.close()
+        wait_until(lambda: server.service._texts == 0)  # the server has noticed; the pass is not over
+        passes = gate.scheduler.passes
+        gate.open()
+        wait_until(lambda: not server.service.loop._running)
+        assert gate.scheduler.streams == 0
+        assert gate.scheduler.passes <= passes + 1
+        stats = cpu_model.stats()
+        assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
+
+
+def test_a_client_that_waits_for_the_whole_answer_may_vanish_too(cpu_model: Model) -> None:
+    with running(cpu_model) as server:
+        gate = Gate(server.service)
+        client = server.connect()
+        client.sendall(request_bytes({**LONG, "stream": False}))
+        assert gate.reached.wait(60)
+        client.close()
+        wait_until(lambda: server.service._texts == 0)
+        gate.open()
+        wait_until(lambda: not server.service.loop._running)
+        assert gate.scheduler.passes <= 2
+
+
+def test_others_do_not_notice_those_who_vanish_and_stall(strict: Running, cpu_model: Model) -> None:
+    with cpu_model.session() as session:
+        expected = "".join(session.generate("ROMEO:\n", 6))
+    stalled = [strict.connect() for _ in range(4)]
+    for connection in stalled:
+        connection.sendall(request_bytes(LONG))  # and never read
+    vanished = [strict.connect() for _ in range(4)]
+    for i, connection in enumerate(vanished):
+        connection.sendall(request_bytes(LONG)[: 60 + 40 * i])  # half a request
+        connection.close()
+    for _ in range(3):
+        assert strict.post("/v1/completions", BODY).json()["choices"][0]["text"] == expected
+    for connection in stalled:
+        connection.close()
+    wait_until(lambda: strict.service._texts == 0)
+
+
+def test_half_a_body_ends_with_408(strict: Running) -> None:
+    with strict.connect() as connection:
+        connection.sendall(request_bytes(BODY, length=5000))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(strict: Running) -> None:
+    with strict.connect() as connection:
+        connection.sendall(request_bytes(BODY, length=1 << 30))
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"more than 20000 bytes" in answer
+    with strict.connect() as connection:  # one that does not say how large it is
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            connection.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"prompt": "\xff"}', "not JSON"),
+        (b'{"prompt": "a", "metadata": {"a": ' + b"[" * 15_000, "not JSON"),
+        (b"[]", "expected `object`, got `array`"),
+        (b'{"max_tokens": 3}', "you must provide prompt"),
+        (b'{"prompt": "a", "max_tokens": "3"}', "max_tokens: expected `int"),
+        (b'{"prompt": "a", "max_tokens": -1}', "max_tokens: expected `int` >= 0"),
+        (b'{"prompt": "a", "temperature": NaN}', "not JSON"),
+        (b'{"prompt": "a", "temprature": 1}', "Unrecognized request argument supplied: temprature"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "seed"),
+        (b'{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias"),
+        (b'{"prompt": "a", "logit_bias": {"5000": 1}}', "token id 5000"),
+        (b'{"prompt": "a", "stop": ""}', "a stop string is empty"),
+        (b'{"prompt": [], "max_tokens": 1}', "prompt is a text"),
+        (b'{"prompt": "a", "best_of": 3}', "best_of must be n"),
+        (b'{"prompt": "a", "regex": "("}', "regex"),
+        (b'{"prompt": "a", "regex": "a", "grammar": "b"}', "one constraint"),
+        (b'{"prompt": "a", "n": 5}', "the limit of a request is 4"),
+        (b'{"prompt": "\\ud800"}', ""),
+    ],
+)
+def test_wrong_requests_are_named(strict: Running, body: bytes, message: str) -> None:
+    answer = strict.post("/v1/completions", body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_wrong_conversations_are_named(strict: Running) -> None:
+    user = {"role": "user", "content": "a"}
+    for body, message in (
+        ({"messages": []}, "messages: expected `array` of length >= 1"),
+        ({"messages": [{"content": "a"}]}, "role"),
+        ({"messages": [{"role": "<|im_start|>", "content": "a"}]}, "a role is a word"),
+        ({"messages": [user], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"messages": [user], "chat_template_kwargs": {"tools": 1}}, "tools"),
+        ({"messages": [user], "chat_template_kwargs": {"a": "text"}}, "chat_template_kwargs"),
+    ):
+        answer = strict.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+
+def test_a_hostile_schema_ends_at_a_limit(strict: Running) -> None:
+    # It would have 2^30 parts written out; only itself; a million repetitions.
+    parts: dict[str, Any] = {"d0": {"type": "string"}}
+    for i in range(30):
+        both = {"$ref": f"#/$defs/d{i}"}
+        parts[f"d{i + 1}"] = {"type": "object", "properties": {"a": both, "b": both}, "required": ["a", "b"]}
+    growing = {"$ref": "#/$defs/d30", "$defs": parts}
+    for schema in (growing, {"$ref": "#"}, {"type": "string", "pattern": "((a|b){1,1000}c){1,1000}"}):
+        format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "response_format": format_}
+        answer = strict.post("/v1/chat/completions", body)
+        assert answer.status_code in (200, 400)
+    assert strict.post("/v1/completions", BODY).status_code == 200
+
+
+def test_openais_client_raises_its_errors(server: Running) -> None:
+    client = server.client()
+    with pytest.raises(
+        openai.NotFoundError, match="The model 'gpt-4' does not exist; this server has 'demo'"
+    ):
+        client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="exceeds the context of 1024") as caught:
+        client.completions.create(model="demo", prompt=[1] * 2000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.get("/nothing", cast_to=object)

@@ -1,0 +1,151 @@
+"""Completions: OpenAI's client gets the text that the prompt makes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.running_server import Running, events
+
+from metal_prefill import Model
+
+PROMPT = "ROMEO:\nBut soft"
+
+
+def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
+    with model.session() as session:
+        return "".join(session.generate(prompt, max_tokens, **options))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
+def test_the_text_is_that_of_the_prompt_alone(
+    server: Running, cpu_model: Model, options: dict[str, Any]
+) -> None:
+    answer = server.client().completions.create(model="demo", prompt=PROMPT, max_tokens=20, **options)
+    assert answer.choices[0].text == alone(cpu_model, PROMPT, 20, **options)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    prompt_tokens = len(cpu_model.tokenizer.encode(PROMPT))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, 20)
+
+
+def test_a_stream_has_the_same_text(server: Running, cpu_model: Model) -> None:
+    stream = server.client().completions.create(
+        model="demo", prompt=PROMPT, max_tokens=20, temperature=0, stream=True
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks) == alone(cpu_model, PROMPT, 20)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_temperature_is_1_and_n_16_tokens_unless_asked_for(server: Running, cpu_model: Model) -> None:
+    answer = server.client().completions.create(model="demo", prompt=PROMPT, seed=3)
+    assert answer.choices[0].text == alone(cpu_model, PROMPT, 16, temperature=1.0, seed=3)
+
+
+def test_several_prompts_have_n_texts_each(server: Running, cpu_model: Model) -> None:
+    prompts = [PROMPT, "JULIET:\n"]
+    answer = server.client().completions.create(
+        model="demo", prompt=prompts, n=2, max_tokens=8, temperature=1, seed=4
+    )
+    expected = [""] * 4
+    for i, piece in cpu_model.generate_many(prompts, 8, n=2, temperature=1.0, seed=4):
+        expected[i] += str(piece)
+    assert [c.text for c in answer.choices] == expected
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(len(cpu_model.tokenizer.encode(p)) for p in prompts)
+
+
+def test_prompts_may_be_token_ids(server: Running, cpu_model: Model) -> None:
+    ids = cpu_model.tokenizer.encode(PROMPT)
+    for prompt in (ids, [ids]):
+        answer = server.client().completions.create(model="demo", prompt=prompt, max_tokens=8, temperature=0)
+        assert answer.choices[0].text == alone(cpu_model, ids, 8)
+
+
+def test_stops_bias_and_echo_reach_the_text(server: Running, cpu_model: Model) -> None:
+    whole = alone(cpu_model, PROMPT, 30)
+    client = server.client()
+    stopped = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=30, temperature=0, stop=[whole[8:11], "no such text"]
+    )
+    assert stopped.choices[0].text == whole[: whole.index(whole[8:11])]
+    assert stopped.choices[0].finish_reason == "stop"
+    first = next(iter(cpu_model.session().stream(PROMPT, 1))).token
+    biased = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=5, temperature=0, logit_bias={str(first): -100}
+    )
+    assert biased.choices[0].text == alone(cpu_model, PROMPT, 5, logit_bias={first: -100.0})
+    assert biased.choices[0].text != whole[: len(biased.choices[0].text)]
+    echoed = client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, temperature=0, echo=True)
+    assert echoed.choices[0].text == alone(cpu_model, PROMPT, 5, echo=True)
+    assert echoed.choices[0].text.startswith(PROMPT)
+
+
+def test_log_probabilities_are_those_of_a_session(server: Running, cpu_model: Model) -> None:
+    pieces = list(cpu_model.session().stream(PROMPT, 6, logprobs=2))
+    answer = server.client().completions.create(
+        model="demo", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs == [piece.logprob for piece in pieces]
+    assert found.tokens == [cpu_model.tokenizer.token_bytes(piece.token).decode() for piece in pieces]
+    assert found.top_logprobs is not None
+    assert [sorted(best.values(), reverse=True) for best in found.top_logprobs] == [
+        [value for _, value in piece.top_logprobs] for piece in pieces
+    ]
+    text = answer.choices[0].text
+    assert found.text_offset is not None
+    assert [
+        text[o : o + len(t)] for o, t in zip(found.text_offset, found.tokens or [], strict=True)
+    ] == found.tokens
+
+
+def test_our_own_options_go_with_extra_body(server: Running, cpu_model: Model) -> None:
+    options: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "repeat_penalty": 1.2, "min_tokens": 4}
+    answer = server.client().completions.create(
+        model="demo", prompt=PROMPT, max_tokens=12, seed=1, extra_body={**options, "regex": "[A-Z ]+"}
+    )
+    expected = alone(cpu_model, PROMPT, 12, temperature=1.0, seed=1, regex="[A-Z ]+", **options)
+    assert answer.choices[0].text == expected
+
+
+def test_usage_ends_a_stream_that_asks_for_it(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(server.post("/v1/completions", body))
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+
+
+def test_a_prompt_that_was_computed_before_counts_as_cached(server: Running, cpu_model: Model) -> None:
+    prompt = "FIRST CITIZEN:\nBefore we proceed any further, hear me speak, and mark my words. " * 8
+    client = server.client()
+    usages = [client.completions.create(model="demo", prompt=prompt, max_tokens=1).usage for _ in range(2)]
+    cached = [u.prompt_tokens_details.cached_tokens for u in usages if u and u.prompt_tokens_details]
+    n = len(cpu_model.tokenizer.encode(prompt))
+    assert cached[0] is not None
+    assert cached[1] is not None
+    assert cached[0] <= 64
+    assert n - 64 <= cached[1] < n  # pages that are full, or all but the last token
+
+
+def test_tokens_and_back(server: Running, cpu_model: Model) -> None:
+    ids = cpu_model.tokenizer.encode(PROMPT)
+    answer = server.post("/tokenize", {"prompt": PROMPT}).json()
+    assert answer == {"tokens": ids, "count": len(ids), "max_model_len": cpu_model.max_context}
+    assert server.post("/tokenize", {"content": PROMPT, "add_special_tokens": False}).json()["tokens"] == (
+        cpu_model.tokenizer.encode(PROMPT, add_bos=False)
+    )
+    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == PROMPT
+
+
+def test_models_have_their_names(server: Running) -> None:
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["demo", "other-name"]
+    assert client.models.retrieve("other-name").id == "other-name"
+    answer = client.completions.create(model="other-name", prompt=PROMPT, max_tokens=1)
+    assert answer.model == "other-name"

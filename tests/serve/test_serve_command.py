@@ -1,0 +1,82 @@
+"""``metal-prefill serve``: a process with a port, until a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from metal_prefill import cli
+
+
+@contextmanager
+def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the command at a free port; gives the process and its address."""
+    argv = [sys.executable, "-m", "metal_prefill.cli", "serve", "--port", "0", *arguments]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.search(r"at (http://\S+)/v1$", line)
+            assert found, line + process.stderr.read()
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def test_sigterm_lets_answers_under_way_end(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first key\nsecond-key\n")
+    with command("--api-key-file", str(keys), "--alias", "bard") as (process, url):
+        body = json.dumps({"model": "bard", "prompt": "ROMEO:", "max_tokens": 300, "stream": True})
+        # A client that is not Python's, for once.
+        argv: list[str] = [
+            "curl",
+            "-sSN",
+            f"{url}/v1/completions",
+            "-H",
+            "authorization: Bearer second-key",
+            "-d",
+            body,
+        ]
+        environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as curl:
+            assert curl.stdout is not None
+            assert curl.stdout.readline().startswith('data: {"id":"cmpl-')
+            process.send_signal(signal.SIGTERM)
+            rest = curl.stdout.read()
+        assert curl.returncode == 0
+        assert rest.endswith("data: [DONE]\n\n")
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", trust_env=False)
+
+
+def test_wrong_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    keys = tmp_path / "keys"
+    keys.write_text("\n")
+    assert cli.main(["serve", "--api-key-file", str(keys)]) == cli.EXIT_USAGE
+    assert cli.main(["serve", "--api-key-file", str(tmp_path / "none")]) == cli.EXIT_FAILED
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert cli.main(["serve", "--port", str(taken.getsockname()[1])]) == cli.EXIT_FAILED
+    assert cli.main(["serve", "--port", "70000"]) == cli.EXIT_USAGE
+    errors = capfd.readouterr().err.splitlines()
+    assert [line.removesuffix(": No such file or directory") for line in errors[:2]] == [
+        f"error: {keys} has no API key",
+        f"error: {tmp_path}/none",
+    ]
+    assert "cannot listen at 127.0.0.1" in errors[2]
+    assert "must be at most 65535, got 70000" in errors[-1]

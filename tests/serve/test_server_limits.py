@@ -1,0 +1,160 @@
+"""What a server allows: its queue, time, memory, keys."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.running_server import Gate, running
+from support.small_models import SmallModel, write
+
+from metal_prefill import Model, serve
+
+BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
+
+
+def test_a_full_queue_answers_429_until_there_is_room(cpu_model: Model) -> None:
+    with running(cpu_model, max_streams=1, max_queue=1) as server:
+        gate = Gate(server.service)
+        answers: list[httpx.Response] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(server.post("/v1/completions", BODY)))
+            for _ in range(2)
+        ]
+        threads[0].start()
+        assert gate.reached.wait(60)
+        threads[1].start()
+        while server.service._texts < 2:
+            threads[1].join(0.005)
+        refused = server.post("/v1/completions", BODY)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        with pytest.raises(openai.RateLimitError, match="the queue is full: 1 texts wait, of 1 that may"):
+            server.client().completions.create(model=server.service.names[0], prompt="a")
+        gate.open()
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_more_texts_than_there_is_ever_room_for_are_refused(cpu_model: Model) -> None:
+    with running(cpu_model, max_streams=2, max_queue=1) as server:
+        refused = server.post("/v1/completions", {**BODY, "n": 4})
+        assert refused.status_code == 400
+        assert "4 texts are wanted; this server takes 3 at a time" in refused.json()["error"]["message"]
+        assert server.post("/v1/completions", {**BODY, "n": 3}).status_code == 200
+
+
+def test_an_answer_that_takes_too_long_ends(cpu_model: Model) -> None:
+    with running(cpu_model, max_seconds=0.2) as server:
+        gate = Gate(server.service)
+        refused = server.post("/v1/completions", BODY)
+        assert refused.status_code == 504
+        assert refused.headers["x-should-retry"] == "false"
+        assert "longer than 0.2 s" in refused.json()["error"]["message"]
+        assert server.service._texts == 0
+        gate.open()
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(cpu_model: Model) -> None:
+    with running(cpu_model, max_seconds=0.3) as server:
+        gate = Gate(server.service)
+        gate.reached.clear()
+        body = json.dumps({**BODY, "max_tokens": 900, "stream": True, "n": 4, "temperature": 1}).encode()
+        gate.open()
+        answer = server.post("/v1/completions", body)
+        last = [line for line in answer.text.split("\n\n") if line][-1]
+        # On a quick machine all is written in time.
+        assert last == "data: [DONE]" or "timeout" in json.loads(last.removeprefix("data: "))["error"]["code"]
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_anything_is_computed(cpu_model: Model) -> None:
+    with running(cpu_model) as server:
+        refused = server.post("/v1/completions", {"prompt": [1] * 1025})
+        assert refused.status_code == 400
+        assert refused.json()["error"] == {
+            "message": "a prompt of 1025 tokens exceeds the context of 1024",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "context_length_exceeded",
+        }
+        assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
+
+
+def test_a_prompt_beyond_the_memory_is_named_too(tmp_path: Any) -> None:
+    path = write(tmp_path / "small.gguf", SmallModel())
+    with Model(path, device="cpu", kv_memory=40_000, prefix_memory=0) as model, running(model) as server:
+        refused = server.post("/v1/completions", {"prompt": [1] * 900, "max_tokens": 4})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["code"] == "kv_memory_exceeded"
+        assert "kv_memory of" in error["message"]
+        assert server.post("/v1/completions", {"prompt": [1] * 30, "max_tokens": 4}).status_code == 200
+
+
+def test_a_key_is_asked_for(cpu_model: Model) -> None:
+    with running(cpu_model, api_keys=["right", "also right"]) as server:
+        assert server.get("/health").json() == {"status": "ok"}
+        assert server.get("/metrics").status_code == 401
+        client = server.client(api_key="wrong")
+        with pytest.raises(openai.AuthenticationError, match="Incorrect API key provided"):
+            client.models.list()
+        for key in ("right", "also right"):
+            assert len(list(server.client(api_key=key).models.list())) == 1
+        missing = server.post("/v1/completions", BODY)
+        assert missing.status_code == 401
+        assert missing.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_metrics_count_what_was_done(cpu_model: Model) -> None:
+    with running(cpu_model) as server:
+        for _ in range(2):
+            server.post("/v1/completions", {**BODY, "prompt": [1] * 130})
+        lines = server.get("/metrics").text.splitlines()
+        values = {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if x[0] != "#")}
+        assert values["metal_prefill_prompt_tokens_total"] == 260
+        assert values["metal_prefill_generated_tokens_total"] == 8
+        cached = values["metal_prefill_cached_tokens_total"]
+        assert 128 <= cached < 260
+        assert values["metal_prefill_prefill_tokens_total"] == 260 - cached
+        assert values["metal_prefill_first_token_seconds_count"] == 2
+        assert values['metal_prefill_requests_total{path="/v1/completions",status="200"}'] == 2
+        assert values["metal_prefill_batch_texts_sum"] >= 2
+        assert values["metal_prefill_prefix_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_streams": 0}, "max_streams must be at least 1"),
+        ({"max_queue": -1}, "max_queue must not be negative"),
+        ({"max_seconds": 0}, "max_seconds must be positive"),
+        ({"api_keys": [""]}, "an API key is empty"),
+        ({"api_keys": "key"}, "api_keys must be a collection"),
+        ({"settings": serve.Settings(), "max_queue": 1}, "give settings or limits, not both"),
+    ],
+)
+def test_wrong_limits_are_refused(cpu_model: Model, limits: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        serve.app(cpu_model, **limits)
+
+
+def test_an_app_may_be_mounted_elsewhere(cpu_model: Model) -> None:
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+    from starlette.testclient import TestClient
+
+    outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["key"]))])
+    with TestClient(outer) as client:
+        assert client.get("/models/demo/health").status_code == 200
+        assert client.get("/models/demo/v1/models").status_code == 401
+        answer = client.post(
+            "/models/demo/v1/completions", json=BODY, headers={"authorization": "Bearer key"}
+        )
+        assert answer.status_code == 200

@@ -1,0 +1,95 @@
+"""Embeddings and reranking over HTTP: the vectors and scores of the library."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.running_server import Running, running
+from support.small_models import CLASSIFIERS, write
+
+from metal_prefill import Model
+
+TEXTS = ["a text", "another one, which is longer", "a text"]
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_vectors_are_those_of_the_library(vector_server: Running, vector_model: Model, encoding: str) -> None:
+    client = vector_server.client()
+    answer = client.embeddings.create(model="vectors", input=TEXTS, encoding_format=encoding)
+    if encoding == "base64":
+        found = [np.frombuffer(base64.b64decode(d.embedding), "<f4") for d in answer.data]
+    else:
+        found = [np.array(d.embedding, np.float32) for d in answer.data]
+    np.testing.assert_array_equal(found, vector_model.embed(TEXTS))
+    assert answer.usage.prompt_tokens == sum(len(vector_model.tokenizer.encode(t)) + 1 for t in TEXTS)
+
+
+def test_inputs_may_be_token_ids_and_vectors_be_cut(vector_server: Running, vector_model: Model) -> None:
+    client = vector_server.client()
+    end = vector_model.tokenizer.eos_id
+    ids = [[*vector_model.tokenizer.encode(text), end] for text in TEXTS]
+    answer = client.embeddings.create(model="vectors", input=ids, dimensions=8)
+    found = np.array([d.embedding for d in answer.data], np.float32)
+    np.testing.assert_array_equal(found, vector_model.embed(TEXTS, dimensions=8))
+
+
+def test_a_wrong_input_is_named(vector_server: Running) -> None:
+    for input_, message in (
+        ([[1, 2], [1 << 40]], "text 1"),
+        (["fine", "x" * 5000], "text 1"),
+        ([], "input is a text"),
+        (["fine", 3], "input is a text"),
+    ):
+        refused = vector_server.post("/v1/embeddings", {"input": input_})
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
+
+
+def test_a_model_without_pooling_says_so(server: Running) -> None:
+    refused = server.post("/v1/embeddings", {"input": "a text"})
+    assert refused.status_code == 400
+    assert "pooling" in refused.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
+    path = write(tmp_path_factory.mktemp("ranks") / "ranks.gguf", CLASSIFIERS["qwen3, yes and no"])
+    with Model(path, device="cpu") as model, running(model) as server:
+        yield server, model
+
+
+QUERY = "what is a page?"
+DOCUMENTS = ["a leaf of a book", "64 positions of K and V", "a young attendant"]
+
+
+def test_jinas_requests_are_answered(ranker: tuple[Running, Model]) -> None:
+    server, model = ranker
+    # As https://api.jina.ai/v1/rerank takes it: documents are texts or objects with one.
+    body = {
+        "model": "ranks",
+        "query": QUERY,
+        "documents": [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]],
+        "top_n": 2,
+        "return_documents": True,
+    }
+    answer = server.post("/v1/rerank", body).json()
+    expected = model.rerank(QUERY, DOCUMENTS, top_n=2)
+    assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
+        (item.index, item.score) for item in expected
+    ]
+    assert [r["document"]["text"] for r in answer["results"]] == [item.document for item in expected]
+    assert answer["usage"]["total_tokens"] > 0
+
+
+def test_coheres_requests_are_answered(ranker: tuple[Running, Model]) -> None:
+    server, model = ranker
+    # As ClientV2.rerank sends it, and reads `id`, `results` and `meta`.
+    body = {"model": "ranks", "query": QUERY, "documents": DOCUMENTS, "top_n": 3}
+    answer = server.post("/v2/rerank", body, headers={"authorization": "Bearer key"}).json()
+    assert [r["index"] for r in answer["results"]] == [i.index for i in model.rerank(QUERY, DOCUMENTS)]
+    assert {"id", "results", "meta"} <= answer.keys()
+    refused = server.post("/v1/rerank", {**body, "documents": ["a", {"title": "b"}]})
+    assert refused.json()["error"]["param"] == "documents[1]"

@@ -1,0 +1,90 @@
+"""A server of the package on loopback, in a thread, for clients that are not ours."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from metal_prefill import Model, serve
+from metal_prefill.serve._service import Service
+
+
+class Running:
+    """A server that answers at `url`."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        self.service = service
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """Return OpenAI's client; it repeats nothing by itself."""
+        return openai.OpenAI(
+            **{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        )
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        """Send JSON, or bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=content, timeout=60, trust_env=False, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """Ask for a path."""
+        return httpx.get(self.url + path, timeout=60, trust_env=False, **options)
+
+    def connect(self) -> socket.socket:
+        """Return a plain connection, for clients that do not speak HTTP well."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+
+@contextmanager
+def running(model: Model, **limits: Any) -> Iterator[Running]:
+    """Serve a model until the block ends."""
+    app = serve.app(model, **limits)
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield Running(app.state.service, listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+class Gate:
+    """Lets the engine loop of a server make one pass, and holds it there until it is opened."""
+
+    def __init__(self, service: Service) -> None:
+        self._counted = service.loop._after_pass
+        self.reached = threading.Event()
+        self._open = threading.Event()
+        service.loop._after_pass = self._wait
+
+    def _wait(self, scheduler: Any) -> None:
+        if self._counted is not None:
+            self._counted(scheduler)
+        self.scheduler = scheduler
+        self.reached.set()
+        assert self._open.wait(60)
+
+    def open(self) -> None:
+        """Let it continue."""
+        self._open.set()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Read server-sent events; the last one must be the end."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
