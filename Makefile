@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup test test-emulator test-ray sanitize fuzz lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
+.PHONY: demo setup test test-emulator test-ray sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -94,6 +94,15 @@ sanitize-%: build/.emulator
 MINUTES ?= 1
 fuzz: build/.emulator
 	FUZZ_SECONDS=$$((60 * $(MINUTES))) FUZZ_SEED=$$(date +%s) tools/sanitize.sh address tests/fuzz
+
+# Many threads on one model while allocations fail, MINUTES on each device; SOAK_UNDER=thread: under ThreadSanitizer.
+soak: build/.emulator
+	export SOAK_SECONDS=$$((60 * $(MINUTES))) SOAK_SEED=$${SOAK_SEED:-$$(date +%s)}; \
+	$(if $(SOAK_UNDER),tools/sanitize.sh $(SOAK_UNDER),$(BIN)/python -m pytest) -s tests/soak
+
+# Errors planted one at a time, each of which tests must notice: an hour or more. `tools/run_mutants.py` takes files.
+mutants: build/.emulator
+	$(BIN)/python tools/run_mutants.py
 
 # Apart from the rest: Ray takes half a gigabyte and a while to start.
 $(VENV)/.ray: pyproject.toml build/.plain

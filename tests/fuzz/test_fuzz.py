@@ -8,65 +8,25 @@ tried first ever after.
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import os
-import struct
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from support.fuzzing import SECONDS, TIMEOUT, kept, regressions, rounds
 from support.gguf_mutator import mutate, take_apart
 from support.small_models import MODELS, write
+from support.state_mutator import mutate_state
 from support.template_writer import write_template
 
-from metal_prefill import ChatTemplateError, MetalPrefillError, Model, _state
+from metal_prefill import ChatTemplateError, MetalPrefillError, Model
 from metal_prefill._arguments import token_array
 from metal_prefill.chat_template import ChatTemplate
 
-SEED = int(os.environ.get("FUZZ_SEED", "1"))
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: as many inputs as the suite takes
-PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
-REGRESSIONS = Path(__file__).parent / "regressions"
-FAILED = Path(__file__).parents[2] / "build" / "fuzz"
-
-pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
-
-
-def rounds(count: int) -> Iterator[Random]:
-    """Give a generator of random numbers for each input: `count` of them, or as many as the time allows."""
-    end = time.monotonic() + SECONDS
-    i = 0
-    while time.monotonic() < end if SECONDS else i < count:
-        yield Random(f"{SEED}.{i}")
-        i += 1
-    print(f"{i} inputs, seed {SEED}")
-
-
-def regressions(target: str) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(REGRESSIONS.glob(f"{target}-*"))]
-
-
-@contextmanager
-def kept(target: str, content: bytes) -> Iterator[None]:
-    """Keep an input where it can be found until it turned out harmless."""
-    FAILED.mkdir(parents=True, exist_ok=True)
-    path = FAILED / f"{target}-{os.getpid()}"
-    path.write_bytes(content)
-    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__ or 2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    path.unlink()
+pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -122,39 +82,6 @@ def test_saved_states(small: Path, tmp_path: Path) -> None:
             run(content)
         for random in rounds(400):
             run(mutate_state(plain, random))
-
-
-def mutate_state(plain: bytes, random: Random) -> bytes:
-    """Change the header by its structure, the rest by its bytes; often the checksum is that of the result."""
-    (length,) = struct.unpack_from("<Q", plain)
-    header, body = json.loads(plain[8 : 8 + length]), bytearray(plain[8 + length :])
-    odd: list[Any] = [0, -1, 2**63, 1.5, "x", None, [], {}, [0, 1], True, "F16", "I64", [[[]]], 10**30]
-    for _ in range(random.choice((0, 1, 1, 2))):
-        node: Any = header
-        while isinstance(node, dict) and node and random.random() < 0.8:
-            key = random.choice(list(node))
-            if isinstance(node[key], (dict, list)) and node[key] and random.random() < 0.8:
-                node = node[key]
-                continue
-            node[key] = deepcopy(random.choice(odd))
-            break
-        if isinstance(node, list) and node:
-            node[random.randrange(len(node))] = deepcopy(random.choice(odd))
-    for _ in range(random.choice((0, 0, 1, 8))):
-        body[random.randrange(len(body))] = random.randrange(256)
-    with suppress(Exception):  # a header that no checksum can be made for stays without one
-        metadata = header["__metadata__"]
-        tensors = {k: v for k, v in header.items() if k != "__metadata__"}
-        if random.random() < 0.7:
-            slices = {k: slice(*v["data_offsets"]) for k, v in tensors.items()}
-            arrays = {k: np.frombuffer(bytes(body[s]), np.uint8) for k, s in slices.items()}
-            metadata["checksum"] = _state._checksum(arrays, metadata)
-    raw = bytearray(json.dumps(header).encode())
-    for _ in range(random.choice((0, 0, 0, 2))):
-        raw[random.randrange(len(raw))] = random.randrange(256)
-    stated = random.choice((len(raw),) * 9 + (2**64 - 1, 0, len(raw) + 1))
-    content = struct.pack("<Q", stated) + raw + body
-    return bytes(content[: random.randrange(len(content))] if random.random() < 0.1 else content)
 
 
 def test_chat_templates() -> None:

@@ -1,0 +1,101 @@
+"""Many more inputs than `test_fuzz` has time for: headers of model files and saved states, read and no more.
+
+An input is written over the one before in a file that stays after a crash. No process is started for it, no
+model opened, nothing computed. Half of the changes are of the structure, the others of its bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from support.fuzzing import TIMEOUT, place_of, rounds, watched
+from support.gguf_mutator import INTEGERS, mutate, take_apart
+from support.small_models import MODELS, write
+from support.state_mutator import mutate_state
+
+from metal_prefill import MetalPrefillError, Model, _state
+from metal_prefill.architecture import collect_tensors, read_config
+from metal_prefill.gguf_file import GGUFFile
+
+EACH = 40  # inputs made of one that was changed by its structure
+
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+
+@contextmanager
+def overwritten(target: str) -> Iterator[tuple[Path, int]]:
+    """Give a file and its descriptor; it is removed unless the block fails, or ends the process."""
+    path = place_of(target)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        yield path, descriptor
+    finally:
+        os.close(descriptor)
+    path.unlink()
+
+
+def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:
+    """Yield the content, and copies with a few other bytes in its first `header` ones."""
+    yield content
+    end = max(1, min(header, len(content)))
+    for _ in range(EACH - 1):
+        changed = bytearray(content)
+        for _ in range(random.choice((1, 1, 2, 5))):
+            at = random.randrange(end)
+            if random.random() < 0.5:
+                width = random.choice((4, 8))
+                changed[at : at + width] = (random.choice(INTEGERS) % 2 ** (8 * width)).to_bytes(
+                    width, "little"
+                )
+            elif at < len(changed):
+                changed[at] = random.randrange(256)
+        if random.random() < 0.05:
+            del changed[random.randrange(end) :]
+        yield bytes(changed)
+
+
+def put(descriptor: int, content: bytes) -> None:
+    """Make this the content of a file."""
+    os.ftruncate(descriptor, len(content))
+    os.pwrite(descriptor, content, 0)
+
+
+def test_headers_of_model_files(tmp_path: Path) -> None:
+    shape = replace(MODELS["gemma3"], layers=1, dim=32, key_dim=32, heads=1, kv_heads=1, ffn=32, vocab=270)
+    parts = take_apart(write(tmp_path / "m.gguf", shape))
+    with overwritten("header") as (path, descriptor):
+        for random in rounds(1000, EACH):
+            content = mutate(parts, random)
+            with watched():
+                for variant in variants(content, len(content) - len(parts.data), random):
+                    put(descriptor, variant)
+                    with suppress(MetalPrefillError), GGUFFile(path) as opened:
+                        for key in opened.metadata:
+                            with suppress(MetalPrefillError):
+                                opened.metadata[key]
+                        collect_tensors(opened, read_config(opened))
+
+
+def test_headers_of_saved_states(tmp_path: Path) -> None:
+    shape = replace(MODELS["gemma3"], layers=1, dim=32, key_dim=32, heads=1, kv_heads=1, ffn=32, vocab=270)
+    saved = tmp_path / "s.session"
+    with Model(write(tmp_path / "m.gguf", shape), device="cpu", threads=1) as model:
+        with model.session() as session:
+            session.forward_prompt(range(3))
+            session.save(saved)
+        owner = model._state_owner
+    plain = saved.read_bytes()
+    with overwritten("state-header") as (path, descriptor):
+        for random in rounds(1000, EACH):
+            content = mutate_state(plain, random)
+            with watched():
+                for variant in variants(content, int.from_bytes(content[:8], "little") + 8, random):
+                    put(descriptor, variant)
+                    with suppress(MetalPrefillError):
+                        _state.read(path, owner)

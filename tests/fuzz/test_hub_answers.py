@@ -1,0 +1,100 @@
+"""Answers of a hub that are almost right: listings, statuses and headers of a server on this machine.
+
+Whatever comes, a call returns a file of the cache or raises `HubError`, and nothing is written elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.fuzzing import TIMEOUT, kept, regressions, rounds
+from support.hub_server import Repo, serve
+
+from metal_prefill import HubError, hub
+
+pytest.importorskip("huggingface_hub", reason="needs the extra hub")
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+ODD: list[Any] = [None, 0, -1, 1.5, True, "", "x", "a.gguf", "../a.gguf", "/a.gguf", "a/../../b.gguf", [], {}]
+ODD += ["\0.gguf", "a\\b.gguf", "a" * 300 + ".gguf", "\ud800.gguf", 10**30, [[]], {"rfilename": 1}, "*.gguf"]
+HEADERS: list[str | None] = [
+    None,
+    "",
+    '""',
+    '".."',
+    '"../../x"',
+    'W/"../x"',
+    '"/tmp/x"',
+    '"a\\..\\b"',
+    '"abc"',
+]
+HEADERS += ['"' + "a" * 300 + '"', "0" * 40, "\t", '"a b"', '"%2e%2e%2fx"', "-1", "99999999999999999999"]
+NAMES = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Linked-Size", "Content-Type", "X-Error-Code")
+
+
+def odd_listing(random: Random) -> bytes:
+    """Make a listing with odd values in odd places, or one that is no JSON."""
+    siblings: Any = [{"rfilename": "a.gguf"}, {"rfilename": "b.gguf"}]
+    for _ in range(random.choice((0, 1, 2))):
+        place = random.choice(siblings)
+        place["rfilename" if random.random() < 0.8 else "x"] = random.choice(ODD)
+    if random.random() < 0.2:
+        siblings = random.choice(ODD)
+    if random.random() < 0.2 and isinstance(siblings, list):
+        siblings.append(random.choice(ODD))
+    listing: Any = {"siblings": siblings, "sha": random.choice(["0" * 40, *ODD])}
+    raw = bytearray(json.dumps(random.choice([listing] * 9 + [random.choice(ODD)])).encode())
+    for _ in range(random.choice((0, 0, 0, 1, 8))):
+        raw[random.randrange(len(raw))] = random.randrange(256)
+    if random.random() < 0.1:
+        del raw[random.randrange(len(raw)) :]
+    return bytes(raw) if random.random() > 0.02 else b"[" * 100_000
+
+
+def odd_repo(listing: bytes, random: Random) -> Repo:
+    """Make a repository whose headers are odd, and often its listing as well."""
+    headers = {name: random.choice(HEADERS) for name in NAMES if random.random() < 0.3}
+    status = random.choice((0, 0, 0, 0, 0, 204, 301, 400, 403, 404, 418))
+    return Repo(
+        {"a.gguf": b"four bits"},
+        listing=listing if random.random() < 0.8 else None,
+        headers=headers,
+        status=status,
+    )
+
+
+def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = hub._import_hub()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    home = tmp_path / "home"
+    home.mkdir()
+    with serve({}) as server:
+        monkeypatch.setattr(library.constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(library.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+        def ask(listing: bytes, random: Random, n: int) -> None:
+            cache, name = home / f"cache-{n}", f"tiny/m{n}"
+            server.repos[name] = odd_repo(listing, random)
+            with kept("hub", listing):
+                try:
+                    path = hub.fetch(name, random.choice(("*.gguf", "a.gguf", "b*")), cache_dir=cache)
+                except HubError:
+                    pass
+                else:
+                    assert path.resolve().is_relative_to(cache.resolve())
+                    assert path.read_bytes() == b"four bits"
+            del server.repos[name]
+            assert [p.name for p in home.iterdir() if p != cache] == []
+            assert [p.name for p in tmp_path.iterdir()] == ["home"]
+            for written in sorted(home.rglob("*"), reverse=True):
+                written.rmdir() if written.is_dir() and not written.is_symlink() else written.unlink()
+
+        for i, content in enumerate(regressions("hub")):
+            ask(content, Random(i), -1 - i)
+        for n, random in enumerate(rounds(40)):
+            ask(odd_listing(random), random, n)

@@ -1,0 +1,73 @@
+"""Errors in what the emulator checks."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+_HAZARDS, _ENDS = "emulator/tests/test_hazards.py", "emulator/tests/test_buffer_ends.py"
+
+MUTANTS = (
+    Mutant(
+        "emulator/metal/hazards.cpp",
+        "!(a.write || b.write)",
+        "!(a.write && b.write)",
+        "a read after a write needs no barrier",
+        (_HAZARDS,),
+    ),
+    Mutant(
+        "emulator/metal/hazards.cpp",
+        "if (known_ == Known::kBound) return a.range.begin == b.range.begin;",
+        "if (known_ == Known::kBound) return true;",
+        "parts of a buffer bound at different offsets are taken for one",
+        (_HAZARDS,),
+    ),
+    Mutant(
+        "emulator/metal/untracked.cpp",
+        "found != fences.end() && found->second.queue == use->queue_",
+        "found != fences.end()",
+        "a fence of another queue orders command buffers",
+        (_HAZARDS,),
+    ),
+    Mutant(
+        "emulator/metal/validation.cpp",
+        "if (total > kMaxThreadgroupBytes) {",
+        "if (false) {",
+        "threadgroup memory has no limit",
+        ("emulator/tests/test_metal_validation.py::test_threadgroup_memory",),
+    ),
+    Mutant(
+        "emulator/cpu/access.cpp",
+        "if (address + bytes <= binding.end) found = &binding;",
+        "if (address < binding.end) found = &binding;",
+        "a read that begins in a buffer may end outside",
+        (_ENDS,),
+    ),
+    Mutant(
+        "emulator/metal/encoded.cpp",
+        "if (binding.writable && !binding.buffer->allocation->intact()) {",
+        "if (false) {",
+        "a write past the end of a buffer is not reported",
+        (_ENDS,),
+    ),
+    Mutant(
+        "emulator/metal/encoded.cpp",
+        "if (steps <= limit) return {};",
+        "return {};",
+        "the watchdog ends nothing",
+        ("tests/metal_engine/test_first_contact.py", "tests/test_older_macs.py", "-k", "watchdog"),
+    ),
+    Mutant(
+        "emulator/msl/scanner/lint.py",
+        'errors.append(tokens[index].error("Metal has no static variables in functions"))',
+        "pass",
+        "static variables in functions are accepted",
+        ("emulator/tests/test_static_checks.py",),
+    ),
+    Mutant(
+        "emulator/msl/scanner/ast_check.py",
+        "self._error(place, f\"pointer or reference '{name}' has no address space\")",
+        "pass",
+        "pointers without an address space are accepted",
+        ("emulator/tests/test_static_checks.py",),
+    ),
+)

@@ -1,0 +1,50 @@
+"""Many threads on one model while allocations fail: every result is the serial one, and nothing is left.
+
+The suite runs a second of it; ``make soak MINUTES=n`` runs longer, with another seed each time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.small_models import MODELS, write
+from support.soak import Footprint, soak
+
+SEED = os.environ.get("SOAK_SEED", "1")
+SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # of each device; 0: what the suite takes
+ROUND_S = 20.0
+GROWTH = 8 << 20  # bytes; what allocators keep differs by that much from round to round
+SETTLING = 3  # rounds after which a process has what it keeps
+
+pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
+
+
+def test_results_are_those_of_one_call_at_a_time(device: str, tmp_path: Path) -> None:
+    if device == "metal" and not SECONDS:
+        pytest.skip("the suite soaks the CPU engine only")
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
+    shape = replace(MODELS["gemma3"], layers=2, dim=32, key_dim=32, heads=2, kv_heads=1, ffn=32, vocab=280)
+    path = write(tmp_path / "m.gguf", shape)
+    end = time.monotonic() + SECONDS
+    counts: Counter[str] = Counter()
+    footprints: list[Footprint] = []
+    while not footprints or time.monotonic() < end:
+        seconds = min(ROUND_S, max(end - time.monotonic(), 1.0))
+        counts.update(soak(path, device, tmp_path, seconds, f"{SEED}.{len(footprints)}"))
+        footprints.append(Footprint.now())
+        print(f"{footprints[-1]} {dict(counts)}", flush=True)
+    assert counts["calls"] > 0
+    assert counts["failed allocations"] > 0
+    if len(footprints) > SETTLING:
+        settled = footprints[SETTLING - 1]
+        for footprint in footprints[SETTLING:]:
+            assert footprint.descriptors <= settled.descriptors
+            assert footprint.threads <= settled.threads
+            assert footprint.resident <= settled.resident + GROWTH

@@ -1,0 +1,68 @@
+"""Shared by the fuzzers: how long and with which seed they run, and where inputs are kept."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: as many inputs as the suite takes
+PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
+REGRESSIONS = Path(__file__).parents[1] / "fuzz" / "regressions"
+FAILED = Path(__file__).parents[2] / "build" / "fuzz"
+TIMEOUT = 0 if SECONDS else 300  # of a test, in seconds; 0: none
+
+
+def rounds(count: int, each: int = 1) -> Iterator[Random]:
+    """Give a generator of random numbers for each input: `count` of them, or as many as the time allows.
+
+    Parameters
+    ----------
+    count
+        Inputs of the suite.
+    each
+        Inputs that are made with one generator.
+    """
+    end = time.monotonic() + SECONDS
+    i = 0
+    while time.monotonic() < end if SECONDS else i * each < count:
+        yield Random(f"{SEED}.{i}")
+        i += 1
+    print(f"{i * each:,} inputs, seed {SEED}")
+
+
+def regressions(target: str) -> list[bytes]:
+    """Return the inputs that failed once."""
+    return [path.read_bytes() for path in sorted(REGRESSIONS.glob(f"{target}-*"))]
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """End the process, with a traceback, where the block does not end."""
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__ or 2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def place_of(target: str) -> Path:
+    """Return where an input of this process is kept."""
+    FAILED.mkdir(parents=True, exist_ok=True)
+    return FAILED / f"{target}-{os.getpid()}"
+
+
+@contextmanager
+def kept(target: str, content: bytes) -> Iterator[None]:
+    """Keep an input where it can be found until it turned out harmless."""
+    path = place_of(target)
+    path.write_bytes(content)
+    with watched():
+        yield
+    path.unlink()

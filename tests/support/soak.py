@@ -1,0 +1,373 @@
+"""Work that many threads do to one model at a time, each result held to what a model alone gives.
+
+Sessions belong to single threads, which know the tokens that each holds; a few are shared. Allocations fail
+all the while: a call may then raise, and its session must hold what it held before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import ctypes.util
+import gc
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from metal_prefill import DeviceError, KVMemoryError, Model, Session
+from support.allocation_faults import failing_allocation
+
+REFUSALS = (MemoryError, DeviceError, KVMemoryError)
+CONTEXT = 320
+MOST_SESSIONS = 4  # of a thread
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "repeat_penalty": 1.1}
+
+
+class Cancelled(Exception):
+    """Raised in a progress callback."""
+
+
+class Oracle:
+    """One call at a time on a model that nobody else uses: no batches, no sharing, no other threads."""
+
+    def __init__(self, path: Path, device: str, chunk_tokens: int) -> None:
+        self._model = Model(path, device=device, threads=1, chunk_tokens=chunk_tokens, prefix_memory=0)
+        self._session = self._model.session(max_context=CONTEXT)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Any, Any] = OrderedDict()
+
+    def _answer(self, key: Any, compute: Callable[[Session], Any]) -> Any:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = _until_it_works(lambda: compute(self._emptied()))
+                while len(self._known) > 512:
+                    self._known.popitem(last=False)
+            return self._known[key]
+
+    def _emptied(self) -> Session:
+        self._session.rewind(0)
+        return self._session
+
+    def logits(self, tokens: list[int]) -> bytes:
+        """Return the logits after these tokens."""
+        return bytes(self._answer(("logits", *tokens), lambda s: s.forward_prompt_logits(tokens).tobytes()))
+
+    def scores(self, tokens: list[int], first: int) -> bytes:
+        """Return the log probabilities of the tokens after `first`."""
+        return bytes(self._answer(("scores", *tokens), lambda s: s.score(tokens))[first:].tobytes())
+
+    def text(self, prompt: list[int], max_tokens: int, seed: int) -> str:
+        """Return a sampled text."""
+        return str(
+            self._answer(
+                ("text", *prompt, max_tokens, seed),
+                lambda s: "".join(s.generate(prompt, max_tokens, seed=seed, speculate="off", **SAMPLED)),
+            )
+        )
+
+    def close(self) -> None:
+        """Close the model."""
+        self._model.close()
+
+
+def _until_it_works(call: Callable[[], Any]) -> Any:
+    while True:
+        with suppress(*REFUSALS):
+            return call()
+
+
+@dataclass
+class Held:
+    """A session of one thread, and the tokens that it must hold."""
+
+    session: Session
+    tokens: list[int] = field(default_factory=list)
+
+
+class Worker:
+    """One thread: random calls on its own sessions, on shared ones, and on the model.
+
+    Attributes
+    ----------
+    calls, refused : int
+        Calls that were compared, and calls that raised for want of memory.
+    """
+
+    def __init__(self, model: Model, oracle: Oracle, shared: list[Session], folder: Path, seed: str) -> None:
+        self._model, self._oracle, self._shared, self._folder = model, oracle, shared, folder
+        self._random = Random(seed)
+        self._held: list[Held] = []
+        self._name = seed
+        self.calls = self.refused = 0
+
+    def run(self, end: float) -> None:
+        """Make calls until a time of the monotonic clock."""
+        steps = (
+            *(self._prompt, self._prompt, self._token, self._reuse, self._score, self._rewind, self._fork),
+            *(self._save_and_load, self._batch, self._cancel),
+            *(self._texts, self._tasks, self._leave, self._join),
+        )
+        while time.monotonic() < end:
+            if not self._held:
+                with suppress(*REFUSALS):
+                    self._held.append(Held(self._model.session(max_context=CONTEXT)))
+                continue
+            try:
+                self._random.choice(steps)()
+                self.calls += 1
+            except REFUSALS:
+                self.refused += 1
+                for held in self._held:
+                    assert held.session.tokens == held.tokens
+        self.close()
+
+    def close(self) -> None:
+        """Close the thread's sessions."""
+        for held in self._held:
+            held.session.close()
+        self._held.clear()
+
+    def _any(self) -> Held:
+        return self._random.choice(self._held)
+
+    def _tokens(self, most: int = 90) -> list[int]:
+        """Make a prompt, often with a beginning that other threads use as well."""
+        family, n = self._random.randrange(4), self._random.randrange(1, most)
+        common = [(17 * i + 31 * family) % 280 for i in range(self._random.choice((0, 20, 64, 130)))]
+        return [*common, *(self._random.randrange(280) for _ in range(n))][:most]
+
+    def _room(self, held: Held, n: int) -> None:
+        if len(held.tokens) + n > CONTEXT:
+            held.session.rewind(0)
+            held.tokens = []
+
+    def _prompt(self) -> None:
+        held, ids = self._any(), self._tokens()
+        self._room(held, len(ids))
+        logits = held.session.forward_prompt_logits(ids)
+        held.tokens += ids
+        assert logits.tobytes() == self._oracle.logits(held.tokens)
+
+    def _token(self) -> None:
+        held, token = self._any(), self._random.randrange(280)
+        self._room(held, 1)
+        logits = held.session.forward_token(token)
+        held.tokens.append(token)
+        assert logits.tobytes() == self._oracle.logits(held.tokens)
+
+    def _reuse(self) -> None:
+        held, ids = self._any(), self._tokens(150)
+        try:
+            logits = held.session.forward_prompt_logits(ids, reuse=True)
+        except REFUSALS:  # it keeps what it has of the prompt, or what it had
+            tokens = held.session.tokens
+            assert tokens in (held.tokens, ids[: len(tokens)])
+            held.tokens = tokens
+            self.refused += 1
+            return
+        held.tokens = ids
+        assert logits.tobytes() == self._oracle.logits(ids)
+
+    def _score(self) -> None:
+        held, ids = self._any(), self._tokens(40)
+        if len(ids) < 2:
+            return
+        self._room(held, len(ids))
+        scores = held.session.score(ids)
+        whole, before = [*held.tokens, *ids], len(held.tokens)
+        held.tokens += ids[:-1]
+        assert scores.tobytes() == self._oracle.scores(whole, before)
+
+    def _rewind(self) -> None:
+        held = self._any()
+        held.tokens = held.tokens[: self._random.randrange(len(held.tokens) + 1)]
+        held.session.rewind(len(held.tokens))
+
+    def _fork(self) -> None:
+        held = self._any()
+        self._keep(Held(held.session.fork(), list(held.tokens)))
+
+    def _keep(self, held: Held) -> None:
+        if len(self._held) == MOST_SESSIONS:
+            self._held.pop(self._random.randrange(MOST_SESSIONS)).session.close()
+        self._held.append(held)
+
+    def _save_and_load(self) -> None:
+        held, path = self._any(), self._folder / f"{self._name}.session"
+        held.session.save(path)
+        loaded = self._model.load_session(path, max_context=CONTEXT)
+        assert loaded.tokens == held.tokens
+        self._keep(Held(loaded, list(held.tokens)))
+
+    def _batch(self) -> None:
+        chosen = self._random.sample(self._held, self._random.randrange(1, len(self._held) + 1))
+        ids = [self._tokens(60) for _ in chosen]
+        for held, tokens in zip(chosen, ids, strict=True):
+            self._room(held, len(tokens))
+        results = self._model.forward_batch(
+            [held.session for held in chosen], ids, output="logits", return_errors=True
+        )
+        for held, tokens, result in zip(chosen, ids, results, strict=True):
+            if isinstance(result, REFUSALS):
+                self.refused += 1
+                assert held.session.tokens == held.tokens
+                continue
+            held.tokens = [*held.tokens, *tokens]
+            assert held.session.tokens == held.tokens
+            assert result.tobytes() == self._oracle.logits(held.tokens)
+
+    def _cancel(self) -> None:
+        held, ids = self._any(), self._tokens(150)
+        self._room(held, len(ids))
+        last = self._random.randrange(1, 4)
+        chunks = 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal chunks
+            chunks += 1
+            if chunks == last:
+                raise Cancelled
+
+        with suppress(Cancelled):
+            held.session.forward_prompt(ids, progress=progress)
+        position = held.session.position
+        held.tokens = [*held.tokens, *ids][:position]
+        assert held.session.tokens == held.tokens
+
+    def _request(self) -> tuple[list[int], int]:
+        return self._tokens(50), self._random.randrange(1000)
+
+    def _texts(self) -> None:
+        """Texts that are written together: prompts enter as others end."""
+        requests = [self._request() for _ in range(3)]
+        texts = [""] * len(requests)
+        prompts = [(ids, {"seed": seed}) for ids, seed in requests]
+        for i, piece in self._model.generate_many(prompts, 6, max_streams=2, **SAMPLED):
+            texts[i] += str(piece)
+        assert texts == [self._oracle.text(ids, 6, seed) for ids, seed in requests]
+
+    def _tasks(self) -> None:
+        """Tasks that share the engine loop with those of other threads; one ends early."""
+        requests = [self._request() for _ in range(2)]
+
+        async def write(ids: list[int], seed: int, most: int) -> str:
+            text = ""
+            async for piece in self._model.generate_async(ids, 6, seed=seed, **SAMPLED):
+                text += piece
+                if len(text) >= most:
+                    break
+            return text
+
+        async def both() -> tuple[str | BaseException, str | BaseException]:
+            return await asyncio.gather(
+                write(*requests[0], 10**6), write(*requests[1], 1), return_exceptions=True
+            )
+
+        for (ids, seed), text in zip(requests, asyncio.run(both()), strict=True):
+            if isinstance(text, BaseException):
+                raise text
+            assert self._oracle.text(ids, 6, seed).startswith(text)
+
+    def _leave(self) -> None:
+        """Leave a text after its first piece."""
+        held, (ids, seed) = self._any(), self._request()
+        pieces = held.session.generate(ids, 6, seed=seed, **SAMPLED)
+        first = ""
+        try:
+            first = next(pieces, "")
+        finally:
+            del pieces
+            held.tokens = held.session.tokens
+        assert self._oracle.text(ids, 6, seed).startswith(first)
+
+    def _join(self) -> None:
+        """Use a session that other threads use as well: a prompt that replaces what it holds."""
+        session, ids = self._random.choice(self._shared), self._tokens(120)
+        logits = session.forward_prompt_logits(ids, reuse=True)
+        assert logits.tobytes() == self._oracle.logits(ids)
+
+
+@dataclass
+class Footprint:
+    """What a process holds while nothing runs."""
+
+    resident: int  # bytes
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        """Measure, once what is free was given back."""
+        gc.collect()
+        with suppress(AttributeError, OSError):
+            ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(
+            pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threading.active_count()
+        )
+
+
+def fail_now_and_then(device: str, random: Random, end: float) -> int:
+    """Have single allocations fail until a time of the monotonic clock; return how many did."""
+    came = 0
+    while time.monotonic() < end:
+        with failing_allocation(device, random.randrange(1, 100)) as fault:
+            time.sleep(random.uniform(0.001, 0.02))
+        came += fault.came
+    return came
+
+
+def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> dict[str, int]:
+    """Have threads work for some time, and return counts.
+
+    Raises
+    ------
+    AssertionError
+        A result differs from that of the oracle, or a session from what it must hold.
+    """
+    chunk = 64 if device == "cpu" else 8  # on Metal bits do not depend on the split up to 8 tokens
+    page = 64 * 4 * 32 * 2 * 2
+    oracle = Oracle(path, device, chunk)
+    model = Model(
+        path, device=device, threads=2, chunk_tokens=chunk, prefix_memory=20 * page, kv_memory=200 * page
+    )
+    shared = [model.session(max_context=CONTEXT) for _ in range(2)]
+    workers = [Worker(model, oracle, shared, folder, f"{seed}-{i}") for i in range(6)]
+    end = time.monotonic() + seconds
+    problems: list[BaseException] = []
+
+    def work(worker: Worker) -> None:
+        try:
+            worker.run(end)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    faults = fail_now_and_then(device, Random(seed), end)
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    for session in shared:
+        session.close()
+    while any(thread.name == "metal_prefill engine loop" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    gc.collect()  # sessions that texts were written with
+    stats = model.stats()
+    assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
+    model.close()
+    oracle.close()
+    return {
+        "calls": sum(worker.calls for worker in workers),
+        "refused": sum(worker.refused for worker in workers),
+        "failed allocations": faults,
+    }

@@ -1,0 +1,47 @@
+"""Saved sessions that are wrong in a few places."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from copy import deepcopy
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import _state
+
+
+def mutate_state(plain: bytes, random: Random) -> bytes:
+    """Change the header by its structure, the rest by its bytes; often the checksum is that of the result."""
+    (length,) = struct.unpack_from("<Q", plain)
+    header, body = json.loads(plain[8 : 8 + length]), bytearray(plain[8 + length :])
+    odd: list[Any] = [0, -1, 2**63, 1.5, "x", None, [], {}, [0, 1], True, "F16", "I64", [[[]]], 10**30]
+    for _ in range(random.choice((0, 1, 1, 2))):
+        node: Any = header
+        while isinstance(node, dict) and node and random.random() < 0.8:
+            key = random.choice(list(node))
+            if isinstance(node[key], (dict, list)) and node[key] and random.random() < 0.8:
+                node = node[key]
+                continue
+            node[key] = deepcopy(random.choice(odd))
+            break
+        if isinstance(node, list) and node:
+            node[random.randrange(len(node))] = deepcopy(random.choice(odd))
+    for _ in range(random.choice((0, 0, 1, 8))):
+        body[random.randrange(len(body))] = random.randrange(256)
+    with suppress(Exception):  # a header that no checksum can be made for stays without one
+        metadata = header["__metadata__"]
+        tensors = {k: v for k, v in header.items() if k != "__metadata__"}
+        if random.random() < 0.7:
+            slices = {k: slice(*v["data_offsets"]) for k, v in tensors.items()}
+            arrays = {k: np.frombuffer(bytes(body[s]), np.uint8) for k, s in slices.items()}
+            metadata["checksum"] = _state._checksum(arrays, metadata)
+    raw = bytearray(json.dumps(header).encode())
+    for _ in range(random.choice((0, 0, 0, 2))):
+        raw[random.randrange(len(raw))] = random.randrange(256)
+    stated = random.choice((len(raw),) * 9 + (2**64 - 1, 0, len(raw) + 1))
+    content = struct.pack("<Q", stated) + raw + body
+    return bytes(content[: random.randrange(len(content))] if random.random() < 0.1 else content)

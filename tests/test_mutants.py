@@ -1,0 +1,84 @@
+"""The list of planted errors fits the sources. That tests catch them, `make mutants` shows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[1]
+
+
+def problems(mutant: Mutant) -> list[str]:
+    """Say what is wrong with an entry."""
+    path = ROOT / mutant.file
+    if not path.is_file():
+        return [f"{mutant.file}: there is no such file"]
+    found = []
+    count = path.read_text(encoding="utf-8").count(mutant.old)
+    if count != 1:
+        found.append(f"{mutant.file}: {mutant.old!r} occurs {count} times")
+    if mutant.old == mutant.new:
+        found.append(f"{mutant.file}: nothing changes")
+    if not mutant.reason or "\n" in mutant.reason:
+        found.append(f"{mutant.file}: the error is not named in a line")
+    options = mutant.tests[mutant.tests.index("-k") :] if "-k" in mutant.tests else ()
+    for test in mutant.tests[: len(mutant.tests) - len(options)]:
+        if test.startswith("-"):
+            continue
+        file, _, name = test.partition("::")
+        if not (ROOT / file).exists():
+            found.append(f"{mutant.file}: there is no {file}")
+        elif name and f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8"):
+            found.append(f"{mutant.file}: {file} has no {name}")
+    if not any("tests" in test for test in mutant.tests):
+        found.append(f"{mutant.file}: no test is named")
+    return found
+
+
+def test_every_planted_error_fits_its_file_and_names_its_tests() -> None:
+    assert [problem for mutant in MUTANTS for problem in problems(mutant)] == []
+    assert [m for m, count in Counter((m.file, m.old, m.new) for m in MUTANTS).items() if count > 1] == []
+
+
+def test_each_part_of_the_project_has_planted_errors() -> None:
+    assert len(MUTANTS) >= 60
+    files = {mutant.file for mutant in MUTANTS}
+    shaders = {f"shaders/{path.name}" for path in (ROOT / "shaders").glob("*.metal")}
+    assert shaders <= files
+    for part in (
+        r"cpp/\w+\.cpp",
+        r"cpp/cpu/",
+        r"cpp/metal/",
+        r"emulator/(metal|cpu)/",
+        r"emulator/msl/scanner/",
+        *(
+            rf"python/metal_prefill/{name}"
+            for name in (
+                *(r"_?gguf_\w+\.py", r"_state\.py", r"tokenizer\.py", r"(_template_\w+|chat_template)\.py"),
+                *(r"sampling\.py", r"_scoring\.py", r"_bench/rows\.py", r"_cost_model/", r"_commands/"),
+            )
+        ),
+    ):
+        assert any(re.match(part, file) for file in files), part
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"file": "cpp/none.cpp"}, "there is no such file"),
+        ({"old": "no such text"}, "occurs 0 times"),
+        ({"old": "  "}, "occurs "),
+        ({"new": MUTANTS[0].old}, "nothing changes"),
+        ({"reason": ""}, "not named"),
+        ({"tests": ()}, "no test"),
+        ({"tests": ("tests/test_none.py",)}, "there is no tests/test_none.py"),
+        ({"tests": ("tests/test_mutants.py::test_none",)}, "has no test_none"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_named(change: dict[str, object], said: str) -> None:
+    entry = Mutant(**{**vars(MUTANTS[0]), **change})
+    assert any(said in problem for problem in problems(entry))
