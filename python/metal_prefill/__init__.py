@@ -10,7 +10,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():  # before the native module, which would switch it on
+    raise ImportError(
+        "metal_prefill needs Python's global interpreter lock: free-threaded Python was not tested. Set "
+        "PYTHON_GIL=1, or use an ordinary build of Python"
+    )
 
 from metal_prefill.errors import (
     ChatTemplateError,
