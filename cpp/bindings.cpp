@@ -219,6 +219,9 @@ void bind_config(nb::module_& m) {
       .value("LINEAR", RopeScaling::kLinear)
       .value("YARN", RopeScaling::kYarn);
   nb::enum_<Activation>(m, "Activation").value("SILU", Activation::kSilu).value("GELU", Activation::kGelu);
+  nb::enum_<QkNormPlace>(m, "QkNormPlace")
+      .value("HEADS", QkNormPlace::kHeads)
+      .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads);
   nb::enum_<Compute>(m, "Compute").value("INT8", Compute::kInt8).value("F32", Compute::kF32);
   nb::enum_<KvType>(m, "KvType").value("F16", KvType::kF16).value("F32", KvType::kF32);
 
@@ -246,6 +249,9 @@ void bind_config(nb::module_& m) {
       .def_rw("rope_beta_slow", &Config::rope_beta_slow)
       .def_rw("activation", &Config::activation)
       .def_rw("embedding_scale", &Config::embedding_scale)
+      .def_rw("residual_scale", &Config::residual_scale)
+      .def_rw("logit_scale", &Config::logit_scale)
+      .def_rw("qk_norm_place", &Config::qk_norm_place)
       .def_rw("causal", &Config::causal)
       .def_rw("attention_scale", &Config::attention_scale)
       .def_rw("layer_uses_rope", &Config::layer_uses_rope)

@@ -77,11 +77,12 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, style)         // ROPE_INTERLEAVED or ROPE_NEOX
   ARGS_FIELD(u32_t, page_stride)   // from one page of the cache to the next
   ARGS_FIELD(u32_t, has_bias)      // biases of q, k and v are bound
-  ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head before the rotation
+  ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head
   ARGS_FIELD(u32_t, has_k_norm)
+  ARGS_FIELD(u32_t, norm_after)    // the norms follow the rotation
   ARGS_FIELD(float, eps)
   ARGS_FIELD(u32_t, skip_queries)  // only K and V are needed
-ARGS_END(RopeArgs, 48)
+ARGS_END(RopeArgs, 52)
 
 // softmax(scale * q . k) v over the keys at and before each token's position. K and V of a page are
 // [PAGE_POSITIONS][kv_head][dim].
@@ -103,7 +104,7 @@ ARGS_END(AttentionArgs, 44)
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 92)
+ARGS_END(RopeAttentionArgs, 96)
 
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input is [gate | up]
 ARGS_STRUCT(SwigluArgs)

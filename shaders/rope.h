@@ -20,6 +20,13 @@ static inline float2 pair_at(device const float* row, device const float* bias, 
   return has_bias ? value + float2(bias[first + dims.x], bias[first + dims.y]) : value;
 }
 
+// Pair `i` of a head after its rotation.
+static inline float2 turned(float2 value, device const float2* table, ushort i, ushort rope_dim) {
+  if (i >= rope_dim / 2) return value;
+  const float2 turn = table[i];
+  return float2(value.x * turn.x - value.y * turn.y, value.x * turn.y + value.y * turn.x);
+}
+
 // Takes a head of q or k from column `first` of a row of qkv, adds the bias, norms and rotates it, and writes
 // it to `out`, rounded to T. `out` may be the same place of qkv. `table` is the row of the token's position.
 template <typename T, typename Out>
@@ -31,7 +38,8 @@ static inline void rotate_head(device const float* row, uint first, device const
   if (has_norm) {
     float sum = 0.0f;
     for (ushort i = lane; i < args.key_dim / 2; i += 32) {
-      const float2 value = pair_at(row, bias, first, pair_of(i, args.rope_dim, args.style), args.has_bias);
+      float2 value = pair_at(row, bias, first, pair_of(i, args.rope_dim, args.style), args.has_bias);
+      if (args.norm_after) value = turned(value, table, i, args.rope_dim);
       sum += dot(value, value);
     }
     scale = precise::rsqrt(simd_sum(sum) / float(args.key_dim) + args.eps);
@@ -39,11 +47,10 @@ static inline void rotate_head(device const float* row, uint first, device const
   for (ushort i = lane; i < args.key_dim / 2; i += 32) {
     const ushort2 dims = pair_of(i, args.rope_dim, args.style);
     float2 value = pair_at(row, bias, first, dims, args.has_bias);
-    if (has_norm) value *= scale * float2(norm[dims.x], norm[dims.y]);
-    if (i < args.rope_dim / 2) {
-      const float2 turn = table[i];
-      value = float2(value.x * turn.x - value.y * turn.y, value.x * turn.y + value.y * turn.x);
-    }
+    const float2 factor = has_norm ? scale * float2(norm[dims.x], norm[dims.y]) : float2(1.0f);
+    if (!args.norm_after) value *= factor;
+    value = turned(value, table, i, args.rope_dim);
+    if (args.norm_after) value *= factor;
     out[dims.x] = T(value.x);
     out[dims.y] = T(value.y);
   }

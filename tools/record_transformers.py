@@ -28,10 +28,11 @@ sys.path.insert(0, str(TESTS))
 from support import comparison, small_models  # noqa: E402
 from support.small_models import SmallModel  # noqa: E402
 
-MODEL_TYPES = {
+MODEL_TYPES = {  # where transformers has another name
     "gemma3": "gemma3_text",
     "gemma-embedding": "gemma3_text",
-}  # where transformers has another name
+    "hunyuan-dense": "hunyuan_v1_dense",
+}
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -49,12 +50,16 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-PHI3_NAMES = NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 GEMMA = ("gemma3", "gemma-embedding")
-GEMMA_NAMES = NAMES | {
+POST_NORMS = NAMES | {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+ARCHITECTURE_NAMES = {
+    **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
+    "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "hunyuan-dense": NAMES
+    | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
 }
 
 
@@ -82,6 +87,12 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
     }
     if model.architecture == "llama":
         settings["attention_bias"] = model.qkv_bias
+    if model.architecture == "granite":
+        scales = dict(model.scales)
+        settings["embedding_multiplier"] = scales["embedding_scale"]
+        settings["residual_multiplier"] = scales["residual_scale"]
+        settings["logits_scaling"] = scales["logit_scale"]
+        settings["attention_multiplier"] = scales["attention.scale"]
     if model.architecture in GEMMA:  # layers with a window rotate by a base of their own, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
@@ -93,9 +104,7 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
 
 def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Give the tensors of a file their names and layout in transformers."""
-    names = dict.fromkeys(GEMMA, GEMMA_NAMES).get(
-        model.architecture, PHI3_NAMES if model.architecture == "phi3" else NAMES
-    )
+    names = ARCHITECTURE_NAMES.get(model.architecture, NAMES)
     for tensor in GGUFReader(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
         *layer, part = stem.split(".")
@@ -103,7 +112,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             continue
         prefix = f"model.layers.{layer[1]}." if layer else ""
         data = np.array(tensor.data, dtype=np.float32)
-        if part in ("attn_q", "attn_k") and model.architecture in ("llama", "smollm3"):
+        if part in ("attn_q", "attn_k") and model.architecture in ("llama", "smollm3", "granite"):
             # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
             pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
             data = pairs.swapaxes(1, 2).reshape(data.shape)

@@ -27,6 +27,11 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       weights_(model, options.compute, team),
       ropes_(model),
       scratch_(std::size_t(team.size())) {
+  const auto* norm = reinterpret_cast<const float*>(model.output_norm.data);
+  scaled_norm_.assign(norm, norm + config_.dim);
+  for (float& weight : scaled_norm_) weight *= config_.logit_scale;
+  head_norm_ = model.output_norm;
+  head_norm_.data = reinterpret_cast<const std::byte*>(scaled_norm_.data());
   for (Scratch& scratch : scratch_) scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
 }
 
@@ -69,7 +74,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
       .v = a.v,
   };
   const Product q = {w.wq, a.q, &m.bq}, k = {w.wk, a.k, &m.bk}, v = {w.wv, a.v, &m.bv};
-  normalize(c, a.x, m.attn_norm, config_.norm_eps, 0, n, a.normed);
+  normalize(c, a.x, m.attn_norm, config_.stream_eps(), 0, n, a.normed);
   if (n_wanted == n) {
     multiply(c, {q, k, v}, a.normed, n);
     append_to_cache(c, step, all_.rows, Rotate::kQueriesAndKeys);
@@ -78,7 +83,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
     append_to_cache(c, step, all_.rows, Rotate::kKeys);
     if (n_wanted == 0) return;
     keep_rows(c, a.x, config_.dim, wanted.rows);
-    normalize(c, a.x, m.attn_norm, config_.norm_eps, 0, n_wanted, a.normed);
+    normalize(c, a.x, m.attn_norm, config_.stream_eps(), 0, n_wanted, a.normed);
     multiply(c, {q}, a.normed, n_wanted);
     rotate_queries(c, step, wanted.rows);
   }
@@ -98,7 +103,7 @@ void ForwardPass::add_block(const Context& c, const Linear& w, const Activations
 void ForwardPass::feed_forward(const Context& c, int layer, int rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
-  normalize(c, work_.x, m.ffn_norm, config_.norm_eps, 0, rows, work_.normed);
+  normalize(c, work_.x, m.ffn_norm, config_.stream_eps(), 0, rows, work_.normed);
   multiply_gated(c, w.w_gate, w.w_up, config_.activation, work_.normed, rows, work_.ffn);
   add_block(c, w.w_down, work_.ffn, m.post_ffn_norm, rows);
 }
@@ -107,7 +112,7 @@ void ForwardPass::head(const Context& c) {
   const int n = int(logits_.size());
   for (int first = 0; first < n; first += kHeadRows) {
     const int count = std::min(kHeadRows, n - first);
-    normalize(c, work_.x, model_.output_norm, config_.norm_eps, first, count, work_.normed);
+    normalize(c, work_.x, head_norm_, config_.stream_eps(), first, count, work_.normed);
     multiply_head(c, weights_.output, work_.normed, count, logits_.data() + first, first);
     use_logits(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
   }
@@ -120,10 +125,10 @@ void ForwardPass::deliver_hidden(const Context& c) {
     const float* x = work_.x.row(first + i);
     float* out = chunk->hidden + std::ptrdiff_t(row) * config_.dim;
     if (chunk->output == Output::kHidden)
-      c.kernels.rms_norm(x, reinterpret_cast<const float*>(model_.output_norm.data), config_.norm_eps,
+      c.kernels.rms_norm(x, reinterpret_cast<const float*>(model_.output_norm.data), config_.stream_eps(),
                          config_.dim, out);
     else
-      std::copy_n(x, config_.dim, out);
+      std::transform(x, x + config_.dim, out, [&](float value) { return value * config_.residual_scale; });
   });
 }
 

@@ -64,6 +64,8 @@ class ForwardPass {
   const KvPages& cache_;
   Team& team_;
   Weights weights_;
+  std::vector<float> scaled_norm_;  // the weights of the output norm, times the scale of the logits
+  Tensor head_norm_;                // a view of them
   const Ropes ropes_;
   std::vector<Scratch> scratch_;
 

@@ -21,10 +21,15 @@ void prepare_heads(const Context& c, const AttentionStep& step, const Tensor& no
                    float* heads, int n) {
   const int pairs = step.config.rope_dim / 2, dim = step.config.key_dim;
   for (float* head = heads; head < heads + std::ptrdiff_t(n) * dim; head += dim) {
-    if (norm) c.kernels.rms_norm(head, floats(norm), step.config.norm_eps, dim, head);
+    const auto norm_at = [&](QkNormPlace place) {
+      if (norm && step.config.qk_norm_place == place)
+        c.kernels.rms_norm(head, floats(norm), step.config.norm_eps, dim, head);
+    };
+    norm_at(QkNormPlace::kHeads);
     if (step.rotations)
       c.kernels.rope(head, step.rotations + std::size_t(row.index) * 2 * std::size_t(pairs), pairs,
                      step.config.rope_style);
+    norm_at(QkNormPlace::kRotatedHeads);
   }
 }
 
@@ -51,8 +56,8 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
     float* row = x.row(i);
     dequantize_row(model.token_embedding.type, model.token_embedding.row(rows[std::size_t(i)].token), row,
                    std::size_t(config.dim));
-    if (config.embedding_scale != 1.0f)
-      for (int d = 0; d < config.dim; ++d) row[d] *= config.embedding_scale;
+    if (const float scale = config.stream_embedding_scale(); scale != 1.0f)
+      for (int d = 0; d < config.dim; ++d) row[d] *= scale;
   });
 }
 

@@ -24,7 +24,8 @@ class WeightBuffers final : public WeightViews {
   WeightBuffers(const Device& device, const Model& model);
 
   View view(const Tensor& tensor) const override;
-  View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors) override;
+  View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors,
+                   float factor) override;
 
   std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t copied_bytes() const { return copied_bytes_; }

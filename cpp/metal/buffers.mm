@@ -90,13 +90,15 @@ View WeightBuffers::view(const Tensor& tensor) const {
   throw std::logic_error("the tensor '" + tensor.name + "' is in no buffer");
 }
 
-View WeightBuffers::concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors) {
+View WeightBuffers::concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors,
+                                float factor) {
   std::vector<float> all;
   for (const auto& [tensor, n] : vectors) {
     const std::size_t begin = all.size();
     all.resize(begin + std::size_t(n), 0.0f);
     if (*tensor) std::memcpy(all.data() + begin, tensor->data, tensor->bytes);
   }
+  for (float& value : all) value *= factor;
   return view_of(copy(traits_of(name).label, std::as_bytes(std::span(all))), name);
 }
 

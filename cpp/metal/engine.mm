@@ -251,8 +251,11 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
             static_cast<const float*>(contents(normed ? BufferName::kHidden : BufferName::kX));
         const std::size_t first = std::size_t(run.row - (normed ? rows.hidden.first : 0));
         const std::size_t dim = std::size_t(config().dim), padded_dim = std::size_t(padded_.config.dim);
-        for (std::size_t i = 0; i < std::size_t(run.count); ++i)
-          std::memcpy(chunk.hidden + i * dim, hidden + (first + i) * padded_dim, dim * sizeof(float));
+        const float factor = normed ? 1.0f : config().residual_scale;
+        for (std::size_t i = 0; i < std::size_t(run.count); ++i) {
+          const float* x = hidden + (first + i) * padded_dim;
+          std::transform(x, x + dim, chunk.hidden + i * dim, [&](float value) { return value * factor; });
+        }
         break;
       }
     }

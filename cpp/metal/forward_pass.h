@@ -16,8 +16,9 @@ class WeightViews {
  public:
   virtual ~WeightViews() = default;
   virtual View view(const Tensor& tensor) const = 0;
-  // A new buffer with float32 vectors one after another; an absent one counts as `n` zeros.
-  virtual View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors) = 0;
+  // A new buffer with float32 vectors one after another, all times `factor`; an absent one counts as `n` zeros.
+  virtual View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors,
+                           float factor) = 0;
 };
 
 // The buffers of one pass.
@@ -150,6 +151,7 @@ class ForwardPass {
   Projection embedding_;
   std::vector<Projection> output_;  // one
   Norm output_norm_;
+  Norm head_norm_;  // the same with the scale of the logits
   std::vector<Layer> layers_;
   int qkv_dim_, att_dim_;
   u32_t activation_;

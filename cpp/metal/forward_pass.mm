@@ -26,7 +26,7 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
                .wanted = {wanted_rows(rows), sequences_of(rows.wanted, tables)},
                .a = activations(rows, buffers)};
 
-  ops::embed(e, embedding_, tables.ids, pass.a.x, pass.all.rows.count, config_.embedding_scale);
+  ops::embed(e, embedding_, tables.ids, pass.a.x, pass.all.rows.count, config_.stream_embedding_scale());
   for (int layer = 0; layer < config_.n_layers; ++layer) {
     // The last layer writes K and V of every row, and continues only with rows whose output is wanted.
     const bool last = layer == config_.n_layers - 1;
@@ -121,7 +121,7 @@ void ForwardPass::add_block(const Pass& pass, const Projection& w, const View& x
 }
 
 void ForwardPass::head(const Pass& pass, const Rows& rows, const View& logits) const {
-  normed_projections(pass.e, output_norm_, output_, pass.a.x.row(std::size_t(rows.first), config_.dim),
+  normed_projections(pass.e, head_norm_, output_, pass.a.x.row(std::size_t(rows.first), config_.dim),
                      pass.a.normed, {logits, config_.vocab_size}, rows);
 }
 

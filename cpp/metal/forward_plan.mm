@@ -75,22 +75,26 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       page_layout_(model.config, options.kv_type),
       embedding_(projection(model.token_embedding, weights)),
       output_{projection(model.output, weights)},
-      output_norm_{weights.view(model.output_norm), config_.dim, config_.norm_eps},
+      output_norm_{weights.view(model.output_norm), config_.dim, config_.stream_eps()},
+      head_norm_(output_norm_),
       qkv_dim_(config_.n_heads * config_.key_dim +
                config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
       activation_(config_.activation == Activation::kGelu ? ACTIVATION_GELU : ACTIVATION_SILU) {
   static_cast<void>(cache_shape_.decode_size());  // throws for heads that are too large
+  if (config_.logit_scale != 1.0f)
+    head_norm_.weight = weights.concatenate(BufferName::kHeadNorm, {{{&model.output_norm, config_.dim}}},
+                                            config_.logit_scale);
   for (const LayerWeights& w : model.layers) layers_.push_back(layer_of(w, weights));
 }
 
 ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& weights) const {
   const auto optional = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
-  const auto norm = [&](const Tensor& t) { return Norm{optional(t), config_.dim, config_.norm_eps}; };
-  Layer layer = {.attn_norm = norm(w.attn_norm),
-                 .ffn_norm = norm(w.ffn_norm),
-                 .post_attn_norm = norm(w.post_attn_norm),
-                 .post_ffn_norm = norm(w.post_ffn_norm),
+  const auto norm = [&](const Tensor& t, float eps) { return Norm{optional(t), config_.dim, eps}; };
+  Layer layer = {.attn_norm = norm(w.attn_norm, config_.stream_eps()),
+                 .ffn_norm = norm(w.ffn_norm, config_.stream_eps()),
+                 .post_attn_norm = norm(w.post_attn_norm, config_.norm_eps),
+                 .post_ffn_norm = norm(w.post_ffn_norm, config_.norm_eps),
                  .bias = {},
                  .q_norm = optional(w.q_norm),
                  .k_norm = optional(w.k_norm),
@@ -100,7 +104,7 @@ ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& wei
                  .w_down = projection(w.w_down, weights)};
   if (w.bq || w.bk || w.bv)
     layer.bias = weights.concatenate(BufferName::kQkvBias,
-                                     {{{&w.bq, w.wq.rows}, {&w.bk, w.wk.rows}, {&w.bv, w.wv.rows}}});
+                                     {{{&w.bq, w.wq.rows}, {&w.bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
   return layer;
 }
 
@@ -171,6 +175,7 @@ RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
           .has_bias = bool(w.bias),
           .has_q_norm = bool(w.q_norm),
           .has_k_norm = bool(w.k_norm),
+          .norm_after = config_.qk_norm_place == QkNormPlace::kRotatedHeads,
           .eps = config_.norm_eps,
           .skip_queries = skip_queries};
 }

@@ -65,7 +65,7 @@ class RecordedWeights final : public WeightViews {
   View view(const Tensor& t) const override {
     return {const_cast<RecordedWeights*>(this), std::size_t(t.data - file_), BufferName::kWeights};
   }
-  View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>>) override {
+  View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>>, float) override {
     return {this, 0, name};
   }
 

@@ -49,6 +49,8 @@ BufferTraits traits_of(BufferName name) {
       return {"weights", true};
     case BufferName::kQkvBias:
       return {"qkv_bias", true};
+    case BufferName::kHeadNorm:
+      return {"head_norm", true};
     case BufferName::kKeys:
       return {"keys", false};
     case BufferName::kValues:

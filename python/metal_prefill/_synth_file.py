@@ -49,6 +49,8 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_value_length(shape.value_width)
     if shape.window is not None:
         writer.add_sliding_window(shape.window)
+    for key, value in shape.scales:
+        writer.add_float32(f"{shape.architecture}.{key}", value)
     writer.add_rope_dimension_count(shape.rotated)
     writer.add_rope_freq_base(shape.rope_base)
     if shape.rope_scaling in ("linear", "yarn"):

@@ -85,6 +85,7 @@ class ModelShape:
     pooling: str | None = None
     dense: int | None = None
     labels: tuple[str, ...] = ()
+    scales: tuple[tuple[str, float], ...] = ()  # keys of the metadata, after the architecture, and values
 
     @property
     def value_width(self) -> int:

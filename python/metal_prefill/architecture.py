@@ -22,6 +22,7 @@ from metal_prefill.gguf_file import GGUFFile, TensorInfo
 RopeStyle: TypeAlias = Literal["interleaved", "neox"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
 Activation: TypeAlias = Literal["silu", "gelu"]
+QkNormPlace: TypeAlias = Literal["heads", "rotated_heads"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
 
 
@@ -61,11 +62,17 @@ class ModelConfig:
         Of the gate; gelu is the tanh approximation.
     embedding_scale : float
         Multiplies the embeddings.
+    residual_scale : float
+        Multiplies what attention and feed-forward add to the residual stream.
+    logit_scale : float
+        Multiplies the logits.
     causal : bool
         A token sees those up to its own; else all of the text, or half of a window before it and half
         after it.
     attention_scale : float
         Multiplies q.k; 0 stands for ``1 / sqrt(key_dim)``.
+    qk_norm_place : {"heads", "rotated_heads"}
+        Where q and k are normed, if the model has the weights for it: each head, before or after its rotation.
     layer_uses_rope : tuple of bool
         Per layer; empty where every layer rotates.
     layer_window : tuple of int
@@ -97,8 +104,11 @@ class ModelConfig:
     rope_beta_slow: float = 1.0
     activation: Activation = "silu"
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     causal: bool = True
     attention_scale: float = 0.0
+    qk_norm_place: QkNormPlace = "heads"
     layer_uses_rope: tuple[bool, ...] = ()
     layer_window: tuple[int, ...] = ()
     layer_rope_base: tuple[float, ...] = ()
@@ -132,6 +142,10 @@ class Architecture:
         Whether a token sees only those up to its own, where the file does not say.
     scale_embedding : bool
         Multiply embeddings by ``sqrt(dim)``.
+    scales : bool
+        The file may scale embeddings, additions to the residual stream, and logits, which it divides.
+    qk_norm_place : {"heads", "rotated_heads"}
+        As in `ModelConfig`.
     fused : mapping of str to tuple of str
         Tensors of a layer that hold several matrices, one below the other, and the roles of those.
     """
@@ -145,6 +159,8 @@ class Architecture:
     window_period: int = 0
     optional_window: bool = False
     scale_embedding: bool = False
+    scales: bool = False
+    qk_norm_place: QkNormPlace = "heads"
     causal: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
@@ -165,6 +181,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(rope_style="neox", qkv_bias="required"),
     "qwen3": Architecture(rope_style="neox", qk_norm="required"),
     "smollm3": Architecture(rope_free_every=4),
+    "granite": Architecture(qkv_bias="optional", scales=True),
+    "hunyuan-dense": Architecture(
+        rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"
+    ),
     "ernie4_5": Architecture(qkv_bias="optional"),
     "phi3": Architecture(
         rope_style="neox",
@@ -185,16 +205,21 @@ UNSUPPORTED_KEYS: dict[str, float] = {
     "expert_count": 0,  # mixture of experts
     "attn_logit_softcapping": 0,
     "final_logit_softcapping": 0,
-    "embedding_scale": 1,
-    "residual_scale": 1,
-    "logit_scale": 1,
     "attention.max_alibi_bias": 0,
     "attention.clamp_kqv": 0,
     "rope.scaling.yarn_ext_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
 }
 
-_ENUMS = {"rope_style": _core.RopeStyle, "rope_scaling": _core.RopeScaling, "activation": _core.Activation}
+# Keys that only architectures with the trait `scales` understand.
+SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
+
+_ENUMS = {
+    "rope_style": _core.RopeStyle,
+    "rope_scaling": _core.RopeScaling,
+    "activation": _core.Activation,
+    "qk_norm_place": _core.QkNormPlace,
+}
 
 
 def core_config(config: ModelConfig) -> _core.Config:
@@ -252,6 +277,7 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
             f"{name}.rope.dimension_count is {rope_dim}, "
             f"it must be even and at most the head's {key_dim} dimensions"
         )
+    scales = {suffix: keys.positive_float(suffix, default=1.0) for suffix in SCALE_KEYS}
     config = ModelConfig(
         architecture=name,
         n_layers=n_layers,
@@ -269,7 +295,10 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
         rope_style=traits.rope_style,
         activation=traits.activation,
         causal=keys.boolean("attention.causal", default=traits.causal),
-        embedding_scale=math.sqrt(dim) if traits.scale_embedding else 1.0,
+        embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],
+        residual_scale=scales["residual_scale"],
+        logit_scale=1 / scales["logit_scale"],
+        qk_norm_place=traits.qk_norm_place,
         attention_scale=keys.positive_float("attention.scale", default=0.0),
     )
     config = _with_rope_scaling(config, keys)
@@ -375,7 +404,8 @@ def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) ->
 
 
 def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
-    for suffix, neutral in UNSUPPORTED_KEYS.items():
+    refused = UNSUPPORTED_KEYS if traits.scales else UNSUPPORTED_KEYS | dict.fromkeys(SCALE_KEYS, 1.0)
+    for suffix, neutral in refused.items():
         key = f"{keys.architecture}.{suffix}"
         value = keys.number(key, default=neutral)
         if value != neutral:

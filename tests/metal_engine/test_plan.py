@@ -106,7 +106,7 @@ def test_a_plan_is_what_reaches_the_gpu(tmp_path: Path, name: str, family: int) 
                 assert encoded(model, tokens) == expected, f"{tokens} tokens, {options}"
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", "smollm3", "phi3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", "smollm3", "phi3", "granite", "hunyuan-dense"])
 def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
     found = [model for model in small_models.MODELS.values() if model.architecture == name]
     assert found

@@ -17,7 +17,7 @@ class Case:
 
     def __init__(self, *positions: int, cache: type = np.float16, window: int = 0, **given: Any) -> None:
         given = {"heads": (9, 3), "dims": (64, 64), "rope": 64} | given
-        given = {"neox": False, "bias": False, "norms": False} | given
+        given = {"neox": False, "bias": False, "norms": False, "norm_after": False} | given
         self.n_heads, self.n_kv = given["heads"]
         self.key_dim, self.value_dim = given["dims"]
         self.positions, self.window = positions, window
@@ -44,11 +44,13 @@ class Case:
         wide = self.qkv.astype(np.float64) + (self.bias if given["bias"] else 0)
         q, k, v = np.split(wide, [q_dim, q_dim + k_dim], axis=1)
         q, k = q.reshape(n, self.n_heads, self.key_dim), k.reshape(n, self.n_kv, self.key_dim)
-        if given["norms"]:
+        if given["norms"] and not given["norm_after"]:
             q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
         if given["rope"]:
             turns = self.table[list(positions)]
             q, k = (rotate(x, turns, given["rope"], given["neox"]) for x in (q, k))
+        if given["norm_after"]:
+            q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
         self.own = k, v.reshape(n, self.n_kv, self.value_dim)
 
         self.expected = np.empty((n, self.n_heads, self.value_dim))
@@ -73,6 +75,7 @@ class Case:
             "has_bias": given["bias"],
             "has_q_norm": given["norms"],
             "has_k_norm": given["norms"],
+            "norm_after": given["norm_after"],
             "eps": 1e-6,
             "skip_queries": 0,
         }

@@ -87,7 +87,7 @@ def test_rmsnorm_of_zeros_is_zero(run: Run) -> None:
 @pytest.mark.parametrize("sequences", [[(1, 0)], [(5, 37)], [(3, 62), (1, 64), (2, 7)]])
 def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int, int]]) -> None:
     """Tokens of sequences, (tokens, position) each, which go to pages of their own."""
-    given = {"neox": False, "bias": False, "norms": False} | ROPE_CASES[case]
+    given = {"neox": False, "bias": False, "norms": False, "norm_after": False} | ROPE_CASES[case]
     (n_heads, n_kv), (key_dim, value_dim), rope_dim = given["heads"], given["dims"], given["rope"]
     rng = np.random.default_rng(3)
     q_dim, k_dim, v_dim = n_heads * key_dim, n_kv * key_dim, n_kv * value_dim
@@ -104,10 +104,12 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
     q, k, v = np.split(wide, [q_dim, q_dim + k_dim], axis=1)
     q, k = q.reshape(tokens, n_heads, key_dim), k.reshape(tokens, n_kv, key_dim)
     v = v.reshape(tokens, n_kv, value_dim)
-    if given["norms"]:
+    if given["norms"] and not given["norm_after"]:
         q, k = rms(q, 1e-6) * norms[0], rms(k, 1e-6) * norms[1]
     if rope_dim:
         q, k = (rotate(heads, table[positions], rope_dim, given["neox"]) for heads in (q, k))
+    if given["norm_after"]:
+        q, k = rms(q, 1e-6) * norms[0], rms(k, 1e-6) * norms[1]
 
     def pages() -> Pages:
         return Pages([n + p for n, p in sequences], n_kv, (key_dim, value_dim), cache)
@@ -125,6 +127,7 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
             has_bias=given["bias"],
             has_q_norm=given["norms"],
             has_k_norm=given["norms"],
+            norm_after=given["norm_after"],
             eps=1e-6,
             skip_queries=skip_queries,
         )

@@ -28,6 +28,14 @@ def rotate(x: Doubles, table: Floats, rope_dim: int, neox: bool) -> Doubles:
 
 
 ROPE_CASES: dict[str, dict[str, Any]] = {
+    "norms after the rotation": {
+        "heads": (4, 2),
+        "dims": (64, 64),
+        "rope": 64,
+        "neox": True,
+        "norms": True,
+        "norm_after": True,
+    },
     "smollm": {"heads": (9, 3), "dims": (64, 64), "rope": 64},
     "neox": {"heads": (4, 4), "dims": (32, 32), "rope": 32, "neox": True},
     "partial": {"heads": (2, 1), "dims": (80, 80), "rope": 20, "neox": True},

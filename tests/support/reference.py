@@ -69,6 +69,10 @@ class ReferenceModel:
             t.name: quants.dequantize(t.data, t.tensor_type).astype(np.float64) for t in reader.tensors
         }
         self.architecture: str = self.metadata["general.architecture"]
+        self.scale: dict[str, float] = {
+            name: self.metadata.get(f"{self.architecture}.{name}", 1.0)
+            for name in ("embedding_scale", "residual_scale", "logit_scale")
+        }
         self.dim: int = self._key("embedding_length")
         self.n_layers: int = self._key("block_count")
         self.n_heads: int = self._key("attention.head_count")
@@ -84,6 +88,7 @@ class ReferenceModel:
         """Run all of `tokens` from position 0."""
         ids = np.asarray(tokens)
         x = self.tensors["token_embd.weight"][ids]  # [n, dim]
+        x = x * self.scale["embedding_scale"]
         if self.architecture in GEMMA:
             x = x * math.sqrt(self.dim)
         keys, values = [], []
@@ -92,13 +97,13 @@ class ReferenceModel:
             keys.append(k)
             values.append(v)
             attended = self._attention(layer, q, self._cached(k), self._cached(v))
-            x = x + self._normed(
-                layer, "post_attention_norm", attended @ self._weight(layer, "attn_output").T
-            )
-            x = x + self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
+            projected = attended @ self._weight(layer, "attn_output").T
+            added = self.scale["residual_scale"]
+            x = x + added * self._normed(layer, "post_attention_norm", projected)
+            x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         hidden = self._rms_norm(x, self.tensors["output_norm.weight"])
-        return Result(hidden @ head.T, x, hidden, keys, values)
+        return Result(hidden @ head.T / self.scale["logit_scale"], x, hidden, keys, values)
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
         """Vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
@@ -121,8 +126,12 @@ class ReferenceModel:
         ):
             projected = h @ self._weight(layer, name).T + self.tensors.get(f"blk.{layer}.{name}.bias", 0.0)
             heads.append(projected.reshape(len(x), count, width))
-        q = self._rotated(layer, self._normed(layer, "attn_q_norm", heads[0]))
-        k = self._rotated(layer, self._normed(layer, "attn_k_norm", heads[1]))
+        if self.architecture == "hunyuan-dense":
+            q = self._normed(layer, "attn_q_norm", self._rotated(layer, heads[0]))
+            k = self._normed(layer, "attn_k_norm", self._rotated(layer, heads[1]))
+        else:
+            q = self._rotated(layer, self._normed(layer, "attn_q_norm", heads[0]))
+            k = self._rotated(layer, self._normed(layer, "attn_k_norm", heads[1]))
         return q, k, heads[2]
 
     def _attention(self, layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -160,7 +169,7 @@ class ReferenceModel:
         angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
         cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
         half = self.rope_dim // 2
-        if self.architecture in ("qwen2", "qwen3", "phi3", *GEMMA):
+        if self.architecture in ("qwen2", "qwen3", "phi3", "hunyuan-dense", *GEMMA):
             first, second = slice(0, half), slice(half, self.rope_dim)
         else:
             first, second = slice(0, self.rope_dim, 2), slice(1, self.rope_dim, 2)
@@ -202,7 +211,8 @@ class ReferenceModel:
         return self.architecture in GEMMA and layer % 6 != 5
 
     def _attention_scale(self) -> float:
-        return 1 / math.sqrt(self.key_dim)
+        scale: float = self._key("attention.scale", 1 / math.sqrt(self.key_dim))
+        return scale
 
     def _split(self) -> None:
         """Take the matrices apart that phi3 stacks: q, k and v, and gate and up."""

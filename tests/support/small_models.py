@@ -50,6 +50,8 @@ class SmallModel:
         None stands for `key_dim`.
     rope_scaling
         "none", "linear", "yarn", or "freqs" for a tensor that divides the frequencies, as Llama 3 has.
+    scales
+        Keys of the metadata, after the architecture, and their values.
     qkv_bias
         Biases of q, k and v where the architecture leaves it open.
     """
@@ -79,6 +81,7 @@ class SmallModel:
     pooling: str | None = None
     dense: int | None = None
     labels: tuple[str, ...] = ()
+    scales: tuple[tuple[str, float], ...] = ()
     seed: int = 1
 
     @property
@@ -150,6 +153,16 @@ MODELS: dict[str, SmallModel] = {
     "qwen2": SmallModel(architecture="qwen2", dim=128, qkv_bias=True),
     "qwen3": SmallModel(architecture="qwen3", key_dim=64),
     "smollm3": SmallModel(architecture="smollm3", layers=5),
+    "granite": SmallModel(
+        architecture="granite",
+        scales=(
+            ("embedding_scale", 12.0),
+            ("residual_scale", 0.22),
+            ("logit_scale", 6.0),
+            ("attention.scale", 0.125),
+        ),
+    ),
+    "hunyuan-dense": SmallModel(architecture="hunyuan-dense", key_dim=64),
     "ernie4_5": SmallModel(architecture="ernie4_5", key_dim=64),
     "phi3": SmallModel(architecture="phi3", dim=128, kv_heads=4),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
@@ -239,6 +252,7 @@ def _shape(model: SmallModel) -> ModelShape:
         pooling=model.pooling,
         dense=model.dense,
         labels=model.labels,
+        scales=model.scales,
     )
 
 
