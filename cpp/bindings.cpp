@@ -221,7 +221,8 @@ void bind_config(nb::module_& m) {
   nb::enum_<Activation>(m, "Activation").value("SILU", Activation::kSilu).value("GELU", Activation::kGelu);
   nb::enum_<QkNormPlace>(m, "QkNormPlace")
       .value("HEADS", QkNormPlace::kHeads)
-      .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads);
+      .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads)
+      .value("ROWS", QkNormPlace::kRows);
   nb::enum_<Compute>(m, "Compute").value("INT8", Compute::kInt8).value("F32", Compute::kF32);
   nb::enum_<KvType>(m, "KvType").value("F16", KvType::kF16).value("F32", KvType::kF32);
 

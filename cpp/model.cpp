@@ -61,9 +61,10 @@ void validate(const Model& model) {
   require(c.rope_base > 0 && c.rope_factor > 0 && c.norm_eps >= 0,
           "rope and norm parameters must be positive");
   const float scales[] = {c.residual_scale, c.logit_scale, c.stream_embedding_scale(), c.stream_eps()};
-  require(std::all_of(std::begin(scales), std::end(scales), [](float s) { return s > 0 && std::isfinite(s); }),
-          "scales of the embedding, of the residual stream and of the logits must be positive and finite, also "
-          "one divided by the other");
+  require(
+      std::all_of(std::begin(scales), std::end(scales), [](float s) { return s > 0 && std::isfinite(s); }),
+      "scales of the embedding, of the residual stream and of the logits must be positive and finite, also "
+      "one divided by the other");
   require(c.rope_scaling != RopeScaling::kYarn || c.rope_original_context > 0,
           "YaRN scaling needs the original context length");
   require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&

@@ -16,7 +16,9 @@ namespace metal_prefill {
 enum class RopeStyle { kInterleaved, kNeox };  // pairs (2i, 2i+1), or (i, i + rope_dim/2)
 enum class RopeScaling { kNone, kLinear, kYarn };
 enum class Activation { kSilu, kGelu };  // gelu: the tanh approximation
-enum class QkNormPlace { kHeads, kRotatedHeads };  // each head, before or after its rotation
+// What the norms of q and k take: each head, before or after its rotation, or all heads of a token together,
+// before the rotation.
+enum class QkNormPlace { kHeads, kRotatedHeads, kRows };
 
 // Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so
 // that the forward passes know no architecture by name.
@@ -45,12 +47,12 @@ struct Config {
 
   Activation activation = Activation::kSilu;
   float embedding_scale = 1.0f;
-  float residual_scale = 1.0f;   // of what a block adds to the residual stream
+  float residual_scale = 1.0f;  // of what a block adds to the residual stream
   float logit_scale = 1.0f;
   bool causal = true;            // false: a token sees also those after it
   float attention_scale = 0.0f;  // of score_scale(); 0 stands for 1/sqrt(key_dim)
 
-  QkNormPlace qk_norm_place = QkNormPlace::kHeads;  // where q and k are normed
+  QkNormPlace qk_norm_place = QkNormPlace::kHeads;
 
   // Per layer; empty stands for "the same in every layer".
   std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
@@ -63,8 +65,8 @@ struct Config {
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
 
-  // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a factor,
-  // and RMSNorm with stream_eps() makes the same of the stream as with norm_eps of the undivided one.
+  // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a
+  // factor, and RMSNorm with stream_eps() makes the same of the stream as with norm_eps of the undivided one.
   float stream_embedding_scale() const { return embedding_scale / residual_scale; }
   float stream_eps() const { return norm_eps / (residual_scale * residual_scale); }
 

@@ -22,8 +22,10 @@ Groups groups_of(Extent extent, const Config& c) {
       return {c.n_kv_heads, c.value_dim};
     case Extent::kAttention:
       return {c.n_heads, c.value_dim};
-    case Extent::kHead:
-      return {1, c.key_dim};
+    case Extent::kQueryNorm:
+      return {c.qk_norm_place == QkNormPlace::kRows ? c.n_heads : 1, c.key_dim};
+    case Extent::kKeyNorm:
+      return {c.qk_norm_place == QkNormPlace::kRows ? c.n_kv_heads : 1, c.key_dim};
     case Extent::kRotatedPairs:
       return {1, c.rope_dim / 2};
   }

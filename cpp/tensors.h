@@ -25,7 +25,8 @@ enum class Extent {
   kKeys,          // n_kv_heads * key_dim
   kValues,        // n_kv_heads * value_dim
   kAttention,     // n_heads * value_dim
-  kHead,          // key_dim
+  kQueryNorm,     // key_dim, or as kQueries where a norm takes all heads together
+  kKeyNorm,       // likewise, or as kKeys
   kRotatedPairs,  // rope_dim / 2
 };
 

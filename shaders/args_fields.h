@@ -18,11 +18,13 @@ ARGS_STRUCT(EmbedArgs)
   ARGS_FIELD(float, scale)
 ARGS_END(EmbedArgs, 16)
 
-// y[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight
+// y[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, or x[t]
 ARGS_STRUCT(RmsnormArgs)
   ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, stride)      // from one token of x, and of y, to the next
+  ARGS_FIELD(u32_t, has_weight)  // false: no norm
   ARGS_FIELD(float, eps)
-ARGS_END(RmsnormArgs, 8)
+ARGS_END(RmsnormArgs, 16)
 
 // y[t][row] (+)= w[row] . x[t]
 ARGS_STRUCT(MatvecArgs)
@@ -77,7 +79,7 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, style)         // ROPE_INTERLEAVED or ROPE_NEOX
   ARGS_FIELD(u32_t, page_stride)   // from one page of the cache to the next
   ARGS_FIELD(u32_t, has_bias)      // biases of q, k and v are bound
-  ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head
+  ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head, here
   ARGS_FIELD(u32_t, has_k_norm)
   ARGS_FIELD(u32_t, norm_after)    // the norms follow the rotation
   ARGS_FIELD(float, eps)

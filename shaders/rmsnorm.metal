@@ -1,4 +1,5 @@
-// RMSNorm of each token: y = x / sqrt(mean(x^2) + eps) * weight.
+// RMSNorm of each token: y = x / sqrt(mean(x^2) + eps) * weight. A model that norms after its blocks has none
+// before them: without a weight, rmsnorm copies, for the sake of the type of y.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -28,8 +29,8 @@ static inline NormedRow normed_row(device const float4* x, device const float4* 
 // One threadgroup for each token. T is half where a matmul reads the result, float where a matvec does.
 template <typename T>
 kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
-                    device const float4* x [[buffer(1)]],       // [tokens][dim]
-                    device vec<T, 4>* y [[buffer(2)]],          // [tokens][dim]
+                    device const float4* x [[buffer(1)]],       // [tokens][stride]
+                    device vec<T, 4>* y [[buffer(2)]],          // [tokens][stride], may be x
                     constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
                     ushort thread_index [[thread_index_in_threadgroup]],
                     ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
@@ -37,8 +38,12 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
                     ushort simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial[32];
   const uint columns = args.dim / 4;
-  x += token * columns;
-  y += token * columns;
+  x += token * (args.stride / 4);
+  y += token * (args.stride / 4);
+  if (!args.has_weight) {
+    for (uint i = thread_index; i < columns; i += threads) y[i] = vec<T, 4>(x[i]);
+    return;
+  }
   const NormedRow row =
       normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
   if (thread_index < columns) y[thread_index] = vec<T, 4>(row.x * row.scale * row.weight);

@@ -56,6 +56,7 @@ POST_NORMS = NAMES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 ARCHITECTURE_NAMES = {
+    **dict.fromkeys(("olmo2", "exaone4"), POST_NORMS),
     **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
     "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "hunyuan-dense": NAMES
@@ -93,6 +94,9 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
         settings["residual_multiplier"] = scales["residual_scale"]
         settings["logits_scaling"] = scales["logit_scale"]
         settings["attention_multiplier"] = scales["attention.scale"]
+    if model.architecture == "exaone4":
+        kinds = ["sliding_attention" if model.window and i % 4 != 3 else "full_attention" for i in range(model.layers)]
+        settings["sliding_window"], settings["layer_types"] = model.window, kinds
     if model.architecture in GEMMA:  # layers with a window rotate by a base of their own, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window

@@ -74,7 +74,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
       .v = a.v,
   };
   const Product q = {w.wq, a.q, &m.bq}, k = {w.wk, a.k, &m.bk}, v = {w.wv, a.v, &m.bv};
-  normalize(c, a.x, m.attn_norm, config_.stream_eps(), 0, n, a.normed);
+  normalize(c, a.x, stream_norm(m.attn_norm), 0, n, a.normed);
   if (n_wanted == n) {
     multiply(c, {q, k, v}, a.normed, n);
     append_to_cache(c, step, all_.rows, Rotate::kQueriesAndKeys);
@@ -83,7 +83,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
     append_to_cache(c, step, all_.rows, Rotate::kKeys);
     if (n_wanted == 0) return;
     keep_rows(c, a.x, config_.dim, wanted.rows);
-    normalize(c, a.x, m.attn_norm, config_.stream_eps(), 0, n_wanted, a.normed);
+    normalize(c, a.x, stream_norm(m.attn_norm), 0, n_wanted, a.normed);
     multiply(c, {q}, a.normed, n_wanted);
     rotate_queries(c, step, wanted.rows);
   }
@@ -97,13 +97,13 @@ void ForwardPass::add_block(const Context& c, const Linear& w, const Activations
                             int rows) {
   if (!post_norm) return multiply(c, {{w, work_.x, nullptr, true}}, in, rows);
   multiply(c, {{w, work_.block}}, in, rows);
-  add_normalized(c, work_.block, post_norm, config_.norm_eps, rows, work_.x);
+  add_normalized(c, work_.block, {post_norm, config_.dim, config_.norm_eps}, rows, work_.x);
 }
 
 void ForwardPass::feed_forward(const Context& c, int layer, int rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
-  normalize(c, work_.x, m.ffn_norm, config_.stream_eps(), 0, rows, work_.normed);
+  normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
   multiply_gated(c, w.w_gate, w.w_up, config_.activation, work_.normed, rows, work_.ffn);
   add_block(c, w.w_down, work_.ffn, m.post_ffn_norm, rows);
 }
@@ -112,7 +112,7 @@ void ForwardPass::head(const Context& c) {
   const int n = int(logits_.size());
   for (int first = 0; first < n; first += kHeadRows) {
     const int count = std::min(kHeadRows, n - first);
-    normalize(c, work_.x, head_norm_, config_.stream_eps(), first, count, work_.normed);
+    normalize(c, work_.x, stream_norm(head_norm_), first, count, work_.normed);
     multiply_head(c, weights_.output, work_.normed, count, logits_.data() + first, first);
     use_logits(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
   }

@@ -47,6 +47,8 @@ class ForwardPass {
     int row;  // of those of the chunk with an output
   };
 
+  Norm stream_norm(const Tensor& weight) const { return {weight, config_.dim, config_.stream_eps()}; }
+
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
   void run_layer(const Context& c, int layer, const Rows& wanted);

@@ -20,16 +20,17 @@ void quantize_row(const Context& c, const Activations& a, int row, int first_blo
 void prepare_heads(const Context& c, const AttentionStep& step, const Tensor& norm, const Row& row,
                    float* heads, int n) {
   const int pairs = step.config.rope_dim / 2, dim = step.config.key_dim;
+  const auto norm_at = [&](QkNormPlace place, float* values) {
+    if (norm && step.config.qk_norm_place == place)
+      c.kernels.rms_norm(values, floats(norm), step.config.norm_eps, norm.cols, values);
+  };
+  norm_at(QkNormPlace::kRows, heads);
   for (float* head = heads; head < heads + std::ptrdiff_t(n) * dim; head += dim) {
-    const auto norm_at = [&](QkNormPlace place) {
-      if (norm && step.config.qk_norm_place == place)
-        c.kernels.rms_norm(head, floats(norm), step.config.norm_eps, dim, head);
-    };
-    norm_at(QkNormPlace::kHeads);
+    norm_at(QkNormPlace::kHeads, head);
     if (step.rotations)
       c.kernels.rope(head, step.rotations + std::size_t(row.index) * 2 * std::size_t(pairs), pairs,
                      step.config.rope_style);
-    norm_at(QkNormPlace::kRotatedHeads);
+    norm_at(QkNormPlace::kRotatedHeads, head);
   }
 }
 
@@ -61,21 +62,23 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
   });
 }
 
-void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float eps, int first, int rows,
+void normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
                const Activations& out) {
   c.worker.for_each(rows, [&](int i) {
-    c.kernels.rms_norm(x.row(first + i), floats(weight), eps, weight.cols, out.f32.row(i));
+    if (norm.weight)
+      c.kernels.rms_norm(x.row(first + i), floats(norm.weight), norm.eps, norm.dim, out.f32.row(i));
+    else
+      std::copy_n(x.row(first + i), norm.dim, out.f32.row(i));
     if (out.forms.int8) quantize_row(c, out, i, 0, out.int8.blocks);
   });
 }
 
-void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, float eps, int rows,
-                    const FloatRows& x) {
+void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x) {
   c.worker.for_each(rows, [&](int i) {
     float* from = y.row(i);
     float* to = x.row(i);
-    c.kernels.rms_norm(from, floats(weight), eps, weight.cols, from);
-    for (int d = 0; d < weight.cols; ++d) to[d] += from[d];
+    c.kernels.rms_norm(from, floats(norm.weight), norm.eps, norm.dim, from);
+    for (int d = 0; d < norm.dim; ++d) to[d] += from[d];
   });
 }
 

@@ -87,13 +87,18 @@ void multiply_head(const Context& c, const Linear& head, const Activations& x, i
 // The best of a row over all threads.
 Best best_of(std::span<const Scratch> scratch, int row);
 
+// RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
+struct Norm {
+  const Tensor& weight;
+  int dim;
+  float eps;
+};
 // out = norm(x) in the forms that `out` asks for, for rows [first, first + rows) of x, which become rows
 // [0, rows) of out.
-void normalize(const Context& c, const FloatRows& x, const Tensor& weight, float eps, int first, int rows,
+void normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
                const Activations& out);
 // x += norm(y).
-void add_normalized(const Context& c, const FloatRows& y, const Tensor& weight, float eps, int rows,
-                    const FloatRows& x);
+void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x);
 // Row kept[i].index, which is i or a later one, becomes row i.
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 

@@ -16,7 +16,8 @@ class WeightViews {
  public:
   virtual ~WeightViews() = default;
   virtual View view(const Tensor& tensor) const = 0;
-  // A new buffer with float32 vectors one after another, all times `factor`; an absent one counts as `n` zeros.
+  // A new buffer with float32 vectors one after another, all times `factor`; an absent one counts as `n`
+  // zeros.
   virtual View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors,
                            float factor) = 0;
 };
@@ -84,9 +85,10 @@ class ForwardPass {
 
  private:
   struct Layer {
-    Norm attn_norm, ffn_norm;
+    Norm attn_norm, ffn_norm;            // no weight: the block reads the residual stream as it is
     Norm post_attn_norm, post_ffn_norm;  // no weight: the block's output joins the residual stream as it is
-    View bias, q_norm, k_norm;           // null: the model has none
+    Norm q_norm, k_norm;                 // of a head, or of all together
+    View bias;                           // null: the model has none
     std::vector<Projection> qkv;         // merged as far as the weights allow
     std::vector<Projection> gate_up;     // one, merged, or two
     Projection wo, w_down;
@@ -121,7 +123,7 @@ class ForwardPass {
   Rows all_rows(const PassRows& rows) const;
   Rows wanted_rows(const PassRows& rows) const;
   Activations activations(const PassRows& rows, PassBuffers& buffers) const;
-  bool fuses_norm(const std::vector<Projection>& projections) const;
+  bool fuses_norm(const Norm& norm, const std::vector<Projection>& projections) const;
   bool fuses_silu(const Layer& w) const;
   // True if gate and up are computed before SwiGLU, in dispatches of their own.
   bool gate_up_apart(const Layer& w, Path path) const;
@@ -129,6 +131,9 @@ class ForwardPass {
   AttentionArgs attention_args(int layer) const;
 
   void encode_layer(Pass& pass, int layer, const Part& wanted) const;
+  // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
+  View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
+  void norm_rows_of_qk(const Pass& pass, const Layer& w) const;
   void normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
                           const View& x, const View& normed, const StridedRows& y, const Rows& rows) const;
   void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,

@@ -48,9 +48,10 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
   const View table = pass.buffers.rope_table(layer);
   // A binding for which the model has no tensor is never read, but must have a buffer: any will do.
   const auto bound = [&](const View& view) { return view ? view : table; };
-  const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm), bound(w.k_norm), table};
+  const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm.weight), bound(w.k_norm.weight), table};
 
   normed_projections(pass.e, w.attn_norm, w.qkv, a.x, a.normed, {a.qkv, qkv_dim_}, all);
+  if (config_.qk_norm_place == QkNormPlace::kRows) norm_rows_of_qk(pass, w);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
   const bool rope_with_attention = pass.rows.one_each && rows.count == all.count;
   if (!rope_with_attention) ops::rope_append(pass.e, rope_inputs, a.qkv, pass.all.sequences, cache, rope);
@@ -70,16 +71,23 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
   feed_forward(pass, w, x, rows);
 }
 
+void ForwardPass::norm_rows_of_qk(const Pass& pass, const Layer& w) const {
+  const View &q = pass.a.qkv, k = q.at(std::size_t(w.q_norm.dim) * sizeof(float));
+  const Encoder::Overlap overlap(pass.e);
+  ops::rmsnorm_in_place(pass.e, w.q_norm, {q, qkv_dim_}, pass.all.rows.count);
+  ops::rmsnorm_in_place(pass.e, w.k_norm, {k, qkv_dim_}, pass.all.rows.count);
+}
+
 void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const {
   Encoder& e = pass.e;
   const Activations& a = pass.a;
   const bool few = rows.path == Path::kFewTokens;
   if (!gate_up_apart(w, rows.path)) {
-    ops::rmsnorm(e, w.ffn_norm, x, a.normed, rows.count, rows.precision());
+    const View input = normalized(e, w.ffn_norm, x, a.normed, rows);
     if (few)
-      ops::matvec_swiglu(e, w.gate_up[0], a.normed, a.ffn, rows.count, activation_);
+      ops::matvec_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
     else
-      ops::matmul_swiglu(e, w.gate_up[0], a.normed, a.ffn, rows.count, activation_);
+      ops::matmul_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
   } else {
     normed_projections(e, w.ffn_norm, w.gate_up, x, a.normed, {a.gate_up, 2 * config_.ffn_dim}, rows);
     if (few && fuses_silu(w)) {
@@ -91,17 +99,24 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
   add_block(pass, w.w_down, a.ffn, w.post_ffn_norm, x, rows);
 }
 
+View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const View& normed,
+                             const Rows& rows) const {
+  if (!norm.weight && rows.precision() == Precision::kF32) return x;
+  ops::rmsnorm(e, norm, x, normed, rows.count, rows.precision());
+  return normed;
+}
+
 void ForwardPass::normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
                                      const View& x, const View& normed, const StridedRows& y,
                                      const Rows& rows) const {
-  const bool fused = rows.path == Path::kFewTokens && fuses_norm(projections);
-  if (!fused) ops::rmsnorm(e, norm, x, normed, rows.count, rows.precision());
+  const bool fused = rows.path == Path::kFewTokens && fuses_norm(norm, projections);
+  const View input = fused ? x : normalized(e, norm, x, normed, rows);
   const Encoder::Overlap overlap(e);
   for (const Projection& w : projections) {
     if (fused)
-      ops::rmsnorm_matvec(e, w, norm, x, y, rows.count);
+      ops::rmsnorm_matvec(e, w, norm, input, y, rows.count);
     else
-      project(e, w, normed, y, rows, Write::kStore);
+      project(e, w, input, y, rows, Write::kStore);
   }
 }
 

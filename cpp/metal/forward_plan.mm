@@ -89,15 +89,17 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
 }
 
 ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& weights) const {
-  const auto optional = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
-  const auto norm = [&](const Tensor& t, float eps) { return Norm{optional(t), config_.dim, eps}; };
-  Layer layer = {.attn_norm = norm(w.attn_norm, config_.stream_eps()),
-                 .ffn_norm = norm(w.ffn_norm, config_.stream_eps()),
-                 .post_attn_norm = norm(w.post_attn_norm, config_.norm_eps),
-                 .post_ffn_norm = norm(w.post_ffn_norm, config_.norm_eps),
+  const auto norm = [&](const Tensor& t, int length, float eps) {
+    return Norm{t ? weights.view(t) : View{}, length, eps};
+  };
+  const int dim = config_.dim;
+  Layer layer = {.attn_norm = norm(w.attn_norm, dim, config_.stream_eps()),
+                 .ffn_norm = norm(w.ffn_norm, dim, config_.stream_eps()),
+                 .post_attn_norm = norm(w.post_attn_norm, dim, config_.norm_eps),
+                 .post_ffn_norm = norm(w.post_ffn_norm, dim, config_.norm_eps),
+                 .q_norm = norm(w.q_norm, w.q_norm.cols, config_.norm_eps),
+                 .k_norm = norm(w.k_norm, w.k_norm.cols, config_.norm_eps),
                  .bias = {},
-                 .q_norm = optional(w.q_norm),
-                 .k_norm = optional(w.k_norm),
                  .qkv = merge({&w.wq, &w.wk, &w.wv}, weights),
                  .gate_up = merge({&w.w_gate, &w.w_up}, weights),
                  .wo = projection(w.wo, weights),
@@ -135,8 +137,9 @@ ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
   return {rows.wanted.first, rows.wanted.count, few ? Path::kFewTokens : Path::kManyTokens};
 }
 
-bool ForwardPass::fuses_norm(const std::vector<Projection>& projections) const {
-  return options_.fused_norm && std::all_of(projections.begin(), projections.end(), [](const Projection& w) {
+bool ForwardPass::fuses_norm(const Norm& norm, const std::vector<Projection>& projections) const {
+  return options_.fused_norm && norm.weight &&
+         std::all_of(projections.begin(), projections.end(), [](const Projection& w) {
            return w.type == TensorType::kQ4_0 || w.type == TensorType::kF32;
          });
 }
@@ -146,7 +149,8 @@ bool ForwardPass::fuses_silu(const Layer& w) const {
 }
 
 bool ForwardPass::gate_up_apart(const Layer& w, Path path) const {
-  return w.gate_up.size() > 1 || (path == Path::kFewTokens && (fuses_norm(w.gate_up) || fuses_silu(w)));
+  return w.gate_up.size() > 1 ||
+         (path == Path::kFewTokens && (fuses_norm(w.ffn_norm, w.gate_up) || fuses_silu(w)));
 }
 
 AttentionArgs ForwardPass::attention_args(int layer) const {
@@ -165,6 +169,7 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
 
 RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
   const Layer& w = layers_[std::size_t(layer)];
+  const bool of_heads = config_.qk_norm_place != QkNormPlace::kRows;
   return {.n_heads = u32_t(config_.n_heads),
           .n_kv_heads = u32_t(config_.n_kv_heads),
           .key_dim = u32_t(config_.key_dim),
@@ -173,8 +178,8 @@ RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
           .style = config_.rope_style == RopeStyle::kNeox ? u32_t(ROPE_NEOX) : u32_t(ROPE_INTERLEAVED),
           .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
           .has_bias = bool(w.bias),
-          .has_q_norm = bool(w.q_norm),
-          .has_k_norm = bool(w.k_norm),
+          .has_q_norm = of_heads && w.q_norm.weight,
+          .has_k_norm = of_heads && w.k_norm.weight,
           .norm_after = config_.qk_norm_place == QkNormPlace::kRotatedHeads,
           .eps = config_.norm_eps,
           .skip_queries = skip_queries};

@@ -15,7 +15,7 @@ struct Projection {
   int column = 0;  // of the output where its rows begin
 };
 
-// The weights of an RMSNorm over rows of `dim` values.
+// RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
 struct Norm {
   View weight;
   int dim;
@@ -53,6 +53,8 @@ namespace ops {
 void embed(Encoder& e, const Projection& table, const View& ids, const View& x, int tokens, float scale);
 
 void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision);
+// Norms rows where they are.
+void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens);
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
 
 // Products with the weights. x is float32, except for matmul: float16.

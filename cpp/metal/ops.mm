@@ -82,10 +82,15 @@ void embed(Encoder& e, const Projection& table, const View& ids, const View& x, 
 
 namespace {
 
-void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, const View& x, const View& y, int tokens) {
+// Rows of x and of y begin `stride` elements apart.
+void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, const View& x, const View& y, int stride,
+                   int tokens) {
   // Four values a thread: a row is then read in one go.
   const std::size_t threads = allowed_threads(e, kernel, round_up(std::size_t(norm.dim) / 4, kSimd));
-  e.dispatch(kernel, {norm.weight, x, y}, RmsnormArgs{u32_t(norm.dim), norm.eps},
+  // Without a weight any buffer will do.
+  const bool has_weight = bool(norm.weight);
+  e.dispatch(kernel, {has_weight ? norm.weight : x, x, y},
+             RmsnormArgs{u32_t(norm.dim), u32_t(stride), has_weight, norm.eps},
              {.x = std::size_t(tokens), .threads = threads});
 }
 
@@ -93,11 +98,15 @@ void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, const View& x, c
 
 void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision) {
   dispatch_norm(e, precision == Precision::kF16 ? Kernel::kRmsnormF16 : Kernel::kRmsnormF32, norm, x, y,
-                tokens);
+                norm.dim, tokens);
+}
+
+void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens) {
+  dispatch_norm(e, Kernel::kRmsnormF32, norm, rows.view, rows.view, rows.stride, tokens);
 }
 
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens) {
-  dispatch_norm(e, Kernel::kRmsnormAdd, norm, x, y, tokens);
+  dispatch_norm(e, Kernel::kRmsnormAdd, norm, x, y, norm.dim, tokens);
 }
 
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {

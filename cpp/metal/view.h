@@ -31,7 +31,7 @@ enum class BufferName {
   kWeights = kActivationCount,  // of the file
   kQkvBias,
   kHeadNorm,  // weights of the output norm, times the scale of the logits
-  kKeys,  // pages of the pool, from the keys of a layer in the first one on
+  kKeys,      // pages of the pool, from the keys of a layer in the first one on
   kValues,
   kRopeTable,  // [position][rope_dim / 2] pairs
 };

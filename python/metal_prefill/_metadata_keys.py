@@ -61,6 +61,19 @@ class Keys:
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         return self._positive(key, int(values[0]))
 
+    def each_layer_but_every_nth(self, suffix: str, n_layers: int, default: int) -> tuple[bool, ...]:
+        """Get a bool for each layer, stored as a list, or as the n for which every n-th layer has false."""
+        key = self._key(suffix)
+        if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
+            n = self.positive(suffix, default)
+            return tuple((layer + 1) % n != 0 for layer in range(n_layers))
+        values = self.gguf.metadata[key]
+        if self.gguf.metadata.type_name(key) != "array[bool]":
+            raise self._wrong_type(key, ("an integer", "array[bool]"))
+        if len(values) != n_layers:
+            raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
+        return tuple(bool(value) for value in values)
+
     def positive_float(self, suffix: str, default: float | None = None) -> float:
         """Get a finite float above 0, as the engines have it: rounded to 32 bits."""
         if default is not None and not self.has(suffix):

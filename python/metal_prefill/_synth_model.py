@@ -60,6 +60,8 @@ class ModelShape:
         Inner width of the two dense layers that an embedding goes through; None for none.
     labels
         Classes of a classification head; none without one.
+    scales
+        Factors of the forward pass: keys of the metadata, after the architecture, and values.
     """
 
     layers: int
@@ -85,7 +87,7 @@ class ModelShape:
     pooling: str | None = None
     dense: int | None = None
     labels: tuple[str, ...] = ()
-    scales: tuple[tuple[str, float], ...] = ()  # keys of the metadata, after the architecture, and values
+    scales: tuple[tuple[str, float], ...] = ()
 
     @property
     def value_width(self) -> int:
@@ -265,7 +267,9 @@ def _heads(shape: ModelShape) -> Iterator[Tensor]:
 
 
 def _core_config(shape: ModelShape) -> _core.Config:
+    traits = ARCHITECTURES.get(shape.architecture, Architecture())
     config = _core.Config()
+    config.qk_norm_place = _core.QkNormPlace[traits.qk_norm_place.upper()]
     config.vocab_size, config.dim, config.ffn_dim = shape.vocab, shape.dim, shape.ffn
     config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
     config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated

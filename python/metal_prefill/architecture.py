@@ -22,7 +22,8 @@ from metal_prefill.gguf_file import GGUFFile, TensorInfo
 RopeStyle: TypeAlias = Literal["interleaved", "neox"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
 Activation: TypeAlias = Literal["silu", "gelu"]
-QkNormPlace: TypeAlias = Literal["heads", "rotated_heads"]
+QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
+WindowRope: TypeAlias = Literal["same", "own", "only"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
 
 
@@ -71,8 +72,9 @@ class ModelConfig:
         after it.
     attention_scale : float
         Multiplies q.k; 0 stands for ``1 / sqrt(key_dim)``.
-    qk_norm_place : {"heads", "rotated_heads"}
-        Where q and k are normed, if the model has the weights for it: each head, before or after its rotation.
+    qk_norm_place : {"heads", "rotated_heads", "rows"}
+        What the norms of q and k take, if the model has them: each head, before or after its rotation, or all
+        heads of a token together, before the rotation.
     layer_uses_rope : tuple of bool
         Per layer; empty where every layer rotates.
     layer_window : tuple of int
@@ -127,24 +129,27 @@ class Architecture:
 
     Attributes
     ----------
-    qkv_bias, qk_norm, post_norms : {"required", "optional", "absent"}
+    qkv_bias, qk_norm, pre_norms, post_norms : {"required", "optional", "absent"}
         Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: those added to q, k and v;
-        RMSNorm of each head of q and k; RMSNorm of what attention and feed-forward add to the residual
-        stream.
+        RMSNorm of q and k; RMSNorm of what attention and feed-forward read, and of what they add to the
+        residual stream.
     rope_free_every : int
         Every n-th layer does not rotate; 0: all do.
+    window : {"required", "optional", "absent"}
+        Whether a file states a window of attention.
     window_period : int
-        All layers but every n-th see a window only, and rotate with a base of their own and without scaling;
-        0: none. The file may state another period.
-    optional_window : bool
-        All layers see a window where the file states one.
+        Every n-th layer sees all positions in spite of the window; 0: none does. The file may state another
+        period, or list the layers.
+    window_rope : {"same", "own", "only"}
+        How layers with a window rotate: as the others; with a base of their own and without scaling; or only
+        they do. Without a window all layers rotate alike.
     causal : bool
         Whether a token sees only those up to its own, where the file does not say.
     scale_embedding : bool
         Multiply embeddings by ``sqrt(dim)``.
     scales : bool
         The file may scale embeddings, additions to the residual stream, and logits, which it divides.
-    qk_norm_place : {"heads", "rotated_heads"}
+    qk_norm_place : {"heads", "rotated_heads", "rows"}
         As in `ModelConfig`.
     fused : mapping of str to tuple of str
         Tensors of a layer that hold several matrices, one below the other, and the roles of those.
@@ -154,10 +159,12 @@ class Architecture:
     activation: Activation = "silu"
     qkv_bias: Presence = "absent"
     qk_norm: Presence = "absent"
+    pre_norms: Presence = "required"
     post_norms: Presence = "absent"
     rope_free_every: int = 0
+    window: Presence = "absent"
     window_period: int = 0
-    optional_window: bool = False
+    window_rope: WindowRope = "same"
     scale_embedding: bool = False
     scales: bool = False
     qk_norm_place: QkNormPlace = "heads"
@@ -171,7 +178,9 @@ _GEMMA3 = Architecture(
     activation="gelu",
     qk_norm="required",
     post_norms="required",
+    window="required",
     window_period=6,
+    window_rope="own",
     scale_embedding=True,
     attention_scale=_gemma3_attention_scale,
 )
@@ -185,10 +194,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-dense": Architecture(
         rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"
     ),
+    "olmo2": Architecture(
+        rope_style="neox", qk_norm="required", qk_norm_place="rows", pre_norms="absent", post_norms="required"
+    ),
+    "exaone4": Architecture(
+        rope_style="neox",
+        qk_norm="required",
+        pre_norms="absent",
+        post_norms="required",
+        window="optional",
+        window_period=4,
+        window_rope="only",
+    ),
     "ernie4_5": Architecture(qkv_bias="optional"),
     "phi3": Architecture(
         rope_style="neox",
-        optional_window=True,
+        window="optional",
         fused={"attn_qkv": ("wq", "wk", "wv"), "ffn_up": ("w_gate", "w_up")},
     ),
     "gemma3": _GEMMA3,
@@ -410,8 +431,7 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         value = keys.number(key, default=neutral)
         if value != neutral:
             raise keys.unsupported(f"{key} = {value} is not supported")
-    windowed = traits.window_period or traits.optional_window
-    if not windowed and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
+    if traits.window == "absent" and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
         raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
     parts = keys.number("split.count", default=0)
     if parts > 1:
@@ -470,17 +490,21 @@ def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> 
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
         return replace(config, layer_uses_rope=uses_rope)
-    if traits.optional_window and keys.has("attention.sliding_window"):
-        return replace(config, layer_window=(keys.positive("attention.sliding_window"),) * config.n_layers)
-    if not traits.window_period:
+    if traits.window == "absent" or (traits.window == "optional" and not keys.has("attention.sliding_window")):
         return config
     window = keys.positive("attention.sliding_window")
-    period = keys.positive("attention.sliding_window_pattern", default=traits.window_period)
+    windowed = (True,) * config.n_layers
+    if traits.window_period:
+        pattern = "attention.sliding_window_pattern"
+        windowed = keys.each_layer_but_every_nth(pattern, config.n_layers, default=traits.window_period)
+    config = replace(config, layer_window=tuple(window if w else 0 for w in windowed))
+    if traits.window_rope == "same":
+        return config
+    if traits.window_rope == "only":
+        return replace(config, layer_uses_rope=windowed)
     window_base = keys.positive_float("rope.freq_base_swa", default=DEFAULT_WINDOW_ROPE_BASE)
-    windowed = [(layer + 1) % period != 0 for layer in layers]
     return replace(
         config,
-        layer_window=tuple(window if w else 0 for w in windowed),
         layer_rope_base=tuple(window_base if w else config.rope_base for w in windowed),
         layer_rope_factor=tuple(1.0 if w else config.rope_factor for w in windowed),
     )

@@ -18,6 +18,7 @@ from gguf import GGUFReader, quants
 Array: TypeAlias = npt.NDArray[np.float64]
 
 GEMMA = ("gemma3", "gemma-embedding")
+ROTATES_HALVES = ("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", *GEMMA)
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,18 @@ class ReferenceModel:
             ("attn_v", self.n_kv_heads, self.value_dim),
         ):
             projected = h @ self._weight(layer, name).T + self.tensors.get(f"blk.{layer}.{name}.bias", 0.0)
+            if self.architecture == "olmo2":  # a norm of all heads of a token together
+                projected = self._normed(layer, f"{name}_norm", projected)
             heads.append(projected.reshape(len(x), count, width))
-        if self.architecture == "hunyuan-dense":
-            q = self._normed(layer, "attn_q_norm", self._rotated(layer, heads[0]))
-            k = self._normed(layer, "attn_k_norm", self._rotated(layer, heads[1]))
-        else:
-            q = self._rotated(layer, self._normed(layer, "attn_q_norm", heads[0]))
-            k = self._rotated(layer, self._normed(layer, "attn_k_norm", heads[1]))
+        q, k = (self._normed_and_rotated(layer, n, h) for n, h in zip("qk", heads, strict=False))
         return q, k, heads[2]
+
+    def _normed_and_rotated(self, layer: int, name: str, heads: Array) -> Array:
+        if self.architecture == "olmo2":
+            return self._rotated(layer, heads)
+        if self.architecture == "hunyuan-dense":
+            return self._normed(layer, f"attn_{name}_norm", self._rotated(layer, heads))
+        return self._rotated(layer, self._normed(layer, f"attn_{name}_norm", heads))
 
     def _attention(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """Attention, ``[n, n_heads * value_dim]``; consecutive query heads share a key-value head."""
@@ -165,11 +170,13 @@ class ReferenceModel:
         """Rotary embedding of ``[n, heads, key_dim]`` at positions 0 to n."""
         if self.architecture == "smollm3" and layer % 4 == 3:
             return x
+        if self.architecture == "exaone4" and self._window and not self._is_windowed(layer):
+            return x
         frequencies, magnitude = self._frequencies(layer)
         angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
         cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
         half = self.rope_dim // 2
-        if self.architecture in ("qwen2", "qwen3", "phi3", "hunyuan-dense", *GEMMA):
+        if self.architecture in ROTATES_HALVES:
             first, second = slice(0, half), slice(half, self.rope_dim)
         else:
             first, second = slice(0, self.rope_dim, 2), slice(1, self.rope_dim, 2)
@@ -180,7 +187,7 @@ class ReferenceModel:
 
     def _frequencies(self, layer: int) -> tuple[Array, float]:
         """Radians per position of each pair, ``[rope_dim / 2]``, and the factor of cos and sin."""
-        windowed = self._is_windowed(layer)
+        windowed = self.architecture in GEMMA and self._is_windowed(layer)
         base: float = 10000.0 if windowed else self._key("rope.freq_base", 10000.0)
         pairs = np.arange(self.rope_dim // 2)
         frequencies: Array = base ** (-2.0 * pairs / self.rope_dim)
@@ -208,7 +215,14 @@ class ReferenceModel:
         return blended, 1 + 0.1 * math.log(factor)
 
     def _is_windowed(self, layer: int) -> bool:
+        if self.architecture == "exaone4":
+            return self._window > 0 and layer % 4 != 3
         return self.architecture in GEMMA and layer % 6 != 5
+
+    @property
+    def _window(self) -> int:
+        window: int = self._key("attention.sliding_window", 0)
+        return window
 
     def _attention_scale(self) -> float:
         scale: float = self._key("attention.scale", 1 / math.sqrt(self.key_dim))

@@ -237,6 +237,9 @@ def _rmsnorm(d: Dispatch) -> Work:
     rounds = ceil(d.args["dim"] / 4 / d.threads)
     tokens = d.groups
     row = d.args["dim"] * _FLOAT
+    if not d.args["has_weight"]:  # each row is copied, in another type
+        moved = tokens * row * 3 / 2
+        return _work(d, ops=(Ops(alu=2, memory=2) + _LOOP) * rounds, trips=rounds, cached=moved)
     out = row // 2 if d.kernel.endswith("f16") else row * (2 if d.kernel.endswith("add") else 1)
     simdgroups = d.threads // SIMD
     reduce = Ops(alu=5, shuffle=5) * (1 if simdgroups == 1 else 2)
