@@ -28,7 +28,7 @@ from support.llama_file import (
     string,
 )
 
-from metal_prefill import _core
+from metal_prefill import Model, _core
 from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.gguf_file import GGUFFile
@@ -292,6 +292,10 @@ def test_yarn_needs_a_base_above_one(open_model: Open) -> None:
             {"general.architecture": string("mamba")},
             "architecture mamba is not supported; supported are llama, qwen2",
         ),
+        (
+            {"general.architecture": string("lfm2")},
+            "architecture lfm2 is not supported .*short convolutions.*; supported are llama",
+        ),
         ({"llama.expert_count": integer(8)}, "llama.expert_count = 8 is not supported"),
         ({"llama.final_logit_softcapping": number(30.0)}, "final_logit_softcapping = 30.0"),
         ({"llama.logit_scale": number(0.5)}, "llama.logit_scale = 0.5"),
@@ -395,6 +399,48 @@ def test_gemma3_needs_its_window(open_model: Open) -> None:
         read_config(open_model(architecture="gemma3"))
 
 
+def test_gemma3_may_list_its_windows(open_model: Open) -> None:
+    def config(kind: int, *values: bytes) -> ModelConfig:
+        metadata = {
+            "gemma3.attention.sliding_window": integer(8),
+            "gemma3.attention.sliding_window_pattern": (ARRAY, array(kind, values)),
+        }
+        return read_config(open_model(metadata, architecture="gemma3", layers=3))
+
+    assert config(BOOL, b"\0", b"\1", b"\1").layer_window == (0, 8, 8)
+    with pytest.raises(GGUFError, match="sliding_window_pattern lists 2 values for 3 layers"):
+        config(BOOL, b"\0", b"\1")
+    with pytest.raises(GGUFError, match=r"has type array\[uint8\], expected an integer or array\[bool\]"):
+        config(U8, b"\0", b"\1", b"\1")
+
+
+def test_only_layers_with_a_window_rotate_in_exaone4(open_model: Open) -> None:
+    plain = read_config(open_model(architecture="exaone4", layers=5))
+    assert (plain.layer_window, plain.layer_uses_rope) == ((), ())
+    metadata = {"exaone4.attention.sliding_window": integer(8)}
+    config = read_config(open_model(metadata, architecture="exaone4", layers=5))
+    assert config.layer_window == (8, 8, 8, 0, 8)
+    assert config.layer_uses_rope == (True, True, True, False, True)
+    assert config.layer_rope_base == ()
+
+
+def test_granite_scales_and_others_do_not(open_model: Open) -> None:
+    plain = read_config(open_model(architecture="granite"))
+    assert (plain.embedding_scale, plain.residual_scale, plain.logit_scale) == (1.0, 1.0, 1.0)
+    stated = {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0, "attention.scale": 0.125}
+    metadata = {f"granite.{key}": number(value) for key, value in stated.items()}
+    config = read_config(open_model(metadata, architecture="granite"))
+    assert (config.embedding_scale, config.residual_scale) == (12.0, 0.25)
+    assert config.logit_scale == 1 / 8  # which the file has as a divisor
+    assert config.attention_scale == 0.125
+
+
+def test_a_scale_whose_square_float32_does_not_hold_is_refused(tmp_path: Path) -> None:
+    model = replace(small_models.MODELS["granite"], scales=(("residual_scale", 1e-30),))
+    with pytest.raises(GGUFError, match="scales of the embedding, of the residual stream"):
+        Model(small_models.write(tmp_path / "m.gguf", model), device="cpu")
+
+
 def test_largest_gemma3_scales_attention_by_the_nominal_head(open_model: Open) -> None:
     metadata = {"gemma3.attention.sliding_window": integer(8), "gemma3.attention.key_length": integer(32)}
     config = read_config(open_model(metadata, architecture="gemma3", layers=62))
@@ -440,6 +486,8 @@ def test_missing_tensor_is_named(open_model: Open, name: str) -> None:
         ("qwen2", "blk.0.attn_q.bias"),
         ("qwen3", "blk.0.attn_q_norm.weight"),
         ("gemma3", "blk.0.attn_q_norm.weight"),
+        ("hunyuan-dense", "blk.0.attn_q_norm.weight"),
+        ("exaone4", "blk.0.attn_q_norm.weight"),
     ],
 )
 def test_architectures_require_their_own_tensors(open_model: Open, architecture: str, name: str) -> None:

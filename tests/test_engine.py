@@ -118,7 +118,7 @@ def test_positions_past_2048_match_the_reference(device: str, model_path: Callab
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
-@pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "gemma3", "biases"])
+@pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "gemma3", "olmo2", "biases"])
 def test_the_cache_holds_every_token(
     device: str, name: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:
@@ -146,7 +146,10 @@ def exported(model: Model) -> tuple[list[int], list[npt.NDArray[Any]]]:
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
 @pytest.mark.parametrize("compute", ["int8", "f32"])
-@pytest.mark.parametrize("name", ["smollm shape", "mixed types", "16-bit floats", "gemma3", "gqa 8"])
+@pytest.mark.parametrize(
+    "name",
+    ["smollm shape", "mixed types", "16-bit floats", "gemma3", "gqa 8", "granite", "hunyuan-dense", "olmo2"],
+)
 def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
     name: str, compute: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:

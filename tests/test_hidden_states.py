@@ -36,7 +36,7 @@ def assert_close(device: str, actual: npt.NDArray[Any], expected: npt.NDArray[An
     assert nmse <= (NMSE_F32 if device == "cpu" else NMSE_HALF)
 
 
-@pytest.mark.parametrize("name", ["gqa 3", "gemma3", "dimensions that fit no block"])
+@pytest.mark.parametrize("name", ["gqa 3", "gemma3", "granite", "dimensions that fit no block"])
 def test_they_are_those_of_the_reference(device: str, model_path: Callable[[str], Path], name: str) -> None:
     path = model_path(name)
     reference = ReferenceModel(path)

@@ -95,7 +95,10 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
         settings["logits_scaling"] = scales["logit_scale"]
         settings["attention_multiplier"] = scales["attention.scale"]
     if model.architecture == "exaone4":
-        kinds = ["sliding_attention" if model.window and i % 4 != 3 else "full_attention" for i in range(model.layers)]
+        kinds = [
+            "sliding_attention" if model.window and i % 4 != 3 else "full_attention"
+            for i in range(model.layers)
+        ]
         settings["sliding_window"], settings["layer_types"] = model.window, kinds
     if model.architecture in GEMMA:  # layers with a window rotate by a base of their own, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}

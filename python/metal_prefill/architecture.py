@@ -191,9 +191,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(rope_style="neox", qk_norm="required"),
     "smollm3": Architecture(rope_free_every=4),
     "granite": Architecture(qkv_bias="optional", scales=True),
-    "hunyuan-dense": Architecture(
-        rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"
-    ),
+    "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),
     "olmo2": Architecture(
         rope_style="neox", qk_norm="required", qk_norm_place="rows", pre_norms="absent", post_norms="required"
     ),
@@ -215,6 +213,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
 }
+
+# Small models that people may expect here, and what stands in the way.
+NOT_IMPLEMENTED = {"lfm2": "its layers with short convolutions keep a state that is not one of attention"}
 
 DEFAULT_WINDOW_ROPE_BASE = 10000.0  # of the layers with a window, in every published gemma3 model
 
@@ -270,8 +271,10 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
     name = keys.architecture
     traits = ARCHITECTURES.get(name)
     if traits is None:
+        reason = NOT_IMPLEMENTED.get(name)
         raise UnsupportedModelError(
-            f"{gguf.path}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"{gguf.path}: architecture {name} is not supported{f' ({reason})' if reason else ''}; "
+            f"supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(keys, traits)
 
@@ -490,7 +493,9 @@ def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> 
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
         return replace(config, layer_uses_rope=uses_rope)
-    if traits.window == "absent" or (traits.window == "optional" and not keys.has("attention.sliding_window")):
+    if traits.window == "absent" or (
+        traits.window == "optional" and not keys.has("attention.sliding_window")
+    ):
         return config
     window = keys.positive("attention.sliding_window")
     windowed = (True,) * config.n_layers

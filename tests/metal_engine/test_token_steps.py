@@ -54,7 +54,7 @@ def test_rmsnorm(run: Run, tokens: int, dim: int, threads: int) -> None:
     x = (10 * rng.standard_normal((tokens, dim))).astype(np.float32)
     weight = rng.uniform(-1.5, 1.5, dim).astype(np.float32)
     expected = rms(x.astype(np.float64), 1e-5) * weight
-    args = make_args("RmsnormArgs", dim=dim, eps=1e-5)
+    args = make_args("RmsnormArgs", dim=dim, stride=dim, has_weight=1, eps=1e-5)
     y = Output([tokens, dim])
     run("rmsnorm_f32", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
     close(y.check(), expected)
@@ -67,9 +67,32 @@ def test_rmsnorm(run: Run, tokens: int, dim: int, threads: int) -> None:
     close(y.check(), before + expected)
 
 
+@pytest.mark.parametrize("threads", [32, 64])
+def test_rmsnorm_in_place_of_some_columns(run: Run, threads: int) -> None:
+    """Heads of a row, of which the norm takes all together, and other columns after them."""
+    rng = np.random.default_rng(4)
+    rows = rng.standard_normal((3, 200)).astype(np.float32)
+    weight = rng.uniform(-1.5, 1.5, 136).astype(np.float32)
+    args = make_args("RmsnormArgs", dim=136, stride=200, has_weight=1, eps=1e-5)
+    y = Output([3, 200], initial=rows)
+    run("rmsnorm_f32", weight, y.buffer, y.buffer, args, groups=(3,), threads=(threads,))
+    normed = rms(rows[:, :136].astype(np.float64), 1e-5) * weight
+    close(y.check(), np.hstack([normed, rows[:, 136:]]))
+
+
+@pytest.mark.parametrize("threads", [32, 64])
+def test_rmsnorm_without_a_weight_copies(run: Run, threads: int) -> None:
+    x = np.random.default_rng(5).standard_normal((3, 136)).astype(np.float32)
+    args = make_args("RmsnormArgs", dim=136, stride=136, has_weight=0, eps=1e-5)
+    for kernel, kind in (("rmsnorm_f32", np.float32), ("rmsnorm_f16", np.float16)):
+        y = Output([3, 136], kind)
+        run(kernel, x, x, y.buffer, args, groups=(3,), threads=(threads,))
+        np.testing.assert_array_equal(y.check(), x.astype(kind))
+
+
 def test_rmsnorm_of_zeros_is_zero(run: Run) -> None:
     y = Output([1, 64])
-    args = make_args("RmsnormArgs", dim=64, eps=1e-6)
+    args = make_args("RmsnormArgs", dim=64, stride=64, has_weight=1, eps=1e-6)
     run(
         "rmsnorm_f32",
         np.ones(64, np.float32),

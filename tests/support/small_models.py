@@ -155,6 +155,7 @@ MODELS: dict[str, SmallModel] = {
     "smollm3": SmallModel(architecture="smollm3", layers=5),
     "granite": SmallModel(
         architecture="granite",
+        norm_eps=0.01,  # which the scale of the residual stream must not change
         scales=(
             ("embedding_scale", 12.0),
             ("residual_scale", 0.22),
