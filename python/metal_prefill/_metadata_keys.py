@@ -68,7 +68,7 @@ class Keys:
             n = self.positive(suffix, default)
             return tuple((layer + 1) % n != 0 for layer in range(n_layers))
         values = self.gguf.metadata[key]
-        if self.gguf.metadata.type_name(key) != "array[bool]":
+        if not isinstance(values, np.ndarray) or values.dtype != np.bool_:
             raise self._wrong_type(key, ("an integer", "array[bool]"))
         if len(values) != n_layers:
             raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")

@@ -72,7 +72,7 @@ FILES = (
     ),
     Mutant(
         f"{_P}/architecture.py",
-        "embedding_scale=math.sqrt(dim) if traits.scale_embedding else 1.0,",
+        'embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],',
         "embedding_scale=1.0,",
         "embeddings of gemma are not scaled",
         ("tests/test_architecture.py", "tests/test_engine.py", "-k", "gemma3 and not metal"),
