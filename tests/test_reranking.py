@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter, PoolingType
 from support.computed_tokens import ComputedTokens
 from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model
+from metal_prefill._pooled_head import read_head
+from metal_prefill.gguf_file import GGUFFile
 
 QUERY = "who is the king"
 DOCUMENTS = ["The king is dead.", "A rose by any other name", "Long live the king! " * 8, "x"]
@@ -164,6 +167,35 @@ def test_classes_are_those_of_the_head(device: str, tmp_path: Path) -> None:
                 found.probabilities[i], expected, atol=1e-4 if device == "cpu" else 1e-2
             )
             assert found.best[i] == found.labels[int(expected.argmax())]
+
+
+def test_a_head_of_two_layers_has_an_activation_between_them(tmp_path: Path) -> None:
+    """As RoBERTa's: a dense layer with tanh comes before the classes. Its biases may be there or not."""
+    rng = np.random.default_rng(3)
+    shapes = {
+        "cls.weight": (5, 8),
+        "cls.bias": (5,),
+        "cls.output.weight": (3, 5),
+        "cls.output.bias": (3,),
+    }
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    pooled = rng.standard_normal(8).astype(np.float32)
+    for names in (list(shapes), ["cls.weight", "cls.output.weight"]):
+        writer = GGUFWriter(tmp_path / "head.gguf", "qwen3")
+        writer.add_pooling_type(PoolingType.RANK)
+        for name in names:
+            writer.add_tensor(name, arrays[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        kept = {name: arrays[name].astype(float) if name in names else 0.0 for name in shapes}
+        hidden = np.tanh(kept["cls.weight"] @ pooled + kept["cls.bias"])
+        with GGUFFile(tmp_path / "head.gguf") as gguf:
+            logits = read_head(gguf, "qwen3", 8).logits_of(pooled)
+        np.testing.assert_allclose(
+            logits, kept["cls.output.weight"] @ hidden + kept["cls.output.bias"], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_head_and_its_labels_must_agree(tmp_path: Path) -> None:

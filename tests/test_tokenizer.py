@@ -194,6 +194,13 @@ def test_stop_ids_are_the_named_ends_and_the_known_spellings(smollm: Tokenizer) 
     assert smollm.stop_ids == {0, GPT2["tokens"].index("<|im_end|>")}
 
 
+@pytest.mark.parametrize("name", ["eos", "eot", "eom"])
+def test_each_end_that_the_file_names_stops_whatever_its_spelling(tmp_path: Path, name: str) -> None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    (tmp_path / "model.gguf").write_bytes(file_of(**{key: entry(key, U32, u32(1))}))
+    assert Tokenizer.from_gguf(GGUFFile(tmp_path / "model.gguf")).stop_ids == {1}
+
+
 def test_ordinary_token_spelled_like_an_end_does_not_stop(open_variant: Open) -> None:
     types = [
         4 if token == "<|im_end|>" else kind

@@ -150,19 +150,17 @@ class Tokenizer:
                 raise ValueError("the vocabulary has no token that begins a text")
             ids.append(self.bos_id)
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
-        after_token = True
         for piece in self._split(text, parse_special):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                if self._space_prefix and after_token:
+                if self._space_prefix:  # a piece is all there is between two tokens
                     piece = " " + piece
                 plain = piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
                 made = self._segmenter.encode(plain, add_special_tokens=False).ids
                 if strict:
                     self._check_whole(piece, made)
                 ids += made
-            after_token = isinstance(piece, int)
         return ids
 
     @cached_property

@@ -103,9 +103,9 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tokenizer.py",
-        "if self._space_prefix and after_token:",
         "if self._space_prefix:",
-        "a space is put before every stretch of text, not only after a token",
+        "if self._space_prefix and not ids:",
+        "a space is put before the first stretch of text only, not after control tokens",
         ("tests/test_tokenizer.py",),
     ),
     Mutant(
