@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metal_prefill import ChatTemplateError
-from metal_prefill._template_budget import FILTERS
+from metal_prefill._template_budget import FILTERS, MAX_VALUE
 from metal_prefill.chat_template import ChatTemplate
 
 END = "<|im_end|>"
@@ -90,6 +90,16 @@ def test_a_template_that_does_too_much_is_ended(source: str) -> None:
     """With limits each takes a few seconds at most; without, the time limit of the suite ends it."""
     with pytest.raises(ChatTemplateError, match="exceeds a limit"):
         render(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["('a' | center({}))", "'a'.ljust({})", "('ab' * 16) | replace('', 'b' * ({} // 33))"]
+)
+def test_a_value_has_a_largest_size(source: str) -> None:
+    """Well before the work of a rendering is used up."""
+    assert render("{{ (" + source.format(MAX_VALUE) + ") | length }}")
+    with pytest.raises(ChatTemplateError, match="makes a value of more than"):
+        render("{{ (" + source.format(MAX_VALUE + 20_000) + ") | length }}")
 
 
 MEMORY = """

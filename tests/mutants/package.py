@@ -127,7 +127,7 @@ TEXT = (
         "if size > self.max_value:",
         "if False:",
         "a template may make values of any size",
-        ("tests/test_template_limits.py",),
+        ("tests/test_template_limits.py", "-k", "largest"),
     ),
     Mutant(
         f"{_P}/sampling.py",

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.allocation_faults import require_failing_allocations
 from support.small_models import MODELS, write
 from support.soak import Footprint, soak
 
@@ -30,6 +31,7 @@ def test_results_are_those_of_one_call_at_a_time(device: str, tmp_path: Path) ->
         pytest.skip("the suite soaks the CPU engine only")
     if sys.platform != "linux":
         pytest.skip("reads /proc")
+    require_failing_allocations(device)
     shape = replace(MODELS["gemma3"], layers=2, dim=32, key_dim=32, heads=2, kv_heads=1, ffn=32, vocab=280)
     path = write(tmp_path / "m.gguf", shape)
     end = time.monotonic() + SECONDS

@@ -35,6 +35,14 @@ def _native() -> Any:
     return library
 
 
+def require_failing_allocations(device: str) -> None:
+    """Skip a test where no allocation can be made to fail."""
+    if device == "cpu":
+        _native()
+    elif not _core.has_emulator:
+        pytest.skip(MISSING)
+
+
 @contextmanager
 def failing_allocation(device: str, nth: int, *, with_gil: bool = False) -> Iterator[Fault]:
     """Have the nth allocation within the block fail.
@@ -50,8 +58,7 @@ def failing_allocation(device: str, nth: int, *, with_gil: bool = False) -> Iter
     """
     fault = Fault()
     if device == "metal":
-        if not _core.has_emulator:
-            pytest.skip(MISSING)
+        require_failing_allocations(device)
         gpu: Any = _core.emulator
         gpu.fail_allocation(nth)
         try:
