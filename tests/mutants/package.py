@@ -124,9 +124,16 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/_template_budget.py",
-        "if size > self.max_value:",
+        "if self.left < 0:",
         "if False:",
-        "a template may make values of any size",
+        "a template may work for ever",
+        ("tests/test_template_limits.py", "-k", "ended and loops", "--timeout=30"),
+    ),
+    Mutant(
+        f"{_P}/_template_budget.py",
+        "self.max_value = MAX_VALUE\n",
+        "self.max_value = 10 * MAX_VALUE\n",
+        "a template may make larger values than is said",
         ("tests/test_template_limits.py", "-k", "largest"),
     ),
     Mutant(
