@@ -31,9 +31,9 @@ struct Request {
   Trace* trace = nullptr;
   Claim claim = 0;
 
-  std::vector<TokenId> chosen = {};  // kGreedy, kSampled: [output_rows], less the rows after a wrong draft
+  std::vector<TokenId> chosen;  // kGreedy, kSampled: [output_rows], less the rows after a wrong draft
   PromptResult result = {};
-  std::exception_ptr error = {};  // null: none
+  std::exception_ptr error;  // null: none
 };
 
 // Each session may appear once, and all must be of `engine`; else std::invalid_argument, and nothing is

@@ -649,7 +649,7 @@ NB_MODULE(_core, m) {
   m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
         "Facts about the GPU; only `problem` where device 'metal' cannot be used.");
   m.def(
-      "metal_available", [] { return metal_device().count("problem") == 0; },
+      "metal_available", [] { return !metal_device().contains("problem"); },
       nb::call_guard<nb::gil_scoped_release>(),
       "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
   m.def(

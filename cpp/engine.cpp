@@ -45,7 +45,8 @@ Session::Session(std::shared_ptr<Engine> engine, int max_context)
 
 Session::~Session() {
   if (turn_.lost()) {
-    static_cast<void>(cache_.release());  // another thread was changing it: of no known form
+    [[maybe_unused]] const Cache* lost =
+        cache_.release();  // another thread was changing it: of no known form
     return;
   }
   PrefixTree* tree = engine_->prefixes();

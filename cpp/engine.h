@@ -103,7 +103,7 @@ struct Chunk {
   std::span<const TokenId> drafts;   // kSampled: the tokens after the first row with an output
   int drafts_before = 0;             // kSampled: of those, how many earlier chunks had
   Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
-  std::exception_ptr error = {};     // kSampled: why there is no token
+  std::exception_ptr error;          // kSampled: why there is no token
 
   // Has the sampler choose where the logits are, for the rows with an output in their order. A row after a
   // draft that was not chosen has no meaning and is left out. [vocab_size]

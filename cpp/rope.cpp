@@ -32,7 +32,7 @@ Rope rope_of(const Model& model, int layer) {
   const auto* freq_factors = reinterpret_cast<const float*>(model.rope_freqs.data);
 
   for (std::size_t i = 0; freq_factors && i < std::size_t(model.rope_freqs.cols); ++i)
-    if (!(freq_factors[i] > 0 && std::isfinite(freq_factors[i])))
+    if (const bool usable = freq_factors[i] > 0 && std::isfinite(freq_factors[i]); !usable)
       throw std::invalid_argument("tensor " + model.rope_freqs.name + " has the value " +
                                   std::to_string(freq_factors[i]) + " at index " + std::to_string(i) +
                                   ", it must be positive and finite");

@@ -18,12 +18,11 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-const Model& with_heads_that_fit(const Model& model) {
-  const int head_dim = std::max(model.config.key_dim, model.config.value_dim);
+void check_heads(const Config& config) {
+  const int head_dim = std::max(config.key_dim, config.value_dim);
   if (head_dim > kMaxHeadDim)
     throw UnsupportedModelError("heads of " + std::to_string(head_dim) +
                                 " dimensions: the CPU engine takes up to " + std::to_string(kMaxHeadDim));
-  return model;
 }
 
 }  // namespace
@@ -37,7 +36,7 @@ class CpuEngine final : public Engine {
         store_(config(), options.kv_type, options.poison_cache),
         pool_(store_, options.kv_memory),
         prefixes_(pool_, std::min(options.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()),
-        forward_(with_heads_that_fit(model_), options_, kernels_, store_, team_) {
+        forward_(model_, options_, kernels_, store_, team_) {
     pool_.reclaim = [this] { return prefixes_.evict(); };
   }
 
@@ -127,6 +126,7 @@ void CpuEngine::add_call_stats(const CallCounters& counters, Stats& stats) const
 namespace metal_prefill {
 
 std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options) {
+  cpu::check_heads(model.config);
   return std::make_shared<cpu::CpuEngine>(std::move(model), options);
 }
 

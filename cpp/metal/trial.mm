@@ -31,7 +31,7 @@ Expected expected_results() {
     for (int j = 0; j < kBlock; ++j)
       for (int k = 0; k < kBlock; ++k) results[std::size_t(i * kBlock + j)] += float(x_at(i, k) * w_at(j, k));
   for (NSUInteger lane = 0; lane < kLanes; ++lane)
-    results[kBlock * kBlock + lane] = kLanes * (kLanes - 1) / 2;
+    results[kBlock * kBlock + lane] = 0.5f * float(kLanes * (kLanes - 1));
   return results;
 }
 
