@@ -21,7 +21,9 @@ from metal_prefill import (
     MetalPrefillError,
     Model,
     StateError,
+    _core,
     _state,
+    default_model_path,
 )
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.synth import synthesize
@@ -505,6 +507,35 @@ def test_wrong_arrays_never_reach_the_cache(demo: Model) -> None:
     assert core.position == 0
     core.import_state(tokens, rows)
     assert core.tokens() == PROMPT
+
+
+@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+def test_a_state_that_was_loaded_is_saved_as_it_was(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets whose cache holds bfloat16 round what comes from elsewhere once, to 8 significant bits."""
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    with Model(default_model_path(), device="cpu", threads=1) as model, model.session() as session:
+        session.forward_prompt(PROMPT)
+        core = session._open()
+        tokens, own = core.export_state()
+        core.import_state(tokens, own)
+        for before, after in zip(own, core.export_state()[1], strict=True):
+            np.testing.assert_array_equal(after, before)
+
+        patterns = np.random.default_rng(2).integers(0, 2**16, own[0].nbytes // 2).astype(np.uint16)
+        patterns[:6] = (0x0000, 0x8001, 0x03FF, 0x7BFF, 0xFBFF, 0x7C00)  # zero to infinity
+        patterns[(patterns & 0x7C00) == 0x7C00] &= 0xFC00  # infinities, no NaN
+        foreign = [patterns.view(own[0].dtype).reshape(own[0].shape)] * len(own)
+        core.import_state(tokens, foreign)
+        rounded = core.export_state()[1]
+        core.import_state(tokens, rounded)
+        for before, after in zip(rounded, core.export_state()[1], strict=True):
+            np.testing.assert_array_equal(after, before)
+        expected, got = patterns.view(np.float16), rounded[0].view(np.float16).ravel()
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(got[~finite], expected[~finite])
+        np.testing.assert_allclose(
+            got[finite].astype(np.float64), expected[finite].astype(np.float64), rtol=2**-8, atol=2**-25
+        )
 
 
 def test_state_error_is_the_packages_and_a_value_error() -> None:

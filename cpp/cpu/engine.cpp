@@ -25,6 +25,11 @@ void check_heads(const Config& config) {
                                 " dimensions: the CPU engine takes up to " + std::to_string(kMaxHeadDim));
 }
 
+KvLayout kv_layout(const Kernels& kernels, const EngineOptions& options) {
+  if (options.kv_type == KvType::kF32) return KvLayout::kFloat;
+  return options.compute == Compute::kF32 ? KvLayout::kHalf : kernels.half_layout;
+}
+
 }  // namespace
 
 class CpuEngine final : public Engine {
@@ -33,7 +38,7 @@ class CpuEngine final : public Engine {
       : Engine(std::move(model), options),
         kernels_(select_kernels()),
         team_(options.threads),
-        store_(config(), options.kv_type, options.poison_cache),
+        store_(config(), kv_layout(kernels_, options), kernels_.key_multiple, options.poison_cache),
         pool_(store_, options.kv_memory),
         prefixes_(pool_, std::min(options.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()),
         forward_(model_, options_, kernels_, store_, team_) {

@@ -20,7 +20,6 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
                          const KvPages& cache, Team& team)
     : model_(model),
       config_(model.config),
-      exact_(options.compute == Compute::kF32),
       kernels_(kernels),
       cache_(cache),
       team_(team),
@@ -67,7 +66,6 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
       .weights = m,
       .cache = cache_,
       .layer = layer,
-      .exact = exact_,
       .rotations = config_.uses_rope(layer) ? a.rotations + table * std::size_t(config_.rope_dim) : nullptr,
       .q = a.q,
       .k = a.k,

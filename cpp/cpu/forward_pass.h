@@ -61,7 +61,6 @@ class ForwardPass {
 
   const Model& model_;
   const Config& config_;
-  const bool exact_;
   const Kernels& kernels_;
   const KvPages& cache_;
   Team& team_;

@@ -237,12 +237,11 @@ double run_dots_amx(int rounds) {
 }
 
 constexpr Kernels amx_table() {
-  Kernels table = kTable;
+  Kernels table = with_pairs(kTable, kAmxDepth);
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
   table.end_phase = drop_tile_config;
   table.attention = attention_amx;
-  table.run_bfloat16 = run_bfloat16;
   table.run_dots = run_dots_amx;
   return table;
 }

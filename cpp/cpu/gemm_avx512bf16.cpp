@@ -7,10 +7,9 @@ namespace metal_prefill::cpu {
 namespace {
 
 constexpr Kernels bf16_table() {
-  Kernels table = kTable;
+  Kernels table = with_pairs(kTable, 2);
   table.name = "avx512bf16";
   table.attention = attention_bf16;
-  table.run_bfloat16 = run_bfloat16;
   return table;
 }
 

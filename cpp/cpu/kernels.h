@@ -53,12 +53,21 @@ struct FloatRows {
 };
 constexpr int kFloatPad = 16;
 
-constexpr int kKeyBlock = 16;  // positions in a transposed block of keys: [dim][16]
+constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
 // Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
 // same steps whoever else is in the pass.
 constexpr int kKeySpan = kPagePositions;
 constexpr int kMaxHeadDim = 512;  // of keys and of values: what an attention kernel has room for
 constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
+
+// How a page holds the keys and values of a head. `key_stride` and `value_stride` are dimensions filled up.
+enum class KvLayout {
+  kFloat,  // float32: keys [kKeySpan / 16][key_stride][16], values [kKeySpan][value_stride]
+  kHalf,   // the same in f16
+  // What was rounded to f16, as bfloat16, in pairs of dimensions and of positions: keys
+  // [kKeySpan / 16][key_stride / 2][16][2], values [kKeySpan / 2][value_stride][2].
+  kPairs,
+};
 
 // Attention of the query heads that share one key-value head. Rows of q and out are tokens.
 struct AttentionHead {
@@ -67,18 +76,16 @@ struct AttentionHead {
   float* out;  // [tokens][out_stride], likewise
   std::size_t out_stride;
   const std::byte* const* pages;  // of the sequence, by position / kKeySpan
-  std::size_t keys, values;       // bytes from a page to the head's [kKeySpan / 16][key_dim][16] keys, and to
-                                  // its [kKeySpan][value_stride] values; f16 or f32
-  bool half;                      // keys and values are f16
+  std::size_t keys, values;       // bytes from a page to the head's keys, and to its values
+  KvLayout layout;
   int key_dim, value_dim;
-  int value_stride;  // value_dim rounded up to kFloatPad
-  int heads;         // query heads in the group
-  int position;      // of token 0
-  int window;        // positions that a token sees, itself included; 0: all
-  int length;        // positions that there are, where a token sees those after it, half the window before it
-                     // and half after it; 0 where it sees none of them
-  float scale;       // multiplies q.k
-  bool exact;        // products in float32, also where the set has faster ones of rounded values
+  int key_stride, value_stride;
+  int heads;     // query heads in the group
+  int position;  // of token 0
+  int window;    // positions that a token sees, itself included; 0: all
+  int length;    // positions that there are, where a token sees those after it, half the window before it
+                 // and half after it; 0 where it sees none of them
+  float scale;   // multiplies q.k
 
   const void* keys_of(int span) const { return pages[span] + keys; }
   const void* values_of(int span) const { return pages[span] + values; }
@@ -119,9 +126,13 @@ struct Kernels {
   void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
-  // One position into the cache: keys are transposed within their block of 16, values are a row.
-  void (*store_key)(const float* key, int dim, bool half, void* block, int lane);
-  void (*store_value)(const float* value, int dim, bool half, void* row);
+  // One position into the cache: its key into a lane of a block, its value into a row.
+  void (*store_key)(const float* key, int dim, KvLayout layout, void* block, int lane);
+  void (*store_value)(const float* value, int dim, KvLayout layout, void* row);
+  // The layout in which attention is fastest where the cache is in f16. All sets take the others, too, with
+  // products in float32. Keys are filled up with zeros to a multiple in pairs.
+  KvLayout half_layout = KvLayout::kHalf;
+  int key_multiple = 1;
   // Tokens [first, first + count), count <= kQueryTile.
   void (*attention)(const AttentionHead& head, int first, int count);
 

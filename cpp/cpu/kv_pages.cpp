@@ -2,21 +2,24 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
 namespace metal_prefill::cpu {
 
-KvPages::KvPages(const Config& config, KvType type, bool poison)
-    : type_(type),
+KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, bool poison)
+    : layout_(layout),
       poison_(poison),
       n_layers_(config.n_layers),
       n_heads_(config.n_kv_heads),
       key_dim_(config.key_dim),
       value_dim_(config.value_dim),
-      value_stride_(int(round_up(std::size_t(config.value_dim), kFloatPad))),
-      key_bytes_(std::size_t(kPagePositions) * std::size_t(key_dim_) * element()),
+      key_stride_(layout == KvLayout::kPairs ? round_up(config.key_dim, key_multiple) : config.key_dim),
+      value_stride_(round_up(config.value_dim, kFloatPad)),
+      key_bytes_(std::size_t(kPagePositions) * std::size_t(key_stride_) * element()),
       head_bytes_(key_bytes_ + std::size_t(kPagePositions) * std::size_t(value_stride_) * element()),
       page_bytes_(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64)) {}
 
@@ -34,8 +37,8 @@ void KvPages::grow(std::size_t pages) {
 void KvPages::copy(PageId from, PageId to, int positions) {
   std::byte* pages[2];
   addresses(std::array{from, to}, pages);
-  const std::size_t keys = key_block(int(round_up(std::size_t(positions), kKeyBlock))),
-                    values = value_row(positions);
+  const std::size_t keys = key_block(round_up(positions, kKeyBlock)),
+                    values = value_row(round_up(positions, 2));
   for (int layer = 0; layer < n_layers_; ++layer) {
     for (int head = 0; head < n_heads_; ++head) {
       const std::size_t k = this->keys(layer, head), v = this->values(layer, head);
@@ -46,9 +49,10 @@ void KvPages::copy(PageId from, PageId to, int positions) {
 }
 
 void KvPages::taken(PageId page) {
-  if (!poison_) return;
+  if (!poison_ && key_stride_ == key_dim_) return;
   const std::scoped_lock lock(mutex_);
-  fill_with_nan(pages_[page]);
+  if (poison_) std::memset(pages_[page], 0xff, page_bytes_);  // NaN in all layouts
+  clear_padding(pages_[page]);
 }
 
 void KvPages::idle(PageId page) {
@@ -56,8 +60,15 @@ void KvPages::idle(PageId page) {
   release_pages(pages_[page], page_bytes_);
 }
 
-void KvPages::fill_with_nan(std::byte* page) const {
-  std::memset(page, 0xff, page_bytes_);  // NaN in half precision as in float32
+// Products take the dimensions that fill keys up, too.
+void KvPages::clear_padding(std::byte* page) const {
+  const std::size_t used = std::size_t(key_dim_ / 2 * 2) * kKeyBlock * element();
+  const std::size_t block = key_block(kKeyBlock);
+  if (used >= block) return;
+  for (int layer = 0; layer < n_layers_; ++layer)
+    for (int head = 0; head < n_heads_; ++head)
+      for (int position = 0; position < kPagePositions; position += kKeyBlock)
+        std::memset(page + keys(layer, head) + key_block(position) + used, 0, block - used);
 }
 
 std::size_t KvPages::keys(int layer, int head) const {
@@ -69,11 +80,12 @@ std::size_t KvPages::values(int layer, int head) const {
 }
 
 std::size_t KvPages::key_block(int position) const {
-  return std::size_t(position / kKeyBlock * kKeyBlock) * std::size_t(key_dim_) * element();
+  return std::size_t(position / kKeyBlock * kKeyBlock) * std::size_t(key_stride_) * element();
 }
 
 std::size_t KvPages::value_row(int position) const {
-  return std::size_t(position) * std::size_t(value_stride_) * element();
+  const std::size_t row = std::size_t(value_stride_) * element(), at = std::size_t(position);
+  return layout_ == KvLayout::kPairs ? at / 2 * 2 * row + at % 2 * element() : at * row;
 }
 
 void KvPages::addresses(std::span<const PageId> pages, std::byte** out) const {
@@ -141,6 +153,29 @@ void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
   copy_elements<2>(rows - whole_rows, columns, from.at(whole_rows, 0), to.at(whole_rows, 0));
 }
 
+// Between canonical f16 and the pairs of a page, which were rounded from f16: back and forth nothing changes.
+std::uint16_t bfloat16_of(std::uint16_t half) {
+  const auto bits = std::bit_cast<std::uint32_t>(half_to_float(half));
+  const std::uint32_t quiet = (bits & 0x7fffffff) > 0x7f800000 ? 0x00400000 : 0;
+  return std::uint16_t((bits + (quiet ? 0 : 0x7fff + (bits >> 16 & 1)) | quiet) >> 16);
+}
+std::uint16_t half_of(std::uint16_t bfloat16) {
+  const float value = std::bit_cast<float>(std::uint32_t(bfloat16) << 16);
+  constexpr float kLargest = 65504;  // which bfloat16 rounds to 65536
+  return float_to_half(std::fabs(value) == 65536 ? std::copysign(kLargest, value) : value);
+}
+
+template <std::uint16_t (*kConvert)(std::uint16_t)>
+void convert_elements(int rows, int columns, const Matrix& from, const Matrix& to) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < columns; ++c) {
+      std::uint16_t element;
+      std::memcpy(&element, from.at(r, c).data, sizeof element);
+      element = kConvert(element);
+      std::memcpy(to.at(r, c).data, &element, sizeof element);
+    }
+}
+
 void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from, const Matrix& to) {
   if (from.column == element && to.column == element) {
     for (int r = 0; r < rows; ++r)
@@ -169,11 +204,25 @@ void KvPages::each_piece(std::span<const PageId> pages, int layer, bool values, 
     for (int head = 0; head < n_heads_; ++head) {
       std::byte* rows_of_head =
           canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes;
-      const Matrix own = values ? Matrix{page + this->values(layer, head) + value_row(in_page),
-                                         std::size_t(value_stride_) * element(), element()}
-                                : Matrix{page + keys(layer, head) + key_block(in_page), element(),
-                                         std::size_t(kKeyBlock) * element()};
-      copy(rows, dim, Matrix{rows_of_head, row_bytes, element()}, own);
+      std::byte* own = page + (values ? this->values(layer, head) + value_row(in_page)
+                                      : keys(layer, head) + key_block(in_page));
+      const Matrix all{rows_of_head, row_bytes, element()};
+      if (layout_ != KvLayout::kPairs) {
+        const std::size_t row = std::size_t(value_stride_) * element(), column = kKeyBlock * element();
+        copy(rows, dim, all, values ? Matrix{own, row, element()} : Matrix{own, element(), column});
+        continue;
+      }
+      for (int i = 0; i < 2; ++i) {
+        std::byte* first = own + std::size_t(i) * element();
+        if (values) {
+          const std::size_t pair_row = std::size_t(value_stride_) * 2 * element();
+          copy((rows + 1 - i) / 2, dim, Matrix{all.at(i, 0).data, 2 * row_bytes, element()},
+               Matrix{first, pair_row, 2 * element()});
+        } else {
+          copy(rows, (dim + 1 - i) / 2, Matrix{all.at(0, i).data, row_bytes, 2 * element()},
+               Matrix{first, 2 * element(), 2 * kKeyBlock * element()});
+        }
+      }
     }
   }
 }
@@ -182,7 +231,8 @@ void KvPages::read(std::span<const PageId> pages, int layer, bool values, int po
                    std::byte* out) const {
   each_piece(pages, layer, values, positions, out,
              [&](int rows, int columns, const Matrix& canonical, const Matrix& own) {
-               copy_matrix(rows, columns, element(), own, canonical);
+               layout_ == KvLayout::kPairs ? convert_elements<half_of>(rows, columns, own, canonical)
+                                           : copy_matrix(rows, columns, element(), own, canonical);
              });
 }
 
@@ -190,7 +240,8 @@ void KvPages::write(std::span<const PageId> pages, int layer, bool values, int p
                     const std::byte* in) {
   each_piece(pages, layer, values, positions, const_cast<std::byte*>(in),  // only read from
              [&](int rows, int columns, const Matrix& canonical, const Matrix& own) {
-               copy_matrix(rows, columns, element(), canonical, own);
+               layout_ == KvLayout::kPairs ? convert_elements<bfloat16_of>(rows, columns, canonical, own)
+                                           : copy_matrix(rows, columns, element(), canonical, own);
              });
 }
 

@@ -13,13 +13,13 @@
 
 namespace metal_prefill::cpu {
 
-// A page holds, for each layer and key-value head: keys [kPagePositions / 16][key_dim][16], then values
-// [kPagePositions][value_stride]. Pages lie in slabs, so that they can lie on huge pages of the system.
+// A page holds, for each layer and key-value head, its keys, then its values. Pages lie in slabs, so that
+// they can lie on huge pages of the system.
 class KvPages final : public PageStore {
  public:
   // With `poison`, pages are filled with NaN whenever they are taken anew: whatever reads a row that was not
   // written shows it.
-  KvPages(const Config& config, KvType type, bool poison);
+  KvPages(const Config& config, KvLayout layout, int key_multiple, bool poison);
 
   std::size_t page_bytes() const override { return page_bytes_; }
   void grow(std::size_t pages) override;
@@ -27,34 +27,35 @@ class KvPages final : public PageStore {
   void taken(PageId page) override;
   void idle(PageId page) override;
 
-  bool half() const { return type_ == KvType::kF16; }
+  KvLayout layout() const { return layout_; }
+  int key_stride() const { return key_stride_; }
   int value_stride() const { return value_stride_; }
   // Bytes from the beginning of a page to the keys, and to the values, of a head.
   std::size_t keys(int layer, int head) const;
   std::size_t values(int layer, int head) const;
-  // From there to where a position's key starts (its lane is position % 16), and to its row of values.
+  // From there to the block with a position's key (its lane is position % 16), and to its first value.
   std::size_t key_block(int position) const;
   std::size_t value_row(int position) const;
 
   // Where each page begins; stays valid as long as the page exists.
   void addresses(std::span<const PageId> pages, std::byte** out) const;
 
-  // Canonical layout [position][head][dim], elements as stored, of the first `positions` of a block table.
+  // Canonical layout [position][head][dim], f16 or float32, of the first `positions` of a block table.
   void read(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* out) const;
   void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
 
  private:
-  std::size_t element() const { return half() ? 2 : 4; }
-  void fill_with_nan(std::byte* page) const;
+  std::size_t element() const { return layout_ == KvLayout::kFloat ? 4 : 2; }
+  void clear_padding(std::byte* page) const;
   // Calls copy(rows, columns, canonical, own) for each piece that both layouts hold as a matrix of positions
-  // and dimensions.
+  // and dimensions; of pairs for the first elements, then for the second ones.
   template <typename Copy>
   void each_piece(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical,
                   Copy copy) const;
 
-  const KvType type_;
+  const KvLayout layout_;
   const bool poison_;
-  const int n_layers_, n_heads_, key_dim_, value_dim_, value_stride_;
+  const int n_layers_, n_heads_, key_dim_, value_dim_, key_stride_, value_stride_;
   const std::size_t key_bytes_, head_bytes_, page_bytes_;  // of one head's keys, of both, of a page
   mutable std::mutex mutex_;
   std::vector<Buffer> slabs_;

@@ -118,10 +118,10 @@ void append_to_cache(const Context& c, const AttentionStep& step, std::span<cons
     const int in_page = row.position % kPagePositions;
     for (int h = 0; h < config.n_kv_heads; ++h) {
       c.kernels.store_key(step.k.row(i) + std::size_t(h) * std::size_t(config.key_dim), config.key_dim,
-                          cache.half(), page + cache.keys(step.layer, h) + cache.key_block(in_page),
+                          cache.layout(), page + cache.keys(step.layer, h) + cache.key_block(in_page),
                           in_page % kKeyBlock);
       c.kernels.store_value(step.v.row(i) + std::size_t(h) * std::size_t(config.value_dim), config.value_dim,
-                            cache.half(), page + cache.values(step.layer, h) + cache.value_row(in_page));
+                            cache.layout(), page + cache.values(step.layer, h) + cache.value_row(in_page));
     }
   });
 }
@@ -168,16 +168,16 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
         .pages = tile.pages,
         .keys = step.cache.keys(step.layer, kv_head),
         .values = step.cache.values(step.layer, kv_head),
-        .half = step.cache.half(),
+        .layout = step.cache.layout(),
         .key_dim = config.key_dim,
         .value_dim = config.value_dim,
+        .key_stride = step.cache.key_stride(),
         .value_stride = step.cache.value_stride(),
         .heads = heads,
         .position = tile.position,
         .window = config.window(step.layer),
         .length = config.causal ? 0 : tile.end,
         .scale = config.score_scale(),
-        .exact = step.exact,
     };
     c.kernels.attention(head, 0, tile.count);
     c.scratch.multiply_adds +=

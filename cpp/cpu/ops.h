@@ -111,7 +111,6 @@ struct AttentionStep {
   const LayerWeights& weights;
   const KvPages& cache;
   int layer;
-  bool exact;              // products of attention in float32
   const float* rotations;  // the layer's rotation table; null where the layer does not rotate
   FloatRows q, k, v;
 };

@@ -43,7 +43,7 @@ struct AttentionTile {
 template <int kRows, typename Element>
 void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kRows>& tile) {
   constexpr int kVectors = Simd::kAttentionVectors;
-  const std::size_t block_size = std::size_t(head.key_dim) * kKeyBlock;
+  const std::size_t block_size = std::size_t(head.key_stride) * kKeyBlock;
   for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
     F acc[kRows][kVectors];
 #pragma GCC unroll 16
@@ -186,7 +186,8 @@ void attention_rows(const AttentionHead& head, int row, int end) {
 
 void attention(const AttentionHead& head, int first, int count) {
   const int row = first * head.heads, end = (first + count) * head.heads;
-  head.half ? attention_rows<std::uint16_t>(head, row, end) : attention_rows<float>(head, row, end);
+  head.layout == KvLayout::kHalf ? attention_rows<std::uint16_t>(head, row, end)
+                                 : attention_rows<float>(head, row, end);
 }
 
 }  // namespace

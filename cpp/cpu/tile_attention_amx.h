@@ -15,28 +15,29 @@ namespace {
 constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;  // dimensions or positions in a row of a tile
 
-// Tiles 0 to 3 = A * B over `steps` of the depth, for `blocks` blocks of 16 columns. A's rows are `a_stride`
-// bytes apart, B's rows, pairs of the depth, `b_stride` bytes.
-inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, std::size_t a_stride,
-                            const std::uint16_t* b, std::size_t b_stride) {
+// Tiles 0 to 3 = A * B over `steps` of the depth, for `blocks` blocks of 16 columns, `b_block` elements from
+// one to the next. A's rows are `a_stride` elements apart, B's rows, pairs of the depth, `b_stride`.
+inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a_stride,
+                            const std::uint16_t* b, int b_stride, int b_block) {
+  const std::size_t a_bytes = std::size_t(a_stride) * sizeof *a, b_bytes = std::size_t(b_stride) * sizeof *b;
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
-  for (int step = 0; step < steps; ++step, a += kAmxDepth, b += b_stride / sizeof *b * (kAmxDepth / 2)) {
-    load_tile_rows<4>(a, a_stride);
-    load_tile_rows<6>(b, b_stride);
+  for (int step = 0; step < steps; ++step, a += kAmxDepth, b += b_stride * (kAmxDepth / 2)) {
+    load_tile_rows<4>(a, a_bytes);
+    load_tile_rows<6>(b, b_bytes);
     multiply_pair_tiles<0, 4, 6>();
     if (blocks > 1) {
-      load_tile_rows<7>(b + 32, b_stride);
+      load_tile_rows<7>(b + b_block, b_bytes);
       multiply_pair_tiles<1, 4, 7>();
     }
     if (blocks > 2) {
-      load_tile_rows<6>(b + 64, b_stride);
+      load_tile_rows<6>(b + 2 * b_block, b_bytes);
       multiply_pair_tiles<2, 4, 6>();
     }
     if (blocks > 3) {
-      load_tile_rows<7>(b + 96, b_stride);
+      load_tile_rows<7>(b + 3 * b_block, b_bytes);
       multiply_pair_tiles<3, 4, 7>();
     }
   }
@@ -57,15 +58,15 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, Att
   alignas(64) std::uint16_t p[kAmxRows][kKeySpan];
   alignas(64) float rescale[Simd::kLanes];
   const int key_blocks = ceil_div(n, kKeyBlock);
-  multiply_blocks(strip.q_stride / kAmxDepth, key_blocks, strip.q + row * strip.q_stride,
-                  std::size_t(strip.q_stride) * sizeof *strip.q, strip.keys[0][0], sizeof strip.keys[0]);
+  multiply_blocks(head.key_stride / kAmxDepth, key_blocks, strip.q + row * head.key_stride, head.key_stride,
+                  strip.keys, kKeyBlockPairs, head.key_stride * kKeyBlock);
   store_blocks(key_blocks, products);
   bf16_softmax(strip, row, rows, span, products, p, rescale);
   const int stride = head.value_stride;
   for (int column = 0; column < stride; column += 64) {
     const int blocks = std::min(4, (stride - column) / 16);
-    multiply_blocks(ceil_div(n, kAmxDepth), blocks, p[0], sizeof p[0], strip.values + column * 2,
-                    std::size_t(stride) * 2 * sizeof *strip.values);
+    multiply_blocks(ceil_div(n, kAmxDepth), blocks, p[0], kKeySpan, strip.values + column * 2, stride * 2,
+                    kAmxDepth);
     store_blocks(blocks, products);
     for (int r = 0; r < rows; ++r) {
       float* out = strip.acc + (row + r) * stride + column;

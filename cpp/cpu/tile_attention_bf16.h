@@ -1,13 +1,16 @@
-// Causal attention with online softmax on products of bfloat16 pairs (AVX512_BF16), for a cache in f16.
+// Causal attention with online softmax on products of bfloat16 pairs (AVX512_BF16), for a cache of such
+// pairs.
 //
 // Queries, keys, weights of the softmax and values are rounded to 8 significant bits. The effect on logits is
 // small compared with the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures).
-// Sums stay in float32. That halves the number of products. A strip of query rows (tokens times the heads of
-// a group) goes through the keys together, so that each span of 64 positions is converted once for all of
-// them. As in tile_attention.h, what a row computes does not depend on the rows next to it.
+// Sums stay in float32. That halves the number of products. Keys and values are rounded when they are stored:
+// converting them at each use took longer than the products of a single token. A strip of query rows (tokens
+// times the heads of a group) goes through the keys together. As in tile_attention.h, what a row computes
+// does not depend on the rows next to it.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "simd_bf16.h"
 #include "tile_attention.h"
@@ -15,70 +18,97 @@
 namespace metal_prefill::cpu {
 namespace {
 
-constexpr int kStripRows = 96;  // 32 tokens of a group of three heads: converting a span costs 5% of its use
+constexpr int kStripRows = 96;         // 32 tokens of a group of three heads
 constexpr int kStripValues = 96 * 64;  // rows times dimensions: longer heads take fewer rows
 constexpr int kMaxTileRows = 16;       // that a strip takes at least, whatever the head
-constexpr int kPaddedDims = 32;        // queries and keys are filled up with zeros to a multiple of these
 constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or values, one query
 constexpr int kPairsOfSpan = kKeySpan / 2;
+constexpr int kKeyBlockPairs = kKeyBlock * 2;  // elements from one pair of dimensions to the next
 constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
 static_assert(kStripValues <= kMaxTileRows * kMaxHeadDim);
 struct alignas(64) AttentionStrip {
-  std::uint16_t keys[kMaxHeadDim / 2][kKeySpan][2];  // pairs of dimensions
-  // Pairs of positions, [pairs][value_stride][2]. Rows as far apart as the longest head needs would share few
-  // sets of the L1 cache.
-  std::uint16_t values[kPairsOfSpan * kMaxHeadDim * 2];
-  std::uint16_t q[kMaxTileRows * kMaxHeadDim];  // [rows][q_stride], scaled: scores are base-2 logarithms
+  std::uint16_t q[kMaxTileRows * kMaxHeadDim];  // [rows][key_stride], scaled: scores are base-2 logarithms
   float acc[kMaxTileRows * kMaxHeadDim];        // [rows][value_stride], sum of p * v
   float sum[kStripRows][16];                    // of p, in 16 parts
   float max[kStripRows + 16];                   // padded to whole vectors
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
-  int q_stride;                                 // key_dim, filled up with zeros
+  alignas(64) std::uint16_t last_values[kKeySpan * kMaxHeadDim];  // [pairs][value_stride][2]
+  const std::uint16_t* keys;                                      // of the span, in the page
+  const std::uint16_t* values;                                    // of the span: there, or `last_values`
 };
 
-// Sixteen elements of two rows, interleaved. A row that is null is zero.
-inline void interleave(const std::uint16_t* even, const std::uint16_t* odd, void* out) {
-  alignas(64) static constexpr std::uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                           11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both =
-      round_to_pairs(even ? Simd::load_half(even) : Simd::set(0), odd ? Simd::load_half(odd) : Simd::set(0));
-  _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+// The first `n` of 16.
+inline __mmask16 lanes_below(int n) {
+  return n >= Simd::kLanes ? __mmask16(-1) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1);
 }
 
-// The first `n` positions of a span, with values of zero up to a multiple of kPositions; later ones are not
-// read.
+// Sixteen values from `at` on, of `dim`, zeros after the last: rounded to f16, which is what a saved cache
+// holds, and then to bfloat16.
+inline void round_values(const float* values, int at, int dim, std::uint16_t (&out)[Simd::kLanes]) {
+  std::uint16_t half[Simd::kLanes];
+  Simd::store_half(half, _mm512_maskz_loadu_ps(lanes_below(dim - at), values + at));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Simd::load_half(half))));
+}
+
+void store_key_pairs(const float* key, int dim, KvLayout layout, void* block, int lane) {
+  if (layout != KvLayout::kPairs) return store_key(key, dim, layout, block, lane);
+  auto* out = static_cast<std::uint16_t*>(block) + 2 * lane;
+  std::uint16_t lanes[Simd::kLanes];
+  for (int d = 0; d < dim; d += Simd::kLanes) {
+    round_values(key, d, dim, lanes);
+    for (int i = 0; i < Simd::kLanes && d + i < dim; i += 2)
+      std::memcpy(out + (d + i) / 2 * kKeyBlockPairs, lanes + i, 2 * sizeof *out);
+  }
+}
+
+void store_value_pairs(const float* value, int dim, KvLayout layout, void* row) {
+  if (layout != KvLayout::kPairs) return store_value(value, dim, layout, row);
+  auto* out = static_cast<std::uint16_t*>(row);
+  std::uint16_t lanes[Simd::kLanes];
+  for (int d = 0; d < dim; d += Simd::kLanes) {
+    round_values(value, d, dim, lanes);
+    for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[2 * (d + i)] = lanes[i];
+  }
+}
+
+// Takes a span, of which the first `n` positions were stored. Keys of other positions give scores that no row
+// sees; values must be zero up to a multiple of kPositions, as nothing times what was never stored may be
+// NaN.
 template <int kPositions>
-void convert_span(const AttentionHead& head, int span, int n, AttentionStrip& strip) {
-  const auto* keys = static_cast<const std::uint16_t*>(head.keys_of(span));
-  for (int lane = 0; lane < n; lane += kKeyBlock, keys += kKeyBlock * head.key_dim)
-    for (int d = 0; d < head.key_dim; d += 2)
-      interleave(keys + d * kKeyBlock, keys + (d + 1) * kKeyBlock, strip.keys[d / 2][lane]);
-  const std::size_t stride = std::size_t(head.value_stride);
-  const auto* values = static_cast<const std::uint16_t*>(head.values_of(span));
-  for (int i = 0; i < round_up(n, kPositions); i += 2, values += 2 * stride)
-    for (std::size_t column = 0; column < stride; column += Simd::kLanes)
-      interleave(i < n ? values + column : nullptr, i + 1 < n ? values + stride + column : nullptr,
-                 strip.values + (std::size_t(i / 2) * stride + column) * 2);
+void take_span(const AttentionHead& head, int span, int n, AttentionStrip& strip) {
+  strip.keys = static_cast<const std::uint16_t*>(head.keys_of(span));
+  strip.values = static_cast<const std::uint16_t*>(head.values_of(span));
+  if (n % kPositions == 0) return;
+  const __m512i even = _mm512_set1_epi32(0xffff), both = _mm512_set1_epi32(-1), none = _mm512_setzero_si512();
+  const int pair_stride = head.value_stride * 2;
+  for (int pair = 0; pair < round_up(n, kPositions) / 2; ++pair) {
+    const __m512i stored = pair < n / 2 ? both : pair == n / 2 && n % 2 == 1 ? even : none;
+    for (int at = pair * pair_stride; at < (pair + 1) * pair_stride; at += 2 * Simd::kLanes)
+      _mm512_store_si512(strip.last_values + at,
+                         _mm512_and_si512(_mm512_load_si512(strip.values + at), stored));
+  }
+  strip.values = strip.last_values;
 }
 
 // scores[r][key] = q[r] . k[key] for kVectors * 16 positions.
 template <int kRows, int kVectors>
-void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_dim,
+void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_stride,
                  float (*scores)[kKeySpan]) {
   F acc[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
-  for (int d = 0; d < key_dim; d += 2) {
+  for (int d = 0; d < key_stride; d += 2) {
     __m512i k[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) k[v] = _mm512_load_si512(strip.keys[d / 2][v * Simd::kLanes]);
+    for (int v = 0; v < kVectors; ++v)
+      k[v] = _mm512_load_si512(strip.keys + v * key_stride * kKeyBlock + d / 2 * kKeyBlockPairs);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const __m512i value = broadcast_pair(q + r * strip.q_stride + d);
+      const __m512i value = broadcast_pair(q + r * key_stride + d);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], value, k[v]);
     }
@@ -188,13 +218,13 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   alignas(64) float scores[kRows][kKeySpan];
   alignas(64) std::uint16_t p[kRows][kKeySpan];
   alignas(64) float rescale[Simd::kLanes];
-  const std::uint16_t* q = strip.q + row * strip.q_stride;
+  const std::uint16_t* q = strip.q + row * head.key_stride;
   if (n > 32) {
-    bf16_scores<kRows, 4>(strip, q, head.key_dim, scores);
+    bf16_scores<kRows, 4>(strip, q, head.key_stride, scores);
   } else if (n > 16) {
-    bf16_scores<kRows, 2>(strip, q, head.key_dim, scores);
+    bf16_scores<kRows, 2>(strip, q, head.key_stride, scores);
   } else {
-    bf16_scores<kRows, 1>(strip, q, head.key_dim, scores);
+    bf16_scores<kRows, 1>(strip, q, head.key_stride, scores);
   }
   bf16_softmax(strip, row, kRows, span, scores, p, rescale);
   const int stride = head.value_stride, pairs = (n + 1) / 2;
@@ -226,13 +256,12 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
   for (int r = 0; r < rows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
     const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
-    std::uint16_t* out = strip.q + r * strip.q_stride;
+    std::uint16_t* out = strip.q + r * head.key_stride;
     const F scale = Simd::set(head.scale * kLog2E);
-    for (int d = 0; d < strip.q_stride; d += Simd::kLanes) {
-      const int n = std::clamp(head.key_dim - d, 0, Simd::kLanes);
-      const F values = _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), q + d);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d),
-                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Simd::mul(values, scale))));
+    for (int d = 0; d < head.key_stride; d += Simd::kLanes) {
+      const F values = Simd::mul(_mm512_maskz_loadu_ps(lanes_below(head.key_dim - d), q + d), scale);
+      _mm256_mask_storeu_epi16(out + d, lanes_below(head.key_stride - d),
+                               reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
     }
     std::fill_n(strip.acc + r * head.value_stride, head.value_stride, 0.0f);
     std::fill_n(strip.sum[r], 16, 0.0f);
@@ -242,7 +271,7 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
   }
   const int end = strip.end[rows - 1];
   for (int span = strip.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
-    convert_span<Tiles::kPositions>(head, span, std::min(kKeySpan, end - span * kKeySpan), strip);
+    take_span<Tiles::kPositions>(head, span, std::min(kKeySpan, end - span * kKeySpan), strip);
     Tiles::span(head, span, rows, strip);
   }
   for (int r = 0; r < rows; ++r) {
@@ -258,12 +287,9 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
 
 template <class Tiles>
 void attention_of_pairs(const AttentionHead& head, int first, int count) {
-  if (!head.half || head.exact || head.key_dim % 2 != 0) return attention(head, first, count);
+  if (head.layout != KvLayout::kPairs) return attention(head, first, count);
   AttentionStrip strip;
-  strip.q_stride = round_up(head.key_dim, kPaddedDims);
-  for (int pair = head.key_dim / 2; pair < strip.q_stride / 2; ++pair)
-    std::fill_n(strip.keys[pair][0], kKeySpan * 2, std::uint16_t(0));
-  const int dim = std::max(strip.q_stride, head.value_stride);
+  const int dim = std::max(head.key_stride, head.value_stride);
   const int fitting = std::min(kStripRows, kStripValues / dim) / Tiles::kRows * Tiles::kRows;
   const int most = std::max(fitting, Tiles::kRows), end = (first + count) * head.heads;
   for (int row = first * head.heads; row < end; row += most)
@@ -280,6 +306,16 @@ double run_bfloat16(int rounds) {
   run_chains(rounds, start, load,
              [](F acc, __m512i x) __attribute__((always_inline)) { return multiply_pairs(acc, x, x); });
   return double(rounds) * kPeakChains * Simd::kLanes * 2;
+}
+
+// A table that keeps a cache in f16 as pairs.
+constexpr Kernels with_pairs(Kernels table, int key_multiple) {
+  table.half_layout = KvLayout::kPairs;
+  table.key_multiple = key_multiple;
+  table.store_key = store_key_pairs;
+  table.store_value = store_value_pairs;
+  table.run_bfloat16 = run_bfloat16;
+  return table;
 }
 
 }  // namespace

@@ -227,8 +227,8 @@ double sum_exp(const float* x, float shift, int n) {
   return total;
 }
 
-void store_key(const float* key, int dim, bool half, void* block, int lane) {
-  if (half) {
+void store_key(const float* key, int dim, KvLayout layout, void* block, int lane) {
+  if (layout == KvLayout::kHalf) {
     auto* out = static_cast<std::uint16_t*>(block) + lane;
     std::uint16_t lanes[Simd::kLanes];
     for (int d = 0; d < dim; d += Simd::kLanes) {
@@ -241,8 +241,8 @@ void store_key(const float* key, int dim, bool half, void* block, int lane) {
   }
 }
 
-void store_value(const float* value, int dim, bool half, void* row) {
-  if (half) {
+void store_value(const float* value, int dim, KvLayout layout, void* row) {
+  if (layout == KvLayout::kHalf) {
     auto* out = static_cast<std::uint16_t*>(row);
     std::uint16_t lanes[Simd::kLanes];
     for (int d = 0; d < dim; d += Simd::kLanes) {

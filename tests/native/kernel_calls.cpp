@@ -7,6 +7,7 @@
 
 #include "cpu/buffer.h"
 #include "cpu/kernels.h"
+#include "cpu/kv_pages.h"
 #include "cpu/ops.h"
 #include "cpu/packing.h"
 
@@ -146,41 +147,44 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
               first >= 0 && first + count <= tokens && out.shape(0) >= q.shape(0) &&
               int(out.shape(1)) == heads * value_dim,
           "wrong shape");
-  const std::size_t element = half ? 2 : 4, value_stride = round_up(std::size_t(value_dim), kFloatPad);
-  const std::size_t key_bytes = std::size_t(kKeySpan) * std::size_t(key_dim) * element;
-  const std::size_t page_bytes = key_bytes + std::size_t(kKeySpan) * value_stride * element;
+  Config config;
+  config.n_layers = config.n_kv_heads = 1;
+  config.key_dim = key_dim, config.value_dim = value_dim;
+  const KvLayout layout = !half ? KvLayout::kFloat : exact ? KvLayout::kHalf : kernels.half_layout;
+  KvPages cache(config, layout, kernels.key_multiple, true);
   // Pages in no order, with nothing but NaN where no position was stored.
   const int n_pages = (positions + kKeySpan - 1) / kKeySpan;
-  const Buffer memory(std::size_t(n_pages) * page_bytes, "pages");
-  std::memset(memory.data(), 0xff, memory.bytes());
-  std::vector<const std::byte*> pages;
-  for (int i = 0; i < n_pages; ++i)
-    pages.push_back(memory.data() + std::size_t(i % 2 == 0 ? i / 2 : n_pages - 1 - i / 2) * page_bytes);
+  std::vector<PageId> ids;
+  for (int i = 0; i < n_pages; ++i) ids.push_back(PageId(i % 2 == 0 ? i / 2 : n_pages - 1 - i / 2));
+  cache.grow(ids.size());
+  for (const PageId id : ids) cache.taken(id);
+  std::vector<std::byte*> pages(ids.size());
+  cache.addresses(ids, pages.data());
   for (int p = 0; p < positions; ++p) {
-    const std::size_t row = std::size_t(p), in_page = row % kKeySpan;
-    auto* page = const_cast<std::byte*>(pages[row / kKeySpan]);
-    kernels.store_key(keys.data() + row * std::size_t(key_dim), key_dim, half,
-                      page + in_page / kKeyBlock * kKeyBlock * std::size_t(key_dim) * element, p % kKeyBlock);
-    kernels.store_value(values.data() + row * std::size_t(value_dim), value_dim, half,
-                        page + key_bytes + in_page * value_stride * element);
+    std::byte* page = pages[std::size_t(p / kKeySpan)];
+    const int in_page = p % kKeySpan;
+    kernels.store_key(keys.data() + std::size_t(p) * std::size_t(key_dim), key_dim, layout,
+                      page + cache.keys(0, 0) + cache.key_block(in_page), p % kKeyBlock);
+    kernels.store_value(values.data() + std::size_t(p) * std::size_t(value_dim), value_dim, layout,
+                        page + cache.values(0, 0) + cache.value_row(in_page));
   }
   kernels.attention({.q = q.data(),
                      .q_stride = q.shape(1),
                      .out = out.data(),
                      .out_stride = out.shape(1),
                      .pages = pages.data(),
-                     .keys = 0,
-                     .values = key_bytes,
-                     .half = half,
+                     .keys = cache.keys(0, 0),
+                     .values = cache.values(0, 0),
+                     .layout = layout,
                      .key_dim = key_dim,
                      .value_dim = value_dim,
-                     .value_stride = int(value_stride),
+                     .key_stride = cache.key_stride(),
+                     .value_stride = cache.value_stride(),
                      .heads = heads,
                      .position = positions - tokens,
                      .window = window,
                      .length = both_ways ? positions : 0,
-                     .scale = scale,
-                     .exact = exact},
+                     .scale = scale},
                     first, count);
   if (kernels.end_phase) kernels.end_phase();
 }

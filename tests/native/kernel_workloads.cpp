@@ -119,7 +119,7 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   w.config.n_heads = heads;
   w.config.n_kv_heads = kv_heads;
   w.config.key_dim = w.config.value_dim = head_dim;
-  w.cache = std::make_unique<KvPages>(w.config, KvType::kF16, false);
+  w.cache = std::make_unique<KvPages>(w.config, kernels.half_layout, kernels.key_multiple, false);
   std::vector<PageId> pages(pages_of(tokens));
   std::iota(pages.begin(), pages.end(), PageId(0));
   w.cache->grow(pages.size());
@@ -137,9 +137,9 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
     std::byte* page = w.pages[std::size_t(t / kPagePositions)];
     const int in_page = t % kPagePositions;
     for (int h = 0; h < kv_heads; ++h) {
-      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, true,
+      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, kernels.half_layout,
                         page + w.cache->keys(0, h) + w.cache->key_block(in_page), t % kKeyBlock);
-      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, true,
+      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, kernels.half_layout,
                           page + w.cache->values(0, h) + w.cache->value_row(in_page));
     }
   }
@@ -154,7 +154,6 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
             .weights = work->weights,
             .cache = *work->cache,
             .layer = 0,
-            .exact = false,
             .rotations = nullptr,
             .q = work->q,
             .k = work->k,
