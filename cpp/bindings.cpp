@@ -414,17 +414,23 @@ void bind_sampling(nb::module_& m) {
             std::vector<std::uint32_t> words(ceil_div(allowed.shape(0), 32));
             for (std::size_t i = 0; i < allowed.shape(0); ++i)
               words[i / 32] |= std::uint32_t(allowed.data()[i] != 0) << i % 32;
-            self.allow(std::move(words));
+            self.allow({std::move(words)});
           },
           "allowed"_a, "Takes whether each token may be chosen; nothing allows all.")
       .def(
           "allow_bits",
-          [](Sampler& self, nb::bytes bits) {
-            std::vector<std::uint32_t> words(ceil_div(bits.size(), sizeof(std::uint32_t)));
-            std::memcpy(words.data(), bits.c_str(), bits.size());
+          [](Sampler& self, const std::vector<nb::bytes>& masks) {
+            std::vector<Sampler::Mask> words;
+            for (const nb::bytes& bits : masks) {
+              words.emplace_back(ceil_div(bits.size(), sizeof(std::uint32_t)));
+              std::memcpy(words.back().data(), bits.c_str(), bits.size());
+            }
             self.allow(std::move(words));
           },
-          "bits"_a, "Takes whether each token may be chosen: bit id % 32 of word id // 32.")
+          "masks"_a,
+          "Takes whether each token may be chosen next, after one token more, and so on; the last counts "
+          "from "
+          "there on: bit id % 32 of word id // 32.")
       .def("report", &Sampler::report, "best"_a)
       .def(
           "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a)

@@ -76,7 +76,12 @@ void Sampler::forbid(std::vector<TokenId> tokens, int position) {
   first_allowed_ = position;
 }
 
+void Sampler::allow(std::vector<Mask> masks) {
+  masks_ = std::move(masks);
+}
+
 void Sampler::accept(TokenId token) noexcept {
+  if (masks_.size() > 1) masks_.erase(masks_.begin());
   if (recent_.size() == std::size_t(options_.window)) recent_.erase(recent_.begin());
   recent_.push_back(token);
   ++position_;
@@ -140,8 +145,11 @@ TokenId Sampler::choose(std::span<const float> logits, std::span<const TokenId> 
 void Sampler::adjust(std::span<const float> logits) {
   const SamplingOptions& o = options_;
   scores_.assign(logits.begin(), logits.end());
-  for (std::size_t word = 0; !mask_.empty() && word * 32 < scores_.size(); ++word) {
-    const std::uint32_t allowed = word < mask_.size() ? mask_[word] : 0;
+  static const Mask kAll;
+  const Mask& mask =
+      masks_.empty() ? kAll : masks_[std::min(std::size_t(at_ - position_), masks_.size() - 1)];
+  for (std::size_t word = 0; !mask.empty() && word * 32 < scores_.size(); ++word) {
+    const std::uint32_t allowed = word < mask.size() ? mask[word] : 0;
     if (allowed == ~0u) continue;
     for (std::size_t i = word * 32; i < std::min(word * 32 + 32, scores_.size()); ++i)
       if ((allowed >> i % 32 & 1) == 0) scores_[i] = kExcluded;

@@ -51,8 +51,10 @@ class Sampler {
 
   // Excludes these tokens from choices at positions before `position`.
   void forbid(std::vector<TokenId> tokens, int position);
-  // Tokens that may be chosen from now on: bit id % 32 of word id / 32. Empty: all.
-  void allow(std::vector<std::uint32_t> words) { mask_ = std::move(words); }
+  // Tokens that may be chosen next, then once a token is accepted, and so on; the last mask counts from there
+  // on. Bit id % 32 of word id / 32; no words, or no mask: all.
+  using Mask = std::vector<std::uint32_t>;
+  void allow(std::vector<Mask> masks);
   // Choices say the log probability of the token, and of the `best` most probable ones; -1: neither.
   void report(int best) { report_ = best; }
 
@@ -100,7 +102,7 @@ class Sampler {
   std::vector<TokenId> recent_;  // the last `window` ones at most, oldest first
   std::vector<TokenId> forbidden_;
   int first_allowed_ = 0;  // position from which the forbidden ones may be chosen
-  std::vector<std::uint32_t> mask_;
+  std::vector<Mask> masks_;
 
   int report_ = -1;
   std::vector<Report> reports_;

@@ -14,7 +14,9 @@ import pytest
 from support.sampling_reference import Drawn
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model
+from metal_prefill._continuation import Continuation
 from metal_prefill._guide import Guide
+from metal_prefill._speculation import MOST_DRAFTS, RowCost
 from metal_prefill.sampling import REPEAT_WINDOW, sample
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
@@ -91,6 +93,81 @@ def test_forced_tokens_are_computed_together(model: Model) -> None:
         pieces = list(session.stream(PROMPT, 200, json_schema=PERSON))
     assert sum(calls) >= len(pieces) - 2
     assert len(calls) < 0.7 * len(pieces)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
+def test_guesses_change_no_constrained_text(
+    model: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Right, wrong and forbidden guesses, alone, with probabilities, and in batches."""
+    prompt = PROMPT + json.dumps({"name": "Lear", "kind": "king", "age": 80}) + "\nAnother person: "
+    ids = model.tokenizer.encode(prompt)
+    kwargs: dict[str, Any] = {"json_schema": PERSON, **options}
+    expected = list(model.stream(ids, 200, speculate="off", **kwargs))
+    tokens = [piece.token for piece in expected]
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many guesses as there may be
+    kept: list[int] = []
+
+    def planted(so_far: list[int]) -> list[int]:
+        made, wrong = len(so_far) - len(ids), len(so_far) % 4
+        kept.append(wrong)
+        return [*tokens[made : made + wrong], *[7 * len(so_far) % 1000, model.tokenizer.eos_id or 0, 300]]
+
+    for speculate in ("lookup", planted):
+        assert list(model.stream(ids, 200, speculate=speculate, **kwargs)) == expected
+        with_scores = list(model.stream(ids, 200, speculate=speculate, logprobs=1, **kwargs))
+        assert with_scores == list(model.stream(ids, 200, speculate="off", logprobs=1, **kwargs))
+        many = list(model.stream_many([ids, (ids, {"seed": 9})], 200, speculate=speculate, **kwargs))
+        assert [piece for i, piece in many if i == 0] == expected
+    assert set(kept) == {0, 1, 2, 3}
+
+
+def test_guesses_save_passes_under_a_constraint(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
+    ids, calls = model.tokenizer.encode(PROMPT), 0
+    tokens: list[int] = []
+    real = Continuation.next_tokens
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(Continuation, "next_tokens", counted)
+
+    def right(so_far: list[int]) -> list[int]:
+        return tokens[len(so_far) - len(ids) :]
+
+    for speculate in ("off", right):
+        # With log probabilities nothing is forced, so each token needs a row.
+        pieces = list(model.stream(ids, 60, json_schema=PERSON, logprobs=0, speculate=speculate))
+        tokens, passes, calls = [piece.token for piece in pieces], calls, 0
+    assert passes == -(-(len(tokens) - 1) // (MOST_DRAFTS + 1))
+
+
+def test_an_error_of_a_guess_is_none_of_the_text(model: Model) -> None:
+    guide = Guide(model.tokenizer, regex="abc")
+    a, b = (model.tokenizer.encode(c, add_bos=False)[0] for c in "ab")
+    guide.take(a)
+    expected = guide.mask()
+
+    class Failing:
+        """What llguidance does where masks become too complex."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(matcher, name)
+
+        def compute_bitmask(self) -> bytes:
+            matcher.consume_token(a)
+            assert matcher.is_error()
+            return b""
+
+    matcher = guide._matcher
+    guide._matcher = Failing()
+    assert guide.ahead([b, a]) == []
+    assert guide.mask() == expected
+    guide.take(b)
+    assert guide.mask() != expected
 
 
 def test_random_schemas_are_met(model: Model) -> None:

@@ -9,6 +9,7 @@ texts must be the same. Prints a line for each kind of task::
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,15 @@ RECORD = {
     "required": list(FIELDS),
     "additionalProperties": False,
 }
+
+PEOPLE = ("Alice Johnson", "Robert Miller", "Maria Garcia", "John Smith", "Emily Clark")
+RECORDS = [
+    json.dumps(dict(zip(FIELDS, [
+        f"A-{1040 + i}", *name.split(), f"19{60 + i}-0{i + 1}-17", f"p{i}@ex.org", f"555-01{i}7",
+        f"{i + 3} Elm St", f"9{i}210", "US", "green", i, i % 2 == 0,
+    ], strict=True)))
+    for i, name in enumerate(PEOPLE)
+]  # fmt: skip
 
 
 @dataclass
@@ -137,7 +147,11 @@ def main() -> None:
         people = [_asked(model, f"Make up record {i} of a person as JSON.") for i in range(5)]
         # Log probabilities are of every token, so each is computed by itself then.
         constrained = {"json_schema": RECORD, "temperature": 0.8, "seed": 2}
-        compare(model, "record of 12 fields", people, 400, constrained, {**constrained, "logprobs": 0})
+        compare(model, "record of 12 fields", people, 400, constrained, {**constrained, "logprobs": 0, **off})
+        compare(model, "record of 12 fields, guesses", people, 400, constrained, {**constrained, **off})
+        copies = [_asked(model, f"Repeat this record as JSON:\n\n{record}") for record in RECORDS]
+        copied = {"json_schema": RECORD}
+        compare(model, "record of 12 fields, copied, guesses", copies, 400, copied, {**copied, **off})
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ class Continuation:
     echo
         Let the text begin with the prompt.
     speculate
-        What guesses at the next tokens; nothing does under a constraint.
+        What guesses at the next tokens.
     json_schema, regex, grammar
         A constraint on the text, see :class:`metal_prefill._guide.Guide`.
     how
@@ -230,10 +230,9 @@ class Continuation:
             self.sampler.report(-1 if logprobs is None else logprobs)
             if min_tokens:
                 self.sampler.forbid(sorted(self._stop_ids), len(self.ids) + min_tokens)
-            if self._guide is not None:
-                self.sampler.allow_bits(self._guide.mask())
-        drafter = make_drafter(speculate, vocab_size)
-        guesses = drafter is not None and max_tokens > 2 and self._guide is None
+            self._allow()
+        drafter = make_drafter(speculate, vocab_size, self._guide is not None)
+        guesses = drafter is not None and max_tokens > 2
         self._speculation = Speculation(drafter, ids) if drafter is not None and guesses else None
         self._next: list[int] = []  # tokens of the text that are not computed
         self.ended: FinishReason | None = None
@@ -253,9 +252,24 @@ class Continuation:
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
         most = min(room - 1, MOST_DRAFTS, self._most - self._made - 1, self._context - self._position - 1)
-        drafts = self._speculation.drafts(max(most, 0), cost, rows, tokens)
+        allow = None if self._guide is None else self._allow
+        drafts = self._speculation.drafts(max(most, 0), cost, rows, tokens, allow)
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
+
+    def _allow(self, guesses: Sequence[int] = ()) -> int:
+        """Let the sampler choose what the constraint allows, also after the guesses that it allows.
+
+        Returns
+        -------
+        int
+            How many of the guesses it allows.
+        """
+        if self._guide is None or self.sampler is None:
+            return len(guesses)
+        ahead = self._guide.ahead(guesses)
+        self.sampler.allow_bits([self._guide.mask(), *ahead])
+        return len(ahead)
 
     def take(self, chosen: Sequence[int]) -> Iterator[Piece]:
         """Take what a pass chose, and what must follow, up to the end of the text.
@@ -277,11 +291,13 @@ class Continuation:
         for token in self._guide.forced() if self.ended is None and not self._reports else ():
             self.sampler.accept(token)
             self._next.append(token)
+            if self._speculation is not None:
+                self._speculation.follow(token)
             yield self._take(token)
             if self.ended is not None:
                 break
         if self.ended is None:
-            self.sampler.allow_bits(self._guide.mask())
+            self._allow()
         elif self.ended == "context" and not self._guide.met:
             raise ConstraintError(
                 f"the context of {self._context} tokens is full before the text meets its constraint"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, proxy
 
@@ -112,6 +112,9 @@ class Guide:
         except (TypeError, ValueError) as error:
             raise ConstraintError(f"{self._what}: {error}") from None
         self._matcher: Any = LLMatcher(vocabulary, source, log_level=0)
+        self._unused: Any = self._matcher.deep_copy()
+        self._taken: list[int] = []
+        self._mask: bytes | None = None  # of the next token, once it is known
         self._check()
         self.mask()
 
@@ -124,6 +127,8 @@ class Guide:
 
     def take(self, token: int) -> None:
         """Continue with a token that the mask allows."""
+        self._mask = None
+        self._taken.append(token)
         self._matcher.consume_token(token)
         self._check()
 
@@ -132,11 +137,34 @@ class Guide:
         tokens: list[int] = self._matcher.compute_ff_tokens()
         return tokens
 
+    def ahead(self, guesses: Sequence[int]) -> list[bytes]:
+        """Return the mask after each guess, up to one that is not allowed or ends the text."""
+        masks: list[bytes] = []
+        if not guesses:
+            return masks
+        # With the matcher itself, not a copy: it remembers what it works out for a mask.
+        matcher, taken = self._matcher, 0
+        for guess in guesses[: matcher.validate_tokens(list(guesses))]:
+            matcher.consume_token(guess)
+            taken += 1
+            if matcher.is_stopped():
+                break
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():  # such as too complex; not an error of the text
+                break
+            masks.append(mask)
+        if not matcher.rollback(taken):
+            self._matcher = self._unused.deep_copy()
+            self._matcher.consume_tokens(self._taken)
+        return masks
+
     def mask(self) -> bytes:
         """Return which tokens may come next, a bit for each, in words of 32 from the lowest bit on."""
-        mask: bytes = self._matcher.compute_bitmask()
-        self._check()
-        return mask
+        if self._mask is None:
+            mask: bytes = self._matcher.compute_bitmask()
+            self._check()
+            self._mask = mask
+        return self._mask
 
     @property
     def complete(self) -> bool:

@@ -107,8 +107,8 @@ class Drafter(Protocol):
 
     free: bool  # guesses take no time, and may be made only to see whether they are right
 
-    def append(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Take tokens of the text."""
+    def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
+        """Take tokens of the text; those that are forced nobody chose."""
 
     def draft(self, count: int) -> list[int]:
         """Guess at the next tokens, at most `count`."""
@@ -123,20 +123,24 @@ class LookupDrafter:
 
     free = True
 
-    def __init__(self) -> None:
+    def __init__(self, constrained: bool = False) -> None:
         self._automaton = _core.SuffixAutomaton()
-        # By the number of tokens that matched: 1, 2, 3 to 4, 5 to 8, more.
-        self._acceptances = [Acceptance(prior) for prior in (0.3, 0.5, 0.7, 0.8, 0.9)]
+        # By the number of tokens that matched: 1, 2, 3 to 4, 5 to 8, more. Under a constraint, short matches
+        # mean little: much of what a text repeats is forced.
+        priors = (0.1, 0.2, 0.5, 0.8, 0.9) if constrained else (0.3, 0.5, 0.7, 0.8, 0.9)
+        self._acceptances = [Acceptance(prior) for prior in priors]
+        self._forced = 0  # tokens at the end: that they occurred before says nothing about what follows
 
-    def append(self, tokens: npt.NDArray[np.int32]) -> None:
+    def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
         self._automaton.append(tokens)
+        self._forced = self._forced + len(tokens) if forced else 0
 
     def draft(self, count: int) -> list[int]:
         return self._automaton.following(count)
 
     @property
     def acceptance(self) -> Acceptance:
-        matched = max(self._automaton.matched, 1)
+        matched = max(self._automaton.matched - self._forced, 1)
         return self._acceptances[min((matched - 1).bit_length(), len(self._acceptances) - 1)]
 
 
@@ -149,7 +153,7 @@ class _TextDrafter:
         self.acceptance = Acceptance(0.5)
         self._tokens: list[int] = []
 
-    def append(self, tokens: npt.NDArray[np.int32]) -> None:
+    def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
         self._tokens += tokens.tolist()
 
 
@@ -195,8 +199,8 @@ class ModelDrafter(_TextDrafter):
         return drafts
 
 
-def make_drafter(speculate: Speculate, vocab_size: int) -> Drafter | None:
-    """Return what makes guesses; None for ``"off"``.
+def make_drafter(speculate: Speculate, vocab_size: int, constrained: bool) -> Drafter | None:
+    """Return what makes guesses at a text, which may be constrained; None for ``"off"``.
 
     Raises
     ------
@@ -208,7 +212,7 @@ def make_drafter(speculate: Speculate, vocab_size: int) -> Drafter | None:
     if isinstance(speculate, str):
         if speculate not in ("lookup", "off"):
             raise ValueError(f"speculate must be 'lookup', 'off', a model or a function, got {speculate!r}")
-        return LookupDrafter() if speculate == "lookup" else None
+        return LookupDrafter(constrained) if speculate == "lookup" else None
     if isinstance(speculate, DraftModel):
         return ModelDrafter(speculate, vocab_size)
     if callable(speculate):
@@ -230,10 +234,17 @@ class Speculation:
         self._acceptance = drafter.acceptance
         self._drafts: list[int] = []  # of the pass under way
         self._shadow: list[int] = []  # the first guess, used or not
-        self._seconds = 0.0  # that a guess takes
+        self._seconds = 0.0  # that a guess takes until it is in a pass
         self._wait = self._patience = 8  # tokens until a guess is tried again
 
-    def drafts(self, most: int, cost: RowCost, rows: int, tokens: float) -> list[int]:
+    def drafts(
+        self,
+        most: int,
+        cost: RowCost,
+        rows: int,
+        tokens: float,
+        allow: Callable[[list[int]], int] | None = None,
+    ) -> list[int]:
         """Make guesses for a pass.
 
         Parameters
@@ -244,25 +255,28 @@ class Speculation:
             Of passes.
         rows, tokens
             Of the pass without them: its rows, and the tokens that it is expected to bring.
+        allow
+            Returns how many of them a constraint allows; the next one is wrong.
         """
         self._acceptance = self._drafter.acceptance
         count = self._best_count(most, cost, rows, tokens)
+        start = time.perf_counter()
         if self._drafter.free:
             guesses = self._drafter.draft(max(count, 1))
             self._shadow = guesses[:1]
-            self._drafts = guesses[:count]
-            return self._drafts
-        self._shadow = []
-        if count == 0 and most > 0:
-            self._wait -= 1
-            if self._wait <= 0:
-                count = min(most, LENGTHS[2])
-        start = time.perf_counter()
-        self._drafts = self._drafter.draft(count)[:count] if count else []
-        if self._drafts:
+        else:
+            self._shadow = []
+            if count == 0 and most > 0:
+                self._wait -= 1
+                if self._wait <= 0:
+                    count = min(most, LENGTHS[2])
+            guesses = self._drafter.draft(count) if count else []
+        self._drafts = guesses[:count]
+        allowed = allow(self._drafts) if self._drafts and allow is not None else count
+        if self._drafts and (allow is not None or not self._drafter.free):
             seconds = (time.perf_counter() - start) / len(self._drafts)
             self._seconds = seconds if not self._seconds else 0.8 * self._seconds + 0.2 * seconds
-        return self._drafts
+        return self._drafts[:allowed]
 
     def _best_count(self, most: int, cost: RowCost, rows: int, tokens: float) -> int:
         """Return how many guesses bring the most tokens a second."""
@@ -296,3 +310,7 @@ class Speculation:
         elif self._shadow:
             self._acceptance.note(int(self._shadow[0] == chosen[0]), int(self._shadow[0] != chosen[0]))
         self._drafter.append(np.array(chosen, np.int32))
+
+    def follow(self, token: int) -> None:
+        """Take a token that is forced."""
+        self._drafter.append(np.array([token], np.int32), forced=True)
