@@ -15,6 +15,7 @@ from metal_prefill import _core
 PUBLIC = {
     "metal_prefill": [*metal_prefill.__all__, "__version__"],
     "metal_prefill.architecture": ["ModelConfig"],
+    "metal_prefill.beams": ["Beam"],
     "metal_prefill.bench": ["BenchError", "BenchResults", "Row", "run"],
     "metal_prefill.chat": ["Conversation"],
     "metal_prefill.chat_template": ["ChatTemplate"],

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from metal_prefill._continuation import TextOptions
+    from metal_prefill.beams import Beam, EarlyStopping
     from metal_prefill.classification import Classification
     from metal_prefill.reranking import Ranked
     from metal_prefill.tokenizer import Tokenizer
@@ -748,6 +749,71 @@ class Model:
         """
         async for piece in self._engine_loop.generate(prompt, max_tokens, **options):
             yield piece
+
+    def generate_beams(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        num_beams: int = 4,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        min_tokens: int = 0,
+        stop: int | Sequence[int] = (),
+    ) -> list[Beam]:
+        """Find the most probable texts after a prompt by beam search.
+
+        The search and its parameters are those of Hugging Face transformers. All beams are computed in one
+        pass for each token, and share what they begin with. The default session does not change.
+
+        Parameters
+        ----------
+        prompt
+            Text, encoded with the model's tokenizer, or token ids.
+        max_tokens
+            Upper bound on the tokens of a text.
+        num_beams
+            Beginnings that are followed at a time, and texts that are found.
+        length_penalty
+            The log probability of a text is divided by its number of tokens to this power: above 0, longer
+            texts gain.
+        early_stopping
+            When the search ends once `num_beams` texts are found. True: at once. False: when the best
+            beginning, as long as it is, scores no better than the worst of them. ``"never"``: when it could
+            not do so at any length.
+        min_tokens
+            Tokens before which nothing ends a text but `max_tokens` and a full context.
+        stop
+            Ids of tokens that end a text, with those of the tokenizer.
+
+        Returns
+        -------
+        list of metal_prefill.beams.Beam
+            The texts found, the best first; fewer than `num_beams` where there are no more.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An option is out of range, or the prompt is empty or not of token ids.
+        ContextOverflowError
+            The prompt is longer than the context.
+        NumericalError
+            A logit is NaN.
+        KVMemoryError, DeviceError
+            As for a prompt.
+        """
+        from metal_prefill.beams import generate_beams
+
+        return generate_beams(
+            self,
+            prompt,
+            max_tokens,
+            num_beams=num_beams,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            min_tokens=min_tokens,
+            stop=stop,
+        )
 
     @cached_property
     def _engine_loop(self) -> EngineLoop:

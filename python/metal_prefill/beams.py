@@ -1,0 +1,227 @@
+"""Beam search: the most probable texts after a prompt, several followed at a time.
+
+The search is that of Hugging Face transformers. In each pass every beam, a beginning of a text, is continued
+by each token; of all continuations the most probable ones are the beams of the next pass. Beams are rows of
+one pass, and forks that share the pages of what they begin with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from metal_prefill import _core, sampling
+from metal_prefill._arguments import TokenIds, integer, length_of, token_array
+from metal_prefill._continuation import FinishReason, split_stops
+from metal_prefill.errors import ContextOverflowError
+
+if TYPE_CHECKING:
+    from metal_prefill.architecture import ModelConfig
+    from metal_prefill.tokenizer import Tokenizer
+
+EarlyStopping: TypeAlias = bool | Literal["never"]
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A text that beam search found.
+
+    Attributes
+    ----------
+    text : str
+        Without the prompt, and without the token that ends it.
+    tokens : list of int
+        Its ids, with the one that ends it.
+    score : float
+        `logprob` divided by the number of tokens to the power of the length penalty.
+    logprob : float
+        Log probability of all its tokens, in nats.
+    finish_reason : str
+        ``"stop"``, ``"length"`` or ``"context"``, as for :class:`metal_prefill.Piece`.
+    """
+
+    text: str
+    tokens: list[int]
+    score: float
+    logprob: float
+    finish_reason: FinishReason
+
+
+class Hypothesis(NamedTuple):
+    """A text or its beginning, and the sum of the log probabilities of its tokens."""
+
+    tokens: tuple[int, ...]
+    logprob: float
+
+
+class Search:
+    """Which beginnings are continued, and which texts are the best so far.
+
+    Parameters
+    ----------
+    num_beams, length_penalty, early_stopping
+        As for :func:`generate_beams`.
+    max_tokens
+        Of a text, at least 1.
+    stop_ids
+        Tokens that end a text.
+    min_tokens
+        Of a text: before that, no token ends it.
+
+    Attributes
+    ----------
+    running : list of Hypothesis
+        Beginnings to be continued, the most probable first; none once the search is over.
+    finished : list of (float, Hypothesis)
+        The best texts, and their scores, the best first.
+    width : int
+        How many continuations of a beginning can matter.
+    """
+
+    def __init__(
+        self,
+        num_beams: int,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        min_tokens: int = 0,
+    ) -> None:
+        self._num_beams, self._length_penalty = num_beams, length_penalty
+        self._early_stopping, self._most, self._least = early_stopping, max_tokens, min_tokens
+        self._stop_ids = stop_ids
+        self._looked_at = max(2, 1 + len(stop_ids)) * num_beams
+        self.width = self._looked_at + len(stop_ids)
+        self.running = [Hypothesis((), 0.0)]
+        self.finished: list[tuple[float, Hypothesis]] = []
+
+    def advance(self, following: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
+        """Continue each beginning by its most probable tokens.
+
+        Parameters
+        ----------
+        following
+            For each of `running`, tokens and their log probabilities: the `width` most probable ones.
+
+        Returns
+        -------
+        list of int
+            For each of `running` as it is now, which one of before it continues.
+        """
+        made = len(self.running[0].tokens) + 1
+        candidates = [
+            (-(beam.logprob + logprob), parent, token)
+            for parent, (beam, tokens) in enumerate(zip(self.running, following, strict=True))
+            for token, logprob in tokens
+            if made > self._least or token not in self._stop_ids
+        ]
+        candidates.sort()
+        running: list[Hypothesis] = []
+        parents: list[int] = []
+        for rank, (cost, parent, token) in enumerate(candidates[: self._looked_at]):
+            text = Hypothesis((*self.running[parent].tokens, token), -cost)
+            if made < self._most and token not in self._stop_ids:
+                if len(running) < self._num_beams:
+                    running.append(text)
+                    parents.append(parent)
+            elif rank < self._num_beams:
+                self.finished.append((text.logprob / made**self._length_penalty, text))
+        self.finished.sort(key=lambda scored: -scored[0])
+        del self.finished[self._num_beams :]
+        self.running = running
+        if running and self._is_over(running[0].logprob, made):
+            self.running, parents = [], []
+        return parents
+
+    def _is_over(self, best: float, made: int) -> bool:
+        """Whether no text is expected to be better than the worst of those found."""
+        if len(self.finished) < self._num_beams:
+            return False
+        if self._early_stopping is True:
+            return True
+        longest = self._early_stopping == "never" and self._length_penalty > 0
+        length = self._most if longest else made
+        return bool(best / length**self._length_penalty <= self.finished[-1][0])
+
+
+class _Model(Protocol):
+    @property
+    def config(self) -> ModelConfig:
+        """Hyperparameters."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the file."""
+
+    @property
+    def max_context(self) -> int:
+        """Largest position."""
+
+    def _core_engine(self) -> _core.Engine:
+        """Return the native engine."""
+
+
+def generate_beams(
+    model: _Model,
+    prompt: str | TokenIds,
+    max_tokens: int = 128,
+    *,
+    num_beams: int = 4,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    min_tokens: int = 0,
+    stop: int | Sequence[int] = (),
+) -> list[Beam]:
+    """Find the most probable texts; see :meth:`metal_prefill.Model.generate_beams`."""
+    max_tokens, num_beams = integer("max_tokens", max_tokens, 1), integer("num_beams", num_beams, 1)
+    min_tokens = integer("min_tokens", min_tokens, 0)
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
+    if not np.isfinite(length_penalty):
+        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
+    vocab_size, context = model.config.vocab_size, model.max_context
+    strings, stops = split_stops(stop, vocab_size)
+    if strings:
+        raise TypeError(f"stop of a beam search takes token ids, got {strings[0]!r}")
+    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if length_of(ids) > context:
+        raise ContextOverflowError(f"a prompt of {length_of(ids)} tokens exceeds the context of {context}")
+    ids = token_array(ids, vocab_size)
+    room = context - len(ids) + 1  # the last token needs none
+    stop_ids = model.tokenizer.stop_ids | frozenset(stops)
+    search = Search(num_beams, length_penalty, early_stopping, min(max_tokens, room), stop_ids, min_tokens)
+    engine = model._core_engine()
+    samplers = [sampling.core_sampler(sampling.Options(), 0, ()) for _ in range(num_beams)]
+    for sampler in samplers:
+        sampler.report(min(search.width, vocab_size))
+    sessions, tokens, reuse = [engine.session(context)], [ids], True
+    try:
+        while search.running:
+            used = samplers[: len(sessions)]
+            outputs = [_core.Output.SAMPLED] * len(sessions)
+            for result in engine.forward_batch(sessions, tokens, outputs, reuse, samplers=used):
+                if isinstance(result, Exception):
+                    raise result
+            parents = search.advance([sampler.reports[0][1] for sampler in used])
+            kept = {parent: parents.index(parent) for parent in parents}  # the first child takes its session
+            sessions[:] = [
+                sessions[parent] if kept[parent] == i else sessions[parent].fork()
+                for i, parent in enumerate(parents)
+            ]
+            tokens, reuse = [np.array(beam.tokens[-1:], np.int32) for beam in search.running], False
+    finally:
+        sessions.clear()  # also where an exception keeps the frame
+    return [_beam(model.tokenizer, score, text, stop_ids, max_tokens) for score, text in search.finished]
+
+
+def _beam(
+    tokenizer: Tokenizer, score: float, text: Hypothesis, stop_ids: frozenset[int], max_tokens: int
+) -> Beam:
+    stopped = text.tokens[-1] in stop_ids
+    reason: FinishReason = "stop" if stopped else "length" if len(text.tokens) == max_tokens else "context"
+    decoder = tokenizer.decoder()
+    words = "".join(map(decoder.step, text.tokens[:-1] if stopped else text.tokens)) + decoder.flush()
+    return Beam(words, list(text.tokens), score, text.logprob, reason)

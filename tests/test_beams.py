@@ -1,0 +1,175 @@
+"""Beam search finds the most probable texts, as transformers does, and computes its beams together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_models import MODELS, write
+
+from metal_prefill import ContextOverflowError, KVMemoryError, Model
+from metal_prefill.beams import Search
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "transformers_beams.json").read_text())
+STOP = 3  # of a vocabulary of 4
+
+Table = dict[tuple[int, ...], list[float]]
+
+
+def log_softmax(logits: Any) -> Any:
+    shifted = np.asarray(logits, np.float64) - np.max(logits)
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def found(search: Search, log_probs: Callable[[tuple[int, ...]], Any]) -> list[tuple[float, tuple[int, ...]]]:
+    """Run a search to its end."""
+    while search.running:
+        best = [
+            sorted(enumerate(log_probs(beam.tokens)), key=lambda scored: -scored[1])[: search.width]
+            for beam in search.running
+        ]
+        search.advance(best)
+    return [(score, text.tokens) for score, text in search.finished]
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda case: str(case["seed"]))
+def test_texts_and_scores_are_those_of_transformers(case: dict[str, Any]) -> None:
+    rows = np.random.default_rng(case["seed"]).normal(size=(7, 6, 6)) * 1.5
+    search = Search(
+        case["num_beams"],
+        case["length_penalty"],
+        case["early_stopping"],
+        7,
+        frozenset(case["stop"]),
+        case["min_tokens"],
+    )
+    texts = found(search, lambda tokens: log_softmax(rows[len(tokens), tokens[-1] if tokens else 0]))
+    assert [list(tokens) for _, tokens in texts] == [text["tokens"] for text in case["texts"]]
+    # transformers adds up in float32.
+    np.testing.assert_allclose([s for s, _ in texts], [t["score"] for t in case["texts"]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0, 2.5])
+@pytest.mark.parametrize("min_tokens", [0, 2])
+def test_with_enough_beams_every_text_is_found_in_order(length_penalty: float, min_tokens: int) -> None:
+    """As many beams as there are texts: what trying all of them gives."""
+    rng, most = np.random.default_rng(7), 4
+    table: dict[tuple[int, ...], Any] = {}
+    texts = []
+    for length in range(most + 1):
+        for tokens in itertools.product(range(4), repeat=length):
+            table[tokens] = log_softmax(rng.normal(size=4))
+            if length == 0 or STOP in tokens[:-1]:
+                continue
+            if length > min_tokens if tokens[-1] == STOP else length == most:
+                logprob = sum(table[tokens[:i]][token] for i, token in enumerate(tokens))
+                texts.append((logprob / length**length_penalty, tokens))
+    texts.sort(key=lambda scored: -scored[0])
+    search = Search(400, length_penalty, False, most, frozenset([STOP]), min_tokens)
+    made = found(search, table.__getitem__)
+    assert [tokens for _, tokens in made] == [tokens for _, tokens in texts]
+    np.testing.assert_allclose([s for s, _ in made], [s for s, _ in texts])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = write(tmp_path_factory.mktemp("beams") / "tiny.gguf", MODELS["gqa 1"])
+    with Model(path, device="cpu", threads=1) as model:
+        yield model
+
+
+def test_the_engine_finds_the_best_of_all_texts_of_two_tokens(tiny: Model) -> None:
+    prompt, vocab = [5, 9, 5], tiny.config.vocab_size
+    first = log_softmax(tiny.session().forward_prompt_logits(prompt))
+    after = tiny.forward_prompts([[*prompt, token] for token in range(vocab)], return_logits=True)
+    both = first[:, None] + np.array([log_softmax(row) for row in after])
+    stops = sorted(tiny.tokenizer.stop_ids)
+    both[stops] = -np.inf  # texts of one token
+    best = sorted(
+        [(both[a, b] / 2, [a, b]) for a in range(vocab) for b in np.argsort(both[a])[-25:].tolist()]
+        + [(first[a], [a]) for a in stops],
+        reverse=True,
+    )[:20]
+    beams = tiny.generate_beams(prompt, 2, num_beams=vocab)
+    assert [beam.tokens for beam in beams[:20]] == [tokens for _, tokens in best]
+    np.testing.assert_allclose([beam.score for beam in beams[:20]], [score for score, _ in best], rtol=1e-5)
+
+
+def test_the_beams_are_rows_of_one_pass(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    engine = tiny._core_engine()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def forward_batch(self, sessions: Any, *arguments: Any, **options: Any) -> Any:
+            passes.append(len(sessions))
+            return engine.forward_batch(sessions, *arguments, **options)
+
+    monkeypatch.setattr(tiny, "_core_engine", Counting)
+    position = tiny.position
+    beams = tiny.generate_beams([7] * 100, 6, num_beams=3, min_tokens=6)
+    assert passes == [1, 3, 3, 3, 3, 3]
+    assert len(beams) == 3
+    assert tiny.position == position
+
+
+def test_probabilities_are_those_of_the_texts(device: str, model_path: Callable[[str], Path]) -> None:
+    with Model(model_path("gqa 1"), device=device) as model:
+        prompt = [5, 9, 5, 8]
+        for beam in model.generate_beams(prompt, 5, num_beams=3, length_penalty=0.5):
+            scores = model.session().score([*prompt, *beam.tokens])[len(prompt) - 1 :]
+            assert beam.logprob == pytest.approx(float(scores.sum()), abs=1e-3)
+            assert beam.score == pytest.approx(beam.logprob / len(beam.tokens) ** 0.5)
+
+
+def test_texts_and_why_they_end(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", max_context=12) as model:
+        tokenizer = model.tokenizer
+        prompt = tokenizer.encode("ROMEO:\n")
+        comma = tokenizer.encode(",", add_bos=False)[0]
+        for least, reason in ((0, "stop"), (20, "context")):
+            beams = model.generate_beams("ROMEO:\n", 30, stop=comma, length_penalty=0.0, min_tokens=least)
+            assert reason in {beam.finish_reason for beam in beams}
+            for beam in beams:
+                stopped = beam.finish_reason == "stop"
+                assert beam.text == tokenizer.decode(beam.tokens[: -1 if stopped else None])
+                assert (beam.tokens[-1] in {comma, *tokenizer.stop_ids}) == stopped
+                assert len(beam.tokens) == 12 - len(prompt) + 1 or stopped
+            assert [beam.score for beam in beams] == sorted((beam.score for beam in beams), reverse=True)
+        (short,) = model.generate_beams(prompt, 1, num_beams=1)
+        assert (short.tokens, short.finish_reason) == ([model.session().forward_prompt(prompt)], "length")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_beams": 0}, ValueError, "num_beams"),
+        ({"max_tokens": 0}, ValueError, "max_tokens"),
+        ({"early_stopping": "soon"}, ValueError, "early_stopping must be True, False or 'never', got 'soon'"),
+        ({"length_penalty": float("nan")}, ValueError, "length_penalty must be finite, got nan"),
+        ({"stop": "\n"}, TypeError, r"takes token ids, got '\\n'"),
+        ({"stop": [400]}, ValueError, "400"),
+        ({"prompt": []}, ValueError, "the prompt is empty"),
+        ({"prompt": [1] * 2000}, ContextOverflowError, "a prompt of 2000 tokens exceeds the context of 1024"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(
+    tiny: Model, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        tiny.generate_beams(**{"prompt": [1], **options})
+
+
+def test_memory_that_runs_out_is_an_error_and_is_given_back(model_path: Callable[[str], Path]) -> None:
+    with Model(model_path("gqa 1"), device="cpu", kv_memory=1, prefix_memory=0) as model:
+        with pytest.raises(KVMemoryError) as kept:  # with its traceback
+            model.generate_beams([1] * 60, 10, num_beams=4)
+        assert model.session().forward_prompt([1] * 60) >= 0
+        assert kept.value
