@@ -66,6 +66,17 @@ def test_choices_are_those_of_the_reference(n: int) -> None:
         assert sampler(logits, allowed=allowed) == expected, (options, recent)
 
 
+@pytest.mark.parametrize(("higher", "lower"), [(2.0, 1.5), (-1.0, -1.5), (0.5, 0.1)])
+def test_the_repeat_penalty_makes_recent_tokens_less_probable_whatever_their_sign(
+    higher: float, lower: float
+) -> None:
+    logits = np.array([higher, lower], np.float32)
+    for recent, expected in (([], 0), ([1], 0), ([0], 1)):
+        sampler = Sampler(Options(repeat_penalty=20.0), recent=recent)
+        assert sampler(logits) == expected
+        assert sample(logits, repeat_penalty=20.0, recent=recent) == expected
+
+
 def test_each_seed_position_and_answer_has_a_number_of_its_own() -> None:
     logits = np.zeros(1 << 20, np.float32)  # the token tells the number
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.small_models import SmallModel, with_tensor, write
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, _core
 
@@ -43,6 +44,26 @@ def test_greedy_token_is_the_argmax_of_the_logits(demo: Model) -> None:
     following = demo.forward_token_greedy(token)
     demo.rewind(len(PROMPT))
     assert following == int(np.argmax(demo.forward_token(token)))
+
+
+def test_the_lowest_id_wins_a_tie(device: str, tmp_path: Path) -> None:
+    """Tokens with the same embedding have the same logit; their rows are near to each other, or far."""
+    plain = write(tmp_path / "plain.gguf", SmallModel(layers=1, embedding="F32", types={"*": "F32"}))
+    with Model(plain, device=device) as model:
+        best = model.forward_prompt([1, 2, 3])
+    for others in ((best ^ 1,), (best ^ 1, (best + 100) % 320), ((best + 200) % 320,)):
+        assert not {best, *others} & {1, 2, 3}
+
+        def copy(values: Any, others: tuple[int, ...] = others) -> None:
+            rows = values.reshape(320, -1)
+            rows[list(others)] = rows[best]
+
+        path = with_tensor(tmp_path / "tied.gguf", plain, "token_embd.weight", copy)
+        with Model(path, device=device) as model:
+            logits = model.forward_prompt_logits([1, 2, 3])
+            assert np.flatnonzero(logits == logits.max()).tolist() == sorted((best, *others))
+            model.reset()
+            assert model.forward_prompt([1, 2, 3]) == min(best, *others)
 
 
 @pytest.mark.parametrize(

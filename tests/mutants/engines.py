@@ -143,13 +143,7 @@ CPU = (
         "values[i] == best.value && index + i < best.index",
         "values[i] == best.value && index + i > best.index",
         "of equal logits the last one wins",
-        (
-            "tests/test_session.py",
-            "tests/test_engine.py",
-            _ROWS,
-            "-k",
-            "cpu and (greedy or argmax or largest)",
-        ),
+        ("tests/test_session.py::test_the_lowest_id_wins_a_tie", "-k", "cpu"),
     ),
     Mutant(
         "cpp/cpu/linear.cpp",

@@ -82,7 +82,7 @@ FILES = (
         'pooled = np.tanh(self._affine("cls", pooled))',
         'pooled = self._affine("cls", pooled)',
         "the classification head lacks its activation",
-        ("tests/test_reranking.py",),
+        ("tests/test_reranking.py", "-k", "two_layers"),
     ),
     Mutant(
         f"{_P}/_hub_answers.py",
@@ -162,7 +162,7 @@ TEXT = (
         "return context[-most:], continuation",
         "return context[:most], continuation",
         "a context that is too long loses its end",
-        ("tests/test_evaluation.py",),
+        ("tests/test_evaluation.py", "-k", "too_long"),
     ),
     Mutant(
         f"{_P}/scheduler.py",
@@ -186,21 +186,21 @@ FIGURES = (
         "median_ts=spread(of_ts).median,",
         "median_ts=spread(of_ts).high,",
         "a row gives the fastest sample as the median",
-        ("tests/bench",),
+        ("tests/bench/test_streams.py",),
     ),
     Mutant(
         f"{_P}/_bench/rows.py",
         "avg_ns=sum(of_ns) / len(of_ns),",
         "avg_ns=spread(of_ns).median,",
         "a row gives the median as the mean",
-        ("tests/bench",),
+        ("tests/bench/test_streams.py",),
     ),
     Mutant(
         f"{_P}/_bench/summary.py",
         "a / b for a, b in zip(ours, peer, strict=False)",
         "a / b for a, b in zip(sorted(ours), sorted(peer), strict=False)",
         "ratios are of samples that were not next to each other",
-        ("tests/bench",),
+        ("tests/bench/test_summary.py",),
     ),
     Mutant(
         f"{_P}/_bench/samples.py",
