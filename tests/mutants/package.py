@@ -266,7 +266,7 @@ COMMANDS = (
         "kv_dtype=arguments.kv_dtype,",
         "",
         "the option --kv-dtype does nothing",
-        ("tests/test_cli.py",),
+        ("tests/test_cli.py", "-k", "options_of_the_engine"),
     ),
     Mutant(
         f"{_P}/cli.py",
