@@ -133,7 +133,7 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/kv_pages.cpp",
-        "key_block(int(round_up(std::size_t(positions), kKeyBlock)))",
+        "key_block(round_up(positions, kKeyBlock))",
         "key_block(positions)",
         "a copied page lacks the keys of its last block",
         (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
