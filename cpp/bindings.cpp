@@ -431,6 +431,7 @@ void bind_sampling(nb::module_& m) {
           "Takes whether each token may be chosen next, after one token more, and so on; the last counts "
           "from "
           "there on: bit id % 32 of word id // 32.")
+      .def("follow", &Sampler::follow, "tokens"_a)
       .def("report", &Sampler::report, "best"_a)
       .def(
           "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a)

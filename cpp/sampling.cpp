@@ -91,6 +91,23 @@ TokenId Sampler::choose(std::span<const float> logits, std::span<const TokenId> 
   if (logits.empty()) throw std::invalid_argument("logits must be one-dimensional and not empty");
   if (const int i = first_nan(logits); i >= 0) throw NanLogitError(i);
   at_ = position_ + int(ahead.size());
+  TokenId chosen;
+  if (const std::size_t i = std::size_t(at_ - first_followed_); i < followed_.size()) {
+    chosen = followed_[i];
+    if (chosen < 0 || std::size_t(chosen) >= logits.size())
+      throw std::invalid_argument("token id " + std::to_string(chosen) + " is outside the vocabulary of " +
+                                  std::to_string(logits.size()));
+  } else {
+    chosen = pick(logits, ahead);
+  }
+  if (report_ >= 0) {
+    reports_.resize(ahead.size());
+    reports_.push_back(describe(logits, chosen));
+  }
+  return chosen;
+}
+
+TokenId Sampler::pick(std::span<const float> logits, std::span<const TokenId> ahead) {
   const std::size_t newest = std::min(ahead.size(), std::size_t(options_.window));
   const std::size_t oldest = std::min(recent_.size(), std::size_t(options_.window) - newest);
   window_.assign(recent_.end() - std::ptrdiff_t(oldest), recent_.end());
@@ -98,47 +115,37 @@ TokenId Sampler::choose(std::span<const float> logits, std::span<const TokenId> 
   adjust(logits);
   const SamplingOptions& o = options_;
   const std::size_t n = logits.size();
-  TokenId chosen;
-  if (o.temperature == 0) {
-    chosen = most_probable();
-  } else if (const bool all = o.top_k == 0 || std::size_t(o.top_k) >= n;
-             all && o.typical_p == 1 && o.top_p == 1 && o.min_p == 0) {
-    chosen = draw_from_all();
-  } else {
-    if (!all) {
-      collect_best(std::size_t(o.top_k));
-    } else if (o.typical_p < 1) {
-      collect_from(-std::numeric_limits<double>::max());
-    } else if (o.top_p < 1) {
-      // The most probable ones mostly suffice; the sum of all needs no order.
-      double total = sum_exp(scores_, largest_);
-      for (const Candidate& c : adjusted_) total += std::exp(c.score - largest_);
-      double collected = 0;
-      for (std::size_t count = kFirstBest;; count *= 8) {
-        collect_best(std::min(count, n));
-        weigh();
-        collected = 0;
-        for (const Candidate& c : candidates_) collected += c.weight;
-        if (collected >= o.top_p * total || count >= n) break;
-      }
-      keep_top_p(o.top_p * total);
-    } else {
-      collect_from(largest_ + std::log(o.min_p));
-    }
-    if (o.typical_p < 1) keep_typical();
-    if (o.top_p < 1 && (!all || o.typical_p < 1)) {
+  if (o.temperature == 0) return most_probable();
+  const bool all = o.top_k == 0 || std::size_t(o.top_k) >= n;
+  if (all && o.typical_p == 1 && o.top_p == 1 && o.min_p == 0) return draw_from_all();
+  if (!all) {
+    collect_best(std::size_t(o.top_k));
+  } else if (o.typical_p < 1) {
+    collect_from(-std::numeric_limits<double>::max());
+  } else if (o.top_p < 1) {
+    // The most probable ones mostly suffice; the sum of all needs no order.
+    double total = sum_exp(scores_, largest_);
+    for (const Candidate& c : adjusted_) total += std::exp(c.score - largest_);
+    double collected = 0;
+    for (std::size_t count = kFirstBest;; count *= 8) {
+      collect_best(std::min(count, n));
       weigh();
-      double total = 0;
-      for (const Candidate& c : candidates_) total += c.weight;
-      keep_top_p(o.top_p * total);
+      collected = 0;
+      for (const Candidate& c : candidates_) collected += c.weight;
+      if (collected >= o.top_p * total || count >= n) break;
     }
-    chosen = draw();
+    keep_top_p(o.top_p * total);
+  } else {
+    collect_from(largest_ + std::log(o.min_p));
   }
-  if (report_ >= 0) {
-    reports_.resize(ahead.size());
-    reports_.push_back(describe(logits, chosen));
+  if (o.typical_p < 1) keep_typical();
+  if (o.top_p < 1 && (!all || o.typical_p < 1)) {
+    weigh();
+    double total = 0;
+    for (const Candidate& c : candidates_) total += c.weight;
+    keep_top_p(o.top_p * total);
   }
-  return chosen;
+  return draw();
 }
 
 // Fills scores_, adjusted_ and largest_.

@@ -55,6 +55,11 @@ class Sampler {
   // on. Bit id % 32 of word id / 32; no words, or no mask: all.
   using Mask = std::vector<std::uint32_t>;
   void allow(std::vector<Mask> masks);
+  // The next choices are these tokens, whatever the logits are: reports say how probable they were.
+  void follow(std::vector<TokenId> tokens) {
+    followed_ = std::move(tokens);
+    first_followed_ = position_;
+  }
   // Choices say the log probability of the token, and of the `best` most probable ones; -1: neither.
   void report(int best) { report_ = best; }
 
@@ -80,6 +85,7 @@ class Sampler {
     double key = 0;     // candidates with the least are kept
   };
 
+  TokenId pick(std::span<const float> logits, std::span<const TokenId> ahead);
   void adjust(std::span<const float> logits);
   double score_of(TokenId id, float logit) const;
   void restrict_to_infinite();
@@ -103,6 +109,8 @@ class Sampler {
   std::vector<TokenId> forbidden_;
   int first_allowed_ = 0;  // position from which the forbidden ones may be chosen
   std::vector<Mask> masks_;
+  std::vector<TokenId> followed_;
+  int first_followed_ = 0;  // position of the first of them
 
   int report_ = -1;
   std::vector<Report> reports_;

@@ -222,3 +222,29 @@ def test_a_nan_among_the_logits_is_an_error_of_sampling_and_changes_nothing(
         with pytest.raises(NumericalError, match=r"logit \d+ of the token at position 2 is NaN"):
             list(session.stream([1, 2, 3], 2, temperature=1.0))
         assert session.position == 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+def test_tokens_of_a_prompt_are_scored_as_pieces(demo: Model, max_tokens: int) -> None:
+    ids = demo.tokenizer.encode("ROMEO:\nBut soft, what light")
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 2, "repeat_penalty": 1.2}
+    pieces = list(demo.session().stream(ids, max_tokens, logprobs=3, prompt_logprobs=True, **options))
+    scored, made = pieces[: len(ids) - 1], pieces[len(ids) - 1 :]
+    assert [piece.token for piece in scored] == ids[1:]
+    assert "".join(piece.text for piece in scored) == ""
+    with demo.session() as session:
+        logits = [session.forward_token(token) for token in ids[:-1]]
+    expected = [log_softmax(row)[token] for row, token in zip(logits, ids[1:], strict=True)]
+    scores = np.array([piece.logprob for piece in scored])
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-9)  # of sums in float64
+    assert [piece.top_logprobs[0][0] for piece in scored] == [row.argmax() for row in logits]
+    # What follows is the text without scores, by the same random numbers.
+    alone = list(demo.session().stream(ids, max_tokens, logprobs=3, **options))
+    if demo.backend == "cpu":
+        assert made == alone
+    assert [piece.token for piece in made] == [piece.token for piece in alone]
+
+
+def test_scores_of_a_prompt_need_log_probabilities(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, pytest.raises(ValueError, match="prompt_logprobs"):
+        list(model.generate("ROMEO:", 3, prompt_logprobs=True))

@@ -46,6 +46,7 @@ class TextOptions(SamplingOptions, total=False):
     stop: str | int | Sequence[str | int]
     min_tokens: int
     echo: bool
+    prompt_logprobs: bool
     speculate: Speculate
     json_schema: Mapping[str, Any] | str | None
     regex: str | None
@@ -164,6 +165,8 @@ class Continuation:
         strings are text.
     echo
         Let the text begin with the prompt.
+    prompt_logprobs
+        Make pieces of the prompt's tokens, too, all but the first. They are computed like a text that is known.
     speculate
         What guesses at the next tokens.
     json_schema, regex, grammar
@@ -174,7 +177,10 @@ class Continuation:
     Attributes
     ----------
     ids : numpy.ndarray
-        Of the prompt, int32 ``[n]``.
+        To be computed before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs` its
+        first.
+    prompt_tokens : int
+        Tokens of the prompt.
     echo : str
         The beginning of the text that is not made, until it is taken with the first token.
     sampler : _core.Sampler or None
@@ -198,6 +204,7 @@ class Continuation:
         stop: str | int | Sequence[str | int] = (),
         min_tokens: int = 0,
         echo: bool = False,
+        prompt_logprobs: bool = False,
         speculate: Speculate = "lookup",
         json_schema: Mapping[str, Any] | str | None = None,
         regex: str | None = None,
@@ -211,14 +218,19 @@ class Continuation:
         min_tokens = integer("min_tokens", min_tokens, 0)
         if logprobs is not None:
             logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
-        self.ids = ids
+        if prompt_logprobs and logprobs is None:
+            raise ValueError("prompt_logprobs says log probabilities, for which logprobs must be given")
+        self.prompt_tokens = len(ids)
+        self._given = ids[1:].tolist() if prompt_logprobs else []  # tokens of the prompt that pieces are made of
+        self.ids = ids[:1] if prompt_logprobs else ids
         self.echo = ""
         if echo:
             self.echo = tokenizer.decode(ids.tolist()) if prompt is None else prompt
         self._decoder = tokenizer.decoder()
         self._stop_ids = frozenset({*tokenizer.stop_ids, *stop_ids})
         self._filter = StopFilter(strings)
-        self._made, self._least, self._most = 0, min_tokens, max_tokens
+        given = len(self._given)
+        self._made, self._least, self._most = 0, given + min_tokens, given + max_tokens
         self._context = context
         self._reports = logprobs is not None
         self._guide: Guide | None = None
@@ -228,8 +240,9 @@ class Continuation:
         if not options.is_greedy or self._reports or min_tokens or self._guide is not None:
             self.sampler = sampling.core_sampler(options, seed, self.ids.tolist(), answer)
             self.sampler.report(-1 if logprobs is None else logprobs)
+            self.sampler.follow(self._given)
             if min_tokens:
-                self.sampler.forbid(sorted(self._stop_ids), len(self.ids) + min_tokens)
+                self.sampler.forbid(sorted(self._stop_ids), len(ids) + min_tokens)
             self._allow()
         drafter = make_drafter(speculate, vocab_size, self._guide is not None)
         guesses = drafter is not None and max_tokens > 2
@@ -249,9 +262,13 @@ class Continuation:
         rows, tokens
             Of the pass without guesses: its rows, and the tokens that it is expected to bring.
         """
+        most = min(room - 1, self._most - self._made - 1, self._context - self._position - 1)
+        if self._made < len(self._given):
+            known = self._given[self._made : self._made + max(most, 0)]
+            return NextTokens(np.array([*self._next, *known], np.int32), len(known), len(known))
+        most = min(most, MOST_DRAFTS)
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
-        most = min(room - 1, MOST_DRAFTS, self._most - self._made - 1, self._context - self._position - 1)
         allow = None if self._guide is None else self._allow
         drafts = self._speculation.drafts(max(most, 0), cost, rows, tokens, allow)
         expected = self._speculation.expected()
@@ -279,8 +296,8 @@ class Continuation:
         ConstraintError
             The context is full, and the constraint is not met.
         """
-        if self._speculation is not None:
-            self._speculation.learn(chosen)
+        if self._speculation is not None and (free := chosen[max(len(self._given) - self._made, 0) :]):
+            self._speculation.learn(free)
         for row, token in enumerate(chosen):
             yield self._take(token, row)
             if self.ended is not None:
@@ -304,6 +321,11 @@ class Continuation:
             )
 
     @property
+    def wanted(self) -> bool:
+        """Whether there is anything to compute."""
+        return self._most > 0
+
+    @property
     def _position(self) -> int:
         """Of the last token that was made."""
         return len(self.ids) + self._made - 1
@@ -312,6 +334,10 @@ class Continuation:
         """Take one token; `row` is its number among those that a pass chose."""
         self._made += 1
         text, self.echo = self.echo, ""
+        if self._made <= len(self._given):
+            if self._made >= self._most:
+                self.ended = "length"
+            return self._piece(token, text, row)
         guide = self._guide
         if guide is not None and token not in self._stop_ids:
             guide.take(token)
@@ -328,6 +354,9 @@ class Continuation:
                 text += self.end("length")
             elif self._position >= self._context:
                 text += self.end("context")
+        return self._piece(token, text, row)
+
+    def _piece(self, token: int, text: str, row: int) -> Piece:
         if not self._reports or self.sampler is None:
             return Piece(token, text, finish_reason=self.ended)
         logprob, best = self.sampler.reports[row]

@@ -24,13 +24,19 @@ class Stream:
         Passes in which it got nothing although it was ready, since it last got something.
     prompt_tokens : int
         Tokens of the prompt.
+    first_token : int
+        Of them.
+    scored_tokens : int
+        Tokens of the prompt that are among its pieces: all but the first one, or none.
     """
 
     def __init__(self, text: Continuation, leader: Stream | None = None) -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.passes_waited = 0
-        self.prompt_tokens = len(text.ids)
+        self.prompt_tokens = text.prompt_tokens
+        self.scored_tokens = text.prompt_tokens - len(text.ids)
+        self.first_token = int(text.ids[0])
         self._computed = 0  # tokens of the prompt that went through the model for this stream
         self._ids = text.ids  # the prompt, and after that what was made
         self._made: list[int] = []
@@ -42,7 +48,7 @@ class Stream:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the cache; meaningful once the text begins."""
-        return max(self.prompt_tokens - self._computed, 0)
+        return 0 if self.scored_tokens else max(self.prompt_tokens - self._computed, 0)
 
     def cancel(self) -> None:
         """End the stream; its memory is given back before the next pass."""

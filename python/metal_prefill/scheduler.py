@@ -129,13 +129,14 @@ def make_streams(
     Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`.
     """
     n = integer("n", n, 1)
-    max_tokens = integer("max_tokens", max_tokens, 1)
     tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if length_of(tokens) > model.max_context:
         raise ContextOverflowError(
             f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
         )
     ids = token_array(tokens, model.config.vocab_size)
+    least = 0 if options.get("prompt_logprobs") and len(ids) > 1 else 1
+    max_tokens = integer("max_tokens", max_tokens, least)
     streams: list[Stream] = []
     for answer in range(n):
         text = Continuation(
@@ -149,7 +150,9 @@ def make_streams(
             answer=answer,
             **options,
         )
-        streams.append(Stream(text, streams[0] if streams else None))
+        # Of a prompt with log probabilities every token is computed for each.
+        follows = streams and len(text.ids) == len(ids)
+        streams.append(Stream(text, streams[0] if follows else None))
     return streams
 
 

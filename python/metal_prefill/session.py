@@ -389,6 +389,10 @@ logit_bias
         logprobs
             Say the log probability of each token and of so many of the most probable ones, 0 to 1000; None
             says neither.
+        prompt_logprobs
+            One of the options. Yield the tokens of the prompt first, all but its first one, each with its log
+            probability and, unless `echo`, without text. `max_tokens` does not count them, and may be 0. All of
+            the prompt is computed, whatever the cache has.
 
         Yields
         ------
@@ -396,7 +400,7 @@ logit_bias
             One for each token; the last has the reason for the end.
         """
         text = self._continuation(prompt, max_tokens, options, logprobs)
-        return self._pieces(text, progress) if max_tokens else iter(())
+        return self._pieces(text, progress) if text.wanted else iter(())
 
     def _continuation(
         self, prompt: str | TokenIds, max_tokens: int, options: TextOptions, logprobs: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from support.running_server import Running, events
 
@@ -102,6 +103,32 @@ def test_log_probabilities_are_those_of_a_session(server: Running, cpu_model: Mo
     assert [
         text[o : o + len(t)] for o, t in zip(found.text_offset, found.tokens or [], strict=True)
     ] == found.tokens
+
+
+def test_echo_scores_the_prompt(server: Running, cpu_model: Model) -> None:
+    ids = cpu_model.tokenizer.encode(PROMPT * 3)
+    scores = cpu_model.score(ids).astype(np.float64)
+    client = server.client()
+    for max_tokens in (0, 5):
+        answer = client.completions.create(
+            model="demo", prompt=ids, max_tokens=max_tokens, temperature=0, logprobs=2, echo=True
+        )
+        found = answer.choices[0].logprobs
+        assert found is not None
+        assert len(found.tokens or []) == len(ids) + max_tokens
+        assert found.token_logprobs is not None
+        assert found.token_logprobs[0] is None
+        np.testing.assert_allclose(found.token_logprobs[1 : len(ids)], scores, rtol=0, atol=2e-6)
+        assert answer.choices[0].text == cpu_model.tokenizer.decode(ids) + (
+            alone(cpu_model, ids, max_tokens) if max_tokens else ""
+        )
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), max_tokens)
+    # The most probable token of each row, as lm-eval asks whether a text is greedy.
+    greedy = cpu_model.forward_batch([cpu_model.session()], [ids], output="greedy", rows="all")[0]
+    assert found.top_logprobs is not None
+    for best, token in zip(found.top_logprobs[1 : len(ids)], greedy, strict=False):
+        assert max(best, key=best.__getitem__) == cpu_model.tokenizer.token_bytes(int(token)).decode()
 
 
 def test_our_own_options_go_with_extra_body(server: Running, cpu_model: Model) -> None:

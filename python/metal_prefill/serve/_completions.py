@@ -53,7 +53,17 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
         raise ApiError(400, "suffix: this model continues texts, and fills no gaps", param="suffix")
     count = check_count(service, n * len(prompts))
     max_tokens = DEFAULT_MAX_TOKENS if form.max_tokens is None else form.max_tokens
-    options = {**options_of(form), "logprobs": form.logprobs, "echo": bool(form.echo)}
+    scored = bool(form.echo) and form.logprobs is not None
+    options = {
+        **options_of(form),
+        "logprobs": form.logprobs,
+        "echo": bool(form.echo),
+        "prompt_logprobs": scored,
+    }
+    if max_tokens == 0 and not scored:
+        raise ApiError(
+            400, "max_tokens may be 0 where the prompt is scored: with echo and logprobs", param="max_tokens"
+        )
     with service.admitted(count):
         streams = await service.prepare(
             lambda: [s for p in prompts for s in make_streams(service.model, p, n, max_tokens, **options)]
@@ -97,11 +107,18 @@ def _logprobs(tokenizer: Tokenizer, choice: Choice, pieces: Sequence[Piece]) -> 
     offsets: list[int] = []
     values: list[float | None] = []
     best: list[dict[str, float] | None] = []
-    for piece in pieces:
-        text = spelling(tokenizer, piece.token)[0]
-        tokens.append(text)
+
+    def add(token: int) -> None:
+        tokens.append(spelling(tokenizer, token)[0])
         offsets.append(choice.length)
-        choice.length += len(text)
+        choice.length += len(tokens[-1])
+
+    if choice.stream.scored_tokens and choice.length == 0:
+        add(choice.stream.first_token)  # which nothing was before to predict it
+        values.append(None)
+        best.append(None)
+    for piece in pieces:
+        add(piece.token)
         values.append(logprob(piece.logprob))
         best.append({spelling(tokenizer, token)[0]: logprob(p) for token, p in piece.top_logprobs})
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}

@@ -119,7 +119,8 @@ def choices_of(streams: Sequence[Stream], n: int) -> list[Choice]:
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     """Count tokens, those of a prompt once."""
     streams = [choice.stream for choice in choices if choice.counts_prompt]
-    prompt, made = sum(s.prompt_tokens for s in streams), sum(len(c.pieces) for c in choices)
+    prompt = sum(s.prompt_tokens for s in streams)
+    made = sum(len(c.pieces) - c.stream.scored_tokens for c in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": made,
