@@ -10,34 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import ChatTemplateError, Conversation, Model, StateError
 from metal_prefill.chat_template import ChatTemplate
 from metal_prefill.tokenizer import Tokenizer
 from metal_prefill.tool_calls import ToolCall, ToolCallParser, parse_tool_calls
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-CLOCK = {"name": "clock", "parameters": {}}
-HERMES = (  # as Hermes 2 and Qwen 2.5 write tools, calls and results
-    "{% if tools %}<tools>{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}"
-    "{{ '\n</tools>\n' }}{% endif %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}"
-    "{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
-    "{{ '\n<tool_call>' }}"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "</tool_call>{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[HERMES.index("{% for m in") :]
-ASKED = [{"role": "user", "content": "How is it in Verona?"}]
 
 VERONA = ToolCall("weather", {"city": "Verona"})
 TIME = ToolCall("clock", {})

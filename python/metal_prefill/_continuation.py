@@ -166,7 +166,8 @@ class Continuation:
     echo
         Let the text begin with the prompt.
     prompt_logprobs
-        Make pieces of the prompt's tokens, too, all but the first. They are computed like a text that is known.
+        Make pieces of the prompt's tokens, too, all but the first. They are computed like a text that is
+        known.
     speculate
         What guesses at the next tokens.
     json_schema, regex, grammar
@@ -177,8 +178,8 @@ class Continuation:
     Attributes
     ----------
     ids : numpy.ndarray
-        To be computed before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs` its
-        first.
+        To be computed before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
+        its first.
     prompt_tokens : int
         Tokens of the prompt.
     echo : str
@@ -221,7 +222,9 @@ class Continuation:
         if prompt_logprobs and logprobs is None:
             raise ValueError("prompt_logprobs says log probabilities, for which logprobs must be given")
         self.prompt_tokens = len(ids)
-        self._given = ids[1:].tolist() if prompt_logprobs else []  # tokens of the prompt that pieces are made of
+        self._given = (
+            ids[1:].tolist() if prompt_logprobs else []
+        )  # tokens of the prompt that pieces are made of
         self.ids = ids[:1] if prompt_logprobs else ids
         self.echo = ""
         if echo:

@@ -391,8 +391,8 @@ logit_bias
             says neither.
         prompt_logprobs
             One of the options. Yield the tokens of the prompt first, all but its first one, each with its log
-            probability and, unless `echo`, without text. `max_tokens` does not count them, and may be 0. All of
-            the prompt is computed, whatever the cache has.
+            probability and, unless `echo`, without text. `max_tokens` does not count them, and may be 0.
+            All of the prompt is computed, whatever the cache has.
 
         Yields
         ------

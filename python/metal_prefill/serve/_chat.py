@@ -6,29 +6,30 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from metal_prefill.scheduler import Stream, make_streams
 from metal_prefill.serve._errors import ApiError
-from metal_prefill.serve._forms import ChatForm, Message, ResponseFormat
+from metal_prefill.serve._forms import ChatForm, Message
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._texts import (
     Choice,
     check_count,
-    choices_of,
     generate,
     logprob,
     options_of,
     spelling,
     usage_of,
 )
+from metal_prefill.serve._tools import call_constraint, call_message, offered_tools
 from metal_prefill.session import Piece
 from metal_prefill.tokenizer import Tokenizer
+from metal_prefill.tool_calls import ToolCall, ToolCallParser
 
-# Names that a template takes from the program; values from outside would become control tokens.
 _ROLES = {"developer": "system"}  # which templates do not know
 
 
@@ -58,11 +59,16 @@ def chat_tokens(service: Service, form: ChatForm) -> list[int]:
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is not yours", param="chat_template_kwargs")
-    return service.model.tokenizer.apply_chat_template(plain_messages(form.messages), **variables)
+    return service.model.tokenizer.apply_chat_template(
+        plain_messages(form.messages), tools=offered_tools(form), **variables
+    )
 
 
-def constraint_of(format_: ResponseFormat | None) -> dict[str, Any]:
+def constraint_of(form: ChatForm) -> dict[str, Any]:
     """Return the option of a text that holds it to a form."""
+    if (schema := call_constraint(form)) is not None:
+        return {"json_schema": schema}
+    format_ = form.response_format
     if format_ is None or format_.type == "text":
         return {}
     if format_.type == "json_object":
@@ -75,7 +81,7 @@ def constraint_of(format_: ResponseFormat | None) -> dict[str, Any]:
 
 def _streams(service: Service, form: ChatForm, n: int) -> list[Stream]:
     ids = chat_tokens(service, form)
-    options = {**options_of(form), **constraint_of(form.response_format)}
+    options = {**options_of(form), **constraint_of(form)}
     stops = [options["stop"]] if isinstance(options["stop"], str) else list(options["stop"])
     options["stop"] = [*stops, *service.model.tokenizer.chat_stop]
     if form.logprobs:
@@ -84,26 +90,61 @@ def _streams(service: Service, form: ChatForm, n: int) -> list[Stream]:
     return make_streams(service.model, ids, n, max_tokens, **options)
 
 
+@dataclass
+class ChatChoice(Choice):
+    """An answer, as far as it is made."""
+
+    parser: ToolCallParser | None = None
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, pieces: Sequence[Piece]) -> list[str | dict[str, Any]]:
+        """Take what a pass brought, and return what is certain now: texts, and calls with their number."""
+        text = "".join(piece.text for piece in pieces)
+        parts: list[str | ToolCall] = [text]
+        if self.parser is not None:
+            parts = self.parser.step(text) + (self.parser.flush() if self.ended else [])
+        made: list[str | dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                self.calls.append(call_message(part))
+                made.append({"index": len(self.calls) - 1, **self.calls[-1]})
+            elif part:
+                self.text += part
+                made.append(part)
+        return made
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; calls that it asks for are a reason of their own."""
+        reason = super().finish_reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+
 async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
     """Answer a conversation."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
-    count = check_count(service, form.n or 1)
-    with service.admitted(count):
-        streams = await service.prepare(lambda: _streams(service, form, count))
-        choices = choices_of(streams, count)
+    n = check_count(service, form.n or 1)
+    tools = offered_tools(form)
+    with service.admitted(n):
+        streams = await service.prepare(lambda: _streams(service, form, n))
+        choices = [
+            ChatChoice(i, stream, i == 0, parser=ToolCallParser(tools) if tools else None)
+            for i, stream in enumerate(streams)
+        ]
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
         head["model"] = name
         with_usage = form.stream_options is not None and form.stream_options.include_usage
         no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
-        told: set[int] = set()  # choices whose role was sent
         async with aclosing(generate(service, choices, begin)) as passes:
             async for made in passes:
-                for choice, text in made if form.stream else ():
-                    for chunk in _chunks(service, form, choice, text.pieces, choice.index not in told):
+                for choice, text in made:
+                    first = len(choice.pieces) == len(text.pieces)
+                    chunks = _chunks(service, form, choice, text.pieces, first)
+                    for chunk in chunks if form.stream else ():
                         await reply.event({**head, "choices": [chunk], **no_usage})
-                    told.add(choice.index)
         usage = usage_of(choices)
         if form.stream:
             if with_usage:
@@ -115,28 +156,36 @@ async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
 
 
 def _chunks(
-    service: Service, form: ChatForm, choice: Choice, pieces: Sequence[Piece], first: bool
+    service: Service, form: ChatForm, choice: ChatChoice, pieces: Sequence[Piece], first: bool
 ) -> list[dict[str, Any]]:
     """Return events of a choice: its role, what a pass brought, why it ended."""
     chunks: list[dict[str, Any]] = []
 
-    def add(delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> None:
-        chunks.append({"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+    def add(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        chunks.append({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason})
+        return chunks[-1]
 
     if first:
         add({"role": "assistant", "content": ""})
-    text = "".join(piece.text for piece in pieces)
+    for part in choice.take(pieces):
+        if isinstance(part, str):
+            add({"content": part})
+        else:
+            add({"tool_calls": [part]})
     logprobs = _logprobs(service.model.tokenizer, pieces) if form.logprobs else None
-    if text or (logprobs is not None and logprobs["content"]):
-        add({"content": text}, logprobs)
+    if logprobs is not None and logprobs["content"]:
+        texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
+        (texts[-1] if texts else add({"content": ""}))["logprobs"] = logprobs
     if choice.finish_reason is not None:
         add({}, reason=choice.finish_reason)
     return chunks
 
 
-def _whole(service: Service, form: ChatForm, choice: Choice) -> dict[str, Any]:
+def _whole(service: Service, form: ChatForm, choice: ChatChoice) -> dict[str, Any]:
     logprobs = _logprobs(service.model.tokenizer, choice.pieces) if form.logprobs else None
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message |= {"content": choice.text or None, "tool_calls": choice.calls}
     return {
         "index": choice.index,
         "message": message,

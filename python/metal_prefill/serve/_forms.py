@@ -106,6 +106,19 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     reasoning_content: str | None = None
 
 
+class NamedFunction(msgspec.Struct):
+    """A tool by its name."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct):
+    """The tool that an answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatForm(TextForm, kw_only=True):
     """``/v1/chat/completions``."""
 
@@ -115,6 +128,9 @@ class ChatForm(TextForm, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None  # a wish, which models without reasoning cannot follow
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, bool | int | float] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from metal_prefill._engine_loop import Made
 from metal_prefill.scheduler import Stream
@@ -72,19 +72,17 @@ class Choice:
     length: int = 0  # characters of the tokens so far
 
     @property
-    def text(self) -> str:
-        """What is certain so far."""
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
     def finish_reason(self) -> str | None:
         """Why it ended, in OpenAI's words; None while it has not."""
         return FINISH_REASONS.get(self.stream.finish_reason or "") if self.ended else None
 
 
+AnyChoice = TypeVar("AnyChoice", bound=Choice)
+
+
 async def generate(
-    service: Service, choices: Sequence[Choice], begin: float
-) -> AsyncGenerator[list[tuple[Choice, Made]], None]:
+    service: Service, choices: Sequence[AnyChoice], begin: float
+) -> AsyncGenerator[list[tuple[AnyChoice, Made]], None]:
     """Compute texts and yield what each pass brings; closing the iterator cancels them.
 
     Raises the first error of a text, which ends the others.

@@ -1,0 +1,117 @@
+"""Tools over HTTP: told to the model, called by it, whole and in streams, and their results heard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from support.running_server import Running, running
+from support.tools import ASKED, CLOCK, HERMES, WEATHER
+
+from metal_prefill import Model
+
+# What the bundled model, which knows nothing of tools, is held to say.
+CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
+TWICE = r'(<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_call>){2}'
+
+
+@pytest.fixture(scope="module")
+def with_tools(demo_path: Path) -> Iterator[tuple[Running, Model]]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Model(demo_path, device="cpu") as model,
+        running(model, names=["demo"]) as server,
+    ):
+        templates = {"tokenizer.chat_template": HERMES}
+        patch.setattr(model.tokenizer, "_template", templates.get)
+        yield server, model
+
+
+def ask(server: Running, regex: str | None, **options: Any) -> Any:
+    how = {"extra_body": {"regex": regex}} if regex else {}
+    return server.client().chat.completions.create(
+        **{"model": "demo", "messages": ASKED, "temperature": 0, "tools": [WEATHER], **how, **options}
+    )
+
+
+def test_a_call_is_taken_out_of_the_answer(with_tools: tuple[Running, Model]) -> None:
+    server, model = with_tools
+    answer = ask(server, CALLING)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert set(json.loads(call.function.arguments)) == {"city"}
+    prompt = model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_calls_of_a_stream_have_their_numbers(with_tools: tuple[Running, Model]) -> None:
+    server, _ = with_tools
+    calls, reasons = [], []
+    for chunk in ask(server, TWICE, stream=True):
+        choice = chunk.choices[0]
+        calls += choice.delta.tool_calls or []
+        reasons.append(choice.finish_reason)
+    assert [call.index for call in calls] == [0, 1]
+    assert len({call.id for call in calls}) == 2
+    assert [json.loads(call.function.arguments) for call in calls] == [{"city": "a"}] * 2
+    assert [reason for reason in reasons if reason] == ["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"weather", "clock"}),
+        ({"type": "function", "function": {"name": "clock"}}, {"clock"}),
+    ],
+)
+def test_a_call_may_be_required(with_tools: tuple[Running, Model], choice: Any, names: set[str]) -> None:
+    answer = ask(
+        with_tools[0], None, tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
+    )
+    message = answer.choices[0].message
+    assert message.content is None
+    assert [call.function.name in names for call in message.tool_calls] == [True]
+    assert isinstance(json.loads(message.tool_calls[0].function.arguments), dict)
+
+
+def test_none_may_be_called(with_tools: tuple[Running, Model]) -> None:
+    server, model = with_tools
+    answer = ask(server, CALLING, tool_choice="none")
+    assert answer.choices[0].message.tool_calls is None
+    assert "<tool_call>" in answer.choices[0].message.content
+    assert answer.usage.prompt_tokens == len(model.tokenizer.apply_chat_template(ASKED))
+
+
+def test_results_reach_the_template(with_tools: tuple[Running, Model]) -> None:
+    server, model = with_tools
+    call = ask(server, CALLING).choices[0].message
+    messages = [
+        *ASKED,
+        call.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "Rain."},
+    ]
+    answer = server.client().chat.completions.create(
+        model="demo", messages=messages, tools=[WEATHER], max_tokens=4, temperature=0
+    )
+    prompt = model.tokenizer.decode(model.tokenizer.apply_chat_template(messages, tools=[WEATHER]))
+    assert "<tool_response>Rain.</tool_response>" in prompt
+    assert '"arguments": {"city"' in prompt  # a mapping, as in the model's own call
+    with model.session() as session:
+        assert answer.choices[0].message.content == "".join(
+            session.generate(model.tokenizer.apply_chat_template(messages, tools=[WEATHER]), 4)
+        )
+
+
+def test_wrong_tools_are_named(with_tools: tuple[Running, Model], server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="asks for the tool 'sun'; the tools are: weather"):
+        ask(with_tools[0], None, tool_choice={"type": "function", "function": {"name": "sun"}})
+    with pytest.raises(openai.BadRequestError, match="tool 0 has no name"):
+        ask(with_tools[0], None, tools=[{"type": "function", "function": {}}])
+    with pytest.raises(openai.BadRequestError, match="the chat template takes no tools"):
+        ask(server, None)

@@ -1,0 +1,25 @@
+"""Tools, and a chat template that tells a model of them."""
+
+from __future__ import annotations
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CLOCK = {"name": "clock", "parameters": {}}
+HERMES = (  # as Hermes 2 and Qwen 2.5 write tools, calls and results
+    "{% if tools %}<tools>{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}"
+    "{{ '\n</tools>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}"
+    "{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>' }}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ASKED = [{"role": "user", "content": "How is it in Verona?"}]
