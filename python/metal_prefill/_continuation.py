@@ -180,8 +180,8 @@ class Continuation:
     ids : numpy.ndarray
         To be computed before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
         its first.
-    prompt_tokens : int
-        Tokens of the prompt.
+    prompt : numpy.ndarray
+        Ids of the prompt, int32 ``[n]``.
     echo : str
         The beginning of the text that is not made, until it is taken with the first token.
     sampler : _core.Sampler or None
@@ -221,7 +221,7 @@ class Continuation:
             logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
         if prompt_logprobs and logprobs is None:
             raise ValueError("prompt_logprobs says log probabilities, for which logprobs must be given")
-        self.prompt_tokens = len(ids)
+        self.prompt = ids
         self._given = (
             ids[1:].tolist() if prompt_logprobs else []
         )  # tokens of the prompt that pieces are made of

@@ -24,19 +24,22 @@ class Stream:
         Passes in which it got nothing although it was ready, since it last got something.
     prompt_tokens : int
         Tokens of the prompt.
-    first_token : int
-        Of them.
+    prompt : numpy.ndarray
+        Ids of the prompt, int32 ``[prompt_tokens]``.
     scored_tokens : int
         Tokens of the prompt that are among its pieces: all but the first one, or none.
+    reuses : bool
+        Whether its prompt begins with what the cache has of it.
     """
 
     def __init__(self, text: Continuation, leader: Stream | None = None) -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.passes_waited = 0
-        self.prompt_tokens = text.prompt_tokens
-        self.scored_tokens = text.prompt_tokens - len(text.ids)
-        self.first_token = int(text.ids[0])
+        self.prompt_tokens = len(text.prompt)
+        self.scored_tokens = len(text.prompt) - len(text.ids)
+        self.prompt = text.prompt
+        self.reuses = leader is None and self.scored_tokens == 0
         self._computed = 0  # tokens of the prompt that went through the model for this stream
         self._ids = text.ids  # the prompt, and after that what was made
         self._made: list[int] = []

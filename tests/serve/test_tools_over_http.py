@@ -52,7 +52,8 @@ def test_a_call_is_taken_out_of_the_answer(with_tools: tuple[Running, Model]) ->
 
 def test_calls_of_a_stream_have_their_numbers(with_tools: tuple[Running, Model]) -> None:
     server, _ = with_tools
-    calls, reasons = [], []
+    calls: list[Any] = []
+    reasons = []
     for chunk in ask(server, TWICE, stream=True):
         choice = chunk.choices[0]
         calls += choice.delta.tool_calls or []

@@ -82,6 +82,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after SIGTERM or Ctrl-C, time for answers under way (default: 30)",
     )
     parser.add_argument(
+        "--prefix-store",
+        type=Path,
+        metavar="DIR",
+        help="keep beginnings that prompts share, such as system messages: after a restart they are loaded",
+    )
+    parser.add_argument(
+        "--prefix-store-bytes",
+        type=common.not_negative,
+        default=1 << 30,
+        metavar="BYTES",
+        help="disk that they may take (default: 1 GiB)",
+    )
+    parser.add_argument(
         "--pooling", choices=("mean", "cls", "last"), help="of embeddings (default: as the file says)"
     )
     common.add_model_arguments(parser)
@@ -104,6 +117,8 @@ def execute(arguments: argparse.Namespace) -> None:
         max_seconds=arguments.max_seconds,
         max_body=arguments.max_body,
         pooling=arguments.pooling,
+        prefix_store=arguments.prefix_store,
+        prefix_store_bytes=arguments.prefix_store_bytes,
     )
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:

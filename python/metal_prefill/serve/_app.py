@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -48,6 +51,11 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.page(), media_type=service.metrics.content_type)
 
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await service.prepare(service.close)
+
     ranking = Endpoint(service, RerankForm, rank)
     app = Starlette(
         routes=[
@@ -64,6 +72,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             Route("/metrics", metrics),
         ],
         middleware=[Middleware(RequireKey, keys=settings.api_keys)] if settings.api_keys else [],
+        lifespan=lifespan,
         exception_handlers={HTTPException: answer_error, Exception: answer_error},
     )
     app.state.service = service

@@ -128,7 +128,7 @@ async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
     n = check_count(service, form.n or 1)
     tools = offered_tools(form)
     with service.admitted(n):
-        streams = await service.prepare(lambda: _streams(service, form, n))
+        streams = await service.streams(lambda: _streams(service, form, n))
         choices = [
             ChatChoice(i, stream, i == 0, parser=ToolCallParser(tools) if tools else None)
             for i, stream in enumerate(streams)

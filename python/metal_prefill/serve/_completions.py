@@ -65,7 +65,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
             400, "max_tokens may be 0 where the prompt is scored: with echo and logprobs", param="max_tokens"
         )
     with service.admitted(count):
-        streams = await service.prepare(
+        streams = await service.streams(
             lambda: [s for p in prompts for s in make_streams(service.model, p, n, max_tokens, **options)]
         )
         choices = choices_of(streams, n)
@@ -114,7 +114,7 @@ def _logprobs(tokenizer: Tokenizer, choice: Choice, pieces: Sequence[Piece]) -> 
         choice.length += len(tokens[-1])
 
     if choice.stream.scored_tokens and choice.length == 0:
-        add(choice.stream.first_token)  # which nothing was before to predict it
+        add(int(choice.stream.prompt[0]))  # which nothing was before to predict it
         values.append(None)
         best.append(None)
     for piece in pieces:

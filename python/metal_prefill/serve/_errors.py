@@ -89,7 +89,7 @@ def api_error(error: Exception) -> ApiError:
         # A text whose pages are missing waits for those of others: this is one that had none to wait for.
         return ApiError(400, str(error), code="kv_memory_exceeded")
     if isinstance(error, ChatTemplateError):
-        return ApiError(400, str(error), code="invalid_messages", param="messages")
+        return ApiError(400, str(error), code="invalid_messages")
     if isinstance(error, ConstraintError):
         return ApiError(400, str(error), code="invalid_constraint")
     if isinstance(error, MissingExtraError):

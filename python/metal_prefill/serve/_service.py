@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +21,10 @@ from metal_prefill._pooled_head import PooledHead
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.model import Model
+from metal_prefill.scheduler import Stream
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._metrics import Metrics
+from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
 from metal_prefill.session import Session
 from metal_prefill.tokenizer import Tokenizer
@@ -51,6 +53,11 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(model)
         self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self.metrics.after_pass)
+        self._store = (
+            None
+            if settings.prefix_store is None
+            else PrefixStore(model, settings.prefix_store, settings.prefix_store_bytes)
+        )
         self._texts = 0  # that were admitted and have not ended
         self._mean_seconds = 1.0  # of a request, over the latest ones
         self._preparers = anyio.CapacityLimiter(PREPARERS)
@@ -98,6 +105,29 @@ class Service:
         finally:
             self._texts -= texts
             self._mean_seconds += 0.1 * (time.monotonic() - begin - self._mean_seconds)
+
+    async def streams(self, work: Callable[[], list[Stream]]) -> list[Stream]:
+        """Make streams in a thread, with what is stored of their prompts in the cache."""
+
+        def prepared() -> list[Stream]:
+            streams = work()
+            for stream in streams if self._store is not None else ():
+                if stream.reuses and self._store is not None:
+                    self._store.load(stream.prompt)
+            return streams
+
+        return await self.prepare(prepared)
+
+    def note_prompts(self, streams: Iterable[Stream]) -> None:
+        """Let what finished prompts share with others be stored."""
+        for stream in streams if self._store is not None else ():
+            if stream.reuses and self._store is not None:
+                self._store.note(stream.prompt)
+
+    def close(self) -> None:
+        """Finish what is being stored."""
+        if self._store is not None:
+            self._store.close()
 
     async def prepare(self, work: Callable[[], _T]) -> _T:
         """Do what takes a moment before anything is computed, in a thread."""

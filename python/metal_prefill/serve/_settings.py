@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -38,6 +39,10 @@ class Settings:
         That a client may take to receive a piece of an answer.
     pooling : str or None
         Of embeddings; None stands for what the file says.
+    prefix_store : path or None
+        Folder for beginnings of prompts, which are loaded after a restart instead of computed.
+    prefix_store_bytes : int
+        That they may take of the disk.
 
     Raises
     ------
@@ -56,11 +61,14 @@ class Settings:
     body_seconds: float = 30.0
     send_seconds: float = 30.0
     pooling: Literal["mean", "cls", "last"] | None = None
+    prefix_store: str | os.PathLike[str] | None = None
+    prefix_store_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         for name in ("max_streams", "max_body", "max_texts", "max_inputs"):
             integer(name, getattr(self, name), 1)
         integer("max_queue", self.max_queue, 0)
+        integer("prefix_store_bytes", self.prefix_store_bytes, 0)
         for name in ("max_seconds", "body_seconds", "send_seconds"):
             value = getattr(self, name)
             if not 0 < value < math.inf:

@@ -105,6 +105,7 @@ async def generate(
                 choice.pieces += text.pieces
                 metrics.generated_tokens.inc(len(text.pieces))
             yield [(choices[text.text], text) for text in made]
+        service.note_prompts(choice.stream for choice in choices)
     finally:
         texts.cancel()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.embedding import check_length, embed_prompts, encode_texts, prompt_format
+from metal_prefill.embedding import check_length, check_pooling, embed_prompts, encode_texts, prompt_format
 from metal_prefill.reranking import rerank
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
@@ -31,6 +31,10 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
     model = service.model
 
     def encode() -> list[npt.NDArray[np.int32]]:
+        try:
+            check_pooling(model, service.settings.pooling)
+        except ValueError as error:
+            raise ApiError(400, f"{error} (option --pooling of the server)", code="unsupported") from None
         before, after = prompt_format(model.config.architecture, form.instruction)
         prompts = []
         for i, text in enumerate(inputs):
