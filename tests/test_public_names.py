@@ -16,7 +16,7 @@ PUBLIC = {
     "metal_prefill": [*metal_prefill.__all__, "__version__"],
     "metal_prefill.architecture": ["ModelConfig"],
     "metal_prefill.beams": ["Beam"],
-    "metal_prefill.bench": ["BenchError", "BenchResults", "Row", "run"],
+    "metal_prefill.bench": ["BenchError", "BenchResults", "Row", "ServingResults", "run", "run_serving"],
     "metal_prefill.chat": ["Conversation"],
     "metal_prefill.chat_template": ["ChatTemplate"],
     "metal_prefill.classification": ["Classification"],

@@ -2,81 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-from typing import Any
-
-import httpx
-import numpy as np
-import pytest
-from support.running_server import Running, running
+from support.running_server import Running
+from support.server_requests import alone, answers, request
 
 from metal_prefill import Model
-
-
-def request(i: int) -> tuple[str, dict[str, Any]]:
-    """Return one of many kinds of request: greedy and seeded texts, conversations, vectors."""
-    how: dict[str, Any] = {"temperature": 0} if i % 2 else {"temperature": 0.9, "top_p": 0.95, "seed": i}
-    beginning = "a beginning that many of them have, and that is long enough for a page " if i % 3 else ""
-    if i % 8 == 7:
-        return "/v1/embeddings", {"input": [f"{beginning}text {i}", "b" * (i % 13 + 1)]}
-    if i % 8 == 6:
-        messages = [{"role": "user", "content": f"{beginning}question {i}"}]
-        return "/v1/chat/completions", {"messages": messages, "max_tokens": 5 + i % 11, "stream": True, **how}
-    prompt = f"{beginning}{i} " * (1 + i % 5)
-    return "/v1/completions", {"prompt": prompt, "max_tokens": 5 + i % 11, "stream": True, **how}
-
-
-def alone(model: Model, path: str, body: dict[str, Any]) -> Any:
-    """Compute in sessions of their own what a request asks for."""
-    if path == "/v1/embeddings":
-        return np.concatenate([model.embed([text]) for text in body["input"]]).tolist()
-    options = {name: body[name] for name in ("temperature", "top_p", "seed") if name in body}
-    prompt: Any = body.get("prompt")
-    if prompt is None:
-        prompt = model.tokenizer.apply_chat_template(body["messages"])
-        options["stop"] = model.tokenizer.chat_stop
-    with model.session() as session:
-        return "".join(session.generate(prompt, body["max_tokens"], **options))
-
-
-async def answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    if not body.get("stream"):
-        response = await client.post(path, json=body)
-        return [item["embedding"] for item in response.raise_for_status().json()["data"]]
-    text = ""
-    async with client.stream("POST", path, json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
-    return text
-
-
-def answers(server: Running, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Send all requests at the same time."""
-
-    async def run() -> list[Any]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=server.url, timeout=300, limits=limits, trust_env=False
-        ) as client:
-            return await asyncio.gather(*(answer(client, *r) for r in requests))
-
-    return asyncio.run(run())
 
 
 def test_64_clients_each_get_what_they_get_alone(vector_server: Running, vector_model: Model) -> None:
     requests = [request(i) for i in range(64)]
     assert answers(vector_server, requests) == [alone(vector_model, *r) for r in requests]
-
-
-@pytest.mark.skipif("METAL_PREFILL_SOAK" not in os.environ, reason="minutes: part of make soak")
-@pytest.mark.timeout(1800)
-def test_a_thousand_clients_each_get_what_they_get_alone(vector_model: Model) -> None:
-    requests = [request(i) for i in range(1000)]
-    with running(vector_model, max_streams=256, max_queue=1000) as server:
-        found = answers(server, requests)
-    assert found == [alone(vector_model, *r) for r in requests]

@@ -20,7 +20,7 @@ def ask(server: Running, question: str, system: str = SYSTEM) -> Any:
         model=server.service.names[0],
         messages=messages,
         max_tokens=6,
-        temperature=0,  # type: ignore[arg-type]
+        temperature=0,
     )
 
 

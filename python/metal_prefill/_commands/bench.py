@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metal_prefill._bench.cases import DECODE_DEPTH
 from metal_prefill._bench.engines import KINDS, OURS
 from metal_prefill._commands import common
 from metal_prefill._replacing import check_target, replacing
+
+if TYPE_CHECKING:
+    from metal_prefill.bench import BenchResults, ServingResults
 
 
 def _lengths(text: str) -> list[int]:
@@ -66,6 +71,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the vectors of 64 texts of 8 to 512 tokens instead, of an embedding model",
     )
     parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="measure servers instead, ours and those of --compare (llama-cpp-python,llama-server)",
+    )
+    parser.add_argument(
+        "--clients",
+        type=_lengths,
+        default=[1, 8, 32],
+        metavar="N,N,...",
+        help="with --serve: so many at the same time (default: 1,8,32)",
+    )
+    parser.add_argument(
         "-r",
         "--repetitions",
         type=common.positive,
@@ -116,6 +133,9 @@ def execute(arguments: argparse.Namespace) -> None:
         if arguments.demo
         else common.model_path(arguments.model or arguments.positional_model)
     )
+    if arguments.serve:
+        _measure_servers(arguments, model)
+        return
     with common.status_line() as show:
         results = bench.run(
             model,
@@ -133,12 +153,34 @@ def execute(arguments: argparse.Namespace) -> None:
             patience=arguments.patience,
             progress=None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}"),
         )
-    if arguments.json == "-":
-        print(results.to_json())
-    else:
-        common.console().print(results)
-        if arguments.json:
-            with replacing(arguments.json) as part:
-                part.write_text(results.to_json() + "\n", encoding="utf-8")
+    _show(results, arguments.json)
     if arguments.plot:
         results.plot(arguments.plot)
+
+
+def _measure_servers(arguments: argparse.Namespace, model: Path | None) -> None:
+    from metal_prefill import bench
+
+    if arguments.plot:
+        raise common.UsageError("--plot draws speed over prompt length, which --serve does not measure")
+    with common.status_line() as show:
+        results = bench.run_serving(
+            model,
+            clients=arguments.clients,
+            compare=arguments.compare,
+            repetitions=arguments.repetitions,
+            threads=arguments.threads,
+            progress=None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}"),
+        )
+    _show(results, arguments.json)
+
+
+def _show(results: BenchResults | ServingResults, file: str | None) -> None:
+    """Print a table, and write the rows to a file; or print them as JSON."""
+    if file == "-":
+        print(results.to_json())
+        return
+    common.console().print(results)
+    if file:
+        with replacing(file) as part:
+            part.write_text(results.to_json() + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 from metal_prefill._bench.errors import BenchError
 from metal_prefill._bench.results import BenchResults
 from metal_prefill._bench.rows import Row
+from metal_prefill._bench.serving import ServingResults
 
 if TYPE_CHECKING:
     from metal_prefill._bench.cases import Case
     from metal_prefill._bench.client import WorkerFactory
     from metal_prefill._bench.runner import Progress
+    from metal_prefill._bench.servers import Command
 
-__all__ = ["BenchError", "BenchResults", "Row", "run"]
+__all__ = ["BenchError", "BenchResults", "Row", "ServingResults", "run", "run_serving"]
 
 
 def _note(engine: str, case: Case, unlimited: str) -> str:
@@ -175,3 +177,79 @@ def run(
             for case in tests
         ]
     return BenchResults(in_order(rows, names))
+
+
+def run_serving(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    clients: Sequence[int] = (1, 8, 32),
+    compare: Sequence[str] = (),
+    repetitions: int = 5,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    commands: Mapping[str, Command] | None = None,
+) -> ServingResults:
+    """Measure this package's server on a model, and peers on the same file.
+
+    Each server runs in a process of its own, and all are asked the same: so many clients at a time, each with
+    a prompt that begins with 300 tokens which all share, has 40 of its own, and is answered by 64. Servers
+    take turns round by round.
+
+    Parameters
+    ----------
+    model
+        As for :func:`run`.
+    clients
+        Numbers of clients.
+    compare
+        Peers: ``"llama-cpp-python"`` and ``"llama-server"``.
+    repetitions
+        Rounds that count; one before them does not.
+    threads
+        CPU threads of each server; by default one per available core.
+    progress
+        As for :func:`run`.
+    commands
+        How servers are started, where that is not in the usual way.
+
+    Raises
+    ------
+    ValueError
+        A number is below 1, or a peer is unknown.
+    MissingExtraError
+        A server is not installed.
+    BenchError
+        A server failed.
+    """
+    from metal_prefill._bench import engines, machine, model_file, servers, serving
+    from metal_prefill._packaged import packaged_model
+    from metal_prefill.gguf_file import GGUFFile
+    from metal_prefill.tokenizer import Tokenizer
+
+    if repetitions < 1:
+        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+    counts = list(clients)
+    if not counts or min(counts) < 1 or len(set(counts)) < len(counts):
+        raise ValueError(f"numbers of clients are at least 1 and differ, got {','.join(map(str, counts))}")
+    names = [engines.OURS, *dict.fromkeys(compare)]
+    for name in names:
+        if commands is None or name not in commands:
+            servers.check_server(name)
+    path = model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
+    tokenizer = Tokenizer.from_gguf(GGUFFile(path))
+    options = servers.ServerOptions(
+        path=os.fspath(path),
+        threads=threads or machine.available_threads(),
+        clients=max(counts),
+        # Words may have another number of tokens at the border between the two texts.
+        context=serving.SHARED_TOKENS + serving.OWN_TOKENS + serving.ANSWER_TOKENS + 64,
+    )
+    with ExitStack() as stack:
+        running = []
+        for name in names:
+            if progress is not None:
+                progress(f"starting {name}", 0, 1)
+            running.append(servers.ServerProcess(name, options, (commands or {}).get(name)))
+            stack.callback(running[-1].close)
+        rows = serving.measure(running, counts, repetitions, tokenizer, progress)
+    return ServingResults(rows, path.name, options.threads, machine.cpu_name())

@@ -1,0 +1,148 @@
+"""Servers measured by many clients: what they are asked, what rows say, and what failures say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from metal_prefill import MissingExtraError, Model, bench, cli
+from metal_prefill._bench.servers import SERVERS, ServerOptions, ServerProcess, check_server
+from metal_prefill._bench.serving import (
+    ANSWER_TOKENS,
+    Answer,
+    ServingResults,
+    ServingRow,
+    ask,
+    ask_all,
+    prompts,
+)
+
+# Another server with OpenAI's interface: it answers each prompt with its last word, three times.
+STAND_IN = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def do_GET(self):
+        self.answer("application/json", json.dumps({"data": [{"id": "stand-in"}]}).encode())
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert (body["model"], body["max_tokens"], body["stream"]) == ("stand-in", 64, True)
+        word = body["prompt"].split()[-1]
+        if FAILS: return self.answer("text/event-stream", b'data: {"error": {"message": "no"}}\\n\\n')
+        chunks = [{"choices": [{"text": t}]} for t in ("", word, word, word)] + [{"choices": []}]
+        lines = b"".join(b"data: " + json.dumps(c).encode() + b"\\n\\n" for c in chunks)
+        self.answer("text/event-stream", lines + b"data: [DONE]\\n\\n")
+    def answer(self, kind, content):
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+OPTIONS = ServerOptions("m.gguf", threads=2, clients=4, context=468)
+
+
+def stand_in(options: ServerOptions, port: int) -> list[str]:
+    return [sys.executable, "-c", STAND_IN.replace("FAILS", "False"), str(port)]
+
+
+def failing(options: ServerOptions, port: int) -> list[str]:
+    return [sys.executable, "-c", STAND_IN.replace("FAILS", "True"), str(port)]
+
+
+def test_prompts_share_300_tokens_and_differ_after_them(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        made = [prompts(model.tokenizer, 3, round_) for round_ in range(2)]
+        assert made[0] == prompts(model.tokenizer, 3, 0)
+        every = [model.tokenizer.encode(prompt, add_bos=False) for prompt in made[0] + made[1]]
+    shared = every[0][:290]
+    assert all(ids[:290] == shared for ids in every)
+    assert len({tuple(ids) for ids in every}) == 6
+    assert all(335 <= len(ids) <= 350 for ids in every)
+
+
+def test_servers_take_turns_and_ours_has_no_ratio(demo_path: Path) -> None:
+    results = bench.run_serving(
+        demo_path,
+        clients=[1, 3],
+        compare=["llama-server"],
+        repetitions=2,
+        commands={"llama-server": stand_in},
+    )
+    assert [(r.server, r.clients) for r in results.rows] == [
+        ("metal_prefill", 1),
+        ("metal_prefill", 3),
+        ("llama-server", 1),
+        ("llama-server", 3),
+    ]
+    for row in results.rows:
+        times = list(zip(row.first_token_s, row.slowest_first_token_s, strict=True))
+        assert len(row.tokens_per_second) == len(row.first_token_s) == 2
+        assert all(0 < first <= slowest for first, slowest in times)
+    rows = json.loads(results.to_json())["rows"]
+    assert [row["clients"] for row in rows] == [1, 3, 1, 3]
+
+
+def test_each_client_gets_its_own_answer_and_failures_are_named() -> None:
+    server = ServerProcess("stand-in", OPTIONS, stand_in)
+    try:
+        seconds, answers = ask_all(server, [f"question {i}" for i in range(4)])
+        assert [answer.text for answer in answers] == [str(i) * 3 for i in range(4)]
+        assert all(0 < answer.first_s <= answer.last_s <= seconds for answer in answers)
+    finally:
+        server.close()
+    server = ServerProcess("stand-in", OPTIONS, failing)
+    try:
+        with pytest.raises(bench.BenchError, match=r"stand-in: .*no"):
+            ask(server, "question")
+    finally:
+        server.close()
+    with pytest.raises(bench.BenchError, match=r"dies: its process ended with code 3: last words"):
+        ServerProcess(
+            "dies", OPTIONS, lambda o, p: [sys.executable, "-c", "print('last words'); raise SystemExit(3)"]
+        )
+
+
+def test_ratios_are_of_rounds_next_to_each_other(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        ours, peer = ServingRow("metal_prefill", 2), ServingRow("llama-server", 2)
+        for scale in (1.0, 10.0):  # the second round is disturbed
+            text = "a " * 8
+            tokens = len(model.tokenizer.encode(text, add_bos=False))
+            ours.add(scale, [Answer(text, 0.1 * scale, scale)] * 2, model.tokenizer)
+            peer.add(4 * scale, [Answer(text, 0.3 * scale, 4 * scale)] * 2, model.tokenizer)
+    results = ServingResults([ours, peer], "m.gguf", 2, "a machine")
+    assert ours.tokens_per_second == pytest.approx([2 * tokens, 0.2 * tokens])
+    assert results.speedup(peer).median == pytest.approx(4)
+    assert results.sooner(peer).median == pytest.approx(3)
+
+
+def test_peers_are_started_as_their_users_start_them() -> None:
+    for name, command in SERVERS.items():
+        words = " ".join(command(OPTIONS, 8123))
+        assert "m.gguf" in words, name
+        assert "8123" in words, name
+    # Four slots of 468 tokens each.
+    assert "-np 4 -c 1872" in " ".join(SERVERS["llama-server"](OPTIONS, 1))
+    assert "--interrupt_requests false" in " ".join(SERVERS["llama-cpp-python"](OPTIONS, 1))
+    assert ANSWER_TOKENS == 64
+
+
+def test_wrong_use_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="unknown server 'x' to compare with; known are llama-cpp-python"):
+        check_server("x")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingExtraError, match="not on the PATH"):
+        check_server("llama-server")
+    for arguments, message in (
+        (["--clients", "2,2"], "numbers of clients are at least 1 and differ"),
+        (["--plot", "a.png"], "--plot draws"),
+        (["--compare", "vllm"], "unknown server 'vllm'"),
+    ):
+        assert cli.main(["bench", "--demo", "--serve", *arguments]) == cli.EXIT_USAGE
+        assert message in capsys.readouterr().err
