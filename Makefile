@@ -110,7 +110,7 @@ $(VENV)/.ray: pyproject.toml build/.plain
 	@touch $@
 
 test-ray: $(VENV)/.ray
-	$(BIN)/python -m pytest tests/test_ray.py tests/test_guide.py
+	$(BIN)/python -m pytest tests/test_ray.py tests/test_ray_serve.py tests/test_guide.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench

@@ -27,7 +27,7 @@ PUBLIC = {
     "metal_prefill.hub": ["fetch", "resolve_model"],
     "metal_prefill.model": ["Model", "default_model_path", "resolve_device"],
     "metal_prefill.lm_eval": ["MetalPrefillLM"],
-    "metal_prefill.ray": ["ContinuePrompts", "EmbedTexts", "RerankPairs", "ScorePrompts"],
+    "metal_prefill.ray": ["ContinuePrompts", "EmbedTexts", "RerankPairs", "ScorePrompts", "serve_app"],
     "metal_prefill.reranking": ["Ranked", "rerank"],
     "metal_prefill.sampling": ["Options", "Sampler", "sample"],
     "metal_prefill.scheduler": ["Scheduler", "Stream"],

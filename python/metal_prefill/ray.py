@@ -20,12 +20,13 @@ it. A batch that Ray repeats after a failure gives the same rows again: there is
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._arguments import integer
 from metal_prefill._scoring import check_prompt
 from metal_prefill.embedding import encode_texts, prompt_format
 from metal_prefill.errors import MissingExtraError
@@ -275,6 +276,52 @@ class RerankPairs:
             for item in ranked:
                 scores[rows[item.index]] = item.score
         return {**batch, self._output: scores}
+
+
+def serve_app(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    replicas: int = 1,
+    cpus: float = 1,
+    limits: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Make an application for Ray Serve: the server of :mod:`metal_prefill.serve` on several machines.
+
+    Requests whose prompts begin alike go to the same replica, which has computed that beginning, as long as
+    it has room. A request whose replica dies before it answers is answered by another one; a stream that has
+    begun ends with an error. Needs the extras ``ray`` and ``serve``.
+
+    Parameters
+    ----------
+    model
+        As for :class:`ScorePrompts`.
+    replicas
+        Number of models.
+    cpus
+        CPUs of each, and its threads unless `threads` says otherwise.
+    limits
+        Fields of :class:`metal_prefill.serve.Settings`, of each replica.
+    options
+        Of :class:`metal_prefill.Model`.
+
+    Returns
+    -------
+    ray.serve.Application
+        For ``ray.serve.run``.
+
+    Examples
+    --------
+    >>> from ray import serve
+    >>> serve.run(serve_app("/models/smol.gguf", replicas=4, cpus=8))
+    """
+    replicas = integer("replicas", replicas, 1)
+    from metal_prefill._ray_serve import application
+    from metal_prefill.serve import Settings
+
+    options.setdefault("threads", max(int(cpus), 1))
+    name = None if model is None else os.fspath(model)
+    return application(name, replicas, cpus, Settings(**(limits or {})), options)
 
 
 def _assigned_cpus() -> int | None:

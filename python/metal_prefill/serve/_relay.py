@@ -1,0 +1,137 @@
+"""A request and its answer as plain values, so that a process may answer for another."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message
+
+from metal_prefill.serve._errors import ApiError
+
+BEGINNING = 1024  # characters of a prompt by which it finds others that begin alike
+MOST_MESSAGES = 16  # of an answer that nobody has taken yet; then the server waits
+
+
+class Beginning(NamedTuple):
+    """The first piece of an answer.
+
+    Attributes
+    ----------
+    status : int
+        Of HTTP.
+    headers : list of (str, str)
+    body : bytes
+    whole : bool
+        Whether this is all of it.
+    """
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+    whole: bool
+
+
+def described(request: Request) -> dict[str, Any]:
+    """Return what a request says but its body, as plain values."""
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw]
+    query = request.scope.get("query_string", b"").decode("latin-1")
+    return {"method": request.method, "path": request.url.path, "query": query, "headers": headers}
+
+
+def _scope(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": request["method"],
+        "path": request["path"],
+        "raw_path": request["path"].encode(),
+        "root_path": "",
+        "query_string": request["query"].encode("latin-1"),
+        "headers": [(n.encode("latin-1"), v.encode("latin-1")) for n, v in request["headers"]],
+    }
+
+
+async def answers(
+    app: ASGIApp, request: Mapping[str, Any], body: bytes
+) -> AsyncGenerator[Beginning | bytes, None]:
+    """Have an application answer a request; yield the beginning of the answer, then its further pieces.
+
+    Closing the generator is to the application as if the client had left.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue(MOST_MESSAGES)
+    left = asyncio.Event()
+    read = False
+
+    async def receive() -> Message:
+        nonlocal read
+        if not read:
+            read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app(_scope(request), receive, messages.put)
+        finally:
+            with suppress(asyncio.QueueFull):
+                messages.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    start: Message | None = None
+    begun = False
+    try:
+        while (message := await messages.get()) is not None:
+            if message["type"] == "http.response.start":
+                start = message
+                continue
+            more = bool(message.get("more_body"))
+            if not begun and start is not None:
+                headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in start.get("headers", [])]
+                begun = True
+                yield Beginning(start["status"], headers, message.get("body", b""), not more)
+            elif message.get("body"):
+                yield message["body"]
+            if not more:
+                return
+    finally:
+        left.set()
+        while not task.done():  # it may wait for room in the queue
+            with suppress(asyncio.QueueEmpty):
+                messages.get_nowait()
+            await asyncio.sleep(0)
+            await asyncio.wait([task], timeout=0.01)
+        with suppress(Exception, asyncio.CancelledError):
+            task.result()
+
+
+def beginning_of(body: bytes) -> str:
+    """Return a word for how the prompt of a request begins: the same for those that may share it."""
+    try:
+        form = json.loads(body)
+        messages = form.get("messages") or []
+        text = form.get("prompt") or form.get("query") or [m["content"] for m in messages[:1]]
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        text = ""
+    if isinstance(text, list):
+        text = text[:BEGINNING]
+    shown = text if isinstance(text, str) else json.dumps(text)
+    return hashlib.blake2b(shown[:BEGINNING].encode("utf-8", "replace"), digest_size=12).hexdigest()
+
+
+def broken_answer(error: Exception) -> ApiError:
+    """Return the answer to a request whose server has died; its client may repeat it."""
+    return ApiError(
+        503,
+        f"the server of this request has died: {type(error).__name__}",
+        code="replica_died",
+        headers={"Retry-After": "1"},
+    )

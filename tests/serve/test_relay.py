@@ -1,0 +1,72 @@
+"""Requests that another process answers: whole, in pieces, and given up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from metal_prefill import Model, serve
+from metal_prefill.serve._relay import Beginning, answers, beginning_of
+
+REQUEST = {"method": "POST", "path": "/v1/completions", "query": "", "headers": [("host", "x")]}
+
+
+async def collected(pieces: AsyncIterator[Any]) -> tuple[Beginning, bytes]:
+    first, rest = None, b""
+    async for piece in pieces:
+        if first is None:
+            first, rest = piece, piece.body
+        else:
+            rest += piece
+    assert first is not None
+    return first, rest
+
+
+def test_answers_are_relayed_whole_and_in_pieces(cpu_model: Model) -> None:
+    app = serve.app(cpu_model)
+    body: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 8, "temperature": 0}
+
+    async def ask(**more: Any) -> tuple[Beginning, bytes]:
+        return await collected(answers(app, REQUEST, json.dumps({**body, **more}).encode()))
+
+    first, content = asyncio.run(ask())
+    assert (first.status, first.whole) == (200, True)
+    text = json.loads(content)["choices"][0]["text"]
+    with cpu_model.session() as session:
+        assert text == "".join(session.generate("ROMEO:\n", 8))
+    first, content = asyncio.run(ask(stream=True))
+    assert (first.status, first.whole) == (200, False)
+    assert ("content-type", "text/event-stream") in first.headers
+    lines = [json.loads(x[6:]) for x in content.decode().split("\n\n") if x.startswith("data: {")]
+    assert "".join(line["choices"][0]["text"] for line in lines) == text
+    first, content = asyncio.run(ask(prompt=None))
+    assert (first.status, first.whole) == (400, True)
+
+
+def test_an_answer_that_is_given_up_ends(cpu_model: Model) -> None:
+    app = serve.app(cpu_model)
+    body = json.dumps({"prompt": "ROMEO:\n", "max_tokens": 900, "stream": True}).encode()
+
+    async def ask() -> None:
+        pieces = answers(app, REQUEST, body)
+        await anext(pieces)
+        assert app.state.service._texts == 1
+        await pieces.aclose()
+        assert app.state.service._texts == 0
+
+    asyncio.run(ask())
+
+
+def test_requests_that_begin_alike_have_the_same_word() -> None:
+    def word(**form: Any) -> str:
+        return beginning_of(json.dumps(form).encode())
+
+    system = {"role": "system", "content": "Be brief. " * 200}
+    one = word(messages=[system, {"role": "user", "content": "a"}])
+    assert one == word(messages=[system, {"role": "user", "content": "b"}], temperature=1)
+    assert one != word(messages=[{"role": "system", "content": "Be long."}])
+    assert word(prompt="a" * 2000) == word(prompt="a" * 3000) != word(prompt="b" * 2000)
+    assert word(prompt=[1, 2, 3]) != word(prompt=[1, 2, 4])
+    assert len({beginning_of(b""), beginning_of(b"[" * 100_000), beginning_of(b"3")}) == 1
