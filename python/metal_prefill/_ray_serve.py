@@ -39,7 +39,7 @@ class Replica:
         self._app = make_app(Model(None if model is None else resolve_model(model), **options), settings)
         self._name = f"{socket.gethostname()}-{os.getpid()}"
 
-    @ray_serve.multiplexed(max_num_models_per_replica=MOST_BEGINNINGS)  # type: ignore[untyped-decorator]
+    @ray_serve.multiplexed(max_num_models_per_replica=MOST_BEGINNINGS)  # type: ignore[misc]
     async def _remember(self, beginning: str) -> str:
         """Let Ray know that this replica has computed such a beginning: it sends others like it here."""
         return beginning
@@ -71,7 +71,7 @@ class Ingress:
             return error.response()
         except ClientDisconnect:
             return Response(status_code=499)
-        options = {"stream": True}
+        options: dict[str, Any] = {"stream": True}
         if request.method == "POST":
             options["multiplexed_model_id"] = beginning_of(body)
         failure: Exception | None = None
