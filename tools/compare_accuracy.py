@@ -7,11 +7,13 @@ compared with those of the tests' float64 reference over the same dequantized we
     python tools/compare_accuracy.py                  # the bundled model, and SmolLM-135M's shape
     python tools/compare_accuracy.py model.gguf -n 300
     python tools/compare_accuracy.py model.gguf -f text.txt   # perplexity, in windows of 512 tokens
+    python tools/compare_accuracy.py model.gguf -f text.txt --types -n 4096   # by types that llama.cpp makes
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -152,12 +154,62 @@ def compare_perplexity(path: Path, text: str, length: int = 512) -> None:
         print(f"| {engine} | {perplexity(score, cut).value:.4f} |", flush=True)
 
 
+def quantized(source: Path, ftype: int, path: Path) -> bool:
+    """Have llama.cpp write a model in another type; False where it does not, such as for want of a matrix."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = ftype, True
+    return bool(
+        llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    )
+
+
+def compare_types(source: Path, text: str, tokens: int, length: int = 512) -> None:
+    """Print the perplexity of a text by each type that llama.cpp makes of a model."""
+    with Model(source, device="cpu") as model:
+        ids = model.tokenizer.encode(text)[:tokens]
+        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
+    print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
+    print("| type | MiB | metal_prefill, int8 | llama.cpp | metal_prefill, f32 |")
+    print("| --- | --- | --- | --- | --- |")
+    prefix = "LLAMA_FTYPE_"
+    names = [name for name in dir(llama_cpp) if name.startswith(prefix) and "GUESSED" not in name]
+
+    def of_llama(path: Path) -> Callable[[Sequence[int]], Scores]:
+        def score(window: Sequence[int]) -> Scores:
+            log_probs = log_softmax(llama(path, np.array(window)))
+            return log_probs[np.arange(len(window) - 1), window[1:]].astype(np.float32)
+
+        return score
+
+    for name in sorted(names, key=lambda name: getattr(llama_cpp, name)):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            if not quantized(source, getattr(llama_cpp, name), path):
+                continue
+            cells = [name.removeprefix(prefix).replace("MOSTLY_", ""), f"{path.stat().st_size / 2**20:.0f}"]
+            for compute in ("int8", "llama", "f32"):
+                if compute == "llama":
+                    value = perplexity(of_llama(path), cut).value
+                else:
+                    with Model(path, device="cpu", compute=compute, prefix_memory=0) as model:
+
+                        def score(window: Sequence[int], model: Model = model) -> Scores:
+                            return model.session().score(window)
+
+                        value = perplexity(score, cut).value
+                cells.append(f"{value:.3f}")
+            print("|", " | ".join(cells), "|", flush=True)
+
+
 def main() -> None:
     """Compare on the files that are named, or on the two of the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("-n", type=int, default=200, metavar="N", help="random tokens (default: 200)")
+    parser.add_argument("-n", type=int, default=200, metavar="N", help="tokens (default: 200)")
     parser.add_argument("-f", "--file", type=Path, help="measure the perplexity of this text instead")
+    parser.add_argument(
+        "--types", action="store_true", help="the perplexity by each type that llama.cpp makes of the model"
+    )
     arguments = parser.parse_args()
     llama_cpp.llama_log_set(LOG_CALLBACK, None)
 
@@ -166,6 +218,12 @@ def main() -> None:
             n: int = arguments.n
             return np.random.default_rng(1).integers(0, model.config.vocab_size, n)
 
+    if arguments.types:
+        if not arguments.file:
+            parser.error("--types needs a text: -f FILE")
+        for path in arguments.models or [default_model_path()]:
+            compare_types(path, arguments.file.read_text(encoding="utf-8"), arguments.n)
+        return
     if arguments.file:
         for path in arguments.models or [default_model_path()]:
             compare_perplexity(path, arguments.file.read_text(encoding="utf-8"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,26 @@ SHORT_PROMPT = 16  # tokens of each prompt where many are processed together
 SHORT_PROMPTS = 64  # how many they are
 TEXTS = 64  # texts to embed, of these lengths
 SHORTEST_TEXT, LONGEST_TEXT = 8, 512
+MOST_GUESSES = 31  # of a pass: positions that engines may want after the last token
+
+# How an engine chooses tokens: as SAMPLING says; the most probable ones; these, with guesses looked up in the
+# text so far.
+Choice = Literal["", "sampled", "greedy", "lookup"]
+SAMPLING: dict[str, float] = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "repeat_penalty": 1.1,
+    "seed": 1,
+}
+# Asked for where tokens are guessed at: from Walden, by Henry David Thoreau.
+COPIED = (
+    "I went to the woods because I wished to live deliberately, to front only the essential facts of life, "
+    "and see if I could not learn what it had to teach, and not, when I came to die, discover that I had not "
+    "lived. I did not wish to live what was not life, living is so dear; nor did I wish to practise "
+    "resignation, unless it was quite necessary."
+)
+TASK = f"Copy this text word by word:\n\n{COPIED}"
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,9 @@ class Case:
         calls for one.
     n_texts : int
         Texts whose vectors are computed, of `text_lengths`; 0 in other tests.
+    choice : str
+        How an engine chooses the tokens that are timed; empty where they are given. With "greedy" and
+        "lookup", the context is `TASK`.
     """
 
     n_prompt: int
@@ -40,15 +64,19 @@ class Case:
     n_depth: int
     n_streams: int = 0
     n_texts: int = 0
+    choice: Choice = ""
 
     @property
     def name(self) -> str:
         """``pp<n>`` for a prompt, ``tg<n>`` for decoding, ``x<streams>`` after it for several together.
 
-        ``embed<n>`` for the vectors of n texts.
+        ``embed<n>`` for the vectors of n texts; ``sampled<n>``, ``copy<n>`` and, with guesses, ``lookup<n>``
+        for tokens that the engine chooses.
         """
         if self.n_texts:
             return f"embed{self.n_texts}"
+        if self.choice:
+            return f"{'copy' if self.choice == 'greedy' else self.choice}{self.n_gen}"
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
         return f"{name}x{self.n_streams}" if self.n_streams else name
 
@@ -62,15 +90,24 @@ class Case:
     @property
     def context(self) -> int:
         """Positions that the test needs, in each stream."""
-        return LONGEST_TEXT if self.n_texts else self.n_depth + self.n_prompt + self.n_gen
+        if self.n_texts:
+            return LONGEST_TEXT
+        return self.n_depth + self.n_prompt + self.n_gen + (MOST_GUESSES if self.choice == "lookup" else 0)
 
 
 def make_cases(
-    prompts: Iterable[int], n_gen: int, depth: int = DECODE_DEPTH, streams: Iterable[int] = ()
+    prompts: Iterable[int],
+    n_gen: int,
+    depth: int = DECODE_DEPTH,
+    streams: Iterable[int] = (),
+    sampled: bool = False,
+    task: int = 0,
 ) -> list[Case]:
     """Return a test for each prompt length and, unless `n_gen` is 0, one for decoding.
 
     With `streams` there is also one of decoding for each number of streams, and one of many short prompts.
+    With `sampled` there is one of sampling, and with `task`, the number of tokens of `TASK`, one of copying
+    without guesses and one with them.
 
     Raises
     ------
@@ -92,6 +129,13 @@ def make_cases(
         raise ValueError(f"numbers of streams are at least 1 and differ, got {','.join(map(str, counts))}")
     if counts and not n_gen:
         raise ValueError("streams decode tokens, of which there are none: n_gen is 0")
+    if (sampled or task) and not n_gen:
+        raise ValueError("there are no tokens to choose: n_gen is 0")
+    if sampled:
+        cases.append(Case(0, n_gen, depth, choice="sampled"))
+    if task:
+        without = Case(0, n_gen, task - 1, choice="greedy")
+        cases += [without, replace(without, choice="lookup")]
     cases += [Case(0, n_gen, depth, n) for n in counts]
     if counts:
         cases.append(Case(SHORT_PROMPT, 0, 0, SHORT_PROMPTS))

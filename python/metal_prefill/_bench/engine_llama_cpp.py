@@ -14,8 +14,18 @@ from typing import Any
 
 import llama_cpp as llama
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options, TextEngine, Vectors
+from metal_prefill._bench.cases import SAMPLING, Choice
+from metal_prefill._bench.engines import (
+    BatchEngine,
+    ChoosingEngine,
+    Identity,
+    Ids,
+    Options,
+    TextEngine,
+    Vectors,
+)
 from metal_prefill._bench.errors import BenchError
 from metal_prefill._bench.machine import available_threads, counted, cpu_name
 
@@ -26,6 +36,8 @@ FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MAT
 FLASH_ATTENTION_ON = 1
 EMBEDDING_ROWS, MOST_SEQUENCES = 2048, 64  # of a batch of texts: llama-embedding's own
 MOST_ROWS = 1024  # of a batch of several sequences, unless there are more of them
+PENALTY_WINDOW = 64  # tokens, as ours
+GUESSES_CPU, GUESSES_GPU = 2, 10  # of a pass: what llama-cpp-python's README advises
 
 
 def _best_feature() -> str:
@@ -110,11 +122,35 @@ class _Context:
         self._batch.n_tokens = ids.size
         self._token[: ids.size] = ids.ravel()
         self._pos[: ids.size].reshape(sequences, n)[:] = np.arange(self._position, self._position + n)
+        self._decode()
+        self._position += n
+
+    def _decode(self) -> None:
         status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             raise BenchError(f"llama_decode failed with status {status} at position {self._position}")
         llama.llama_synchronize(self._context)
-        self._position += n
+
+    def check(self, ids: Ids) -> None:
+        """Append tokens, ``[n]``, of the only sequence, and compute the logits after each."""
+        self._arranged = 0
+        self._seq_id[0][0] = 0
+        for row in range(len(ids)):
+            self._seq_id[row][0], self._logits[row] = 0, True
+        self._batch.n_tokens = len(ids)
+        self._token[: len(ids)] = ids
+        self._pos[: len(ids)] = np.arange(self._position, self._position + len(ids))
+        self._decode()
+        self._position += len(ids)
+
+    def rewind(self, count: int) -> None:
+        """Forget the last tokens of the only sequence."""
+        self._position -= count
+        llama.llama_memory_seq_rm(self._memory, 0, self._position, -1)
+
+    def sample(self, sampler: Any, row: int) -> int:
+        """Choose a token by the logits of a row of the last batch."""
+        return int(llama.llama_sampler_sample(sampler, self._context, row))
 
     def logits(self, row: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the logits of a row of the last batch, ``[vocab_size]``."""
@@ -128,7 +164,7 @@ class _Context:
         llama.llama_free(self._context)
 
 
-class LlamaCpp(BatchEngine, TextEngine):
+class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
     """A llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:
@@ -190,6 +226,52 @@ class LlamaCpp(BatchEngine, TextEngine):
         assert self._streams is not None
         for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
             self._streams.run(column)
+
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        """Choose `count` tokens after `ids`, all but the last of which are in the context.
+
+        Guesses are those of llama-cpp-python's prompt lookup. A pass checks them up to the first wrong one.
+        """
+        sampler = self._sampler(choice)
+        for token in ids.tolist():
+            llama.llama_sampler_accept(sampler, token)
+        find = LlamaPromptLookupDecoding(num_pred_tokens=GUESSES_GPU if self._gpu else GUESSES_CPU)
+        text, made = ids.astype(np.intc), 0
+        while made < count:
+            guesses = find(text)[: count - made - 1] if choice == "lookup" else text[:0]
+            self._single.check(np.concatenate([text[-1:], guesses]))
+            for row in range(len(guesses) + 1):
+                token = self._single.sample(sampler, row)
+                text, made = np.append(text, np.intc(token)), made + 1
+                if row < len(guesses) and token != guesses[row]:
+                    self._single.rewind(len(guesses) - row)
+                    break
+        llama.llama_sampler_free(sampler)
+        return [int(token) for token in text[len(ids) :]]
+
+    def _sampler(self, choice: Choice) -> Any:
+        """Make a chain that chooses no end of the text."""
+        vocab = llama.llama_model_get_vocab(self._model)
+        size = llama.llama_vocab_n_tokens(vocab)
+        ends = [token for token in range(size) if llama.llama_vocab_is_eog(vocab, token)]
+        biases = (llama.llama_logit_bias * len(ends))(*[(token, -float("inf")) for token in ends])
+        links = [llama.llama_sampler_init_logit_bias(size, len(ends), biases)]
+        if choice == "sampled":
+            links += [
+                llama.llama_sampler_init_penalties(
+                    size, PENALTY_WINDOW, SAMPLING["repeat_penalty"], 0.0, 0.0
+                ),
+                llama.llama_sampler_init_top_k(int(SAMPLING["top_k"])),
+                llama.llama_sampler_init_top_p(SAMPLING["top_p"], 1),
+                llama.llama_sampler_init_temp(SAMPLING["temperature"]),
+                llama.llama_sampler_init_dist(int(SAMPLING["seed"])),
+            ]
+        else:
+            links.append(llama.llama_sampler_init_greedy())
+        chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        for link in links:
+            llama.llama_sampler_chain_add(chain, link)
+        return chain
 
     def embed(self, texts: list[Ids]) -> Vectors:
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``.

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from metal_prefill import Model, Session, __version__
-from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options, TextEngine, Vectors
+from metal_prefill._bench.cases import SAMPLING, Choice
+from metal_prefill._bench.engines import (
+    BatchEngine,
+    ChoosingEngine,
+    Identity,
+    Ids,
+    Options,
+    TextEngine,
+    Vectors,
+)
 from metal_prefill._bench.machine import available_threads
 from metal_prefill.embedding import check_pooling, vectors_of
 
 
-class Ours(BatchEngine, TextEngine):
+class Ours(BatchEngine, TextEngine, ChoosingEngine):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:
@@ -62,6 +73,13 @@ class Ours(BatchEngine, TextEngine):
         """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
         for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
             self._model.forward_batch(self._streams, list(column))
+
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        """Choose `count` tokens after `ids`, all but the last of which are in the context."""
+        options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
+        options["speculate"] = "lookup" if choice == "lookup" else "off"
+        pieces = self._model.stream(ids, count, min_tokens=count, **options)
+        return [piece.token for piece in pieces]
 
     def embed(self, texts: list[Ids]) -> Vectors:
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""

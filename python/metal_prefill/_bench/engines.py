@@ -1,9 +1,10 @@
 """The engines that can be measured, each by the same calls.
 
 A worker process makes one of them. An engine gets the same token ids as the others, starts from an empty
-context, and computes logits for the last token of a prompt only and for every decoded token. None samples:
-the ids to decode are given. (Ours also finds the largest logit, since that is what its calls return.) Where
-several sequences go through the model together, each has tokens of its own and they share nothing.
+context, and computes logits for the last token of a prompt only and for every decoded token. The ids to
+decode are given, but for tests of choosing them. (Ours also finds the largest logit, since that is what its
+calls return.) Where several sequences go through the model together, each has tokens of its own and they
+share nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._bench.cases import Case
+from metal_prefill._bench.cases import Case, Choice
 from metal_prefill.errors import MissingExtraError
 
 Ids = npt.NDArray[np.int32]
@@ -114,6 +115,17 @@ class BatchEngine(Engine):
         """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
 
 
+class ChoosingEngine(Engine):
+    """An engine that chooses the tokens of a text itself."""
+
+    @abstractmethod
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        """Choose `count` tokens after `ids`, all but the last of which are in the context, and return them.
+
+        No end of the text is chosen.
+        """
+
+
 class TextEngine(Engine):
     """An engine that turns texts into vectors."""
 
@@ -137,6 +149,8 @@ class Kind(NamedTuple):
         Why it is not measured with several sequences together; empty where it is.
     without_texts : str
         Why it is not measured with texts to embed; empty where it is.
+    without_choices : str
+        Why it is not measured with tokens that it chooses; empty where it is.
     """
 
     adapter: str
@@ -144,6 +158,7 @@ class Kind(NamedTuple):
     package: str
     without_streams: str = ""
     without_texts: str = ""
+    without_choices: str = ""
 
 
 KINDS = {
@@ -156,6 +171,7 @@ KINDS = {
         "its graph holds one sequence; OpenVINO GenAI's batches choose tokens by themselves and take none "
         "given",
         "its graph computes logits and no pooled states",
+        "its graph computes logits and chooses no token",
     ),
 }
 
@@ -193,6 +209,8 @@ def why_not(name: str, case: Case) -> str:
         return ""
     if case.n_texts:
         return KINDS[name].without_texts
+    if case.choice:
+        return KINDS[name].without_choices
     return KINDS[name].without_streams if case.n_streams else ""
 
 

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._bench.cases import TASK
 from metal_prefill._cache_folder import cache_folder
 from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.tokenizer import Tokenizer
 
 SHAPE = "smollm-135m"
 
@@ -37,6 +42,13 @@ class ModelFacts:
     model_n_params: int
     vocab_size: int
     context_length: int
+
+
+def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
+    """Return the ids of `cases.TASK`, as a model is asked."""
+    with GGUFFile(path) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf)
+        return np.array(tokenizer.apply_chat_template([{"role": "user", "content": TASK}]), np.int32)
 
 
 def _short(count: int) -> str:

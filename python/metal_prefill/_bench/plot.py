@@ -62,7 +62,7 @@ def _is_prompt(row: Row) -> bool:
 
 
 def _is_decode(row: Row) -> bool:
-    return bool(row.n_gen) and not row.n_streams
+    return bool(row.n_gen) and not row.n_streams and not row.choice
 
 
 def _is_stream(row: Row) -> bool:

@@ -10,11 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from metal_prefill._bench.cases import SAMPLING
 from metal_prefill._bench.engines import OURS
 from metal_prefill._bench.machine import counted
 from metal_prefill._bench.rows import Row, Rows
 
 MIB = 1 << 20
+_CHOICES = {
+    "sampled": "tokens sampled by the engine, " + ", ".join(f"{k} {v}" for k, v in SAMPLING.items()),
+    "greedy": "a text copied, one token at a time",
+    "lookup": "the same with guesses that are looked up in the text so far",
+}
 
 
 class Grid(NamedTuple):
@@ -110,12 +116,15 @@ def _captions(results: Rows) -> Iterator[str]:
         row = results.row(engine, results.tests[0])
         yield f"{engine}: {row.build}, {row.device}, {row.settings}"
     for row in results.rows:
-        if row.n_depth and not row.n_streams:
+        if row.n_depth and not row.n_streams and not row.choice:
             yield f"{row.test}: tokens one by one, from a context of {row.n_depth} on"
             break
     streams = max((row.n_streams for row in results.rows), default=0)
     if streams:
         yield f"x{streams}: {counted(streams, 'sequence')} in each pass; tok/s counts the tokens of all"
+    for choice, meaning in _CHOICES.items():
+        if test := next((row.test for row in results.rows if row.choice == choice), None):
+            yield f"{test}: {meaning}"
     limits = {row.test: row.limit_ts for row in results.rows if row.limit_ts}
     if limits:
         cells = ", ".join(f"{test} {rate(limit)}" for test, limit in limits.items())

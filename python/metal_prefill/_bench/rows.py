@@ -32,6 +32,9 @@ class Row:
         Timed prompt tokens, timed decoded tokens, tokens in the context before; of each stream.
     n_streams : int
         Sequences that go through the model together; 0 where there is one, by the calls for one.
+    choice : str
+        How the engine chose the tokens that were timed: ``"sampled"``, ``"greedy"``, ``"lookup"``; empty
+        where they were given.
     avg_ns, stddev_ns, median_ns : float
         Of `samples_ns`, the durations in nanoseconds; 0 where there are none, and `note` says why.
     avg_ts, stddev_ts, median_ts : float
@@ -84,6 +87,7 @@ class Row:
     limit_ts: float | None = None
     ratio: Spread | None = None
     n_streams: int = 0
+    choice: str = ""
 
     @property
     def measured(self) -> bool:
@@ -153,6 +157,7 @@ def make_row(
         note="; ".join(notes),
         limit_ts=limit_ts,
         n_streams=case.n_streams,
+        choice=case.choice,
     )
 
 

@@ -13,15 +13,32 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from typing import IO, Any
 
 from metal_prefill._bench import engines, machine
 from metal_prefill._bench.cases import Case, stream_ids, text_ids, token_ids
-from metal_prefill._bench.engines import BatchEngine, Engine, TextEngine
+from metal_prefill._bench.engines import BatchEngine, ChoosingEngine, Engine, Ids, TextEngine
+from metal_prefill._bench.model_file import task_ids
 
 
-def timed_run(engine: Engine, case: Case, vocab_size: int) -> dict[str, int]:
-    """Run a test once; return its nanoseconds and the involuntary context switches meanwhile."""
+def timed_run(
+    engine: Engine, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None
+) -> dict[str, int]:
+    """Run a test once; return its nanoseconds and the involuntary context switches meanwhile.
+
+    `task` returns the ids of `cases.TASK`, which tests of copying need.
+    """
+    if case.choice:
+        assert isinstance(engine, ChoosingEngine)
+        if case.choice == "sampled":
+            ids = token_ids(case.n_depth + 1, vocab_size)
+        else:
+            assert task is not None
+            ids = task()
+        engine.clear()
+        engine.prefill(ids[:-1])
+        return _timed(lambda: engine.choose(ids, case.n_gen, case.choice))
     if case.n_texts:
         assert isinstance(engine, TextEngine)
         texts = text_ids(case, vocab_size)
@@ -61,12 +78,13 @@ def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str
         before = machine.peak_rss_bytes()
         begin = time.perf_counter_ns()
         engine = engines.load(name, engines.Options(**options))
+        task = cache(lambda: task_ids(options["path"]))
         reply(load_ns=time.perf_counter_ns() - begin, rss_before_load=before, **asdict(engine.identity()))
         gc.disable()
         for line in requests:
             request = json.loads(line)
             if request["do"] == "sample":
-                reply(**timed_run(engine, Case(**request["case"]), vocab_size))
+                reply(**timed_run(engine, Case(**request["case"]), vocab_size, task))
                 gc.collect()
             else:
                 reply(peak_rss=machine.peak_rss_bytes())

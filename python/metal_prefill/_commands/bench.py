@@ -66,6 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also decode so many sequences together, and process 64 prompts of 16 tokens together",
     )
     parser.add_argument(
+        "--sampled",
+        action="store_true",
+        help="also measure tokens that the engines sample themselves, with the same settings",
+    )
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="also measure a text that is copied, with guesses looked up in it and without",
+    )
+    parser.add_argument(
         "--embed",
         action="store_true",
         help="measure the vectors of 64 texts of 8 to 512 tokens instead, of an embedding model",
@@ -144,6 +154,8 @@ def execute(arguments: argparse.Namespace) -> None:
             depth=arguments.depth,
             streams=arguments.streams,
             embed=arguments.embed,
+            sampled=arguments.sampled,
+            speculate=arguments.speculate,
             repetitions=arguments.repetitions,
             threads=arguments.threads,
             device=arguments.device,

@@ -43,6 +43,8 @@ def run(
     depth: int = 32,
     streams: Sequence[int] = (),
     embed: bool = False,
+    sampled: bool = False,
+    speculate: bool = False,
     repetitions: int = 5,
     threads: int | None = None,
     device: str = "auto",
@@ -74,6 +76,11 @@ def run(
         own (``tg64x8``). With any, 64 prompts of 16 tokens are also processed together (``pp16x64``).
     embed
         Measure the vectors of 64 texts of 8 to 512 tokens (``embed64``), and nothing else.
+    sampled
+        Also measure `n_gen` tokens that each engine samples itself (``sampled64``), with the same settings.
+    speculate
+        Also measure a text that is copied, `n_gen` tokens of it, without guesses (``copy64``) and with those
+        of each engine's lookup (``lookup64``). It says nothing of a model that copies nothing.
     repetitions
         Samples that count, of each test of each engine.
     threads
@@ -113,15 +120,15 @@ def run(
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
-    tests = (
-        [cases.Case(0, 0, 0, n_texts=cases.TEXTS)]
-        if embed
-        else cases.make_cases(prompts, n_gen, depth, streams)
-    )
+    path = model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
+    if embed:
+        tests = [cases.Case(0, 0, 0, n_texts=cases.TEXTS)]
+    else:
+        task = len(model_file.task_ids(path)) if speculate else 0
+        tests = cases.make_cases(prompts, n_gen, depth, streams, sampled, task)
     names = [engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         engines.check_installed(name)
-    path = model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
     facts = model_file.read_facts(path)
     longest = max(tests, key=lambda case: case.context)
     if longest.context > facts.context_length:

@@ -1,0 +1,129 @@
+"""Tokens that engines choose: what they are given, what they make, what rows say, and who cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.bench_fakes import compare, fakes
+
+from metal_prefill import Model, bench
+from metal_prefill._bench import engine_ours, engines, worker
+from metal_prefill._bench.cases import SAMPLING, Case, Choice, make_cases, token_ids
+from metal_prefill._bench.engines import ChoosingEngine, Identity, Ids, Options
+from metal_prefill._bench.model_file import task_ids
+
+VOCAB = 1024  # of the bundled model
+CHOICES: tuple[Choice, ...] = ("sampled", "greedy", "lookup")
+
+
+class Recorder(ChoosingEngine):
+    """An engine that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def identity(self) -> Identity:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        self.calls.append(("clear",))
+
+    def prefill(self, ids: Ids) -> None:
+        self.calls.append(("prefill", ids.tolist()))
+
+    def decode(self, ids: Ids) -> None:
+        raise NotImplementedError
+
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        self.calls.append(("choose", ids.tolist(), count, choice))
+        return []
+
+
+def test_tokens_are_chosen_after_a_context_that_is_not_timed() -> None:
+    task = np.array([5, 6, 7, 8], np.int32)
+    for choice in CHOICES:
+        engine = Recorder()
+        worker.timed_run(engine, Case(0, 9, 3, choice=choice), VOCAB, lambda: task)
+        ids = token_ids(4, VOCAB).tolist() if choice == "sampled" else task.tolist()
+        assert engine.calls == [("clear",), ("prefill", ids[:3]), ("choose", ids, 9, choice)]
+
+
+def test_the_tests_are_named_and_have_room() -> None:
+    cases = make_cases([8], 16, 32, sampled=True, task=90)
+    assert [case.name for case in cases] == ["pp8", "tg16", "sampled16", "copy16", "lookup16"]
+    assert [case.context for case in cases[1:]] == [48, 48, 89 + 16, 89 + 16 + 31]
+    assert [case.timed_tokens for case in cases[2:]] == [16] * 3
+    for options in ({"sampled": True}, {"task": 90}):
+        with pytest.raises(ValueError, match="no tokens to choose: n_gen is 0"):
+            make_cases([8], 0, **options)
+
+
+def options_for(path: Path) -> Options:
+    return Options(path=str(path), max_context=256, max_prompt=200, threads=1, device="cpu", compute="f32")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_our_tokens_are_those_of_generating(demo_path: Path, choice: Choice) -> None:
+    ids = task_ids(demo_path)
+    engine = engine_ours.Ours(options_for(demo_path))
+    with Model(demo_path, device="cpu", threads=1, compute="f32") as model:
+        options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
+        expected = [p.token for p in model.stream(ids, 20, min_tokens=20, speculate="off", **options)]
+    assert len(expected) == 20
+    for _ in range(2):
+        engine.clear()
+        engine.prefill(ids[:-1])
+        assert engine.choose(ids, 20, choice) == expected
+        assert engine._model.stats()["tokens_reused"] == len(ids) - 1
+
+
+def test_llama_cpp_chooses_the_same_with_guesses_and_without(demo_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from metal_prefill._bench.engine_llama_cpp import LlamaCpp
+
+    ids = np.concatenate([task_ids(demo_path)[:60]] * 2)  # a text that repeats itself
+    engine = LlamaCpp(options_for(demo_path))
+    texts: dict[str, list[int]] = {}
+    for choice in CHOICES:
+        for _ in range(2):
+            engine.clear()
+            engine.prefill(ids[:-1])
+            made = engine.choose(ids, 24, choice)
+            assert texts.setdefault(choice, made) == made
+            assert engine._single._position == len(ids) + 23
+    assert texts["lookup"] == texts["greedy"] != texts["sampled"]
+    ours = engine_ours.Ours(options_for(demo_path))
+    ours.prefill(ids[:-1])
+    assert ours.choose(ids, 8, "greedy") == texts["greedy"][:8]
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_the_figures_of_rows_of_choices_are_those_of_samples(demo_path: Path) -> None:
+    workers = fakes(ours=10, llama=40, openvino=20)
+    results = compare(workers, demo_path, prompts=[8], n_gen=4, sampled=True, speculate=True)
+    assert results.tests == ["pp8", "tg4", "sampled4", "copy4", "lookup4"]
+    for name, choice in (("sampled4", "sampled"), ("copy4", "greedy"), ("lookup4", "lookup")):
+        ours, llama, openvino = (results.row(engine, name) for engine in results.engines)
+        assert (ours.choice, ours.n_gen) == (choice, 4)
+        assert ours.samples_ns == [40] * 3
+        assert ours.median_ts == pytest.approx(1e8)
+        assert llama.ratio is not None
+        assert llama.ratio.median == pytest.approx(4.0)
+        assert not openvino.measured
+        assert openvino.note == "not measured: its graph computes logits and chooses no token"
+    html = results._repr_html_()
+    assert "sampled4: tokens sampled by the engine, temperature 0.8, top_k 40" in html
+    assert "lookup4: the same with guesses" in html
+
+
+def test_choices_are_measured_in_a_real_process(demo_path: Path) -> None:
+    results = bench.run(
+        demo_path, prompts=[], n_gen=3, sampled=True, speculate=True, repetitions=1, threads=1, device="cpu"
+    )
+    assert results.tests == ["tg3", "sampled3", "copy3", "lookup3"]
+    row = results.row(engines.OURS, "lookup3")
+    assert row.samples_ts == pytest.approx([3e9 / row.samples_ns[0]])
+    assert row.n_depth == len(task_ids(demo_path)) - 1
