@@ -30,6 +30,7 @@ from support.comparison import VERSE
 from support.reference import ReferenceModel
 
 from metal_prefill import Model, default_model_path, synth
+from metal_prefill._bench.machine import available_threads
 from metal_prefill._commands.perplexity import perplexity, windows
 
 Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
@@ -55,6 +56,7 @@ def llama(path: Path, tokens: Tokens) -> Logits:
     """Logits of llama.cpp as it comes: 8-bit activations, float16 cache, the repacking it chooses."""
     context = llama_cpp.llama_context_default_params()
     context.n_ctx = context.n_batch = context.n_ubatch = len(tokens)
+    context.n_threads = context.n_threads_batch = available_threads()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {path}")
