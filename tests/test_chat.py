@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,32 @@ def test_what_holds_no_conversation_is_refused(model: Model, chat: Conversation,
         chat.load(tmp_path / "absent")
     assert chat.messages == before
     assert talk(chat, QUESTIONS[1])
+
+
+def test_an_answer_takes_the_options_of_a_text(model: Model, chat: Conversation) -> None:
+    prompt = model.tokenizer.apply_chat_template([SYSTEM, {"role": "user", "content": QUESTIONS[0]}])
+    comma = model.tokenizer.encode(",", add_bos=False)[0]
+    cases: list[dict[str, Any]] = [
+        {"stop": "e"},
+        {"stop": [comma, "\n"], "min_tokens": 3},
+        {"stop": comma},
+        {"logit_bias": {comma: -float("inf")}, "temperature": 1.0, "seed": 2},
+    ]
+    for options in cases:
+        given = options.get("stop", [])
+        stop = ["\n\n", *(given if isinstance(given, list) else [given])]
+        with model.session() as fresh:
+            expected = list(fresh.stream(prompt, 24, logprobs=1, **{**options, "stop": stop}))
+        text = "".join(chat.answer(QUESTIONS[0], 24, **options))
+        assert text == "".join(piece.text for piece in expected)
+        assert chat.finish_reason == expected[-1].finish_reason
+        chat.reset()
+        assert list(chat.stream(QUESTIONS[0], 24, logprobs=1, **options)) == expected
+        assert chat.messages[-1] == {"role": "assistant", "content": text}
+        chat.reset()
+    with pytest.raises(ValueError, match="echo: an answer does not begin with the conversation"):
+        list(chat.answer(QUESTIONS[0], echo=True))
+    assert chat.messages == [SYSTEM]
 
 
 def test_reset_keeps_what_the_system_said(chat: Conversation) -> None:

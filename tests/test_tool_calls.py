@@ -244,6 +244,7 @@ def test_a_conversation_calls_tools_and_hears_what_came_of_it(model: Model, tmp_
     assert chat.messages == [*ASKED, called]
     chat.save(tmp_path / "talk.session")
 
+    assert chat.finish_reason == "stop"
     with pytest.raises(ValueError, match="the last answer has 1 calls, got 2 results"):
         chat.answer_calls(["rain", "sun"])
     answer = "".join(chat.answer_calls([{"sky": "é"}], regex="Rain, [a-z]{3}"))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from metal_prefill.errors import StateError
 from metal_prefill.tool_calls import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
+    from metal_prefill._continuation import FinishReason, Piece
     from metal_prefill.model import Model
     from metal_prefill.session import Session
 
@@ -40,6 +43,8 @@ class Conversation:
         Role and content of each message, oldest first; an assistant's calls are in its ``tool_calls``.
     forgotten : int
         Messages that the last answer had no room for; they are no longer in `messages`.
+    finish_reason : str or None
+        Why the last answer ended, as for :class:`metal_prefill.Piece`; None where it was interrupted.
 
     Raises
     ------
@@ -68,6 +73,7 @@ class Conversation:
         self._session = model.session(max_context=max_context)
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.forgotten = 0
+        self.finish_reason: FinishReason | None = None
 
     @property
     def session(self) -> Session:
@@ -93,7 +99,8 @@ class Conversation:
         max_tokens
             Upper bound on the answer, in tokens.
         options
-            Of :meth:`metal_prefill.Session.generate`.
+            Of :meth:`metal_prefill.Session.generate`, but for `echo`. The template's own ends are added to
+            `stop`.
 
         Raises
         ------
@@ -102,7 +109,18 @@ class Conversation:
         ChatTemplateError
             The model's template refuses the conversation.
         """
-        return self._reply([{"role": "user", "content": text}], max_tokens, options)
+        return self._texts([{"role": "user", "content": text}], max_tokens, options)
+
+    def stream(
+        self, text: str, max_tokens: int = 256, *, logprobs: int | None = None, **options: Any
+    ) -> Generator[Piece, None, None]:
+        """Say something, and yield each token of the answer as :meth:`metal_prefill.Session.stream` does.
+
+        Parameters and errors are those of :meth:`answer`, and `logprobs` is that of
+        :meth:`metal_prefill.Session.stream`. Tokens of a call have no text.
+        """
+        said = [{"role": "user", "content": text}]
+        return self._reply(said, max_tokens, {**options, "logprobs": logprobs})
 
     def answer_calls(
         self, results: Sequence[Any], max_tokens: int = 256, **options: Any
@@ -133,25 +151,38 @@ class Conversation:
             content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
             name = {} if call.id is None else {"tool_call_id": call.id}
             said.append({"role": "tool", "name": call.name, **name, "content": content})
-        return self._reply(said, max_tokens, options)
+        return self._texts(said, max_tokens, options)
+
+    def _texts(
+        self, said: list[dict[str, Any]], max_tokens: int, options: dict[str, Any]
+    ) -> Generator[str, None, None]:
+        with closing(self._reply(said, max_tokens, options)) as pieces:
+            for piece in pieces:
+                if piece.text:
+                    yield piece.text
 
     def _reply(
         self, said: list[dict[str, Any]], max_tokens: int, options: dict[str, Any]
-    ) -> Generator[str, None, None]:
-        """Add messages, and yield the text of the answer to them."""
-        before, made, calls, whole = list(self.messages), "", [], False
+    ) -> Generator[Piece, None, None]:
+        """Add messages, and yield the tokens of the answer to them, with the text that is no call."""
+        if options.get("echo"):
+            raise ValueError("echo: an answer does not begin with the conversation")
+        before, made, calls, whole = list(self.messages), "", list[ToolCall](), False
         parser = ToolCallParser(self._tools) if self._tools else None
         self.messages += said
         try:
             tokens = self._fit(max_tokens)
-            stop = self._model.tokenizer.chat_stop
-            pieces = self._session.generate(tokens, max_tokens, stop=stop, **options)
-            for part in pieces if parser is None else parser.parts(pieces):
-                if isinstance(part, ToolCall):
-                    calls.append(part)
-                else:
-                    made += part
-                    yield part
+            stop = options.get("stop", ())
+            stops = [stop] if isinstance(stop, (str, int)) else list(stop)
+            options = {**options, "stop": [*self._model.tokenizer.chat_stop, *stops]}
+            for piece in self._session.stream(tokens, max_tokens, **options):
+                self.finish_reason = piece.finish_reason
+                if parser is not None:
+                    parts = parser.step(piece.text) + (parser.flush() if piece.finish_reason else [])
+                    calls += [part for part in parts if isinstance(part, ToolCall)]
+                    piece = replace(piece, text="".join(part for part in parts if isinstance(part, str)))
+                made += piece.text
+                yield piece
             whole = True
         except (KeyboardInterrupt, GeneratorExit):
             whole = made != "" or calls != []
