@@ -159,6 +159,22 @@ def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> N
     assert word not in capsys.readouterr().out.removeprefix(PROMPT)
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_run_stops_at_and_excludes_tokens(capsys: pytest.CaptureFixture[str], many: bool) -> None:
+    with Model(device="cpu") as model:
+        tokens = [piece.token for piece in model.stream(PROMPT, 20)]
+        before = "".join(model.generate(PROMPT, 20, stop=tokens[5]))
+        without = "".join(model.generate(PROMPT, 20, logit_bias={tokens[0]: -float("inf")}))
+
+    def run(*options: str) -> str:
+        prompts = ["-p", PROMPT, "-p", "JULIET:"] if many else ["-p", PROMPT]
+        assert cli.main(["run", *prompts, "-n", "20", "--device", "cpu", *options]) == 0
+        return capsys.readouterr().out
+
+    assert PROMPT + before + "\n" in run("--stop-token", str(tokens[5]))
+    assert PROMPT + without in run("--logit-bias", f"{tokens[0]}=-inf")
+
+
 def test_run_reads_the_prompt_from_a_file_or_stdin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +228,9 @@ def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
         ["run", "-p", "a", "--temperature", "-1"],
         ["run", "-p", "a", "--top-p", "2"],
         ["run", "-p", "a", "--stop", ""],
+        ["run", "-p", "a", "--stop-token", "5000"],
+        ["run", "-p", "a", "--logit-bias", "5"],
+        ["run", "-p", "a", "--logit-bias", "5000=1"],
         ["run", "-p", "a", "--max-context", "100000"],
         ["synth"],
         ["bench", "-p", "0"],

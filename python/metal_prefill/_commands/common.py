@@ -91,6 +91,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _bias(text: str) -> tuple[int, float]:
+    """Parse a token id and what is added to its logit."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=X, such as 42=-inf, got {text!r}") from None
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the options that choose tokens; `sampling_options` gives their values."""
     sampling = parser.add_argument_group("sampling")
@@ -158,6 +167,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         help="tokens before which nothing ends the text (default: 0)",
     )
     sampling.add_argument(
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        default=[],
+        metavar="ID=X",
+        help="add X to the logit of a token; -inf excludes it; repeatable",
+    )
+    sampling.add_argument(
         "--seed", type=int, metavar="N", help="seed of the random numbers (default: a new one each time)"
     )
     sampling.add_argument(
@@ -172,7 +189,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of :meth:`metal_prefill.Session.generate` that choose tokens."""
-    return {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    options = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    return {**options, "logit_bias": dict(arguments.logit_bias)}
 
 
 def speculation(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -53,8 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to make (default: 128)",
     )
-    common.add_sampling_arguments(parser).add_argument(
+    sampling = common.add_sampling_arguments(parser)
+    sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
+    )
+    sampling.add_argument(
+        "--stop-token",
+        action="append",
+        type=common.not_negative,
+        default=[],
+        metavar="ID",
+        help="end before a token; repeatable",
     )
     parser.add_argument(
         "--json-schema",
@@ -146,7 +155,7 @@ def continue_one(arguments: argparse.Namespace) -> None:
             pieces = model.generate(
                 ids,
                 arguments.max_tokens,
-                stop=arguments.stop,
+                stop=[*arguments.stop, *arguments.stop_token],
                 progress=on_progress,
                 **common.sampling_options(arguments),
                 **common.speculation(arguments),

@@ -109,7 +109,7 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
         **options,
         **common.speculation(arguments),
         "max_tokens": arguments.max_tokens,
-        "stop": split_stops(arguments.stop, vocab_size=0)[0],
+        "stop": [*split_stops(arguments.stop, vocab_size=0)[0], *arguments.stop_token],
     }
 
 
