@@ -151,6 +151,12 @@ class ModelBuilder {
     *slot = {name, TensorType(type), rows, cols, model_.mapping.data + offset, bytes};
   }
 
+  // What packed_weights() of an engine of the same model gave.
+  void use_packed(ByteArray packed, nb::object owner) {
+    model_.packed = {reinterpret_cast<const std::byte*>(packed.data()), packed.shape(0),
+                     keep_alive(std::move(owner))};
+  }
+
   std::shared_ptr<Engine> build(const std::string& device, const EngineOptions& options) {
     if (device != "cpu" && device != "metal")
       throw std::invalid_argument("device '" + device + "' is not cpu or metal");
@@ -474,6 +480,7 @@ void bind_engine(nb::module_& m) {
       .def(nb::init<const Config&, ByteArray, nb::object>(), "config"_a, "mapping"_a, "owner"_a)
       .def("add", &ModelBuilder::add, "role"_a, "layer"_a, "name"_a, "type"_a, "rows"_a, "cols"_a, "offset"_a,
            "bytes"_a)
+      .def("use_packed", &ModelBuilder::use_packed, "packed"_a, "owner"_a)
       .def("build", &ModelBuilder::build, "device"_a, "options"_a);
 
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
@@ -486,6 +493,13 @@ void bind_engine(nb::module_& m) {
                    "Most tokens of a sequence in a pass that get the bits that they get one by one.")
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)
+      .def(
+          "packed_weights",
+          [](const Engine& engine) -> nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>> {
+            const std::span<const std::byte> packed = engine.packed_weights();
+            return {reinterpret_cast<const std::uint8_t*>(packed.data()), {packed.size()}, nb::find(engine)};
+          },
+          "The weights as the engine packed them itself, not a copy; none where it did not.")
       .def("stats", &Engine::stats);
 }
 

@@ -105,6 +105,7 @@ struct Mapping {
 struct Model {
   Config config;
   Mapping mapping;
+  Mapping packed;  // what Engine::packed_weights() of an engine like this one gave; empty: nothing is known
   std::vector<LayerWeights> layers;
 #define MODEL_TENSOR(member, ...) Tensor member;
 #include "tensors.inc"

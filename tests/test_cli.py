@@ -89,12 +89,11 @@ def test_run_continues_the_prompt_as_the_model_does(capsys: pytest.CaptureFixtur
 def test_options_of_the_engine_reach_the_model(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[object, dict[str, object]]] = []
     monkeypatch.setattr(metal_prefill, "Model", lambda path, **options: opened.append((path, options)))
-    words = (
-        f"run -m {demo_path} -p a -t 3 --device cpu --compute f32 --kv-dtype f32 --max-context 77 --no-mmap"
-    )
-    common.open_model(cli.make_parser("run").parse_args(words.split()))
+    words = f"run -m {demo_path} -p a -t 3 --device cpu --compute f32 --kv-dtype f32 --max-context 77"
+    arguments = [*words.split(), "--no-mmap", "--pack-cache"]
+    common.open_model(cli.make_parser("run").parse_args(arguments))
     options = {"threads": 3, "device": "cpu", "compute": "f32", "kv_dtype": "f32", "max_context": 77}
-    assert opened == [(demo_path, {**options, "mmap": False})]
+    assert opened == [(demo_path, {**options, "mmap": False, "pack_cache": True})]
 
 
 def test_run_reads_the_file_where_it_is_not_to_be_mapped(

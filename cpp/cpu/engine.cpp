@@ -50,6 +50,7 @@ class CpuEngine final : public Engine {
            (team_.size() == 1 ? " thread)" : " threads)");
   }
   std::string backend() const override { return "cpu"; }
+  std::span<const std::byte> packed_weights() const override { return forward_.packed_weights(); }
   Stats stats() const override;
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
@@ -115,6 +116,7 @@ void CpuEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
 Stats CpuEngine::stats() const {
   return {{"threads", double(team_.size())},
           {"weight_bytes", double(forward_.weight_bytes())},
+          {"weights_from_cache", double(forward_.weights_were_packed())},
           {"workspace_bytes", double(workspace_bytes_)},
           {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
           {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())}};

@@ -35,6 +35,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
 }
 
 double ForwardPass::run(std::span<Chunk> chunks) {
+  weights_.settle(team_);
   plan(chunks);
   team_.run([&](Worker& worker) { run_layers({worker, kernels_, scratch_[std::size_t(worker.index())]}); });
   deliver();

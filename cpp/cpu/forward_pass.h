@@ -32,6 +32,8 @@ class ForwardPass {
   double run(std::span<Chunk> chunks);
 
   std::size_t weight_bytes() const { return weights_.packed_bytes(); }
+  std::span<const std::byte> packed_weights() const { return weights_.packed_here(); }
+  bool weights_were_packed() const { return weights_.were_packed(); }
   std::size_t workspace_bytes() const { return work_.bytes(); }
 
  private:

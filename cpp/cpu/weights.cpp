@@ -1,6 +1,7 @@
 #include "weights.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "kernels.h"
@@ -36,7 +37,50 @@ Forms& Weights::input_of(Extent cols) {
   throw std::logic_error("no step computes the input of a matrix");
 }
 
-Weights::Weights(const Model& model, Compute compute, Team& team) {
+// In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
+// gate and up are multiplied in turns, and so they lie in turns.
+std::size_t Weights::lay_out(std::byte* base) {
+  std::size_t bytes = 0;
+  const auto place = [&](std::initializer_list<Linear*> in_turns) {
+    std::size_t stride = 0;
+    for (const Linear* linear : in_turns) stride += linear->packed.group_bytes();
+    std::size_t offset = bytes;
+    for (Linear* linear : in_turns) {
+      linear->packed.blocks = base ? base + offset : nullptr;
+      linear->packed.group_stride = stride;
+      offset += linear->packed.group_bytes();
+    }
+    bytes += stride * std::size_t((*in_turns.begin())->packed.groups());
+  };
+  for (CpuLayer& layer : layers) {
+    for (const LayerLinear& of : kLayerLinears) {
+      if (of.linear == &CpuLayer::w_up) continue;  // lies with the gate
+      if (of.linear == &CpuLayer::w_gate)
+        place({&layer.w_gate, &layer.w_up});
+      else
+        place({&(layer.*of.linear)});
+    }
+  }
+  place({&output});
+  return bytes;
+}
+
+void Weights::settle(Team& team) {
+  if (!were_packed_ || arena_.bytes() > 0) return;
+  Buffer arena(packed_bytes_, "packed weights");
+  constexpr std::size_t kPiece = std::size_t(2) << 20;  // a huge page
+  team.run([&](Worker& worker) {
+    worker.for_each(int(ceil_div(packed_bytes_, kPiece)), [&](int i) {
+      const std::size_t begin = std::size_t(i) * kPiece, bytes = std::min(kPiece, packed_bytes_ - begin);
+      std::memcpy(arena.data() + begin, given_.data + begin, bytes);
+      release_pages(given_.data + begin, bytes);
+    });
+  });
+  arena_ = std::move(arena);
+  lay_out(arena_.data());
+}
+
+Weights::Weights(const Model& model, Compute compute, Team& team) : given_(model.packed) {
   layers.resize(model.layers.size());
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
@@ -52,35 +96,13 @@ Weights::Weights(const Model& model, Compute compute, Team& team) {
       add(layers[l].*linear, model.layers[l].*tensor, cols);
   add(output, model.output, Extent::kDim);
 
-  // In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
-  // gate and up are multiplied in turns, and so they lie in turns.
-  std::size_t bytes = 0;
-  const auto place = [&](std::byte* base, std::initializer_list<Linear*> in_turns) {
-    std::size_t stride = 0;
-    for (const Linear* linear : in_turns) stride += linear->packed.group_bytes();
-    std::size_t offset = bytes;
-    for (Linear* linear : in_turns) {
-      linear->packed.blocks = base ? base + offset : nullptr;
-      linear->packed.group_stride = stride;
-      offset += linear->packed.group_bytes();
-    }
-    bytes += stride * std::size_t((*in_turns.begin())->packed.groups());
-  };
-  const auto lay_out = [&](std::byte* base) {
-    bytes = 0;
-    for (CpuLayer& layer : layers) {
-      for (const LayerLinear& of : kLayerLinears) {
-        if (of.linear == &CpuLayer::w_up) continue;  // lies with the gate
-        if (of.linear == &CpuLayer::w_gate)
-          place(base, {&layer.w_gate, &layer.w_up});
-        else
-          place(base, {&(layer.*of.linear)});
-      }
-    }
-    place(base, {&output});
-  };
-  lay_out(nullptr);
-  arena_ = Buffer(bytes, "packed weights");
+  packed_bytes_ = lay_out(nullptr);
+  were_packed_ = packed_bytes_ > 0 && given_.bytes == packed_bytes_;
+  if (were_packed_) {
+    lay_out(const_cast<std::byte*>(given_.data));  // which nobody writes to
+    return;
+  }
+  arena_ = Buffer(packed_bytes_, "packed weights");
   lay_out(arena_.data());
 
   // Items of several groups: large enough that claiming them costs nothing, small enough to share one matrix.

@@ -1,6 +1,7 @@
 // The model's weights as the CPU engine multiplies them.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "../engine.h"
@@ -35,7 +36,7 @@ struct Forms {
 class Weights {
  public:
   // Packs what is quantized (unless `compute` is f32) on all threads, and lets go of the file's pages behind
-  // it.
+  // it; or takes Model::packed in place of that, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, Team& team);
 
   std::vector<CpuLayer> layers;
@@ -43,11 +44,25 @@ class Weights {
   // Of products that read [dim], [n_heads * value_dim], [ffn_dim].
   Forms dim_input, attention_input, ffn_input;
   std::size_t scratch_bytes = 0;  // that a group takes when it is expanded to float32 or widened
-  std::size_t packed_bytes() const { return arena_.bytes(); }
+  std::size_t packed_bytes() const { return packed_bytes_; }
+  // What was packed here, in the order of Model::packed.
+  std::span<const std::byte> packed_here() const {
+    return were_packed_ ? std::span<const std::byte>() : std::span(arena_.data(), arena_.bytes());
+  }
+  bool were_packed() const { return were_packed_; }
+  // Copies Model::packed to memory of its own, once: a mapped file lies on small pages, on which a token of a
+  // small model takes 1.4 times as long. Left to the first pass, that does not delay opening.
+  void settle(Team& team);
 
  private:
   Forms& input_of(Extent cols);
 
+  // Places all matrices one after another from `base` on, and returns the bytes that they take.
+  std::size_t lay_out(std::byte* base);
+
+  const Mapping& given_;  // Model::packed
+  std::size_t packed_bytes_ = 0;
+  bool were_packed_ = false;
   Buffer arena_;
 };
 

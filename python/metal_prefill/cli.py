@@ -47,6 +47,7 @@ COMMANDS = {
     "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
     "embed": Command("metal_prefill._commands.embed", "turn texts into vectors"),
     "rerank": Command("metal_prefill._commands.rerank", "order documents by how well they answer a query"),
+    "cache": Command("metal_prefill._commands.cache", "list, check or delete packed weights"),
     "synth": Command("metal_prefill._commands.synth", "write a model file of any shape with random weights"),
 }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import _core, _state
+from metal_prefill import _core, _pack_cache, _state
 from metal_prefill._arguments import MAX_INTEGER, integer, one_of
 from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
 from metal_prefill._checks import first_contact
@@ -124,6 +124,10 @@ class Model:
         Map the file, so that opening it reads what is needed and processes share it. Another program that
         truncates it in place then ends the process (SIGBUS). False reads all of it into memory instead, for
         files that others may change while they are open.
+    pack_cache
+        CPU only: keep the weights as the engine packs them in a file of the cache folder, so that the model
+        opens without packing from the second time on. Such files take up to 8 GiB together; ``metal-prefill
+        cache`` lists and deletes them.
     fused_norm, fused_silu
         Metal only: use the kernels that fuse RMSNorm, or SwiGLU, into the projections of single tokens.
 
@@ -159,6 +163,7 @@ class Model:
         kv_memory: int | None = None,
         prefix_memory: int = 256 << 20,
         mmap: bool = True,
+        pack_cache: bool = False,
         fused_norm: bool = False,
         fused_silu: bool = False,
     ) -> None:
@@ -188,7 +193,8 @@ class Model:
             for role, layer, info in collect_tensors(self._gguf, self._config):
                 rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
                 builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
-            self._engine = self._build(builder, device, options, automatic)
+            keep = pack_cache and compute == "int8"
+            self._engine = self._build(builder, device, options, automatic, keep)
         except MetalPrefillError:
             raise
         except ValueError as error:  # the options were checked: it is about the file
@@ -196,19 +202,26 @@ class Model:
         self._default = self.session(max_context=max_context)
 
     def _build(
-        self, builder: _core.ModelBuilder, device: str, options: _core.EngineOptions, automatic: bool
+        self,
+        builder: _core.ModelBuilder,
+        device: str,
+        options: _core.EngineOptions,
+        automatic: bool,
+        keep_packed: bool,
     ) -> _core.Engine:
         """Make the engine: on the CPU where the GPU was not asked for by name and cannot be used."""
-        try:
-            engine = builder.build(device, options)
-            if device == "metal":
+        if device == "metal":
+            try:
+                engine = builder.build(device, options)
                 first_contact.check(engine, self._config)
-            return engine
-        except DeviceError as error:
-            if device == "cpu" or not automatic:
-                raise
-            _log.warning("using the CPU engine: %s", error)
-        return builder.build("cpu", options)
+                return engine
+            except DeviceError as error:
+                if not automatic:
+                    raise
+                _log.warning("using the CPU engine: %s", error)
+        if not keep_packed:
+            return builder.build("cpu", options)
+        return _pack_cache.build(builder, options, self._gguf)
 
     @classmethod
     def from_pretrained(

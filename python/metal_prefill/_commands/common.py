@@ -206,6 +206,7 @@ def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
         threads=arguments.threads,
         max_context=arguments.max_context,
         mmap=arguments.mmap,
+        pack_cache=arguments.pack_cache,
     )
     return {"speculate": draft_model}
 
@@ -221,13 +222,19 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``-m``, ``--max-context`` and ``--no-mmap``."""
+    """Add ``-m``, ``--max-context``, ``--no-mmap`` and ``--pack-cache``."""
     add_model_argument(parser)
     parser.add_argument(
         "--no-mmap",
         dest="mmap",
         action="store_false",
         help="read the model file instead of mapping it, where other programs may truncate or change it",
+    )
+    parser.add_argument(
+        "--pack-cache",
+        action="store_true",
+        help="CPU: keep packed weights in a file, so that the model opens without packing the next time; "
+        "`metal-prefill cache` lists and deletes such files",
     )
     parser.add_argument(
         "--max-context",
@@ -256,6 +263,7 @@ def open_model(arguments: argparse.Namespace) -> Model:
         compute=arguments.compute,
         kv_dtype=arguments.kv_dtype,
         mmap=arguments.mmap,
+        pack_cache=arguments.pack_cache,
         **{name: value for name in MEMORY_OPTIONS if (value := getattr(arguments, name, None)) is not None},
     )
 

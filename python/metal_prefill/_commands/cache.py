@@ -1,0 +1,47 @@
+"""``metal-prefill cache``: packed weights that are kept between runs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from metal_prefill._commands import common
+
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--clear", action="store_true", help="delete all packed weights")
+    what.add_argument(
+        "--check", action="store_true", help="read all packed weights, and delete those that are damaged"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the entries, the one that was used last first, and do what the options ask for."""
+    from rich.table import Table
+
+    from metal_prefill import _pack_cache
+
+    table = Table(title="packed weights", title_justify="left")
+    for column, justify in (("model", "left"), ("MiB", "right"), ("used", "left"), ("file", "left")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    total, deleted = 0, 0
+    entries = _pack_cache.entries()
+    for entry in entries:
+        name = entry.header.get("name", "damaged")
+        if arguments.clear or (arguments.check and not _pack_cache.is_whole(entry)):
+            _pack_cache.remove(entry)
+            name, deleted = f"{name}: deleted", deleted + 1
+        else:
+            total += entry.size
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        table.add_row(name, f"{entry.size / MIB:,.1f}", used, str(entry.path))
+    console = common.console()
+    if entries:
+        console.print(table)
+    kept = f"{len(entries) - deleted} of {len(entries)} kept" if deleted else str(len(entries))
+    size = f"{total / MIB:,.1f} MiB of at most {_pack_cache.limit() / MIB:,.0f} MiB"
+    console.print(f"entries: {kept}; {size}", highlight=False)

@@ -1,0 +1,289 @@
+"""Packed weights that are kept in files: used when they are what packing would give, made again otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_models import MODELS, write
+
+from metal_prefill import Model, _pack_cache, cli
+from metal_prefill._state import fingerprint
+
+IDS = np.random.default_rng(0).integers(0, 320, 37)
+HEADER = 16384  # bytes before the weights
+UNSAMPLED = HEADER + 6000  # of the weights of a model as small as these, 4096 to 6,000 bytes apart
+
+resource = pytest.importorskip("resource")  # the limits of a process, which only POSIX has
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Name the folder of entries, which each test has for itself."""
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model whose matrices are packed in several ways, into 0.8 MB."""
+    return write(tmp_path_factory.mktemp("packed") / "model.gguf", MODELS["mixed types"])
+
+
+def opened(path: Path, pack_cache: bool = True, **options: Any) -> tuple[bytes, bool]:
+    """Logits, and whether the weights came from the cache."""
+    with Model(path, device="cpu", pack_cache=pack_cache, **({"threads": 1} | options)) as model:
+        logits = model.forward_prompt_logits(IDS).tobytes()
+        return logits, bool(model.stats()["weights_from_cache"])
+
+
+def only_entry(folder: Path) -> Path:
+    (entry,) = folder.iterdir()
+    return entry
+
+
+def test_weights_of_the_cache_give_the_same_bits(path: Path, folder: Path) -> None:
+    expected, _ = opened(path, pack_cache=False)
+    assert not folder.exists()
+    assert opened(path) == (expected, False)
+    before = only_entry(folder).read_bytes()
+    assert opened(path) == (expected, True)
+    assert opened(path, threads=2, chunk_tokens=8) == (expected, True)
+    assert only_entry(folder).read_bytes() == before
+
+
+def test_weights_that_are_not_packed_are_not_kept(path: Path, folder: Path, tmp_path: Path) -> None:
+    opened(path, compute="f32")
+    opened(write(tmp_path / "m.gguf", MODELS["dimensions that fit no block"]))
+    assert not folder.exists()
+    opened(path)
+    assert not opened(path, compute="f32")[1]
+
+
+def test_an_entry_that_is_deleted_stays_with_those_who_use_it(path: Path, folder: Path) -> None:
+    expected, _ = opened(path)
+    with Model(path, device="cpu", pack_cache=True) as model:
+        only_entry(folder).unlink()
+        assert model.forward_prompt_logits(IDS).tobytes() == expected
+
+
+@contextmanager
+def time_kept(entry: Path) -> Iterator[None]:
+    """Write to a file and leave no trace in its times, as a failing disk does."""
+    status = entry.stat()
+    yield
+    os.utime(entry, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def flip(entry: Path, at: int) -> None:
+    with open(entry, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def flip_in_header(entry: Path) -> None:
+    with time_kept(entry):
+        flip(entry, 100)
+
+
+def flip_in_a_sample(entry: Path) -> None:
+    with time_kept(entry):
+        flip(entry, HEADER + 10)
+
+
+def cut_in_half(entry: Path) -> None:
+    with time_kept(entry):
+        os.truncate(entry, entry.stat().st_size // 2)
+
+
+def cut_in_the_header(entry: Path) -> None:
+    with time_kept(entry):
+        os.truncate(entry, 1000)
+
+
+def empty(entry: Path) -> None:
+    with time_kept(entry):
+        os.truncate(entry, 0)
+
+
+def lengthen(entry: Path) -> None:
+    with time_kept(entry), open(entry, "ab") as file:
+        file.write(b"\0")
+
+
+def write_anywhere(entry: Path) -> None:
+    flip(entry, UNSAMPLED)
+
+
+def write_nonsense(entry: Path) -> None:
+    entry.write_text("{}")
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    flip_in_header: "its header is damaged",
+    flip_in_a_sample: "its contents are damaged",
+    cut_in_half: "bytes in place of",
+    cut_in_the_header: "its header is damaged",
+    empty: "its header is damaged",
+    lengthen: "bytes in place of",
+    write_anywhere: "something wrote to it",
+    write_nonsense: "its header is damaged",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_made_again(
+    path: Path, folder: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = opened(path)
+    damage(only_entry(folder))
+    assert opened(path) == (expected, False)
+    assert f"packed weights in {only_entry(folder)} are not used, they are made again: " in caplog.text
+    assert DAMAGES[damage] in caplog.text
+    assert opened(path) == (expected, True)
+
+
+def test_an_entry_under_a_wrong_name_is_not_believed(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = opened(path)
+    name = only_entry(folder)
+    name.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(_pack_cache, "version", lambda name: "99.0")
+        opened(path)
+    only_entry(folder).rename(name)
+    assert opened(path) == (expected, False)
+    assert "it is of another model or version" in caplog.text
+    assert opened(path) == (expected, True)
+
+
+def test_another_version_module_or_instruction_set_has_entries_of_its_own(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = opened(path)
+    monkeypatch.setattr(_pack_cache, "version", lambda name: "99.0")
+    assert opened(path) == (expected, False)
+    assert opened(path) == (expected, True)
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
+    assert not opened(path)[1]
+    assert opened(path)[1]
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_a_model_that_was_changed_where_no_sample_is_gets_its_own_weights(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", MODELS["mixed types"])
+    before, _ = opened(path)
+    with Model(path, device="cpu") as model:
+        tensor = model.gguf.tensors["blk.0.ffn_gate.weight"]
+        known = fingerprint(model.gguf)
+    with open(path, "r+b") as file:
+        file.seek(tensor.offset + 4096)
+        file.write(bytes(range(100)))
+    with Model(path, device="cpu") as model:
+        assert fingerprint(model.gguf) == known
+    after, cached = opened(path)
+    assert not cached
+    assert after != before
+    assert opened(path, pack_cache=False)[0] == after
+
+
+def test_processes_that_write_at_once_leave_one_whole_entry(path: Path, folder: Path) -> None:
+    code = (
+        "import sys; from metal_prefill import Model; sys.stdin.read()\n"
+        f"with Model({str(path)!r}, device='cpu', pack_cache=True, threads=1) as m: m.forward_prompt([1])"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.close()  # now that both wait for it
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    (entry,) = _pack_cache.entries()
+    assert entry.path == only_entry(folder)
+    assert _pack_cache.is_whole(entry)
+    assert opened(path)[1]
+
+
+def test_without_room_on_the_disk_nothing_is_kept(
+    path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = opened(path, pack_cache=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert opened(path) == (expected, False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "are not kept" in caplog.text
+    assert list(folder.iterdir()) == []
+    assert opened(path) == (expected, False)
+    assert opened(path) == (expected, True)
+
+
+def test_without_a_folder_nothing_is_kept(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "file"))
+    assert opened(path) == (opened(path, pack_cache=False)[0], False)
+    assert "are not kept" in caplog.text
+
+
+def test_what_was_not_used_for_longest_goes_first(
+    path: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    paths = [path, tmp_path / "1.gguf", tmp_path / "2.gguf"]
+    for other in paths[1:]:
+        other.write_bytes(path.read_bytes())
+    opened(paths[0])
+    size = only_entry(folder).stat().st_size
+    monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", str(2 * size))
+    for other in paths[1], paths[0], paths[2]:  # the first is used once more, so the second goes
+        opened(other)
+    assert [entry.header["name"] for entry in _pack_cache.entries()] == ["2.gguf", "model.gguf"]
+    monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", str(size - 1))
+    opened(paths[1])
+    assert f"{size} bytes are more than the cache may have, {size - 1}" in caplog.text
+    assert len(list(folder.iterdir())) == 2
+    monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", "1 GB")
+    with pytest.raises(
+        ValueError, match="METAL_PREFILL_PACK_CACHE_BYTES must be a number of bytes, got '1 GB'"
+    ):
+        opened(paths[1])
+
+
+def test_the_command_lists_checks_and_clears(
+    path: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        assert cli.main(["cache", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert said() == "entries: 0; 0.0 MiB of at most 8,192 MiB\n"
+    opened(path)
+    whole = only_entry(folder)
+    assert opened(write(tmp_path / "second.gguf", MODELS["qwen3"])) is not None
+    assert "model.gguf" in said()
+    assert "entries: 2;" in said("--check")
+    with time_kept(whole):
+        flip(whole, UNSAMPLED)  # which only reading all of it shows
+    assert opened(path)[1]
+    checked = said("--check")
+    assert "model.gguf: deleted" in checked
+    assert "entries: 1 of 2 kept;" in checked
+    assert not whole.exists()
+    assert "second.gguf: deleted" in said("--clear")
+    assert list(folder.iterdir()) == []
