@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from metal_prefill import ClosedError, ContextOverflowError, KVMemoryError, Model, Scheduler
+from metal_prefill._batch_call import BatchCall
 from metal_prefill.scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream
 
 TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
@@ -296,3 +297,42 @@ def test_pieces_of_many_prompts_are_those_of_each_alone(cpu: Model) -> None:
         pieces[index].append(piece)
     for prompt, made in zip(TEXTS[:2], pieces, strict=True):
         assert made == list(cpu.session().stream(prompt, 9, **options))
+
+
+def call(model: Model, sessions: list[Any], prompts: list[list[int]], output: Any) -> BatchCall:
+    return BatchCall(model.config, sessions, prompts, output, None)
+
+
+def test_calls_share_passes_with_streams_and_neither_waits_for_all_of_the_other(cpu: Model) -> None:
+    rows = Scheduler(cpu)._engine.pass_rows
+    texts = [np.random.default_rng(i).integers(1, 900, rows).tolist() for i in range(6)]
+    expected = [cpu.forward_batch([cpu.session()], [text], output="hidden")[0] for text in texts]
+    alone_ = alone(cpu, TEXTS[0], 20)
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit(TEXTS[0], 20)
+    reading = scheduler.submit([3] * 3 * rows, 1)
+    calls = [scheduler.call(call(cpu, [cpu.session()], [text], "hidden")) for text in texts]
+    made, order = "", []
+    while scheduler.busy:
+        for stream, piece in scheduler.step():
+            made += piece if stream is writing else ""
+        order += [i for i, pending in enumerate(calls) if pending.results is not None and i not in order]
+        order += ["prompt"] if reading.finish_reason and "prompt" not in order else []
+    assert made == alone_
+    assert [i for i in order if i != "prompt"] == [0, 1, 2, 3, 4, 5]
+    assert 2 <= order.index("prompt") <= 4  # three turns of the prompt between those of the calls
+    for pending, state in zip(calls, expected, strict=True):
+        assert pending.results is not None
+        np.testing.assert_array_equal(pending.results[0], state)
+
+
+def test_a_cancelled_call_is_dropped_and_one_of_many_greedy_rows_refused(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    session = cpu.session()
+    pending = scheduler.call(call(cpu, [session], [[1, 2, 3]], "hidden"))
+    pending.cancelled = True
+    assert scheduler.step() == []
+    assert (scheduler.busy, session.position, scheduler.passes) == (False, 0, 0)
+    many = BatchCall(cpu.config, [session], [[1, 2, 3]], "greedy", "all")
+    with pytest.raises(ValueError, match="greedy tokens of one row"):
+        scheduler.call(many)

@@ -69,23 +69,23 @@ def test_prompts_share_300_tokens_and_differ_after_them(demo_path: Path) -> None
 def test_servers_take_turns_and_ours_has_no_ratio(demo_path: Path) -> None:
     results = bench.run_serving(
         demo_path,
-        clients=[1, 3],
+        clients=[1, 2],
         compare=["llama-server"],
-        repetitions=2,
+        repetitions=1,
         commands={"llama-server": stand_in},
     )
     assert [(r.server, r.clients) for r in results.rows] == [
         ("metal_prefill", 1),
-        ("metal_prefill", 3),
+        ("metal_prefill", 2),
         ("llama-server", 1),
-        ("llama-server", 3),
+        ("llama-server", 2),
     ]
     for row in results.rows:
         times = list(zip(row.first_token_s, row.slowest_first_token_s, strict=True))
-        assert len(row.tokens_per_second) == len(row.first_token_s) == 2
+        assert len(row.tokens_per_second) == len(row.first_token_s) == 1
         assert all(0 < first <= slowest for first, slowest in times)
     rows = json.loads(results.to_json())["rows"]
-    assert [row["clients"] for row in rows] == [1, 3, 1, 3]
+    assert [row["clients"] for row in rows] == [1, 2, 1, 2]
 
 
 def test_each_client_gets_its_own_answer_and_failures_are_named() -> None:
