@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from support.running_server import Gate, running
-from support.small_models import SmallModel, write
+from support.small_models import EMBEDDERS, SmallModel, write
 
 from metal_prefill import Model, serve
 
@@ -87,7 +88,7 @@ def test_a_prompt_that_does_not_fit_is_named_before_anything_is_computed(cpu_mod
         assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
 
 
-def test_a_prompt_beyond_the_memory_is_named_too(tmp_path: Any) -> None:
+def test_a_prompt_beyond_the_memory_is_named_too(tmp_path: Path) -> None:
     path = write(tmp_path / "small.gguf", SmallModel())
     with Model(path, device="cpu", kv_memory=40_000, prefix_memory=0) as model, running(model) as server:
         refused = server.post("/v1/completions", {"prompt": [1] * 900, "max_tokens": 4})
@@ -96,6 +97,16 @@ def test_a_prompt_beyond_the_memory_is_named_too(tmp_path: Any) -> None:
         assert error["code"] == "kv_memory_exceeded"
         assert "kv_memory of" in error["message"]
         assert server.post("/v1/completions", {"prompt": [1] * 30, "max_tokens": 4}).status_code == 200
+
+
+def test_vectors_that_find_no_memory_may_be_asked_for_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "small.gguf", EMBEDDERS["llama, mean"])
+    with Model(path, device="cpu", kv_memory=40_000, prefix_memory=0) as model, running(model) as server:
+        refused = server.post("/v1/embeddings", {"input": [[1] * 900]})
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        assert "kv_memory of" in refused.json()["error"]["message"]
+        assert server.post("/v1/embeddings", {"input": "a"}).status_code == 200
 
 
 def test_a_key_is_asked_for(cpu_model: Model) -> None:

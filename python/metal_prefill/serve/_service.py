@@ -19,6 +19,7 @@ from metal_prefill._batch_call import BatchCall
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._pooled_head import PooledHead
 from metal_prefill.architecture import ModelConfig
+from metal_prefill.errors import KVMemoryError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.model import Model
 from metal_prefill.scheduler import Stream
@@ -140,6 +141,8 @@ class Service:
             return await anyio.to_thread.run_sync(
                 lambda: work(sharer), limiter=self._text_workers, abandon_on_cancel=True
             )
+        except KVMemoryError as error:  # unlike a text, it does not wait for the pages of others
+            raise ApiError(503, str(error), code="kv_memory_exceeded", headers={"Retry-After": "1"}) from None
         finally:
             sharer.cancel()
 
