@@ -19,6 +19,10 @@ import pytest
 
 from metal_prefill import Model
 
+# Ray gives up on a proxy that needs more than 5 s to start, as it does on a busy machine.
+for name in ("READY_CHECK", "HEALTH_CHECK"):
+    os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "120")
+
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 ray_serve = pytest.importorskip("ray.serve", reason="needs the extra ray")
 
