@@ -253,7 +253,7 @@ def test_what_was_not_used_for_longest_goes_first(
     monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", str(2 * size))
     for other in paths[1], paths[0], paths[2]:  # the first is used once more, so the second goes
         opened(other)
-    assert [entry.header["name"] for entry in _pack_cache.entries()] == ["2.gguf", "model.gguf"]
+    assert [entry.name for entry in _pack_cache.entries()] == ["2.gguf", "model.gguf"]
     monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", str(size - 1))
     opened(paths[1])
     assert f"{size} bytes are more than the cache may have, {size - 1}" in caplog.text
@@ -263,6 +263,18 @@ def test_what_was_not_used_for_longest_goes_first(
         ValueError, match="METAL_PREFILL_PACK_CACHE_BYTES must be a number of bytes, got '1 GB'"
     ):
         opened(paths[1])
+
+
+def test_looking_at_an_entry_is_not_a_use_of_it(path: Path, folder: Path) -> None:
+    opened(path)
+    file = only_entry(folder)
+    status = file.stat()
+    times = (status.st_atime_ns - 3 * 86400 * 10**9, status.st_mtime_ns)  # a day is what "relatime" waits for
+    os.utime(file, ns=times)
+    assert cli.main(["cache", "--check"]) == 0
+    assert (file.stat().st_atime_ns, file.stat().st_mtime_ns) == times
+    opened(path)
+    assert file.stat().st_atime_ns > times[0]
 
 
 def test_the_command_lists_checks_and_clears(

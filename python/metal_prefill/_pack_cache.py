@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -96,14 +96,20 @@ class Entry:
         Of the file, in bytes.
     used
         When it was last opened by an engine, in seconds since 1970.
-    header
-        Empty where it is damaged.
     """
 
     path: Path
     size: int
     used: float
-    header: dict[str, Any]
+
+    @property
+    def name(self) -> str | None:
+        """Name of the model's file; None where the entry is damaged."""
+        try:
+            with _use_not_noted(self.path):
+                return str(_map(self.path)[1]["name"])
+        except (OSError, ValueError, _NotBelieved):
+            return None
 
 
 def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFFile) -> _core.Engine:
@@ -192,10 +198,11 @@ def entries() -> list[Entry]:
 def is_whole(entry: Entry) -> bool:
     """Compare all bytes of an entry with its checksum."""
     try:
-        data, header = _map(entry.path)
+        with _use_not_noted(entry.path):
+            data, header = _map(entry.path)
+            return bool(hashlib.sha256(data.data).hexdigest() == header["checksum"])
     except (OSError, ValueError, _NotBelieved):
         return False
-    return bool(hashlib.sha256(data.data).hexdigest() == header["checksum"])
 
 
 def remove(entry: Entry) -> None:
@@ -227,11 +234,18 @@ def _entries() -> Iterator[Entry]:
     for path in _folder().glob("*" + _SUFFIX):
         with suppress(FileNotFoundError):
             status = path.stat()
-            try:
-                header = _map(path)[1]
-            except (OSError, ValueError, _NotBelieved):
-                header = {}
-            yield Entry(path, status.st_size, status.st_atime, header)
+            yield Entry(path, status.st_size, status.st_atime)
+
+
+@contextmanager
+def _use_not_noted(path: Path) -> Iterator[None]:
+    """Keep the time at which an entry was last used: a file system may take any reading for a use."""
+    status = path.stat()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _evict(most: int, keep: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from metal_prefill import DeviceError, Model, _core, _doctor, cli, synth
+from metal_prefill._cache_folder import cache_folder
 from metal_prefill._checks import first_contact
 
 pytestmark = pytest.mark.emulator
@@ -149,7 +150,7 @@ def checking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cached() -> list[list[str]]:
     """Return the results in the cache."""
-    return list(json.loads((first_contact.cache_folder() / "first_contact.json").read_text()).values())
+    return list(json.loads((cache_folder() / "first_contact.json").read_text()).values())
 
 
 @pytest.mark.usefixtures("checking")
@@ -166,7 +167,7 @@ def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("checking")
 def test_a_damaged_cache_is_made_again(path: Path) -> None:
-    folder = first_contact.cache_folder()
+    folder = cache_folder()
     folder.mkdir()
     (folder / "first_contact.json").write_text("[")
     with Model(path, device="metal"):
@@ -200,4 +201,4 @@ def test_a_wrong_gpu_is_left_for_the_cpu_with_a_warning(
 def test_the_emulator_is_not_checked_unasked(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     with Model(path, device="metal"):
-        assert not first_contact.cache_folder().exists()
+        assert not cache_folder().exists()

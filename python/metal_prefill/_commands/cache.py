@@ -31,7 +31,7 @@ def execute(arguments: argparse.Namespace) -> None:
     total, deleted = 0, 0
     entries = _pack_cache.entries()
     for entry in entries:
-        name = entry.header.get("name", "damaged")
+        name = entry.name or "damaged"
         if arguments.clear or (arguments.check and not _pack_cache.is_whole(entry)):
             _pack_cache.remove(entry)
             name, deleted = f"{name}: deleted", deleted + 1
