@@ -118,6 +118,13 @@ SHARED = (
 
 CPU = (
     Mutant(
+        "cpp/model.h",
+        "return norm_eps / (residual_scale * residual_scale);",
+        "return norm_eps;",
+        "the division of granite's residual stream changes its norms",
+        ("tests/test_engine.py", "tests/test_hidden_states.py", "-k", "granite and not metal"),
+    ),
+    Mutant(
         "cpp/cpu/forward_pass.cpp",
         "work_.logits + used++ % kHeadRows * std::size_t(config_.vocab_size)",
         "work_.logits + used++ % 1 * std::size_t(config_.vocab_size)",

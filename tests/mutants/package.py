@@ -29,6 +29,20 @@ FILES = (
         ("tests/test_gguf_file.py",),
     ),
     Mutant(
+        f"{_P}/_pack_cache.py",
+        'if _sampled(data) != header["samples"]:',
+        "if False:",
+        "packed weights are taken without a look at them",
+        ("tests/test_pack_cache.py",),
+    ),
+    Mutant(
+        f"{_P}/_pack_cache.py",
+        'if status.st_mtime_ns != header["modified"] * _SECOND:',
+        "if False:",
+        "packed weights are taken that something wrote to",
+        ("tests/test_pack_cache.py",),
+    ),
+    Mutant(
         f"{_P}/_state.py",
         "value = xxhash.xxh64_intdigest(name.encode(), value)",
         "pass",
