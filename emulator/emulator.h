@@ -33,9 +33,12 @@ struct BufferInfo {
 };
 std::vector<BufferInfo> live_buffers();  // in order of creation
 std::size_t allocated_bytes();           // of live buffers, without no-copy buffers
+std::size_t resident_bytes();            // of residency sets whose residency is requested
 
 struct Counters {  // since the process started
   std::uint64_t buffers = 0, pipelines = 0, libraries = 0, command_buffers = 0, dispatches = 0;
+  std::uint64_t compiled_pipelines = 0;  // those that no archive had, and those added to archives
+  std::uint64_t waits = 0;               // of the host for command buffers that it had not seen completed
 };
 Counters counters();
 
@@ -66,6 +69,7 @@ struct DeviceLimits {
   // A command buffer fails as the watchdog of a Mac makes one fail when its kernels take more steps: a thread
   // counts once, and once more for each barrier that it passes. 0: no limit.
   std::uint64_t watchdog_steps = 0;
+  bool residency_sets = true;  // false: newResidencySetWithDescriptor returns nil
 };
 DeviceLimits limits();
 void set_limits(const DeviceLimits& limits);
@@ -88,6 +92,8 @@ struct DispatchRecord {
 struct CommandBufferRecord {
   std::string label, error;
   bool retained = true;  // the command buffer keeps what it uses
+  // Command buffers of its queue that were committed before it, and that the host had not seen completed.
+  std::size_t ahead_of_host = 0;
   double start_seconds = 0, end_seconds = 0;
   std::vector<DispatchRecord> dispatches;
 };
@@ -100,6 +106,7 @@ struct LibraryRecord {
   std::string name;  // file name of the source
   bool fast_math = true;
   int language_version = 0;  // major << 16 | minor
+  std::size_t kernels = 0;   // that it has
 };
 std::vector<LibraryRecord> compiled_libraries();
 void forget_compiled_libraries();

@@ -72,7 +72,8 @@ struct Kernel {
   const char* name;
   const char* file;
   std::span<const KernelArgument> arguments;
-  const void* entry;  // meaning belongs to the executor
+  const void* entry;                  // meaning belongs to the executor
+  const char* selected_by = nullptr;  // macro without which the guard leaves it out; null: it is always there
 };
 
 struct ShaderLibrary {
@@ -80,6 +81,10 @@ struct ShaderLibrary {
   std::string_view source;  // the exact text that newLibraryWithSource must be given
   std::span<const Kernel> kernels;
   std::span<const FunctionConstant> constants;
+  // Macros that the options of newLibraryWithSource may define as 1: the guard leaves kernels out, a selector
+  // brings those back that it selects.
+  const char* guard = nullptr;  // null: there are none
+  std::span<const char* const> selectors{};
 };
 
 // Libraries linked into this binary, in no particular order.

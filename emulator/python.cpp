@@ -37,6 +37,9 @@ void bind_records(nb::module_& m) {
       .def_ro("buffers", &Counters::buffers)
       .def_ro("pipelines", &Counters::pipelines)
       .def_ro("libraries", &Counters::libraries)
+      .def_ro("compiled_pipelines", &Counters::compiled_pipelines,
+              "Those that no archive had, and those added to archives.")
+      .def_ro("waits", &Counters::waits, "Of the host for command buffers that it had not seen completed.")
       .def_ro("command_buffers", &Counters::command_buffers, "Those that were committed.")
       .def_ro("dispatches", &Counters::dispatches, "Of the committed command buffers.");
   nb::class_<BindingRecord>(m, "BindingRecord", "A buffer argument of a dispatch.")
@@ -62,6 +65,9 @@ void bind_records(nb::module_& m) {
       .def_ro("label", &CommandBufferRecord::label)
       .def_ro("error", &CommandBufferRecord::error, "Empty when all went well.")
       .def_ro("retained", &CommandBufferRecord::retained, "Whether it kept what it used.")
+      .def_ro("ahead_of_host", &CommandBufferRecord::ahead_of_host,
+              "Command buffers of its queue that were committed before it, and that the host had not seen "
+              "completed.")
       .def_ro("start_seconds", &CommandBufferRecord::start_seconds)
       .def_ro("end_seconds", &CommandBufferRecord::end_seconds)
       .def_ro("dispatches", &CommandBufferRecord::dispatches);
@@ -145,16 +151,16 @@ void bind_settings(nb::module_& m) {
              int apple_family, const std::string& name, bool no_copy, bool simdgroup_matrix,
              const std::map<std::string, std::uint32_t>& max_threads, std::uint32_t simd_width,
              const std::set<std::string>& broken_kernels, const std::set<std::string>& wrong_kernels,
-             std::uint64_t watchdog_steps) {
-            new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family,  name,
-                                    no_copy,           simdgroup_matrix,  max_threads,   simd_width,
-                                    broken_kernels,    wrong_kernels,     watchdog_steps};
+             std::uint64_t watchdog_steps, bool residency_sets) {
+            new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family,   name,
+                                    no_copy,           simdgroup_matrix,  max_threads,    simd_width,
+                                    broken_kernels,    wrong_kernels,     watchdog_steps, residency_sets};
           },
           "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7, "name"_a = "",
           "no_copy"_a = true, "simdgroup_matrix"_a = true,
           "max_threads"_a = std::map<std::string, std::uint32_t>(), "simd_width"_a = kSimdWidth,
           "broken_kernels"_a = std::set<std::string>(), "wrong_kernels"_a = std::set<std::string>(),
-          "watchdog_steps"_a = 0)
+          "watchdog_steps"_a = 0, "residency_sets"_a = true)
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
       .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
               "0: three quarters of the machine's memory.")
@@ -172,7 +178,9 @@ void bind_settings(nb::module_& m) {
               "The first bytes of their first output are overwritten.")
       .def_rw("watchdog_steps", &DeviceLimits::watchdog_steps,
               "Most steps of threads of a command buffer: a thread counts once, and once more for each "
-              "barrier that it passes. 0: no limit.");
+              "barrier that it passes. 0: no limit.")
+      .def_rw("residency_sets", &DeviceLimits::residency_sets,
+              "False: newResidencySetWithDescriptor returns nil.");
   m.def("limits", &limits);
   m.def("set_limits", &set_limits, "limits"_a);
 }
@@ -193,6 +201,8 @@ void bind_emulator(nb::module_& m) {
         "Return the buffers that are alive, in order of creation.");
   m.def("allocated_bytes", &allocated_bytes, kWithoutGil,
         "Return the bytes of live buffers, those without copy left out.");
+  m.def("resident_bytes", &resident_bytes, kWithoutGil,
+        "Return the bytes of residency sets whose residency is requested.");
   m.def("counters", &counters);
   m.def("fail_allocation", &fail_allocation, "nth"_a = 1, "Make the nth next newBuffer return nil.");
   m.def("allocation_will_fail", &allocation_will_fail, "Return whether that newBuffer is still to come.");
@@ -209,6 +219,7 @@ void bind_emulator(nb::module_& m) {
   nb::class_<LibraryRecord>(m, "LibraryRecord", "A library that was compiled from source.")
       .def_ro("name", &LibraryRecord::name, "File name of the source.")
       .def_ro("fast_math", &LibraryRecord::fast_math)
+      .def_ro("kernels", &LibraryRecord::kernels, "How many it has.")
       .def_prop_ro("language", [](const LibraryRecord& record) {
         return nb::make_tuple(record.language_version >> 16, record.language_version & 0xffff);
       });

@@ -55,6 +55,26 @@ def test_names_that_an_older_sdk_lacks_are_found(cache: Path, tmp_path: Path) ->
     ]
 
 
+def test_what_a_newer_sdk_is_asked_for_first_needs_not_be_in_an_older_one(
+    cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new.mm").write_text(
+        "#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000\n"
+        "#if defined(X)\n#endif\n"
+        "[queue addResidencySet:set];\n"
+        "#else\n"
+        "[queue removeResidencySet:set];\n"
+        "#endif\n"
+        "[device newResidencySetWithDescriptor:d error:&e];\n"
+    )
+    problems = check_sdks.check([tmp_path], cache)
+    assert [problem.partition("new.mm:")[2] for problem in problems] == [
+        f"{line}: {name} is not in the SDK of macOS {sdk}"
+        for sdk in (13, 14)
+        for line, name in ((6, "removeResidencySet"), (8, "newResidencySetWithDescriptor"))
+    ]
+
+
 def test_the_bindings_of_each_sdk_have_what_it_brought(cache: Path) -> None:
     enums = {
         sdk: read_framework(next((cache / f"sdk-{sdk}").glob("*.whl")), "Metal").enums

@@ -177,6 +177,7 @@ struct Kernel {
   void (*call)(const Invocation& invocation);
   const ThreadgroupLayout* layout;
   void (*specialize)(ConstantValues values);  // for the calling host thread
+  const char* selected_by;  // macro without which the guard leaves it out; null: it is always there
 };
 
 struct FunctionConstant {
@@ -193,7 +194,10 @@ struct Library {
   u32 kernel_count;
   const FunctionConstant* constants;
   u32 constant_count;
-  bool checked;  // every memory access calls the executor
+  bool checked;                  // every memory access calls the executor
+  const char* guard;             // macro that leaves kernels out; null: there is none
+  const char* const* selectors;  // macros that bring them back
+  u32 selector_count;
 };
 
 }  // namespace metal_emulator::abi

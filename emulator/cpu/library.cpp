@@ -57,7 +57,8 @@ void fill(Loaded& loaded, const abi::Library& table) {
     loaded.kernels.push_back({.name = kernel.name,
                               .file = kernel.file,
                               .arguments = loaded.arguments.back(),
-                              .entry = &loaded.entries.back()});
+                              .entry = &loaded.entries.back(),
+                              .selected_by = kernel.selected_by});
   }
   for (abi::u32 i = 0; i < table.constant_count; i++) {
     const abi::FunctionConstant& constant = table.constants[i];
@@ -66,7 +67,9 @@ void fill(Loaded& loaded, const abi::Library& table) {
   loaded.library = {.name = table.name,
                     .source = {table.source, table.source_bytes},
                     .kernels = loaded.kernels,
-                    .constants = loaded.constants};
+                    .constants = loaded.constants,
+                    .guard = table.guard,
+                    .selectors = {table.selectors, table.selector_count}};
 }
 
 }  // namespace

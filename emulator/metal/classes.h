@@ -5,6 +5,7 @@
 #import <Metal/Metal.h>
 
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -75,7 +76,8 @@ inline void require_open(bool ended, const char* call) {
 
 @interface EmulatorLibrary : NSObject <MTLLibrary>
 - (instancetype)initWithDevice:(id<MTLDevice>)device
-                     libraries:(std::vector<const metal_emulator::ShaderLibrary*>)libraries;
+                     libraries:(std::vector<const metal_emulator::ShaderLibrary*>)libraries
+                        macros:(std::set<std::string>)macros;
 @end
 
 @interface EmulatorFunction : NSObject <MTLFunction>
@@ -85,6 +87,8 @@ inline void require_open(bool ended, const char* call) {
                      constants:(metal_emulator::Specialization)constants;
 // Throws std::runtime_error where the kernel cannot be made to run.
 - (std::shared_ptr<const metal_emulator::Pipeline>)prepare;
+// Of its code and constants on this device, in one line.
+- (std::string)identity;
 @end
 
 @interface MTLFunctionConstantValues ()
@@ -104,6 +108,17 @@ inline void require_open(bool ended, const char* call) {
 - (const std::shared_ptr<const metal_emulator::Pipeline>&)pipeline;
 @end
 
+@interface EmulatorBinaryArchive : NSObject <MTLBinaryArchive>
+- (instancetype)initWithDevice:(id<MTLDevice>)device;
+// What a file has. Returns why it cannot be read; empty: it was.
+- (std::string)load:(const std::string&)path;
+- (BOOL)has:(const std::string&)identity;
+@end
+
+@interface EmulatorResidencySet : NSObject <MTLResidencySet>
+- (instancetype)initWithDevice:(id<MTLDevice>)device label:(NSString*)label;
+@end
+
 @class EmulatorCommandBuffer;
 
 @interface EmulatorCommandQueue : NSObject <MTLCommandQueue>
@@ -111,6 +126,10 @@ inline void require_open(bool ended, const char* call) {
 - (void)enqueue:(EmulatorCommandBuffer*)commandBuffer;
 // Submits every committed command buffer that no uncommitted one precedes to the executor.
 - (void)submitReady;
+// Returns how many before it the host has not seen completed.
+- (std::size_t)committed:(EmulatorCommandBuffer*)commandBuffer;
+// The host has seen that it is completed, and those before it; false: it knew.
+- (BOOL)observe:(EmulatorCommandBuffer*)commandBuffer;
 - (void)commandBufferFinished;
 - (void)commandBufferDropped;  // deallocated without a commit
 @end

@@ -50,6 +50,7 @@ struct Running {
   std::string _violation;  // of an encoder that was released before endEncoding
   std::vector<id> _references;
   std::shared_ptr<UntrackedUse> _untracked;
+  std::size_t _aheadOfHost;
   std::vector<MTLCommandBufferHandler> _scheduledHandlers, _completedHandlers;
 
   std::mutex _mutex;  // guards the members below
@@ -87,8 +88,13 @@ struct Running {
 }
 - (MTLCommandBufferStatus)status {
   std::lock_guard lock(_mutex);
-  if (_status >= MTLCommandBufferStatusCompleted) UntrackedUse::observe(*_untracked);
+  if (_status >= MTLCommandBufferStatusCompleted) [self observe];
   return _status;
+}
+// The host has seen that it is completed; false: it knew.
+- (BOOL)observe {
+  UntrackedUse::observe(*_untracked);
+  return [_queue observe:self];
 }
 - (NSError*)error {
   std::lock_guard lock(_mutex);
@@ -142,6 +148,7 @@ struct Running {
   if (self.status == MTLCommandBufferStatusNotEnqueued) [self enqueue];
   State::get().count(&metal_emulator::Counters::command_buffers);
   State::get().count(&metal_emulator::Counters::dispatches, static_cast<std::uint64_t>(_dispatches));
+  _aheadOfHost = [_queue committed:self];
   [self becomeStatus:MTLCommandBufferStatusCommitted];
   [_queue submitReady];
 }
@@ -188,9 +195,9 @@ struct Running {
     code = fault->code;
   }
   if (State::get().keeps_history()) {
-    CommandBufferRecord record{to_string(self.label),        message,
-                               static_cast<bool>(_retained), completion.start_seconds,
-                               completion.end_seconds,       {}};
+    CommandBufferRecord record{
+        to_string(self.label),  message, static_cast<bool>(_retained), _aheadOfHost, completion.start_seconds,
+        completion.end_seconds, {}};
     record.dispatches = make_records(_encoded, completion.statistics);
     State::get().add_record(std::move(record));
   }
@@ -203,7 +210,7 @@ struct Running {
     _end = completion.end_seconds;
     _status = failed ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
   }
-  if (!_completedHandlers.empty()) UntrackedUse::observe(*_untracked);
+  if (!_completedHandlers.empty()) [self observe];
   for (MTLCommandBufferHandler handler : _completedHandlers) handler(self);
   _scheduledHandlers.clear();
   _completedHandlers.clear();
@@ -235,7 +242,7 @@ struct Running {
   while (!_finished && std::chrono::steady_clock::now() < until) std::this_thread::yield();
   std::unique_lock lock(_mutex);
   _changed.wait(lock, [&] { return _finished.load(); });
-  UntrackedUse::observe(*_untracked);
+  if ([self observe]) State::get().count(&metal_emulator::Counters::waits);
 }
 
 - (void)requireNoEncoder:(const char*)call {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -5,8 +6,13 @@
 #include "classes.h"
 #include "untracked.h"
 
+using metal_emulator::checked_cast;
 using metal_emulator::State;
 using metal_emulator::ValidationError;
+
+namespace {
+constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documentation says
+}
 
 @implementation EmulatorFence {
   id<MTLDevice> _device;
@@ -30,6 +36,9 @@ using metal_emulator::ValidationError;
   std::condition_variable _finished;
   NSUInteger _unfinished;  // command buffers that were made and neither finished nor dropped
   NSUInteger _running;     // of those, submitted
+  std::vector<EmulatorResidencySet*> _residencySets;
+  std::mutex _unseenMutex;
+  std::deque<const void*> _unseen;  // committed, and the host does not know that they are completed
   std::deque<EmulatorCommandBuffer*> _enqueued;  // in order of execution, not submitted yet
 }
 @synthesize device = _device;
@@ -65,9 +74,36 @@ using metal_emulator::ValidationError;
   return [self makeCommandBuffer:NO];
 }
 
+- (void)addResidencySet:(id<MTLResidencySet>)residencySet {
+  auto* set = checked_cast<EmulatorResidencySet>(residencySet, "addResidencySet");
+  std::lock_guard lock(_mutex);
+  if (std::find(_residencySets.begin(), _residencySets.end(), set) != _residencySets.end()) return;
+  if (_residencySets.size() == kMaxResidencySets)
+    throw ValidationError("addResidencySet: a queue has at most " + std::to_string(kMaxResidencySets));
+  _residencySets.push_back(set);
+}
+- (void)removeResidencySet:(id<MTLResidencySet>)residencySet {
+  auto* set = checked_cast<EmulatorResidencySet>(residencySet, "removeResidencySet");
+  std::lock_guard lock(_mutex);
+  std::erase(_residencySets, set);
+}
+
 - (void)enqueue:(EmulatorCommandBuffer*)commandBuffer {
   std::lock_guard lock(_mutex);
   _enqueued.push_back(commandBuffer);
+}
+
+- (std::size_t)committed:(EmulatorCommandBuffer*)commandBuffer {
+  std::lock_guard lock(_unseenMutex);
+  _unseen.push_back((__bridge const void*)commandBuffer);
+  return _unseen.size() - 1;
+}
+- (BOOL)observe:(EmulatorCommandBuffer*)commandBuffer {
+  std::lock_guard lock(_unseenMutex);
+  const auto found = std::find(_unseen.begin(), _unseen.end(), (__bridge const void*)commandBuffer);
+  if (found == _unseen.end()) return NO;
+  _unseen.erase(_unseen.begin(), found + 1);
+  return YES;
 }
 
 - (void)submitReady {

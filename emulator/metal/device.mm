@@ -1,9 +1,11 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <map>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 
 #include "classes.h"
@@ -39,6 +41,29 @@ StorageMode storage_mode(MTLResourceOptions options, const char* call) {
     default:
       throw ValidationError(std::string(call) + ": buffers have no such storage mode");
   }
+}
+
+std::set<std::string> macros_of(MTLCompileOptions* options) {
+  std::set<std::string> names;
+  for (NSString* name in options.preprocessorMacros) names.insert(to_string(name));
+  return names;
+}
+
+// Why the library cannot be had with these macros; empty: it can.
+std::string unknown_macro(const ShaderLibrary& library, NSDictionary<NSString*, NSObject*>* macros) {
+  const char* const needed = "; other preprocessor macros need a compiler, which the emulator is not";
+  bool guarded = macros.count == 0;
+  for (NSString* key in macros) {
+    const std::string name = to_string(key);
+    const bool is_guard = library.guard && name == library.guard;
+    guarded = guarded || is_guard;
+    if (!is_guard &&
+        std::find(library.selectors.begin(), library.selectors.end(), name) == library.selectors.end())
+      return "the macro '" + name + "' selects nothing of " + library.name + needed;
+    if (const std::string value = to_string(macros[key].description); value != "1")
+      return "the macro '" + name + "' is '" + value + "' instead of 1" + needed;
+  }
+  return guarded ? "" : "macros without the guard of " + std::string(library.name) + needed;
 }
 
 void check_length(NSUInteger length, const char* call) {
@@ -163,7 +188,7 @@ void check_length(NSUInteger length, const char* call) {
 - (id<MTLLibrary>)newDefaultLibrary {
   auto libraries = metal_emulator::registered_libraries();
   if (libraries.empty()) return nil;
-  return [[EmulatorLibrary alloc] initWithDevice:self libraries:std::move(libraries)];
+  return [[EmulatorLibrary alloc] initWithDevice:self libraries:std::move(libraries) macros:{}];
 }
 
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
@@ -173,7 +198,7 @@ void check_length(NSUInteger length, const char* call) {
   if (std::filesystem::is_regular_file(path)) {
     try {
       const ShaderLibrary* library = State::get().executor().load(path);
-      return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
+      return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library} macros:{}];
     } catch (const std::runtime_error& exception) {
       code = MTLLibraryErrorInternal;
       message = "library '" + path + "': " + exception.what();
@@ -187,16 +212,17 @@ void check_length(NSUInteger length, const char* call) {
                                options:(MTLCompileOptions*)options
                                  error:(NSError**)error {
   const std::string text = to_string(source);
-  const bool as_it_is = options.preprocessorMacros.count == 0;
+  const std::set<std::string> macros = macros_of(options);
+  std::string why = "this source text was not compiled ahead of time into the binary";
   for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
-    if (as_it_is && library->source == text) {
-      State::get().add_library({library->name, static_cast<bool>(options ? options.fastMathEnabled : YES),
-                                static_cast<int>(options ? options.languageVersion : MTLLanguageVersion3_2)});
-      return [[EmulatorLibrary alloc] initWithDevice:self libraries:{library}];
-    }
+    if (library->source != text) continue;
+    if (why = unknown_macro(*library, options.preprocessorMacros); !why.empty()) break;
+    EmulatorLibrary* found = [[EmulatorLibrary alloc] initWithDevice:self libraries:{library} macros:macros];
+    State::get().add_library({library->name, static_cast<bool>(options ? options.fastMathEnabled : YES),
+                              static_cast<int>(options ? options.languageVersion : MTLLanguageVersion3_2),
+                              found.functionNames.count});
+    return found;
   }
-  const char* why = as_it_is ? "this source text was not compiled ahead of time into the binary"
-                             : "preprocessor macros need a compiler, which the emulator is not";
   if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);
   return nil;
 }
@@ -239,11 +265,20 @@ void check_length(NSUInteger length, const char* call) {
                                   options:(MTLPipelineOption)options
                                reflection:(MTLAutoreleasedComputePipelineReflection*)reflection
                                     error:(NSError**)error {
-  static_cast<void>(options);
   if (reflection) *reflection = nil;
   auto* function = checked_cast<EmulatorFunction>(descriptor.computeFunction, "newComputePipelineState");
+  bool archived = false;
+  for (id<MTLBinaryArchive> archive in descriptor.binaryArchives)
+    archived =
+        archived || [checked_cast<EmulatorBinaryArchive>(archive, "binaryArchives") has:function.identity];
+  if (!archived && (options & MTLPipelineOptionFailOnBinaryArchiveMiss)) {
+    const std::string message = "no archive has the pipeline of '" + to_string(function.name) + "'";
+    if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorInternal, message);
+    return nil;
+  }
   try {
     auto pipeline = [function prepare];
+    if (!archived) State::get().count(&metal_emulator::Counters::compiled_pipelines);
     return [[EmulatorComputePipeline alloc] initWithDevice:self
                                                   pipeline:std::move(pipeline)
                                                 maxThreads:descriptor.maxTotalThreadsPerThreadgroup
@@ -270,6 +305,26 @@ void check_length(NSUInteger length, const char* call) {
                                                                                  error:&error];
     completionHandler(pipeline, nil, error);
   });
+}
+
+- (id<MTLBinaryArchive>)newBinaryArchiveWithDescriptor:(MTLBinaryArchiveDescriptor*)descriptor
+                                                 error:(NSError**)error {
+  EmulatorBinaryArchive* archive = [[EmulatorBinaryArchive alloc] initWithDevice:self];
+  if (!descriptor.url) return archive;
+  const std::string path = to_string(descriptor.url.path);
+  const std::string problem = [archive load:path];
+  if (problem.empty()) return archive;
+  if (error)
+    *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorInvalidFile,
+                        "binary archive '" + path + "': " + problem);
+  return nil;
+}
+
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)desc error:(NSError**)error {
+  if (metal_emulator::limits().residency_sets)
+    return [[EmulatorResidencySet alloc] initWithDevice:self label:desc.label];
+  if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorUnsupported, "no residency sets");
+  return nil;
 }
 @end
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <set>
 #include <stdexcept>
 
 #include "classes.h"
@@ -148,22 +149,31 @@ Value make_value(const void* bytes, MTLDataType type) {
 @implementation EmulatorLibrary {
   id<MTLDevice> _device;
   std::vector<const ShaderLibrary*> _libraries;
+  std::set<std::string> _macros;
 }
 @synthesize device = _device;
 @synthesize label = _label;
 
-- (instancetype)initWithDevice:(id<MTLDevice>)device libraries:(std::vector<const ShaderLibrary*>)libraries {
+- (instancetype)initWithDevice:(id<MTLDevice>)device
+                     libraries:(std::vector<const ShaderLibrary*>)libraries
+                        macros:(std::set<std::string>)macros {
   if ((self = [super init])) {
     _device = device;
     _libraries = std::move(libraries);
+    _macros = std::move(macros);
     State::get().count(&metal_emulator::Counters::libraries);
   }
   return self;
 }
+// Whether the preprocessor left the kernel in the library.
+- (BOOL)has:(const Kernel&)kernel {
+  return _macros.empty() || !kernel.selected_by || _macros.contains(kernel.selected_by);
+}
 - (NSArray<NSString*>*)functionNames {
   NSMutableArray<NSString*>* names = [NSMutableArray array];
   for (const ShaderLibrary* library : _libraries) {
-    for (const Kernel& kernel : library->kernels) [names addObject:to_ns(kernel.name)];
+    for (const Kernel& kernel : library->kernels)
+      if ([self has:kernel]) [names addObject:to_ns(kernel.name)];
   }
   return names;
 }
@@ -178,7 +188,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   NSInteger code = MTLLibraryErrorFunctionNotFound;
   for (const ShaderLibrary* library : _libraries) {
     for (const Kernel& kernel : library->kernels) {
-      if (wanted != kernel.name) continue;
+      if (wanted != kernel.name || ![self has:kernel]) continue;
       try {
         // Before alloc: an exception between alloc and init would leak the object.
         Specialization constants = [constantValues valuesForLibrary:*library];
@@ -224,6 +234,14 @@ Value make_value(const void* bytes, MTLDataType type) {
 - (NSString*)name {
   return to_ns(_kernel->name);
 }
+- (std::string)identity {
+  std::uint64_t sum = 14695981039346656037u;  // FNV-1a
+  for (const char c : _library->source) sum = (sum ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  std::string text = to_string(_device.name) + "; " + std::to_string(sum) + "; " + _kernel->name;
+  for (const auto& constant : _constants)
+    text += "; " + std::to_string(constant.index) + "=" + std::to_string(constant.bits);
+  return text;
+}
 - (std::shared_ptr<const Pipeline>)prepare {
   State& state = State::get();
   auto pipeline = state.executor().prepare(*_library, *_kernel, _constants);
@@ -252,6 +270,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   _computeFunction = nil;
   _threadGroupSizeIsMultipleOfThreadExecutionWidth = NO;
   _maxTotalThreadsPerThreadgroup = 0;
+  _binaryArchives = nil;
 }
 - (id)copyWithZone:(NSZone*)zone {
   static_cast<void>(zone);
@@ -260,6 +279,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   copy.computeFunction = _computeFunction;
   copy.threadGroupSizeIsMultipleOfThreadExecutionWidth = _threadGroupSizeIsMultipleOfThreadExecutionWidth;
   copy.maxTotalThreadsPerThreadgroup = _maxTotalThreadsPerThreadgroup;
+  copy.binaryArchives = _binaryArchives;
   return copy;
 }
 @end

@@ -164,6 +164,16 @@ std::size_t State::allocated_bytes() {
   return bytes;
 }
 
+void State::change_resident_bytes(std::size_t before, std::size_t after) {
+  std::lock_guard lock(mutex_);
+  resident_bytes_ += after - before;
+}
+
+std::size_t State::resident_bytes() {
+  std::lock_guard lock(mutex_);
+  return resident_bytes_;
+}
+
 void State::fail_allocation(int nth) {
   std::lock_guard lock(mutex_);
   allocation_fault_ = nth;
@@ -310,6 +320,10 @@ std::vector<BufferInfo> live_buffers() {
 std::size_t allocated_bytes() {
   State::get().wait_idle();
   return State::get().allocated_bytes();
+}
+std::size_t resident_bytes() {
+  State::get().wait_idle();
+  return State::get().resident_bytes();
 }
 Counters counters() {
   return State::get().counters();

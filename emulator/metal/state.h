@@ -53,6 +53,8 @@ class State {
   std::string label(const BufferState& buffer);
   std::vector<BufferInfo> live_buffers();
   std::size_t allocated_bytes();
+  void change_resident_bytes(std::size_t before, std::size_t after);
+  std::size_t resident_bytes();
 
   void fail_allocation(int nth);
   bool allocation_will_fail();
@@ -94,6 +96,7 @@ class State {
   ExecutorOptions options_;
   DeviceLimits limits_;
   std::vector<std::shared_ptr<BufferState>> buffers_;
+  std::size_t resident_bytes_ = 0;
   int allocation_fault_ = 0;  // counts down; 0: none
   int command_buffer_fault_countdown_ = 0;
   CommandBufferFault command_buffer_fault_;

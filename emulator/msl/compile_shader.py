@@ -23,6 +23,7 @@ from scanner import ptx
 from scanner.emit import raw_string
 from scanner.preprocess import find_clang
 from scanner.program import translate
+from scanner.selection import Macros
 from scanner.tokens import SourceError
 
 HERE = Path(__file__).resolve().parent
@@ -118,6 +119,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ptx", action="store_true", help="for NVIDIA GPUs; -o .ptx: only compile")
     parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME[=VALUE]")
     parser.add_argument("-I", dest="include", action="append", default=[], metavar="FOLDER")
+    parser.add_argument("--guard", help="macro by which a host leaves out what --select does not name")
+    parser.add_argument(
+        "--select", action="append", default=[], metavar="MACRO", help="one that brings kernels back"
+    )
     parser.add_argument("--metal-version", type=int, default=310, help="__METAL_VERSION__; default 310")
     parser.add_argument("--depfile", help="write a Make rule with the files that are read")
     parser.add_argument("--checked", action="store_true", help="let every memory access call the executor")
@@ -127,10 +132,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     macros = [f"-D{d}" for d in options.defines] + [f"-I{i}" for i in options.include]
+    selectors = Macros(options.guard, tuple(options.select)) if options.guard else None
     if options.depfile:
         macros += ["-MD", "-MF", options.depfile, "-MT", str(options.output)]
     try:
-        text = translate(options.source, "ptx" if options.ptx else "cpu", options.metal_version, macros)
+        text = translate(
+            options.source, "ptx" if options.ptx else "cpu", options.metal_version, macros, selectors
+        )
         if options.sanitize:
             text = without_unrolling(text)
         if options.output.suffix == ".cpp":

@@ -50,8 +50,12 @@ UNANNOTATED = {
         "setComputeFunction:",
         "maxTotalThreadsPerThreadgroup",
         "setMaxTotalThreadsPerThreadgroup:",
+        "binaryArchives",
+        "setBinaryArchives:",
         "reset",
     },
+    "MTLBinaryArchiveDescriptor": {"url", "setUrl:"},
+    "MTLResidencySetDescriptor": {"label", "setLabel:", "initialCapacity", "setInitialCapacity:"},
 }
 # The bindings keep one type for a selector, whichever protocol has it: this one is MTLIOCommandBuffer's.
 AMBIGUOUS = {("MTLCommandBuffer", "status")}

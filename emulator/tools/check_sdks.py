@@ -23,6 +23,7 @@ from check_metal_api import INCLUDE, Declared, read_headers
 SDKS = {"13": "9.2", "14": "10.3.2", "15": "11.1"}
 # Methods that the bindings do not annotate, and the first SDK whose metal-cpp sends them.
 UNANNOTATED_SINCE = {"mathMode": "15", "setMathMode": "15"}
+FENCE = re.compile(r"\s*#\s*if __MAC_OS_X_VERSION_MAX_ALLOWED >= (\d+)$")
 SUFFIXES = (".h", ".mm", ".cpp", ".inc")
 
 
@@ -42,11 +43,25 @@ def too_new(declared: Declared, apple: Framework, sdk: str) -> set[str]:
     return names | {name for name, since in UNANNOTATED_SINCE.items() if int(since) > int(sdk)}
 
 
-def uses(folder: Path, names: set[str]) -> list[str]:
-    """Return where the sources in a folder use one of the names, outside of comments and strings."""
+def uses(folder: Path, names: set[str], sdk: int) -> list[str]:
+    """Return where the sources in a folder use one of the names, outside of comments and strings.
+
+    What a newer SDK's ``#if`` holds, an older one does not compile.
+    """
     found = []
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
+        fences: list[bool] = []  # of the #if around a line: whether this SDK skips what is in it
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if directive := re.match(r"\s*#\s*(if|else|elif|endif)", line):
+                fence = FENCE.match(line)
+                if directive[1] == "if":
+                    fences.append(fence is not None and sdk * 10000 < int(fence[1]))
+                elif directive[1] == "endif":
+                    fences.pop()
+                else:
+                    fences[-1] = False
+            if any(fences):
+                continue
             code = re.sub(r'"(\\.|[^"\\])*"', '""', line).split("//")[0]
             found += [f"{path}:{number}: {name}" for name in re.findall(r"\w+", code) if name in names]
     return found
@@ -60,7 +75,7 @@ def check(folders: list[Path], cache: Path, include: Path = INCLUDE) -> list[str
         wheel = download(f"{WHEELS['Metal']}=={version}", cache / f"sdk-{sdk}")
         names = too_new(declared, read_framework(wheel, "Metal"), sdk)
         for folder in folders:
-            problems += [f"{use} is not in the SDK of macOS {sdk}" for use in uses(folder, names)]
+            problems += [f"{use} is not in the SDK of macOS {sdk}" for use in uses(folder, names, int(sdk))]
     return problems
 
 

@@ -10,6 +10,11 @@
 #error "Foundation needs Objective-C and clang"
 #endif
 
+// Of Availability.h: the newest SDK of which these headers have a part.
+#ifndef __MAC_OS_X_VERSION_MAX_ALLOWED
+#define __MAC_OS_X_VERSION_MAX_ALLOWED 150000
+#endif
+
 typedef bool BOOL;  // as on arm64
 #define YES true
 #define NO false

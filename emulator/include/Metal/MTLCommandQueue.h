@@ -2,6 +2,7 @@
 #pragma once
 
 #import <Metal/MTLCommandEncoder.h>
+#import <Metal/MTLResidencySet.h>
 
 NS_ASSUME_NONNULL_BEGIN
 
@@ -61,6 +62,10 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @property(readonly) id<MTLDevice> device;
 - (nullable id<MTLCommandBuffer>)commandBuffer;
 - (nullable id<MTLCommandBuffer>)commandBufferWithUnretainedReferences;
+- (void)addResidencySet:(id<MTLResidencySet>)residencySet
+    __attribute__((availability(macos, introduced = 15.0)));
+- (void)removeResidencySet:(id<MTLResidencySet>)residencySet
+    __attribute__((availability(macos, introduced = 15.0)));
 @end
 
 NS_ASSUME_NONNULL_END

@@ -1,5 +1,6 @@
 #pragma once
 
+#import <Metal/MTLBinaryArchive.h>
 #import <Metal/MTLLibrary.h>
 #import <Metal/MTLTypes.h>
 
@@ -13,6 +14,7 @@ NS_ASSUME_NONNULL_BEGIN
 @property(nullable, readwrite, nonatomic, strong) id<MTLFunction> computeFunction;
 @property(readwrite, nonatomic) BOOL threadGroupSizeIsMultipleOfThreadExecutionWidth;
 @property(readwrite, nonatomic) NSUInteger maxTotalThreadsPerThreadgroup;  // 0: the most that the device can
+@property(nullable, readwrite, nonatomic, copy) NSArray<id<MTLBinaryArchive>>* binaryArchives;
 - (void)reset;
 @end
 

@@ -24,6 +24,7 @@ typedef NS_ENUM(NSInteger, MTLGPUFamily) {
 
 typedef NS_OPTIONS(NSUInteger, MTLPipelineOption) {
   MTLPipelineOptionNone = 0,
+  MTLPipelineOptionFailOnBinaryArchiveMiss = 1 << 2,
 };
 
 typedef __autoreleasing MTLComputePipelineReflection* _Nullable MTLAutoreleasedComputePipelineReflection;
@@ -31,6 +32,11 @@ typedef __autoreleasing MTLComputePipelineReflection* _Nullable MTLAutoreleasedC
 typedef void (^MTLNewLibraryCompletionHandler)(id<MTLLibrary> _Nullable library, NSError* _Nullable error);
 typedef void (^MTLNewComputePipelineStateCompletionHandler)(
     id<MTLComputePipelineState> _Nullable computePipelineState, NSError* _Nullable error);
+
+@class MTLBinaryArchiveDescriptor;
+@class MTLResidencySetDescriptor;
+@protocol MTLBinaryArchive;
+@protocol MTLResidencySet;
 
 @protocol MTLDevice <NSObject>
 @property(readonly) NSString* name;
@@ -85,6 +91,11 @@ typedef void (^MTLNewComputePipelineStateCompletionHandler)(
                                 (void (^)(id<MTLComputePipelineState> _Nullable computePipelineState,
                                           MTLComputePipelineReflection* _Nullable reflection,
                                           NSError* _Nullable error))completionHandler;
+- (nullable id<MTLBinaryArchive>)newBinaryArchiveWithDescriptor:(MTLBinaryArchiveDescriptor*)descriptor
+                                                          error:(NSError* _Nullable* _Nullable)error;
+- (nullable id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)desc
+                                                        error:(NSError* _Nullable* _Nullable)error
+    __attribute__((availability(macos, introduced = 15.0)));
 @end
 
 FOUNDATION_EXPORT id<MTLDevice> _Nullable MTLCreateSystemDefaultDevice(void) NS_RETURNS_RETAINED;

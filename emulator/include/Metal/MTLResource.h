@@ -41,14 +41,18 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
   MTLResourceHazardTrackingModeTracked = MTLHazardTrackingModeTracked << MTLResourceHazardTrackingModeShift,
 };
 
-@protocol MTLResource <NSObject>
+// Since macOS 15; a resource is one.
+@protocol MTLAllocation <NSObject>
+@property(readonly) NSUInteger allocatedSize;
+@end
+
+@protocol MTLResource <MTLAllocation>
 @property(nullable, copy, atomic) NSString* label;
 @property(readonly) id<MTLDevice> device;
 @property(readonly) MTLCPUCacheMode cpuCacheMode;
 @property(readonly) MTLStorageMode storageMode;
 @property(readonly) MTLHazardTrackingMode hazardTrackingMode;
 @property(readonly) MTLResourceOptions resourceOptions;
-@property(readonly) NSUInteger allocatedSize;
 @end
 
 NS_ASSUME_NONNULL_END

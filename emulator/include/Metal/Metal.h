@@ -1,6 +1,7 @@
 // The compute part of Metal, with Apple's names, types, values and nullability.
 #pragma once
 
+#import <Metal/MTLBinaryArchive.h>
 #import <Metal/MTLBuffer.h>
 #import <Metal/MTLCommandEncoder.h>
 #import <Metal/MTLCommandQueue.h>
@@ -8,5 +9,6 @@
 #import <Metal/MTLDevice.h>
 #import <Metal/MTLFence.h>
 #import <Metal/MTLLibrary.h>
+#import <Metal/MTLResidencySet.h>
 #import <Metal/MTLResource.h>
 #import <Metal/MTLTypes.h>

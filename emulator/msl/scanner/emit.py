@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from .kernels import Argument, FunctionConstant, Instantiation, Program
+from .selection import Selection
 from .tokens import SourceError, TokenList
 
 SIZED = {"int8_t": "char", "uint8_t": "uchar", "int16_t": "short", "uint16_t": "ushort", "int32_t": "int",
@@ -52,7 +53,9 @@ def check_table(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int]]) -> str:
+def cpu_table(
+    program: Program, name: str, source: str, uses: dict[str, list[int]], selection: Selection | None
+) -> str:
     """Return the kernel table and its registration.
 
     Parameters
@@ -63,7 +66,10 @@ def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int
         Exact text that the host gives to newLibraryWithSource.
     uses
         For each kernel's name, the indices of the function constants that it may read.
+    selection
+        The macros that a host may define; None: none.
     """
+    by_kernel = selection.by_kernel if selection else {}
     constants = {constant.name: constant.index for constant in program.constants}
     lines = ["namespace {", "namespace msl_table {", "using namespace ::metal_emulator::abi;"]
     rows = []
@@ -78,7 +84,8 @@ def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int
         rows.append(
             f'    {{"{entry.host_name}", "{entry.file}", {entry.line}, kArguments{number}, {bindings}, '
             f"{entry.kernel.max_threads}, kConstants{number}, {len(used)}, &Entry{number}::call, "
-            f"Entry{number}::layout, &::msl::Specializer::set_all}},"
+            f"Entry{number}::layout, &::msl::Specializer::set_all, "
+            f"{_text(by_kernel.get(entry.host_name))}}},"
         )
     lines += ["const Kernel kKernels[] = {", *rows, "    {}};"]
     lines += ["const FunctionConstant kFunctionConstants[] = {"]
@@ -86,9 +93,12 @@ def cpu_table(program: Program, name: str, source: str, uses: dict[str, list[int
         f'    {{"{c.name}", {c.index}, ::msl::ConstantTypeOf<{c.type}>::value}},' for c in program.constants
     ]
     lines += ["    {}};", f"const char kSource[] =\n{raw_string(source)};"]
+    guard, selectors = (selection.macros.guard, selection.macros.selectors) if selection else (None, ())
+    lines += [f"const char* const kSelectors[] = {{{', '.join(map(_text, [*selectors, None]))}}};"]
     lines += [
         f'const Library kLibrary = {{"{name}", kSource, sizeof(kSource) - 1, kKernels, {len(rows)}, '
-        f"kFunctionConstants, {len(program.constants)}, MSL_CHECKED}};",
+        f"kFunctionConstants, {len(program.constants)}, MSL_CHECKED, {_text(guard)}, kSelectors, "
+        f"{len(selectors)}}};",
         "struct Registration {",
         "  Registration() { metal_emulator_register(&kLibrary); }",
         "} registration;",
@@ -107,6 +117,10 @@ def ptx_table(program: Program) -> str:
         lines.append(f'#line {entry.line} "{entry.file}"')
         lines.append(f"MSL_ENTRY({number}, {entry.address}, {constants}u{described})")
     return "\n".join(lines) + "\n"
+
+
+def _text(value: str | None) -> str:
+    return "nullptr" if value is None else f'"{value}"'
 
 
 def _ptx_constant(constant: FunctionConstant) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from . import emit
+from . import emit, selection
 from .declarations import Declaration, declarations
 from .kernels import Program, analyze
 from .lint import lint
@@ -14,7 +14,9 @@ from .rewrite import rewrite
 from .tokens import SourceError, TokenList, tokenize
 
 
-def translate(path: Path, backend: str, metal_version: int, flags: list[str]) -> str:
+def translate(
+    path: Path, backend: str, metal_version: int, flags: list[str], macros: selection.Macros | None = None
+) -> str:
     """Return the C++ of a Metal source.
 
     Parameters
@@ -27,6 +29,8 @@ def translate(path: Path, backend: str, metal_version: int, flags: list[str]) ->
         Value of ``__METAL_VERSION__``.
     flags
         Flags of the preprocessor.
+    macros
+        Those by which a host may select kernels.
 
     Raises
     ------
@@ -44,7 +48,10 @@ def translate(path: Path, backend: str, metal_version: int, flags: list[str]) ->
         return text + emit.check_table(program)
     if backend == "ptx":
         return text + emit.ptx_table(program)
-    return text + emit.cpu_table(program, path.name, path.read_text(encoding="utf-8"), uses)
+    source = path.read_text(encoding="utf-8")
+    names = [entry.host_name for entry in program.instantiations]
+    selected = selection.select(path, metal_version, flags, macros, names) if macros else None
+    return text + emit.cpu_table(program, path.name, source, uses, selected)
 
 
 def lints(path: Path, metal_version: int, flags: list[str]) -> list[SourceError]:

@@ -1,0 +1,33 @@
+// Compiled pipelines in a file.
+#pragma once
+
+#import <Foundation/Foundation.h>
+
+NS_ASSUME_NONNULL_BEGIN
+
+@protocol MTLDevice;
+@class MTLComputePipelineDescriptor;
+
+FOUNDATION_EXPORT NSErrorDomain const MTLBinaryArchiveDomain;
+
+typedef NS_ERROR_ENUM(MTLBinaryArchiveDomain, MTLBinaryArchiveError){
+    MTLBinaryArchiveErrorNone = 0,
+    MTLBinaryArchiveErrorInvalidFile = 1,
+    MTLBinaryArchiveErrorUnexpectedElement = 2,
+    MTLBinaryArchiveErrorCompilationFailure = 3,
+    MTLBinaryArchiveErrorInternalError = 4,
+};
+
+@interface MTLBinaryArchiveDescriptor : NSObject <NSCopying>
+@property(nullable, copy, nonatomic, readwrite) NSURL* url;  // nil: an empty archive
+@end
+
+@protocol MTLBinaryArchive <NSObject>
+@property(nullable, copy, atomic) NSString* label;
+@property(readonly) id<MTLDevice> device;
+- (BOOL)addComputePipelineFunctionsWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
+                                            error:(NSError* _Nullable* _Nullable)error;
+- (BOOL)serializeToURL:(NSURL*)url error:(NSError* _Nullable* _Nullable)error;
+@end
+
+NS_ASSUME_NONNULL_END

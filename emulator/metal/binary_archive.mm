@@ -1,0 +1,111 @@
+// Archives of compiled pipelines. A file lists what was compiled: nothing is read from it but that.
+#include <unistd.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "classes.h"
+
+using metal_emulator::checked_cast;
+using metal_emulator::make_error;
+using metal_emulator::State;
+using metal_emulator::to_string;
+using metal_emulator::ValidationError;
+
+NSErrorDomain const MTLBinaryArchiveDomain = @"MTLBinaryArchiveDomain";
+
+namespace {
+
+constexpr const char* kHeader = "Metal emulator: binary archive 1";
+
+std::string checksum_of(const std::string& text) {
+  std::uint64_t sum = 14695981039346656037u;  // FNV-1a
+  for (const char c : text) sum = (sum ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  return std::to_string(sum);
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  if (file) text << file.rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+@implementation MTLBinaryArchiveDescriptor
+- (id)copyWithZone:(NSZone*)zone {
+  static_cast<void>(zone);
+  MTLBinaryArchiveDescriptor* copy = [[MTLBinaryArchiveDescriptor alloc] init];
+  copy.url = _url;
+  return copy;
+}
+@end
+
+@implementation EmulatorBinaryArchive {
+  id<MTLDevice> _device;
+  std::mutex _mutex;
+  std::set<std::string> _pipelines;  // by EmulatorFunction's identity
+}
+@synthesize device = _device;
+@synthesize label = _label;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device {
+  if ((self = [super init])) _device = device;
+  return self;
+}
+
+// The file ends with a line that has the checksum of those before it.
+- (std::string)load:(const std::string&)path {
+  const std::string text = read_file(path);
+  if (text.empty()) return "there is no file";
+  const std::size_t end = text.size() < 2 ? std::string::npos : text.rfind('\n', text.size() - 2);
+  if (end == std::string::npos || text.substr(end + 1) != checksum_of(text.substr(0, end + 1)) + "\n")
+    return "the file is damaged";
+  std::istringstream lines(text.substr(0, end));
+  std::string line;
+  if (!std::getline(lines, line) || line != kHeader) return "the file is not an archive";
+  while (std::getline(lines, line)) _pipelines.insert(line);
+  return {};
+}
+
+- (BOOL)has:(const std::string&)identity {
+  std::lock_guard lock(_mutex);
+  return _pipelines.contains(identity);
+}
+
+- (BOOL)addComputePipelineFunctionsWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
+                                            error:(NSError**)error {
+  auto* function =
+      checked_cast<EmulatorFunction>(descriptor.computeFunction, "addComputePipelineFunctionsWithDescriptor");
+  try {
+    [function prepare];
+    State::get().count(&metal_emulator::Counters::compiled_pipelines);
+  } catch (const std::runtime_error& exception) {
+    if (error)
+      *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorCompilationFailure, exception.what());
+    return NO;
+  }
+  std::lock_guard lock(_mutex);
+  _pipelines.insert(function.identity);
+  return YES;
+}
+
+- (BOOL)serializeToURL:(NSURL*)url error:(NSError**)error {
+  std::string text = std::string(kHeader) + "\n", problem;
+  {
+    std::lock_guard lock(_mutex);
+    for (const std::string& identity : _pipelines) text += identity + "\n";
+    if (_pipelines.empty()) problem = "there is nothing to serialize";
+  }
+  const std::string path = to_string(url.path);
+  if (problem.empty()) {
+    std::ofstream file(path, std::ios::binary);
+    file << text << checksum_of(text) << "\n";
+    if (!file.flush()) problem = "cannot write '" + path + "'";
+  }
+  if (problem.empty()) return YES;
+  if (error) *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorInternalError, problem);
+  return NO;
+}
+@end

@@ -1,0 +1,93 @@
+// Residency sets. The emulated device has all of its memory all the time: a set only keeps its account.
+#include <algorithm>
+#include <map>
+
+#include "classes.h"
+
+using metal_emulator::BufferState;
+using metal_emulator::checked_cast;
+using metal_emulator::State;
+using metal_emulator::ValidationError;
+
+@implementation MTLResidencySetDescriptor
+- (id)copyWithZone:(NSZone*)zone {
+  static_cast<void>(zone);
+  MTLResidencySetDescriptor* copy = [[MTLResidencySetDescriptor alloc] init];
+  copy.label = _label;
+  copy.initialCapacity = _initialCapacity;
+  return copy;
+}
+@end
+
+@implementation EmulatorResidencySet {
+  id<MTLDevice> _device;
+  NSString* _label;
+  std::mutex _mutex;
+  std::vector<EmulatorBuffer*> _allocations, _committed;
+  std::size_t _resident;  // bytes that the device's account has of this set
+  BOOL _requested;
+}
+@synthesize device = _device;
+@synthesize label = _label;
+
+- (instancetype)initWithDevice:(id<MTLDevice>)device label:(NSString*)label {
+  if ((self = [super init])) {
+    _device = device;
+    _label = [label copy];
+  }
+  return self;
+}
+- (void)dealloc {
+  _requested = NO;
+  [self account];
+}
+// The caller has locked.
+- (void)account {
+  std::size_t bytes = 0;
+  for (EmulatorBuffer* buffer : _committed) bytes += _requested ? buffer->_state->info.length : 0;
+  State::get().change_resident_bytes(_resident, bytes);
+  _resident = bytes;
+}
+- (uint64_t)allocatedSize {
+  std::lock_guard lock(_mutex);
+  std::uint64_t bytes = 0;
+  for (EmulatorBuffer* buffer : _committed) bytes += buffer->_state->info.length;
+  return bytes;
+}
+- (NSUInteger)allocationCount {
+  std::lock_guard lock(_mutex);
+  return _allocations.size();
+}
+- (void)requestResidency {
+  std::lock_guard lock(_mutex);
+  _requested = YES;
+  [self account];
+}
+- (void)endResidency {
+  std::lock_guard lock(_mutex);
+  if (!_requested) throw ValidationError("endResidency: it was not requested");
+  _requested = NO;
+  [self account];
+}
+- (void)addAllocation:(id<MTLAllocation>)allocation {
+  auto* buffer = checked_cast<EmulatorBuffer>(allocation, "addAllocation");
+  std::lock_guard lock(_mutex);
+  if (std::find(_allocations.begin(), _allocations.end(), buffer) == _allocations.end())
+    _allocations.push_back(buffer);
+}
+- (void)removeAllocation:(id<MTLAllocation>)allocation {
+  auto* buffer = checked_cast<EmulatorBuffer>(allocation, "removeAllocation");
+  std::lock_guard lock(_mutex);
+  std::erase(_allocations, buffer);
+}
+- (BOOL)containsAllocation:(id<MTLAllocation>)allocation {
+  auto* buffer = checked_cast<EmulatorBuffer>(allocation, "containsAllocation");
+  std::lock_guard lock(_mutex);
+  return std::find(_allocations.begin(), _allocations.end(), buffer) != _allocations.end();
+}
+- (void)commit {
+  std::lock_guard lock(_mutex);
+  _committed = _allocations;
+  [self account];
+}
+@end

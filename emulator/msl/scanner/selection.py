@@ -1,0 +1,66 @@
+"""Which kernels of a source remain where the host defines macros when it compiles it."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .preprocess import preprocess
+from .tokens import SourceError
+
+HOST_NAME = re.compile(r'host_name\s*\(((?:\s*"[^"]*")+)\s*\)')
+
+
+@dataclass(frozen=True)
+class Macros:
+    """Macros that a host may define in the options of newLibraryWithSource.
+
+    ``guard`` leaves out all that ``selectors`` do not bring back, each by itself. Their value is 1.
+    """
+
+    guard: str
+    selectors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The macros, and for each kernel that one of them brings back, which does."""
+
+    macros: Macros
+    by_kernel: dict[str, str]
+
+
+def select(path: Path, metal_version: int, flags: list[str], macros: Macros, kernels: list[str]) -> Selection:
+    """Return what selects each kernel of a source, by what the preprocessor leaves of it.
+
+    Raises
+    ------
+    SourceError
+        A kernel is not there with all macros, or several bring it back.
+    """
+    if macros.guard not in path.read_text(encoding="utf-8"):
+        return Selection(macros, {})
+    flags = [
+        flag for flag in flags if flag.startswith(("-D", "-I"))
+    ]  # no list of files, which is made elsewhere
+
+    def remaining(*defined: str) -> set[str]:
+        text = preprocess(str(path), metal_version, [*flags, *(f"-D{name}=1" for name in defined)])
+        return {"".join(re.findall(r'"([^"]*)"', names)) for names in HOST_NAME.findall(text)}
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda name: remaining(macros.guard, name), macros.selectors))
+    always = remaining(macros.guard)
+    by_kernel: dict[str, str] = {}
+    for macro, names in zip(macros.selectors, found, strict=True):
+        for name in names - always:
+            if name in by_kernel:
+                raise SourceError(f"{path}:1: error: {by_kernel[name]} and {macro} both select '{name}'")
+            by_kernel[name] = macro
+    all_names = remaining()
+    missing = sorted(name for name in kernels if name in all_names - always and name not in by_kernel)
+    if missing:
+        raise SourceError(f"{path}:1: error: no macro that was named selects {', '.join(missing)}")
+    return Selection(macros, by_kernel)
