@@ -15,6 +15,10 @@ Sources
 [CLK]
     Clocks of M3 and M4 as the collection of specifications at hmc-tech.com gives them. Apple publishes none;
     3.8 to 4.6 TFLOP/s are quoted for the M4, which are 1.47 to 1.8 GHz.
+[M5]
+    "Apple M5 GPU Roofline Analysis", michaelstinkerings.org, of a MacBook Air: clock under load, and 122 of
+    153.6 GB/s, measured. That an M5 reports the family Apple10 is in logs of llama.cpp, such as
+    github.com/TheTom/llama-cpp-turboquant/issues/26. Its matrix units are not reached by simdgroup_matrix.
 [PLAN]
     1.27 microseconds a dispatch, once measured on an M4 by the authors of the plan that this engine
     implements, on their own engine.
@@ -196,6 +200,8 @@ CHIPS: dict[str, Chip] = {
         _apple("m4", 9, 10, 1.47, 120.0, 8),
         _apple("m4-pro", 9, 20, 1.47, 273.0, 24),
         _apple("m4-max", 9, 40, 1.678, 546.0, 48),
+        # [M5]; cores [APPLE]; the rest is taken to be the M4's
+        replace(_apple("m5", 10, 10, 1.578, 153.6, 8), dram_efficiency=122 / 153.6),
         _H200,
         replace(_H200, name="h100", dram_gbs=3350),
     )
