@@ -41,6 +41,7 @@ class Batch {
   void follow_leaders();
   bool is_waiting(Item& item) const;
   void make_room(Item& item, int kept, int end) const;
+  bool goes_on(Item& item, int end) const;
   Chunk next_chunk(Item& item, int tokens) const;
   void check_results(const Chunk& chunk) const;
   void finish(Item& item, const Chunk& chunk) const;
@@ -169,6 +170,23 @@ void Batch::make_room(Item& item, int kept, int end) const {
   session.counters_ += counters;
 }
 
+// Whether the engine may begin with the token after the position `end`, for which there is room then. It is
+// not needed yet: where there is none, nobody need know.
+bool Batch::goes_on(Item& item, int end) const {
+  const Request& request = item.request;
+  if (!request.more || !engine_.runs_ahead() || request.output != Output::kGreedy ||
+      request.output_rows != 1 || request.trace || end >= item.session().max_context())
+    return false;
+  try {
+    make_room(item, end, end + 1);
+  } catch (const KvMemoryError&) {
+    return false;
+  } catch (const DeviceError&) {
+    return false;
+  }
+  return true;
+}
+
 Chunk Batch::next_chunk(Item& item, int tokens) const {
   const Request& request = item.request;
   const std::size_t done = std::size_t(request.result.done);
@@ -185,6 +203,7 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   if (chunk.output_rows == 0) return chunk;
   const std::size_t before = std::size_t(first - item.without_output());
   chunk.output = request.output;
+  chunk.more = goes_on(item, position + tokens);
   chunk.logits = request.logits;
   chunk.sampler = request.sampler;
   if (request.output == Output::kLogProbs) {

@@ -28,6 +28,7 @@ struct Request {
   float* log_probs = nullptr;        // kLogProbs: [output_rows]
   float* hidden = nullptr;           // kHidden, kResidual: [output_rows][dim]
   Sampler* sampler = nullptr;        // kSampled: of this request alone; takes one row, or drafts
+  bool more = false;                 // kGreedy: the token that is chosen will be appended next
   Trace* trace = nullptr;
   Claim claim = 0;
 

@@ -305,6 +305,7 @@ void bind_config(nb::module_& m) {
       .def_rw("kv_memory", &EngineOptions::kv_memory)
       .def_rw("prefix_memory", &EngineOptions::prefix_memory)
       .def_rw("buffer_work", &EngineOptions::buffer_work)
+      .def_rw("pipeline_folder", &EngineOptions::pipeline_folder)
       .def_rw("poison_cache", &EngineOptions::poison_cache);
 }
 
@@ -561,14 +562,15 @@ void bind_session(nb::module_& m) {
   nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
       .def(
           "forward_prompt",
-          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim) {
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim, bool more) {
             ProgressGuard guard(std::move(progress));
-            const PromptResult result = without_gil(
-                [&] { return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function(), claim); });
+            const PromptResult result = without_gil([&] {
+              return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function(), claim, more);
+            });
             guard.raise_pending();
             return result.token;
           },
-          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0, "more"_a = false)
       .def(
           "forward_prompt_logits",
           [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim) {
@@ -607,10 +609,11 @@ void bind_session(nb::module_& m) {
           "tokens"_a, "progress"_a = nb::none())
       .def(
           "forward_drafts",
-          [](Session& self, TokenArray tokens, int drafts, Sampler* sampler, Claim claim) {
-            return without_gil([&] { return self.forward_drafts(view(tokens), drafts, sampler, claim); });
+          [](Session& self, TokenArray tokens, int drafts, Sampler* sampler, Claim claim, bool more) {
+            return without_gil(
+                [&] { return self.forward_drafts(view(tokens), drafts, sampler, claim, more); });
           },
-          "tokens"_a, "drafts"_a, "sampler"_a.none() = nb::none(), "claim"_a = 0)
+          "tokens"_a, "drafts"_a, "sampler"_a.none() = nb::none(), "claim"_a = 0, "more"_a = false)
       .def("check_claim", &Session::check_claim, "claim"_a)
       .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<GilRelease>())
       .def(

@@ -104,9 +104,10 @@ PromptResult Session::run(const char* call, Request request, const Progress& pro
 }
 
 PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress,
-                                     Claim claim) {
+                                     Claim claim, bool more) {
   return run("forward_prompt",
-             {.tokens = tokens, .prefix = prefix, .output = Output::kGreedy, .claim = claim}, progress);
+             {.tokens = tokens, .prefix = prefix, .output = Output::kGreedy, .more = more, .claim = claim},
+             progress);
 }
 
 PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix,
@@ -126,7 +127,7 @@ PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sa
 }
 
 std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
-                                             Claim claim) {
+                                             Claim claim, bool more) {
   if (drafts < 0 || std::size_t(drafts) >= std::max(tokens.size(), std::size_t(1)))
     throw std::invalid_argument(std::to_string(drafts) + " of " + std::to_string(tokens.size()) +
                                 " tokens cannot be guesses: at least one that is not comes before them");
@@ -136,6 +137,7 @@ std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, in
                      .output_rows = drafts + 1,
                      .are_drafts = true,
                      .sampler = sampler,
+                     .more = more,
                      .claim = claim};
   run_batch(*engine_, {&request, 1}, "forward_drafts");
   if (request.error) std::rethrow_exception(request.error);

@@ -64,9 +64,10 @@ struct EngineOptions {
   bool fused_norm = false;  // Metal: RMSNorm inside the projections (decode)
   bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
-  std::size_t kv_memory = 0;  // bytes of K and V that all sessions may hold together; 0: half of the memory
-  double buffer_work = 0;     // Metal: multiply-adds of a command buffer; 0: what suits the GPU
-  bool poison_cache = false;  // fills pages with NaN before they are used, for tests
+  std::size_t kv_memory = 0;    // bytes of K and V that all sessions may hold together; 0: half of the memory
+  double buffer_work = 0;       // Metal: multiply-adds of a command buffer; 0: what suits the GPU
+  std::string pipeline_folder;  // Metal: where compiled pipelines are kept; empty: nowhere
+  bool poison_cache = false;    // fills pages with NaN before they are used, for tests
 };
 
 // What the last layer computes of a row with an output. Logits leave the engine for kLogits alone.
@@ -102,6 +103,8 @@ struct Chunk {
   Sampler* sampler = nullptr;        // kSampled: its own, given the logits by choose_token()
   std::span<const TokenId> drafts;   // kSampled: the tokens after the first row with an output
   int drafts_before = 0;             // kSampled: of those, how many earlier chunks had
+  bool more = false;                 // kGreedy: a pass with the chosen token follows, at the next position,
+                                     // for which the cache has room
   Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
   std::exception_ptr error;          // kSampled: why there is no token
 
@@ -177,8 +180,11 @@ class Session {
   //
   // `prefix` says where the tokens go: after those in the cache, or, with kReuse, in their place: the longest
   // common prefix is kept and only the rest is computed.
+  //
+  // `more` says that the token that is chosen will be appended next: an engine may begin with it before the
+  // caller has seen it. Nothing else changes if the caller does otherwise.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
-                              const Progress& progress = {}, Claim claim = 0);
+                              const Progress& progress = {}, Claim claim = 0, bool more = false);
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
                                      Prefix prefix = Prefix::kAppend, const Progress& progress = {},
                                      Claim claim = 0);
@@ -191,7 +197,7 @@ class Session {
   // Returns what was chosen after the tokens that are no guesses, and after each right guess. Where guesses
   // bring NaN, the call continues without those of the pass, also without right ones.
   std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
-                                      Claim claim = 0);
+                                      Claim claim = 0, bool more = false);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);
@@ -291,6 +297,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual int pass_rows() const = 0;
   // Most tokens of one sequence in a pass that get, bit for bit, what they would get one by one.
   virtual int exact_rows() const = 0;
+  // Whether it begins with the token after a chunk before the caller asks for it (Chunk::more).
+  virtual bool runs_ahead() const { return false; }
   // Appends the chunks, each of a different session, to their caches and computes their outputs. When this
   // throws, the positions before the chunks are intact in all caches.
   virtual void forward(std::span<Chunk> chunks, CallCounters& counters) = 0;

@@ -10,13 +10,15 @@ ARGS_STRUCT(StackedWeights)
   ARGS_FIELD(u32_t, row_bytes)
 ARGS_END(StackedWeights, 40)
 
-// x[t] = scale * table[ids[t]]
+// x[t] = scale * table[ids[t * id_stride]]
 ARGS_STRUCT(EmbedArgs)
   ARGS_FIELD(u32_t, dim)
   ARGS_FIELD(u32_t, row_bytes)  // of the table
   ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, vocab_size)
+  ARGS_FIELD(u32_t, id_stride)  // 1; 2 where the ids are those of Candidates
   ARGS_FIELD(float, scale)
-ARGS_END(EmbedArgs, 16)
+ARGS_END(EmbedArgs, 24)
 
 // y[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, or x[t]
 ARGS_STRUCT(RmsnormArgs)

@@ -5,6 +5,7 @@
 #include "args.h"
 #include "pages.h"
 #include "rope.h"
+#include "wanted.h"
 
 using namespace metal;
 
@@ -380,12 +381,13 @@ kernel void attention_combine(device const float* partial
 }
 
 #define INSTANTIATE(T, type, chunks, dims)                                                               \
-  template                                                                                               \
+  IF_WANTED(attention_decode_##type##_##dims)(                                                           \
+      template                                                                                           \
       [[host_name("attention_decode_" #type                                                              \
                   "_" #dims)]] kernel decltype(attention_decode<T, chunks>) attention_decode<T, chunks>; \
-  template [[host_name(                                                                                  \
-      "rope_attention_decode_" #type                                                                     \
-      "_" #dims)]] kernel decltype(rope_attention_decode<T, chunks>) rope_attention_decode<T, chunks>;
+      template [[host_name(                                                                              \
+          "rope_attention_decode_" #type                                                                 \
+          "_" #dims)]] kernel decltype(rope_attention_decode<T, chunks>) rope_attention_decode<T, chunks>;)
 #define EACH_SIZE(T, type)     \
   INSTANTIATE(T, type, 1, 32)  \
   INSTANTIATE(T, type, 2, 64)  \

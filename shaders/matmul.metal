@@ -5,6 +5,7 @@
 #include "args.h"
 #include "dequant.h"
 #include "projection.h"
+#include "wanted.h"
 
 using namespace metal;
 
@@ -278,7 +279,7 @@ typedef decltype(matmul_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) mat
   template [[host_name("matmul_" #name "_" #size)]] kernel matmul_t matmul<W, tile, tile>; \
   template                                                                                 \
       [[host_name("matmul_swiglu_" #name "_" #size)]] kernel matmul_swiglu_t matmul_swiglu<W, tile, tile>;
-#define INSTANTIATE(name, W, number)                    \
-  INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
-  INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE)
+#define INSTANTIATE(name, W, number)                                    \
+  IF_WANTED(name)(INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
+                      INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE))
 EACH_TENSOR_TYPE(INSTANTIATE)

@@ -4,6 +4,7 @@
 #include "args.h"
 #include "dequant.h"
 #include "projection.h"
+#include "wanted.h"
 
 using namespace metal;
 
@@ -202,12 +203,13 @@ kernel void multi_token_matvec_swiglu(device const uchar* w [[buffer(0)]],  // [
 
 typedef decltype(matvec<F32>) matvec_t;
 typedef decltype(multi_token_matvec<F32, false>) multi_token_t;
-#define INSTANTIATE(name, W, number)                                                                     \
-  template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W>;                                     \
-  template [[host_name("matvec_swiglu_" #name)]] kernel matvec_t matvec_swiglu<W>;                       \
-  template [[host_name("multi_token_matvec_" #name)]] kernel multi_token_t multi_token_matvec<W, false>; \
-  template [[host_name("multi_token_matvec_" #name                                                       \
-                       "_accumulate")]] kernel multi_token_t multi_token_matvec<W, true>;                \
-  template                                                                                               \
-      [[host_name("multi_token_matvec_swiglu_" #name)]] kernel multi_token_t multi_token_matvec_swiglu<W>;
+#define INSTANTIATE(name, W, number)                                                                         \
+  IF_WANTED(name)(                                                                                           \
+      template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W>;                                     \
+      template [[host_name("matvec_swiglu_" #name)]] kernel matvec_t matvec_swiglu<W>;                       \
+      template [[host_name("multi_token_matvec_" #name)]] kernel multi_token_t multi_token_matvec<W, false>; \
+      template [[host_name("multi_token_matvec_" #name                                                       \
+                           "_accumulate")]] kernel multi_token_t multi_token_matvec<W, true>;                \
+      template                                                                                               \
+      [[host_name("multi_token_matvec_swiglu_" #name)]] kernel multi_token_t multi_token_matvec_swiglu<W>;)
 EACH_TENSOR_TYPE(INSTANTIATE)

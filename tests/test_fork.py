@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.forked import HANGS, in_child
 
 from metal_prefill import ForkError, Model
 
@@ -23,28 +23,6 @@ pytestmark = [
 ]
 
 PROMPT = list(range(100, 140))
-HANGS = 60
-
-
-def in_child(work: Callable[[], object]) -> str:
-    """Return what `work` returns in a forked process, or the error that it raises there."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = str(work())
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writing, answer.encode())
-        os._exit(0)
-    os.close(writing)
-    watchdog = threading.Timer(HANGS, os.kill, (child, signal.SIGKILL))
-    watchdog.start()
-    with os.fdopen(reading, "rb") as file:
-        answer = file.read().decode()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    watchdog.cancel()
-    return answer if status == 0 else f"the child ended with {status}"
 
 
 @pytest.fixture

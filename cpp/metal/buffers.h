@@ -27,6 +27,7 @@ class WeightBuffers final : public WeightViews {
   View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors,
                    float factor) override;
 
+  std::vector<id<MTLBuffer>> buffers() const;
   std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t copied_bytes() const { return copied_bytes_; }
   // Metal gave no buffer over the mapping: the file was copied.
@@ -71,7 +72,10 @@ class BatchPool {
   class Lease {
    public:
     Lease(BatchPool& pool, std::unique_ptr<Batch> batch) : pool_(pool), batch_(std::move(batch)) {}
-    ~Lease() { pool_.put_back(std::move(batch_)); }
+    ~Lease() {
+      if (batch_) pool_.put_back(std::move(batch_));
+    }
+    Lease(Lease&&) = default;
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
     Batch& operator*() const { return *batch_; }

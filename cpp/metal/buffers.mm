@@ -81,6 +81,13 @@ id<MTLBuffer> WeightBuffers::copy(const std::string& label, std::span<const std:
   return buffer;
 }
 
+std::vector<id<MTLBuffer>> WeightBuffers::buffers() const {
+  std::vector<id<MTLBuffer>> all = copied_;  // with the file, where it was copied
+  for (const FileView& file : files_)
+    if (std::find(all.begin(), all.end(), file.buffer) == all.end()) all.push_back(file.buffer);
+  return all;
+}
+
 View WeightBuffers::view(const Tensor& tensor) const {
   if (const auto copied = copies_.find(tensor.data); copied != copies_.end()) return copied->second;
   const std::size_t begin = offset_in_file(tensor), end = begin + tensor.bytes;

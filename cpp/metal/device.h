@@ -54,6 +54,7 @@ class Device {
   Device counting(CallCounters& counters) const;
 
   id<MTLDevice> mtl() const { return device_; }
+  id<MTLCommandQueue> queue() const { return queue_; }
   const Tuning& tuning() const { return tuning_; }
   bool debug() const { return debug_; }
   std::string name() const;

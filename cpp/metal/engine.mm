@@ -12,6 +12,7 @@
 #include "metal_encoder.h"
 #include "padding.h"
 #include "recorder.h"
+#include "residency.h"
 #include "rope_tables.h"
 
 namespace metal_prefill {
@@ -28,11 +29,13 @@ class MetalEngine final : public Engine, private PassInspector {
         padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
         weights_(device_, padded_),
         forward_(device_.tuning(), padded_, options_, weights_),
-        kernels_(device_, forward_.kernels(), forward_.cache_shape()),
+        kernels_(device_, forward_.kernels(), forward_.cache_shape(), options_.pipeline_folder),
         rope_tables_(padded_),
-        store_(device_, forward_.page_layout(), options_.poison_cache),
+        residency_(device_.mtl(), device_.queue()),
+        store_(device_, residency_, forward_.page_layout(), options_.poison_cache),
         pool_(store_, options_.kv_memory),
         prefixes_(pool_, std::min(options_.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()) {
+    for (id<MTLBuffer> buffer : weights_.buffers()) residency_.add(buffer);
     pool_.reclaim = [this] { return prefixes_.evict(); };
     kernels_.check(forward_.kernels([this](const KernelKey& key) { return kernels_.max_threads(key); }));
   }
@@ -48,11 +51,13 @@ class MetalEngine final : public Engine, private PassInspector {
     return {{"weights_mapped_bytes", double(weights_.mapped_bytes())},
             {"weights_copied_bytes", double(weights_.copied_bytes())},
             {"weights_mapping_refused", double(weights_.mapping_refused())},
+            {"resident_bytes", double(residency_.bytes())},
             {"batch_pool_bytes", double(batches_.bytes())},
             {"rope_table_bytes", double(rope_tables_.bytes())},
             {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
             {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
-            {"pipelines", double(kernels_.count())}};
+            {"pipelines", double(kernels_.count())},
+            {"pipelines_compiled", double(kernels_.compiled_now())}};
   }
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
@@ -60,6 +65,7 @@ class MetalEngine final : public Engine, private PassInspector {
   int pass_rows() const override {
     return config().causal ? options().chunk_tokens : config().context_length;
   }
+  bool runs_ahead() const override { return true; }
   int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
@@ -76,6 +82,8 @@ class MetalEngine final : public Engine, private PassInspector {
   std::vector<float> intermediate(const Cache& cache, const std::string& name) const override;
 
   class MetalCache;
+  class SentPass;
+  struct Ahead;
   void require_unforked() const {
     if (forked_)
       throw ForkError(
@@ -83,6 +91,8 @@ class MetalEngine final : public Engine, private PassInspector {
           "here, or start processes by 'spawn'");
   }
   void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
+  void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
+  std::unique_ptr<SentPass> send_after(const Chunk& chunk, KvPages::Hold& pages, const SentPass& before);
   static void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks);
   void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
   void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
@@ -93,6 +103,7 @@ class MetalEngine final : public Engine, private PassInspector {
   const ForwardPass forward_;
   const Kernels kernels_;
   RopeTables rope_tables_;
+  Residency residency_;
   KvPages store_;
   PagePool pool_;
   PrefixTree prefixes_;
@@ -102,18 +113,99 @@ class MetalEngine final : public Engine, private PassInspector {
   const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
 };
 
+// The buffers of a pass: pages of K and V, and activations from the pool.
+class MetalPassBuffers final : public PassBuffers {
+ public:
+  // `choices`: of the pass before, or null.
+  MetalPassBuffers(const Device& device, Batch& batch, const KvPages::Hold& pages,
+                   RopeTables::ByLayer rope_tables, id<MTLBuffer> choices)
+      : device_(device),
+        batch_(batch),
+        pages_(pages),
+        rope_tables_(std::move(rope_tables)),
+        choices_(choices) {}
+  View get(BufferName name, std::size_t bytes) override { return batch_.get(device_, name, bytes); }
+  LayerCache cache(int layer) override { return pages_.layer(layer); }
+  View rope_table(int layer) override {
+    return view_of((*rope_tables_)[std::size_t(layer)], BufferName::kRopeTable);
+  }
+  View choices() override { return choices_ ? view_of(choices_, BufferName::kResult) : View{}; }
+
+ private:
+  const Device& device_;
+  Batch& batch_;
+  const KvPages::Hold& pages_;
+  const RopeTables::ByLayer rope_tables_;
+  const id<MTLBuffer> choices_;
+};
+
+// A pass on the GPU, with all that it uses there but the pages.
+class MetalEngine::SentPass {
+ public:
+  // `choices`: of a pass that was sent before it, which finds its tokens; null: the chunks have them.
+  SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages, id<MTLBuffer> choices);
+
+  // Waits for it. Throws DeviceError when the GPU failed.
+  void finish(CallCounters& counters) {
+    encoder_.finish();
+    counters += counters_;
+  }
+  const PassRows& rows() const { return rows_; }
+  const Batch& batch() const { return *lease_; }
+
+ private:
+  CallCounters counters_;
+  const Device device_;  // which counts
+  const BatchPool::Lease lease_;
+  const id<MTLBuffer> choices_;
+  const RopeTables::ByLayer rope_tables_;
+  const PassRows rows_;
+  MetalEncoder encoder_;  // the last: it waits for the GPU before the others are gone
+};
+
+// The pass with the token after those of a session, which the GPU began before the caller knew the token.
+struct MetalEngine::Ahead {
+  int position;
+  TokenId token;  // the choice that it computes with
+  std::vector<PageId> pages;
+  std::unique_ptr<SentPass> pass;
+};
+
 // The pages of a session, and, when debugging, the intermediate results of its last pass.
 class MetalEngine::MetalCache final : public PagedCache {
  public:
   explicit MetalCache(MetalEngine& engine) : PagedCache(engine.pool_), metal_(engine) { ++metal_.sessions_; }
   ~MetalCache() override {
+    drop_ahead();
     if (metal_.forked_) return;
     if (--metal_.sessions_ == 0) metal_.batches_.trim();
   }
 
   void reserve(int kept, int end, CallCounters& counters) override;
+  void truncate(int positions) override {
+    drop_ahead();
+    PagedCache::truncate(positions);
+  }
+  void share(const Cache& from, int positions) override {
+    drop_ahead();
+    PagedCache::share(from, positions);
+  }
+  void adopt(std::vector<PageId> pages) override {
+    drop_ahead();
+    PagedCache::adopt(std::move(pages));
+  }
   void read(int layer, bool values, int positions, std::byte* out) const override;
   void write(int layer, bool values, int positions, const std::byte* in) override;
+
+  void keep_ahead(Ahead ahead) { ahead_ = std::make_unique<Ahead>(std::move(ahead)); }
+  // The pass of the chunk, where it was sent ahead; null: it was not, and none is on its way any more.
+  std::unique_ptr<SentPass> take_ahead(const Chunk& chunk);
+  void drop_ahead() {
+    // A forked process has no GPU to wait for.
+    if (ahead_ && metal_.forked_) static_cast<void>(ahead_.release());
+    const AutoreleasePool pool;
+    ahead_.reset();
+  }
 
   using Intermediates = std::map<std::string, std::vector<float>>;
   std::shared_ptr<const Intermediates> intermediates;
@@ -125,6 +217,7 @@ class MetalEngine::MetalCache final : public PagedCache {
   Heads heads_of(bool values) const;
 
   MetalEngine& metal_;
+  std::unique_ptr<Ahead> ahead_;
 };
 
 // Chunks with few tokens get, bit for bit, what they would get alone, for which they need a pass without
@@ -137,53 +230,102 @@ void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
     if (!together->empty()) run_pass(*together, counters);
 }
 
-// The buffers of a pass: pages of K and V, and activations from the pool.
-class MetalPassBuffers final : public PassBuffers {
- public:
-  MetalPassBuffers(const Device& device, Batch& batch, KvPages& pages, RopeTables::ByLayer rope_tables)
-      : device_(device), batch_(batch), pages_(pages), rope_tables_(std::move(rope_tables)) {}
-  View get(BufferName name, std::size_t bytes) override { return batch_.get(device_, name, bytes); }
-  LayerCache cache(int layer) override { return pages_.layer(layer); }
-  View rope_table(int layer) override {
-    return view_of((*rope_tables_)[std::size_t(layer)], BufferName::kRopeTable);
-  }
-
- private:
-  const Device& device_;
-  Batch& batch_;
-  const KvPages::Hold pages_;
-  const RopeTables::ByLayer rope_tables_;
-};
-
 std::string label_of(const PassRows& rows, std::span<Chunk* const> chunks) {
   const std::string tokens = std::to_string(rows.all.count) + " tokens ";
   return chunks.size() == 1 ? tokens + "at position " + std::to_string(chunks[0]->position)
                             : tokens + "of " + std::to_string(chunks.size()) + " sequences";
 }
 
-void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
-  const AutoreleasePool pool;
-  const Device device = device_.counting(counters);
-  const BatchPool::Lease lease = batches_.take();
-  Batch& batch = *lease;
-  MetalPassBuffers buffers(device, batch, store_, rope_tables_.by_layer());
-
+std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
   std::vector<PassChunk> shapes;
   for (const Chunk* chunk : chunks)
     shapes.push_back({int(chunk->tokens.size()), chunk->position, chunk->output, chunk->output_rows});
-  const PassRows rows = forward_.rows_of(shapes);
-  fill(forward_.tables(rows, buffers), rows, chunks);
-  if (Trace* trace = chunks[0]->trace) {
-    TracingEncoder encoder(device, kernels_, *trace);
-    forward_.encode(encoder, rows, buffers);
-  } else {
-    const double work = options().buffer_work > 0 ? options().buffer_work : device.tuning().buffer_work;
-    MetalEncoder encoder(device, kernels_, label_of(rows, chunks), work);
-    forward_.encode(encoder, rows, buffers);
-    encoder.finish();
+  return shapes;
+}
+
+MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages,
+                                id<MTLBuffer> choices)
+    : device_(engine.device_.counting(counters_)),
+      lease_(engine.batches_.take()),
+      choices_(choices),
+      rope_tables_(engine.rope_tables_.by_layer()),
+      rows_(engine.forward_.rows_of(shapes_of(chunks))),
+      encoder_(device_, engine.kernels_, label_of(rows_, chunks),
+               engine.options().buffer_work > 0 ? engine.options().buffer_work : device_.tuning().buffer_work,
+               choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
+  MetalPassBuffers buffers(device_, *lease_, pages, rope_tables_, choices);
+  fill(engine.forward_.tables(rows_, buffers), rows_, chunks);
+  engine.forward_.encode(encoder_, rows_, buffers);
+  pages.leave(encoder_.send());
+}
+
+void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
+  const AutoreleasePool pool;
+  if (chunks[0]->trace) return trace_pass(chunks, counters);
+  std::unique_ptr<SentPass> pass, next;
+  for (Chunk* chunk : chunks) {
+    std::unique_ptr<SentPass> ahead = static_cast<MetalCache&>(*chunk->cache).take_ahead(*chunk);
+    if (chunks.size() == 1) pass = std::move(ahead);
   }
-  if (device.debug()) keep_intermediates(rows, chunks, batch);
-  deliver(rows, chunks, batch);
+  KvPages::Hold pages(store_);
+  if (!pass) pass = std::make_unique<SentPass>(*this, chunks, pages, nil);
+  if (chunks.size() == 1 && chunks[0]->more) next = send_after(*chunks[0], pages, *pass);
+  pass->finish(counters);
+  if (!next) pages.leave(nil);
+  if (device_.debug()) keep_intermediates(pass->rows(), chunks, pass->batch());
+  deliver(pass->rows(), chunks, pass->batch());
+  if (!next) return;
+  const std::span<const PageId> held = chunks[0]->cache->pages();
+  static_cast<MetalCache&>(*chunks[0]->cache)
+      .keep_ahead({chunks[0]->position + int(chunks[0]->tokens.size()),
+                   chunks[0]->chosen[0],
+                   {held.begin(), held.end()},
+                   std::move(next)});
+}
+
+void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
+  const Device device = device_.counting(counters);
+  const BatchPool::Lease lease = batches_.take();
+  for (Chunk* chunk : chunks) static_cast<MetalCache&>(*chunk->cache).drop_ahead();
+  KvPages::Hold pages(store_);
+  pages.settle();
+  MetalPassBuffers buffers(device, *lease, pages, rope_tables_.by_layer(), nil);
+  const PassRows rows = forward_.rows_of(shapes_of(chunks));
+  fill(forward_.tables(rows, buffers), rows, chunks);
+  TracingEncoder encoder(device, kernels_, *chunks[0]->trace);
+  forward_.encode(encoder, rows, buffers);
+  if (device.debug()) keep_intermediates(rows, chunks, *lease);
+  deliver(rows, chunks, *lease);
+}
+
+// The pass with the token that `before` chooses. An error of it is not one of the call that sends it: null.
+std::unique_ptr<MetalEngine::SentPass> MetalEngine::send_after(const Chunk& chunk, KvPages::Hold& pages,
+                                                               const SentPass& before) {
+  static constexpr TokenId kUnknown[] = {0};  // the host writes no tokens that a kernel reads
+  Chunk next;
+  next.tokens = kUnknown;
+  next.position = chunk.position + int(chunk.tokens.size());
+  next.cache = chunk.cache;
+  next.output = Output::kGreedy;
+  next.output_rows = 1;
+  Chunk* const chunks[] = {&next};
+  try {
+    return std::make_unique<SentPass>(*this, chunks, pages, before.batch().peek(BufferName::kResult));
+  } catch (const DeviceError&) {
+    return nullptr;
+  }
+}
+
+std::unique_ptr<MetalEngine::SentPass> MetalEngine::MetalCache::take_ahead(const Chunk& chunk) {
+  if (!ahead_) return nullptr;
+  const std::unique_ptr<Ahead> ahead = std::move(ahead_);
+  const std::span<const PageId> held = pages();
+  const bool same_pages = held.size() >= ahead->pages.size() &&
+                          std::equal(ahead->pages.begin(), ahead->pages.end(), held.begin());
+  const bool is_it = chunk.tokens.size() == 1 && chunk.tokens[0] == ahead->token &&
+                     chunk.position == ahead->position && chunk.output == Output::kGreedy &&
+                     chunk.output_rows == 1 && same_pages;
+  return is_it ? std::move(ahead->pass) : nullptr;
 }
 
 template <typename T>
@@ -304,6 +446,8 @@ std::unique_ptr<Cache> MetalEngine::make_cache(int max_context) {
 
 void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters) {
   metal_.require_unforked();
+  // Rows from `kept` on are written anew: what was sent ahead stays where it begins there, or after it.
+  if (ahead_ && kept < ahead_->position) drop_ahead();
   const AutoreleasePool pool;
   metal_.rope_tables_.reserve(metal_.device_.counting(counters), end);
   PagedCache::reserve(kept, end, counters);
@@ -323,6 +467,7 @@ void MetalEngine::MetalCache::read(int layer, bool values, int positions, std::b
 
 void MetalEngine::MetalCache::write(int layer, bool values, int positions, const std::byte* in) {
   metal_.require_unforked();
+  drop_ahead();
   const Heads heads = heads_of(values);
   if (heads.bytes == heads.padded_bytes) return metal_.store_.write(pages(), layer, values, positions, in);
   const std::size_t n = std::size_t(positions) * heads.count;

@@ -30,6 +30,8 @@ class PassBuffers {
   virtual View get(BufferName name, std::size_t bytes) = 0;
   virtual LayerCache cache(int layer) = 0;
   virtual View rope_table(int layer) = 0;
+  // Candidates that an earlier pass finds: the tokens of this one. Null: the host writes the tokens.
+  virtual View choices() { return {}; }
 };
 
 // Most threads of a threadgroup of a kernel.

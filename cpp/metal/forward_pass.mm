@@ -26,7 +26,9 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
                .wanted = {wanted_rows(rows), sequences_of(rows.wanted, tables)},
                .a = activations(rows, buffers)};
 
-  ops::embed(e, embedding_, tables.ids, pass.a.x, pass.all.rows.count, config_.stream_embedding_scale());
+  const View choices = buffers.choices();
+  const TokenIds ids = choices ? ids_of(choices) : TokenIds{tables.ids};
+  ops::embed(e, embedding_, ids, pass.a.x, pass.all.rows.count, config_.stream_embedding_scale());
   for (int layer = 0; layer < config_.n_layers; ++layer) {
     // The last layer writes K and V of every row, and continues only with rows whose output is wanted.
     const bool last = layer == config_.n_layers - 1;

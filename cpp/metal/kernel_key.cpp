@@ -27,6 +27,10 @@ std::string suffix_of(TensorType type) {
   return name;
 }
 
+const char* type_of(const CacheShape& cache) {
+  return cache.type == KvType::kF16 ? "f16" : "f32";
+}
+
 }  // namespace
 
 int CacheShape::decode_size() const {
@@ -39,9 +43,7 @@ int CacheShape::prefill_size() const {
 
 std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
   const auto typed = [&](const char* stem) { return stem + suffix_of(key.type); };
-  const auto cached = [&](const char* stem) {
-    return std::string(stem) + (cache.type == KvType::kF16 ? "f16" : "f32");
-  };
+  const auto cached = [&](const char* stem) { return std::string(stem) + type_of(cache); };
   switch (key.kernel) {
     case Kernel::kEmbed:
       return typed("embed_");
@@ -97,6 +99,17 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       break;
   }
   throw std::logic_error("there is no kernel " + std::to_string(int(key.kernel)));
+}
+
+std::string variant_of(const KernelKey& key, const CacheShape& cache) {
+  if (key.kernel <= Kernel::kLastTyped) return suffix_of(key.type);
+  const auto attention = [&](const char* stem, int size) {
+    return std::string(stem) + type_of(cache) + "_" + std::to_string(size);
+  };
+  if (key.kernel == Kernel::kAttentionDecode || key.kernel == Kernel::kRopeAttentionDecode)
+    return attention("attention_decode_", cache.decode_size());
+  if (key.kernel == Kernel::kAttentionPrefill) return attention("attention_prefill_", cache.prefill_size());
+  return {};
 }
 
 }  // namespace metal_prefill::metal

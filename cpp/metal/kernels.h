@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <vector>
 
 #include "../inspection.h"
@@ -13,9 +14,11 @@ namespace metal_prefill::metal {
 
 class Kernels {
  public:
-  // Builds the pipelines concurrently. Throws DeviceError naming the first kernel that failed, or that the
-  // GPU runs in simdgroups of another width.
-  Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache);
+  // Builds the pipelines concurrently, from what earlier processes left in the folder where there is any.
+  // Throws DeviceError naming the first kernel that failed, or that the GPU runs in simdgroups of another
+  // width.
+  Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
+          const std::string& archive_folder);
 
   // Throws DeviceError naming a kernel that needs larger threadgroups than its pipeline allows.
   void check(const KernelThreads& used) const;
@@ -23,6 +26,7 @@ class Kernels {
   std::size_t max_threads(const KernelKey& key) const { return pipeline(key).maxTotalThreadsPerThreadgroup; }
   const CacheShape& cache() const { return cache_; }
   std::size_t count() const { return built_.size(); }
+  std::size_t compiled_now() const { return n_compiled_; }  // pipelines that no archive had
   const std::vector<PipelineInfo>& built() const { return built_; }
   bool compiled() const { return compiled_; }  // the shaders were, when the package was built
 
@@ -31,8 +35,13 @@ class Kernels {
 #define METAL_PREFILL_TYPE(shader_name, Name, number) std::size_t(number),
   static constexpr std::size_t kTypes = std::max({EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)}) + 1;
 #undef METAL_PREFILL_TYPE
+  // Without archives: compiles.
+  void build(const Device& device, const std::vector<id<MTLFunction>>& functions,
+             NSArray<id<MTLBinaryArchive>>* archives);
+
   const CacheShape cache_;
   bool compiled_ = false;
+  std::size_t n_compiled_ = 0;
   std::vector<KernelKey> keys_;
   std::vector<PipelineInfo> built_;  // of the keys
   std::array<std::array<id<MTLComputePipelineState>, kTypes>, std::size_t(Kernel::kCount)> pipelines_;

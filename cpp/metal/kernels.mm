@@ -1,11 +1,13 @@
 #include "kernels.h"
 
 #include <chrono>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "concurrently.h"
 #include "libraries.h"
+#include "pipeline_archive.h"
 
 namespace metal_prefill::metal {
 
@@ -17,18 +19,40 @@ constexpr std::size_t kSimdWidth = 32;  // the shaders are written for it
 
 }  // namespace
 
-Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache)
+Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
+                 const std::string& archive_folder)
     : cache_(cache), pipelines_{} {
-  const Libraries libraries = open_libraries(device.mtl());
-  compiled_ = libraries.compiled;
+  std::set<std::string> variants;
+  std::vector<std::string> names;
   for (const auto& [key, threads] : wanted) {
     keys_.push_back(key);
-    built_.push_back({kernel_name(key, cache_), 0.0, 0});
+    names.push_back(kernel_name(key, cache_));
+    if (const std::string variant = variant_of(key, cache_); !variant.empty()) variants.insert(variant);
   }
-  run_concurrently(keys_.size(), [&](std::size_t i, const auto& done) {
-    const std::string& name = built_[i].kernel;
-    id<MTLFunction> function = libraries.function(name);
-    if (!function) return done("there is no kernel '" + name + "' in the shaders");
+  const Libraries libraries = open_libraries(device.mtl(), variants);
+  compiled_ = libraries.compiled;
+  std::vector<id<MTLFunction>> functions;
+  for (const std::string& name : names) {
+    functions.push_back(libraries.function(name));
+    if (!functions.back()) throw DeviceError("there is no kernel '" + name + "' in the shaders");
+    built_.push_back({name, 0.0, 0});
+  }
+  const PipelineArchive archive(device.mtl(), archive_folder, names);
+  if (id<MTLBinaryArchive> earlier = archive.read()) {
+    try {
+      build(device, functions, @[ earlier ]);
+      return;
+    } catch (const DeviceError&) {  // such as a pipeline that it lacks
+    }
+  }
+  build(device, functions, nil);
+  n_compiled_ = functions.size();
+  archive.write(functions);
+}
+
+void Kernels::build(const Device& device, const std::vector<id<MTLFunction>>& functions,
+                    NSArray<id<MTLBinaryArchive>>* archives) {
+  run_concurrently(functions.size(), [&](std::size_t i, const auto& done) {
     id<MTLComputePipelineState> __strong* slot =
         &pipelines_[std::size_t(keys_[i].kernel)][std::size_t(keys_[i].type)];
     PipelineInfo* info = &built_[i];
@@ -44,10 +68,16 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
                : "the kernel '" + info->kernel + "' runs in simdgroups of " + std::to_string(width) +
                      " threads; the shaders need " + std::to_string(kSimdWidth));
     };
-    [device.mtl() newComputePipelineStateWithFunction:function
-                                    completionHandler:^(id<MTLComputePipelineState> state, NSError* error) {
-                                      finish(state, error);
-                                    }];
+    MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+    descriptor.computeFunction = functions[i];
+    descriptor.binaryArchives = archives;
+    [device.mtl() newComputePipelineStateWithDescriptor:descriptor
+                                                options:archives ? MTLPipelineOptionFailOnBinaryArchiveMiss
+                                                                 : MTLPipelineOptionNone
+                                      completionHandler:^(id<MTLComputePipelineState> state,
+                                                          MTLComputePipelineReflection*, NSError* error) {
+                                        finish(state, error);
+                                      }];
   });
 }
 

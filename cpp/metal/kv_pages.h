@@ -9,6 +9,7 @@
 #include "../pages.h"
 #include "device.h"
 #include "page_layout.h"
+#include "residency.h"
 
 namespace metal_prefill::metal {
 
@@ -17,8 +18,9 @@ namespace metal_prefill::metal {
 class KvPages final : public PageStore {
  public:
   // With `poison`, pages are filled with NaN whenever they are taken anew: a kernel that reads a row before
-  // it was written shows it. `device` must outlive the pages.
-  KvPages(const Device& device, const PageLayout& layout, bool poison);
+  // it was written shows it. `device` and `residency` must outlive the
+  // pages.
+  KvPages(const Device& device, Residency& residency, const PageLayout& layout, bool poison);
 
   std::size_t page_bytes() const override { return layout_.bytes; }
   std::size_t most_bytes() const override { return device_.mtl().maxBufferLength; }
@@ -26,16 +28,23 @@ class KvPages final : public PageStore {
   void copy(PageId from, PageId to, int positions) override;
   void taken(PageId page) override;
 
-  // The buffer belongs to the holder: it does not move, and nobody else reads or writes it. So passes over
-  // the pages of one engine follow each other.
+  // The buffer belongs to the holder: it does not move, and nobody else reads or writes it, but for command
+  // buffers that an earlier holder left on the GPU. So passes over the pages of one engine follow each other.
   class Hold {
    public:
     explicit Hold(KvPages& pages);
+    // Whether there are such command buffers. Encoders of passes wait for them by the fence.
+    bool is_in_use() const { return pages_.left_; }
+    // Waits for them.
+    void settle() { pages_.settle(); }
+    // The GPU has finished all that was sent to it before `last`; with it, it uses the pages also after the
+    // hold. Null: nothing does.
+    void leave(id<MTLCommandBuffer> last) { pages_.left_ = last; }
     // From the keys, and from the values, of a layer in the first page on.
     LayerCache layer(int layer) const;
 
    private:
-    const KvPages& pages_;
+    KvPages& pages_;
     const std::scoped_lock<std::mutex> lock_;
   };
 
@@ -45,15 +54,19 @@ class KvPages final : public PageStore {
   void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
 
  private:
+  // Waits for what was left on the GPU: blits do not wait for the fence.
+  void settle();
   // Where the rows are, page by page.
   std::vector<Device::Piece> pieces(std::span<const PageId> pages, int layer, bool values,
                                     int positions) const;
 
   const Device& device_;
+  Residency& residency_;
   const PageLayout layout_;
   const bool poison_;
   std::mutex mutex_;  // guards the buffer and its contents
   id<MTLBuffer> buffer_;
+  id<MTLCommandBuffer> left_;  // on the GPU by a holder: the last one; null: none
 };
 
 }  // namespace metal_prefill::metal

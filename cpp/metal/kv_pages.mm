@@ -4,12 +4,18 @@
 
 namespace metal_prefill::metal {
 
-KvPages::KvPages(const Device& device, const PageLayout& layout, bool poison)
-    : device_(device), layout_(layout), poison_(poison) {}
+KvPages::KvPages(const Device& device, Residency& residency, const PageLayout& layout, bool poison)
+    : device_(device), residency_(residency), layout_(layout), poison_(poison) {}
+
+void KvPages::settle() {
+  [left_ waitUntilCompleted];  // whether it failed is said by the pass whose it is
+  left_ = nil;
+}
 
 void KvPages::grow(std::size_t pages) {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
+  settle();
   id<MTLBuffer> grown = device_.allocate("kv_pages", pages * layout_.bytes, Access::kGpu);
   if (buffer_) {
     id<MTLCommandBuffer> commands =
@@ -19,12 +25,15 @@ void KvPages::grow(std::size_t pages) {
     [blit endEncoding];
     device_.run(commands);
   }
+  residency_.remove(buffer_);
+  residency_.add(grown);
   buffer_ = grown;
 }
 
 void KvPages::copy(PageId from, PageId to, int) {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
+  settle();
   // The whole page: what the rows after the kept ones hold is meaningless in either page.
   id<MTLCommandBuffer> commands =
       device_.command_buffer("a copy of a page of the KV cache", References::kRetained);
@@ -42,6 +51,7 @@ void KvPages::taken(PageId page) {
   if (!poison_) return;
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
+  settle();
   id<MTLCommandBuffer> commands =
       device_.command_buffer("the poison of a page of the KV cache", References::kRetained);
   id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
@@ -74,6 +84,7 @@ std::vector<Device::Piece> KvPages::pieces(std::span<const PageId> pages, int la
 void KvPages::read(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* out) {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
+  settle();
   device_.download(pieces(pages, layer, values, positions), out);
 }
 
@@ -81,6 +92,7 @@ void KvPages::write(std::span<const PageId> pages, int layer, bool values, int p
                     const std::byte* in) {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
+  settle();
   device_.upload(pieces(pages, layer, values, positions), in);
 }
 

@@ -6,6 +6,7 @@
 #import <Metal/Metal.h>
 
 #include <map>
+#include <set>
 #include <string>
 
 namespace metal_prefill::metal {
@@ -18,9 +19,10 @@ struct Libraries {
   id<MTLFunction> function(const std::string& kernel) const;
 };
 
+// Where they are compiled here, with these variants of kernels (see shaders/wanted.h) and what has none.
 // Throws DeviceError naming the source that does not compile.
-Libraries open_libraries(id<MTLDevice> device);
-// That of one source alone.
-Libraries open_library(id<MTLDevice> device, const std::string& source);
+Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
+// That of the trial alone, which the others do not have.
+Libraries open_trial(id<MTLDevice> device);
 
 }  // namespace metal_prefill::metal

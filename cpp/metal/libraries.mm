@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <filesystem>
+#include <string_view>
 #include <vector>
 
 #include "concurrently.h"
@@ -13,6 +14,8 @@
 namespace metal_prefill::metal {
 
 namespace {
+
+constexpr std::string_view kTrial = "trial.metal";
 
 // The compiled library in this module's folder, if the build made one.
 id<MTLLibrary> compiled_library(id<MTLDevice> device) {
@@ -27,7 +30,7 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device) {
 
 // Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
 // The default language is the newest that the system knows: with an older one, all systems compile the same.
-MTLCompileOptions* compile_options() {
+MTLCompileOptions* compile_options(const std::set<std::string>& variants) {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
@@ -35,14 +38,20 @@ MTLCompileOptions* compile_options() {
 #pragma clang diagnostic pop
   options.languageVersion =
       MTLLanguageVersion((METAL_PREFILL_LANGUAGE_MAJOR << 16) + METAL_PREFILL_LANGUAGE_MINOR);
+  NSMutableDictionary<NSString*, NSObject*>* macros = [NSMutableDictionary dictionary];
+  macros[@"ONLY_WANTED"] = @"1";
+  for (const std::string& variant : variants) macros[to_ns("WANTS_" + variant)] = @"1";
+  options.preprocessorMacros = macros;
   return options;
 }
 
-// Those of the sources, which are compiled concurrently; all of them if no name is given.
-std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::string& only) {
+// Those of the sources for which `wanted` is true, which are compiled concurrently.
+template <typename Wanted>
+std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::string>& variants,
+                                    const Wanted& wanted) {
   std::vector<const ShaderSource*> sources;
   for (std::size_t i = 0; i < kShaderSourceCount; ++i)
-    if (only.empty() || only == kShaderSources[i].name) sources.push_back(&kShaderSources[i]);
+    if (wanted(kShaderSources[i].name)) sources.push_back(&kShaderSources[i]);
   std::vector<id<MTLLibrary>> libraries(sources.size());
   run_concurrently(sources.size(), [&](std::size_t i, const auto& done) {
     const auto finish = [&libraries, &sources, &done, i](id<MTLLibrary> library, NSError* error) {
@@ -52,7 +61,7 @@ std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::string& onl
                : "the shaders in " + std::string(sources[i]->name) + " do not compile: " + describe(error));
     };
     [device newLibraryWithSource:to_ns(sources[i]->text)
-                         options:compile_options()
+                         options:compile_options(variants)
                completionHandler:^(id<MTLLibrary> library, NSError* error) {
                  finish(library, error);
                }];
@@ -60,14 +69,15 @@ std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::string& onl
   return libraries;
 }
 
-Libraries open(id<MTLDevice> device, const std::string& only) {
+template <typename Wanted>
+Libraries open(id<MTLDevice> device, const std::set<std::string>& variants, const Wanted& wanted) {
   Libraries opened;
   std::vector<id<MTLLibrary>> libraries;
   if (id<MTLLibrary> compiled = compiled_library(device)) {
     libraries.push_back(compiled);
     opened.compiled = true;
   } else {
-    libraries = compile(device, only);
+    libraries = compile(device, variants, wanted);
   }
   for (id<MTLLibrary> library : libraries)
     for (NSString* name in library.functionNames) opened.by_kernel[name.UTF8String] = library;
@@ -81,12 +91,12 @@ id<MTLFunction> Libraries::function(const std::string& kernel) const {
   return library == by_kernel.end() ? nil : [library->second newFunctionWithName:to_ns(kernel)];
 }
 
-Libraries open_libraries(id<MTLDevice> device) {
-  return open(device, "");
+Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants) {
+  return open(device, variants, [](std::string_view source) { return source != kTrial; });
 }
 
-Libraries open_library(id<MTLDevice> device, const std::string& source) {
-  return open(device, source);
+Libraries open_trial(id<MTLDevice> device) {
+  return open(device, {}, [](std::string_view source) { return source == kTrial; });
 }
 
 }  // namespace metal_prefill::metal

@@ -10,17 +10,23 @@
 
 namespace metal_prefill::metal {
 
-// Encodes the dispatches of a pass in command buffers, which run one after another. The first is committed
-// early, so that the GPU need not wait until the host has encoded the pass, and others once they have enough
-// work: macOS ends a command buffer that runs for seconds.
+// What the GPU does when a pass is encoded.
+enum class Gpu { kIdle, kBusy };
+
+// Encodes the dispatches of a pass in command buffers, which run one after another, and after those of
+// earlier passes. The first is committed early where the GPU is idle, so that it need not wait until the host
+// has encoded the pass, and others once they have enough work: macOS ends a command buffer that runs for
+// seconds.
 class MetalEncoder final : public Encoder {
  public:
   // `label` names the pass in errors; `buffer_work` is the most work of a command buffer.
-  MetalEncoder(const Device& device, const Kernels& kernels, std::string label, double buffer_work);
+  MetalEncoder(const Device& device, const Kernels& kernels, std::string label, double buffer_work, Gpu gpu);
   // Waits for the GPU if finish() was not called: until then it uses the buffers of the pass.
   ~MetalEncoder() override;
 
-  // Commits what is left and waits. Throws DeviceError when the GPU failed in any of the command buffers.
+  // Commits what is left, and returns the last command buffer.
+  id<MTLCommandBuffer> send();
+  // Waits for the GPU. Throws DeviceError when it failed in any of the command buffers.
   void finish();
 
   std::size_t max_threads(const KernelKey& key) const override { return kernels_.max_threads(key); }
@@ -38,6 +44,7 @@ class MetalEncoder final : public Encoder {
   const Kernels& kernels_;
   const std::string label_;
   const double buffer_work_;
+  const Gpu gpu_;
   std::vector<id<MTLCommandBuffer>> committed_;
   id<MTLCommandBuffer> commands_;  // being encoded; null: none
   id<MTLComputeCommandEncoder> encoder_;

@@ -1,5 +1,6 @@
 #include "metal_encoder.h"
 
+#include <array>
 #include <utility>
 
 #include "recorder.h"
@@ -7,6 +8,8 @@
 namespace metal_prefill::metal {
 
 namespace {
+
+constexpr std::size_t kMostBindings = 16;  // of a dispatch, without its arguments
 
 // Dispatches of the first command buffer of a pass. Encoding them takes the host some tens of microseconds,
 // about what committing a command buffer costs.
@@ -25,12 +28,18 @@ void encode_step(__unsafe_unretained id<MTLComputeCommandEncoder> encoder, const
                  bool after_barrier, const Kernels& kernels) {
   if (after_barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
   [encoder setComputePipelineState:kernels.pipeline(step.kernel)];
-  NSUInteger index = 0;
-  for (const View& view : step.buffers) {
-    __unsafe_unretained const id<MTLBuffer> buffer = buffer_of(view);
-    [encoder setBuffer:buffer offset:view.offset atIndex:index++];
+  // One message for all buffers; the array holds no references of its own.
+  std::array<__unsafe_unretained id<MTLBuffer>, kMostBindings> buffers;
+  std::array<NSUInteger, kMostBindings> offsets;
+  const std::size_t n = step.buffers.size();
+  for (std::size_t i = 0; i < n; ++i) {
+    buffers[i] = buffer_of(step.buffers[i]);
+    offsets[i] = step.buffers[i].offset;
   }
-  [encoder setBytes:step.args length:step.layout.bytes atIndex:index];
+  [encoder setBuffers:reinterpret_cast<const id<MTLBuffer> __strong*>(buffers.data())
+              offsets:offsets.data()
+            withRange:NSMakeRange(0, n)];
+  [encoder setBytes:step.args length:step.layout.bytes atIndex:n];
   const Grid& grid = step.grid;
   if (grid.threadgroup_bytes > 0) [encoder setThreadgroupMemoryLength:grid.threadgroup_bytes atIndex:0];
   [encoder dispatchThreadgroups:MTLSizeMake(grid.x, grid.y, grid.z)
@@ -59,12 +68,13 @@ std::vector<Contents> contents_of(const Device& device, std::span<const View> vi
 }  // namespace
 
 MetalEncoder::MetalEncoder(const Device& device, const Kernels& kernels, std::string label,
-                           double buffer_work)
+                           double buffer_work, Gpu gpu)
     : Encoder(device.tuning(), kernels.cache()),
       device_(device),
       kernels_(kernels),
       label_(std::move(label)),
-      buffer_work_(buffer_work) {}
+      buffer_work_(buffer_work),
+      gpu_(gpu) {}
 
 MetalEncoder::~MetalEncoder() {
   [encoder_ endEncoding];
@@ -75,7 +85,7 @@ void MetalEncoder::begin() {
   commands_ = device_.command_buffer(label_, References::kUnretained);
   encoder_ = encoder_of(commands_);
   // The buffers are not tracked: without a fence the GPU may run command buffers of a queue at the same time.
-  if (!committed_.empty()) [encoder_ waitForFence:device_.fence()];
+  if (!committed_.empty() || gpu_ == Gpu::kBusy) [encoder_ waitForFence:device_.fence()];
 }
 
 void MetalEncoder::commit() {
@@ -90,7 +100,8 @@ void MetalEncoder::commit() {
 
 bool MetalEncoder::cuts_before(const Step& step) const {
   if (!step.after_barrier || !commands_) return false;
-  return (committed_.empty() && dispatches_ >= kFirstDispatches) || work_ + step.grid.work > buffer_work_;
+  const bool early = gpu_ == Gpu::kIdle && committed_.empty() && dispatches_ >= kFirstDispatches;
+  return early || work_ + step.grid.work > buffer_work_;
 }
 
 void MetalEncoder::encode(const Step& step) {
@@ -103,8 +114,12 @@ void MetalEncoder::encode(const Step& step) {
   device_.count_dispatch();
 }
 
-void MetalEncoder::finish() {
+id<MTLCommandBuffer> MetalEncoder::send() {
   if (commands_) commit();
+  return committed_.back();
+}
+
+void MetalEncoder::finish() {
   // After a failure Metal may end the later ones as well: the first error says why.
   for (id<MTLCommandBuffer> commands : committed_) [commands waitUntilCompleted];
   for (id<MTLCommandBuffer> commands : std::exchange(committed_, {})) device_.wait(commands);

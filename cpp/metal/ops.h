@@ -15,6 +15,16 @@ struct Projection {
   int column = 0;  // of the output where its rows begin
 };
 
+// Where token ids are.
+struct TokenIds {
+  View view;
+  u32_t stride = 1;
+};
+// Those of Candidates, as argmax leaves them.
+inline TokenIds ids_of(const View& candidates) {
+  return {candidates.at(offsetof(Candidate, index)), sizeof(Candidate) / sizeof(u32_t)};
+}
+
 // RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
 struct Norm {
   View weight;
@@ -50,7 +60,7 @@ enum class Write { kStore, kAccumulate };  // y = w x, or y += w x
 
 namespace ops {
 
-void embed(Encoder& e, const Projection& table, const View& ids, const View& x, int tokens, float scale);
+void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View& x, int tokens, float scale);
 
 void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision);
 // Norms rows where they are.

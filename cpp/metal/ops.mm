@@ -73,10 +73,15 @@ View output_of(const Projection& w, const View& y) {
 
 }  // namespace
 
-void embed(Encoder& e, const Projection& table, const View& ids, const View& x, int tokens, float scale) {
-  const EmbedArgs args = {u32_t(table.in_dim), table.stack.row_bytes, u32_t(tokens), scale};
+void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View& x, int tokens, float scale) {
+  const EmbedArgs args = {.dim = u32_t(table.in_dim),
+                          .row_bytes = table.stack.row_bytes,
+                          .tokens = u32_t(tokens),
+                          .vocab_size = u32_t(table.out_dim),
+                          .id_stride = ids.stride,
+                          .scale = scale};
   e.dispatch(
-      {Kernel::kEmbed, table.type}, {table.weights, ids, x}, args,
+      {Kernel::kEmbed, table.type}, {table.weights, ids.view, x}, args,
       {.x = ceil_div(std::size_t(table.in_dim) / 8, kSimd), .y = std::size_t(tokens), .threads = kSimd});
 }
 

@@ -43,7 +43,7 @@ id<MTLBuffer> make_block(id<MTLDevice> device, int (*at)(int, int)) {
 }
 
 std::string run(id<MTLDevice> device, id<MTLCommandQueue> queue) {
-  id<MTLFunction> function = open_library(device, "trial.metal").function("trial");
+  id<MTLFunction> function = open_trial(device).function("trial");
   if (!function) return "the shaders have no kernel 'trial'";
   NSError* error = nil;
   id<MTLComputePipelineState> pipeline = [device newComputePipelineStateWithFunction:function error:&error];

@@ -1,9 +1,13 @@
-"""Where files lie that can be made again."""
+"""Where files lie that can be made again, and what they depend on."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -15,3 +19,21 @@ def cache_folder() -> Path:
     if platform.system() == "Darwin":
         return Path.home() / "Library" / "Caches" / "metal_prefill"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metal_prefill"
+
+
+def cache_key(parts: Iterable[object] = ()) -> str:
+    """Return a key for the build of the OS, the version of the package, and `parts`, which JSON can hold."""
+    system = f"{platform.system()} {platform.release()} {os.uname().version} {platform.mac_ver()[0]}"
+    text = json.dumps([system, version("metal_prefill"), *parts])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def pipeline_folder(emulated: bool) -> str:
+    """Return where compiled pipelines of GPUs are kept.
+
+    Those of the emulator cost nothing to make: they are kept only where ``METAL_PREFILL_CACHE`` names a
+    folder. Empty: nowhere.
+    """
+    if emulated and not os.environ.get("METAL_PREFILL_CACHE"):
+        return ""
+    return str(cache_folder() / "pipelines" / cache_key()[:16])

@@ -329,6 +329,11 @@ class Continuation:
         return self._most > 0
 
     @property
+    def goes_on_greedily(self) -> bool:
+        """Whether the next token is the largest logit's, and a pass without guesses may follow."""
+        return self.sampler is None and self._speculation is None and self._made + 1 < self._most
+
+    @property
     def _position(self) -> int:
         """Of the last token that was made."""
         return len(self.ids) + self._made - 1

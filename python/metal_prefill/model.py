@@ -18,6 +18,7 @@ import numpy.typing as npt
 from metal_prefill import _core, _pack_cache, _state
 from metal_prefill._arguments import MAX_INTEGER, integer, one_of
 from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
+from metal_prefill._cache_folder import pipeline_folder
 from metal_prefill._checks import first_contact
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model
@@ -178,6 +179,7 @@ class Model:
         options.prefix_memory = integer("prefix_memory", prefix_memory, 0, MAX_INTEGER)
         options.fused_norm = fused_norm
         options.fused_silu = fused_silu
+        options.pipeline_folder = pipeline_folder(_core.has_emulator)
         if max_context is not None:
             integer("max_context", max_context, 1)  # before the file is opened
         automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"

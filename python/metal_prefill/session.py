@@ -422,7 +422,7 @@ logit_bias
 
         core, cost = self._open(), self._model._row_cost
         if text.sampler is None:
-            token = core.forward_prompt(text.ids, True, progress, claim)
+            token = core.forward_prompt(text.ids, True, progress, claim, text.goes_on_greedily)
         else:
             token = core.forward_prompt_sampled(text.ids, text.sampler, True, progress, claim)
         computed = len(text.ids)  # position of the session
@@ -433,7 +433,9 @@ logit_bias
         while text.ended is None:
             following = text.next_tokens(self._model._exact_rows, cost)
             core, start = self._open(), time.perf_counter()
-            chosen = core.forward_drafts(following.ids, following.drafts, text.sampler, claim)
+            chosen = core.forward_drafts(
+                following.ids, following.drafts, text.sampler, claim, text.goes_on_greedily
+            )
             cost.note(len(following.ids), time.perf_counter() - start)
             computed += len(following.ids) - following.drafts + len(chosen) - 1
             try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from metal_prefill import DeviceError, Model, _core, _doctor, cli, synth
+from metal_prefill import DeviceError, Model, _cache_folder, _core, _doctor, cli, synth
 from metal_prefill._cache_folder import cache_folder
 from metal_prefill._checks import first_contact
 
@@ -160,7 +160,7 @@ def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(first_contact, "kernel_differences", None)
     with Model(path, device="metal"):
         pass
-    monkeypatch.setattr(first_contact, "version", lambda package: "another")
+    monkeypatch.setattr(_cache_folder, "version", lambda package: "another")
     with pytest.raises(TypeError, match="not callable"):
         Model(path, device="metal")
 
@@ -201,4 +201,4 @@ def test_a_wrong_gpu_is_left_for_the_cpu_with_a_warning(
 def test_the_emulator_is_not_checked_unasked(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     with Model(path, device="metal"):
-        assert not cache_folder().exists()
+        assert not (cache_folder() / "first_contact.json").exists()

@@ -235,7 +235,14 @@ def test_arguments_of_another_size_are_refused() -> None:
 def test_arguments_are_read_by_name() -> None:
     first = planned(uniform_shape(SMALL, "q4_0", "q8_0"), 7)[0]
     assert first.kernel == "embed_q8_0"
-    assert first.args == {"dim": 256, "row_bytes": 256 // 32 * 34, "tokens": 7, "scale": 1.0}
+    assert first.args == {
+        "dim": 256,
+        "row_bytes": 256 // 32 * 34,
+        "tokens": 7,
+        "vocab_size": SMALL.vocab_size,
+        "id_stride": 1,
+        "scale": 1.0,
+    }
     assert first.buffers == ("weights", "ids", "x")
     decode = planned(uniform_shape(SMALL, "q4_0", "q8_0"), 1, position=20)
     attention = next(d for d in decode if d.kernel.startswith("rope_attention"))

@@ -24,27 +24,49 @@ SILU = CONSTANTS["ACTIVATION_SILU"]
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("scale", [1.0, 24.0])
-def test_embed(run: Run, kind: str, scale: float) -> None:
+@pytest.mark.parametrize(("scale", "stride"), [(1.0, 1), (24.0, 2)])
+def test_embed(run: Run, kind: str, scale: float, stride: int) -> None:
     rng = np.random.default_rng(1)
     dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
     table = Weights(rng, kind, [19], dim)
     table_bytes = table.bytes[table.offsets[0] :]
     ids = rng.integers(0, 19, 9).astype(np.int32)
     ids[:2] = 0, 18
+    between = np.full((9, stride), 1 << 30, np.int32)  # of which nothing is read but the first column
+    between[:, 0] = ids
     x = Output([9, dim])
-    args = make_args("EmbedArgs", dim=dim, row_bytes=table.row_bytes, tokens=9, scale=scale)
+    args = make_args(
+        "EmbedArgs",
+        dim=dim,
+        row_bytes=table.row_bytes,
+        tokens=9,
+        vocab_size=19,
+        id_stride=stride,
+        scale=scale,
+    )
     items = dim // 8
     run(
         f"embed_{kind.lower()}",
         table_bytes,
-        ids,
+        between,
         x.buffer,
         args,
         groups=(ceil_div(items, 32), 9),
         threads=(32, 1),
     )
     np.testing.assert_allclose(x.check(), scale * table.values[ids], rtol=1e-6, atol=1e-6 * scale)
+
+
+def test_embed_reads_a_row_of_the_table_whatever_the_id(run: Run) -> None:
+    """Argmax of logits that are all NaN is no token: what is computed of it is thrown away."""
+    table = Weights(np.random.default_rng(1), "F32", [19], 8)
+    ids = np.array([CONSTANTS["ARGMAX_NONE"], 3], np.uint32)
+    x = Output([2, 8])
+    args = make_args(
+        "EmbedArgs", dim=8, row_bytes=table.row_bytes, tokens=2, vocab_size=19, id_stride=1, scale=1.0
+    )
+    run("embed_f32", table.bytes[table.offsets[0] :], ids, x.buffer, args, groups=(1, 2), threads=(32, 1))
+    np.testing.assert_array_equal(x.check()[1], table.values[3].astype(np.float32))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 33])

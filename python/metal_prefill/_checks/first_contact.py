@@ -7,13 +7,10 @@ the package and the kernels that the model needs.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
-from metal_prefill._cache_folder import cache_folder
+from metal_prefill._cache_folder import cache_folder, cache_key
 from metal_prefill._checks.kernels import Difference, difference
 from metal_prefill._replacing import replacing
 from metal_prefill.errors import DeviceError
@@ -78,11 +75,6 @@ def _wanted() -> bool:
     return setting == "1" or (setting != "0" and not _core.has_emulator)
 
 
-def _key(device: str, package: str, kernels: Iterable[str]) -> str:
-    system = f"{platform.system()} {platform.release()} {os.uname().version} {platform.mac_ver()[0]}"
-    return hashlib.sha256(json.dumps([device, system, package, sorted(kernels)]).encode()).hexdigest()
-
-
 def _read(path: Path) -> dict[str, list[str]]:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -113,9 +105,8 @@ def check(engine: _core.Engine, config: ModelConfig) -> None:
     if inspector is None:
         return
     path = cache_folder() / "first_contact.json"
-    key = _key(
-        engine.device_name, version("metal_prefill"), (pipeline.kernel for pipeline in inspector.pipelines())
-    )
+    kernels = sorted(pipeline.kernel for pipeline in inspector.pipelines())
+    key = cache_key([engine.device_name, kernels])
     known = _read(path)
     if key not in known:
         known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]

@@ -1,0 +1,117 @@
+#include "pipeline_archive.h"
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <string_view>
+
+#include "device.h"
+#include "embedded_shaders.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kSuffix = ".pipelines";
+
+// FNV-1a: files are checked for damage, not for intent.
+class Checksum {
+ public:
+  void add(std::string_view text) {
+    for (const char c : text) sum_ = (sum_ ^ std::uint8_t(c)) * 1099511628211u;
+  }
+  std::string text() const {
+    char digits[17];
+    std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(sum_));
+    return digits;
+  }
+
+ private:
+  std::uint64_t sum_ = 14695981039346656037u;
+};
+
+// Nothing where the file cannot be read.
+std::optional<std::string> checksum_of(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return std::nullopt;
+  Checksum sum;
+  sum.add(std::string(std::istreambuf_iterator<char>(file), {}));
+  return sum.text();
+}
+
+// The shaders count: a version of the package under development changes them.
+std::string name_of_set(id<MTLDevice> device, std::span<const std::string> kernels) {
+  Checksum sum;
+  sum.add(device.name.UTF8String);
+  for (const std::string& kernel : kernels) sum.add("\n" + kernel);
+  for (std::size_t i = 0; i < kShaderSourceCount; ++i) sum.add(kShaderSources[i].text);
+  return sum.text();
+}
+
+id<MTLBinaryArchive> open(id<MTLDevice> device, const std::string& path) {
+  MTLBinaryArchiveDescriptor* descriptor = [[MTLBinaryArchiveDescriptor alloc] init];
+  if (!path.empty()) descriptor.url = [NSURL fileURLWithPath:to_ns(path)];
+  NSError* error = nil;
+  return [device newBinaryArchiveWithDescriptor:descriptor error:&error];
+}
+
+}  // namespace
+
+PipelineArchive::PipelineArchive(id<MTLDevice> device, const std::string& folder,
+                                 std::span<const std::string> kernels)
+    : device_(device), folder_(folder), set_(folder.empty() ? "" : name_of_set(device, kernels)) {}
+
+std::vector<std::string> PipelineArchive::files() const {
+  std::vector<std::string> found;
+  std::error_code error;
+  if (folder_.empty()) return found;
+  for (fs::directory_iterator entry(folder_, error), end; !error && entry != end; entry.increment(error)) {
+    const fs::path path = entry->path();
+    if (path.extension() == kSuffix && path.stem().string().starts_with(set_ + "-"))
+      found.push_back(path.string());
+  }
+  return found;
+}
+
+id<MTLBinaryArchive> PipelineArchive::read() const {
+  for (const std::string& path : files()) {
+    const std::string wanted = set_ + "-" + checksum_of(path).value_or("");
+    if (fs::path(path).stem() != wanted) continue;
+    if (id<MTLBinaryArchive> archive = open(device_, path)) return archive;
+  }
+  return nil;
+}
+
+void PipelineArchive::write(std::span<const id<MTLFunction>> functions) const {
+  if (folder_.empty()) return;
+  id<MTLBinaryArchive> archive = open(device_, "");
+  for (id<MTLFunction> function : functions) {
+    MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+    descriptor.computeFunction = function;
+    NSError* error = nil;
+    if (![archive addComputePipelineFunctionsWithDescriptor:descriptor error:&error]) return;
+  }
+  const std::vector<std::string> damaged = files();
+  std::error_code error;
+  fs::create_directories(folder_, error);
+  const fs::path part = fs::path(folder_) / (set_ + "." + std::to_string(getpid()) + ".part");
+  NSError* failure = nil;
+  if ([archive serializeToURL:[NSURL fileURLWithPath:to_ns(part.string())] error:&failure])
+    if (const auto checksum = checksum_of(part.string())) {
+      fs::path path = fs::path(folder_) / (set_ + "-" + *checksum);
+      path += kSuffix;
+      fs::rename(part, path, error);
+      for (const std::string& old : damaged)
+        if (old != path.string()) fs::remove(old, error);
+    }
+  fs::remove(part, error);  // where it was not renamed
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,22 @@
+// Which instantiations of kernel templates are compiled. Where the shaders are compiled when a model is
+// opened, each takes time, and a model needs few: the host then defines ONLY_WANTED, and for each variant
+// that it needs WANTS_<variant> as 1. Otherwise all are compiled.
+//
+// IF_WANTED(variant)(text) is the text, or nothing. A variant is a tensor type as in EACH_TENSOR_TYPE, or an
+// attention kernel with the type of the cache and the size of a head: see variant_of in
+// cpp/metal/kernel_key.cpp.
+#pragma once
+
+#define WANTED_KEEP(...) __VA_ARGS__
+#ifdef ONLY_WANTED
+#define WANTED_DROP(...)
+// Of a macro that is 1 two arguments are made, the second of which is taken; else the second is the default.
+#define WANTED_IS_1 ~, WANTED_KEEP
+#define WANTED_SECOND(first, second, ...) second
+#define WANTED_OF(...) WANTED_SECOND(__VA_ARGS__)
+#define WANTED_CHOICE(value) WANTED_OF(WANTED_IS_##value, WANTED_DROP, ~)
+#define WANTED_VALUE(value) WANTED_CHOICE(value)
+#define IF_WANTED(variant) WANTED_VALUE(WANTS_##variant)
+#else
+#define IF_WANTED(variant) WANTED_KEEP
+#endif

@@ -1,0 +1,170 @@
+"""What opening a model compiles: the kernels of its types, and nothing that an earlier process compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metal_prefill import Model, _cache_folder, _core, synth
+from metal_prefill.gguf_file import GGUFFile
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+PROMPT = [5 + 7 * i for i in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def own_device() -> Iterator[None]:
+    yield
+    gpu.set_limits(gpu.Limits())
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth.synthesize(
+        tmp_path_factory.mktemp("first_open") / "m.gguf", preset="tiny", layers=2, vocab=320
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def compiled_by_opening(path: Path) -> tuple[int, bytes]:
+    """Return how many pipelines opening the model compiles, and the logits of a prompt."""
+    before = gpu.counters().compiled_pipelines
+    with Model(path, device="metal") as model:
+        assert (gpu.counters().compiled_pipelines > before) == (model.stats()["pipelines_compiled"] > 0)
+        compiled = int(model.stats()["pipelines_compiled"])
+        return compiled, model.forward_prompt_logits(PROMPT).tobytes()
+
+
+def archives(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.pipelines"))
+
+
+def test_shaders_are_compiled_for_the_types_and_the_heads_of_the_model_alone(path: Path) -> None:
+    with GGUFFile(path) as file:
+        types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    gpu.forget_compiled_libraries()
+    with Model(path, device="metal"):
+        kernels = {library.name: library.kernels for library in gpu.compiled_libraries()}
+    assert kernels["matmul.metal"] == 4 * len(types)
+    assert kernels["matvec.metal"] == 5 * len(types)
+    assert kernels["embed.metal"] == len(types)
+    assert kernels["attention_decode.metal"] == 2 + 1  # with rope and without, and what joins the shares
+    assert kernels["attention_prefill.metal"] == 1
+    assert "trial.metal" not in kernels
+
+
+def test_the_second_time_nothing_is_compiled(path: Path, folder: Path) -> None:
+    first = compiled_by_opening(path)
+    (left,) = archives(folder)
+    second = compiled_by_opening(path)
+    assert first[0] > 20
+    assert second[0] == 0
+    assert second[1] == first[1]
+    assert archives(folder) == [left]
+    assert not list(folder.rglob("*.part"))
+
+
+@pytest.mark.parametrize("damage", ["a byte", "half", "nothing left"])
+def test_a_damaged_archive_is_made_again(path: Path, folder: Path, damage: str) -> None:
+    wanted = compiled_by_opening(path)
+    (archive,) = archives(folder)
+    whole = archive.read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    archive.write_bytes(
+        {"a byte": bytes(changed), "half": whole[: len(whole) // 2], "nothing left": b""}[damage]
+    )
+    assert compiled_by_opening(path) == wanted
+    assert [found.read_bytes() for found in archives(folder)] == [whole]
+    assert compiled_by_opening(path)[0] == 0
+
+
+def checksum(content: bytes) -> int:
+    """FNV-1a of 64 bits."""
+    value = 14695981039346656037
+    for byte in content:
+        value = (value ^ byte) * 1099511628211 % 2**64
+    return value
+
+
+def test_an_archive_without_a_pipeline_is_made_again(path: Path, folder: Path) -> None:
+    wanted = compiled_by_opening(path)
+    (archive,) = archives(folder)
+    whole = archive.read_bytes()
+    lines = whole.splitlines(keepends=True)[:-2]  # without the last pipeline, and the emulator's own checksum
+    content = b"".join(lines)
+    content += f"{checksum(content)}\n".encode()
+    archive.unlink()
+    lacking = archive.with_name(f"{archive.name.split('-')[0]}-{checksum(content):016x}.pipelines")
+    lacking.write_bytes(content)
+    assert compiled_by_opening(path) == wanted
+    assert [found.read_bytes() for found in archives(folder)] == [whole]
+
+
+def test_pipelines_are_of_one_device_one_version_and_one_set_of_kernels(
+    path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = synth.synthesize(tmp_path / "other.gguf", preset="tiny", layers=2, vocab=320, tensor_type="Q8_0")
+    compiled = Counter[str]()
+    compiled["first"] = compiled_by_opening(path)[0]
+    compiled["model"] = compiled_by_opening(other)[0]
+    gpu.set_limits(gpu.Limits(name="Apple M9"))
+    compiled["device"] = compiled_by_opening(path)[0]
+    gpu.set_limits(gpu.Limits())
+    monkeypatch.setattr(_cache_folder, "version", lambda _: "99.0")
+    compiled["version"] = compiled_by_opening(path)[0]
+    assert all(compiled.values()), compiled
+    assert len(archives(folder)) == len(compiled)
+    monkeypatch.undo()
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(folder))
+    assert compiled_by_opening(path)[0] == compiled_by_opening(other)[0] == 0
+
+
+def test_without_a_folder_to_write_to_pipelines_are_compiled_each_time(path: Path, folder: Path) -> None:
+    folder.write_text("this is a file")
+    first = compiled_by_opening(path)
+    assert first[0] > 20
+    assert compiled_by_opening(path) == first
+    assert folder.read_text() == "this is a file"
+
+
+def test_the_emulator_keeps_no_pipelines_unless_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("METAL_PREFILL_CACHE", raising=False)
+    assert _cache_folder.pipeline_folder(emulated=True) == ""
+    assert Path(_cache_folder.pipeline_folder(emulated=False)).parent.name == "pipelines"
+
+
+def test_weights_and_cache_stay_with_the_gpu(path: Path) -> None:
+    with Model(path, device="metal") as model:
+        weights = model.stats()["weights_mapped_bytes"] + model.stats()["weights_copied_bytes"]
+        assert model.stats()["resident_bytes"] == gpu.resident_bytes() == weights
+        model.forward_prompt(PROMPT)
+        pages = [buffer.length for buffer in gpu.live_buffers() if buffer.label == "kv_pages"]
+        assert gpu.resident_bytes() == weights + sum(pages) > weights
+        model.forward_prompt(np.arange(200))  # the pages move to a larger buffer
+        grown = [buffer.length for buffer in gpu.live_buffers() if buffer.label == "kv_pages"]
+        assert model.stats()["resident_bytes"] == gpu.resident_bytes() == weights + sum(grown)
+    assert gpu.resident_bytes() == 0
+
+
+@pytest.mark.parametrize("limits", [{"residency_sets": False}, {"working_set_bytes": 1 << 16}])
+def test_memory_comes_and_goes_where_it_cannot_stay(path: Path, limits: dict[str, int]) -> None:
+    gpu.set_limits(gpu.Limits(**limits))
+    with Model(path, device="metal") as model:
+        model.forward_prompt(PROMPT)
+        assert model.stats()["resident_bytes"] == gpu.resident_bytes() < model.stats()["weights_mapped_bytes"]

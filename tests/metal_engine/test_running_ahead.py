@@ -1,0 +1,261 @@
+"""Greedy text of which the GPU begins the next token before the host has seen the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.forked import in_child
+from support.small_models import MODELS, with_tensor, write
+
+from metal_prefill import DeviceError, Model, NumericalError, Session, SessionBusyError, _core, synth
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+PROMPT = [5 + 7 * i for i in range(40)]
+TOKENS = 28  # beyond the first page, which ends at position 64
+ONE_BY_ONE: Any = {"temperature": 0.0, "speculate": "off"}
+
+
+@pytest.fixture(autouse=True)
+def own_device() -> Iterator[None]:
+    yield
+    gpu.clear_faults()
+    gpu.set_history_depth(0)
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth.synthesize(tmp_path_factory.mktemp("ahead") / "m.gguf", preset="tiny", layers=2, vocab=320)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[Model]:
+    with Model(path, device="metal", prefix_memory=0) as model:  # no session finds pages of another
+        yield model
+
+
+@pytest.fixture
+def session(model: Model) -> Iterator[Session]:
+    with model.session() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Model) -> list[int]:
+    """Tokens after the prompt, each computed once the one before is known."""
+    with model.session() as session:
+        tokens = [session.forward_prompt(PROMPT)]
+        while len(tokens) < TOKENS:
+            tokens.append(session.forward_token_greedy(tokens[-1]))
+    return tokens
+
+
+def tokens_of(session: Session, n: int = TOKENS, **options: Any) -> list[int]:
+    return [piece.token for piece in session.stream(PROMPT, n, **{**ONE_BY_ONE, **options})]
+
+
+def ahead(run: Any) -> list[int]:
+    """Return how far each command buffer of what `run` does was committed before the host knew of others."""
+    gpu.set_history_depth(0)
+    gpu.set_history_depth(256)
+    run()
+    return [buffer.ahead_of_host for buffer in gpu.history()]
+
+
+def test_the_text_is_that_of_single_tokens(session: Session, wanted: list[int]) -> None:
+    assert tokens_of(session) == wanted
+    assert session.position == len(PROMPT) + TOKENS - 1
+
+
+def test_the_next_token_is_sent_before_the_host_waits_for_the_last(
+    session: Session, wanted: list[int]
+) -> None:
+    before = gpu.counters()
+    sent = ahead(lambda: tokens_of(session))
+    after = gpu.counters()
+    assert sent == [0] + [1] * (TOKENS - 1)  # but for the prompt, all find another on its way
+    assert after.waits - before.waits == TOKENS  # one for each token
+
+    def one_by_one() -> None:
+        session.forward_prompt(PROMPT, reuse=True)
+        for token in wanted[:5]:
+            session.forward_token_greedy(token)
+
+    assert set(ahead(one_by_one)) == {0}
+
+
+def test_nothing_is_sent_after_the_last_token(session: Session) -> None:
+    before = gpu.counters()
+    tokens_of(session, 7)
+    assert gpu.counters().command_buffers - before.command_buffers == 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"speculate": "lookup"}, {"temperature": 0.7, "seed": 1}, {"logprobs": 0}, {"min_tokens": 3}],
+    ids=lambda options: next(iter(options)),
+)
+def test_texts_that_need_the_host_between_tokens_are_not_ahead(
+    session: Session, options: dict[str, Any]
+) -> None:
+    assert set(ahead(lambda: tokens_of(session, 6, **options))) == {0}
+
+
+def test_streams_are_not_ahead_of_each_other(model: Model, wanted: list[int]) -> None:
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    prompts = [(PROMPT, ONE_BY_ONE), (PROMPT[:7], ONE_BY_ONE)]
+
+    def run() -> None:
+        for i, _ in model.generate_many(prompts, 6):
+            texts[i].append(0)
+
+    assert set(ahead(run)) == {0}
+
+
+def test_what_a_stop_leaves_is_thrown_away(model: Model, session: Session, wanted: list[int]) -> None:
+    stop = wanted[9]
+    first = wanted.index(stop)
+    assert tokens_of(session, stop=stop) == wanted[: first + 1]
+    assert session.position == len(PROMPT) + first
+    with model.session() as other:
+        other.forward_prompt([*PROMPT, *wanted[:first]])
+        np.testing.assert_allclose(session.forward_token(3), other.forward_token(3), atol=1e-3)
+    assert tokens_of(session) == wanted
+
+
+def test_other_tokens_than_the_chosen_one_are_computed(session: Session, wanted: list[int]) -> None:
+    """The row that was written ahead is written anew."""
+    text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
+    first = next(text).token
+    other = (first + 1) % 320
+    logits = session.forward_token(other)
+    with pytest.raises(SessionBusyError):
+        next(text)
+    session.rewind(len(PROMPT))
+    session.forward_token(first)
+    session.rewind(len(PROMPT))
+    np.testing.assert_array_equal(session.forward_token(other), logits)
+    assert session.forward_token_greedy(other) >= 0
+
+
+def test_a_session_that_returns_to_a_position_does_not_find_what_was_sent_before(
+    session: Session, wanted: list[int]
+) -> None:
+    """At the same position, with the same token, after another text."""
+    text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
+    chosen = [next(text).token, next(text).token]
+    position = session.position
+    session.rewind(0)
+    session.forward_prompt(PROMPT[::-1])
+    session.forward_token(chosen[0])
+    assert session.position == position
+    expected = session.forward_token_greedy(chosen[1])
+    session.rewind(0)
+    session.forward_prompt(PROMPT[::-1])
+    session.forward_token(chosen[0])
+    assert session.forward_token_greedy(chosen[1]) == expected
+
+
+def test_forks_between_tokens_continue_as_they_would_alone(session: Session, wanted: list[int]) -> None:
+    """A fork shares the page that the pass on its way writes to, until one of them writes."""
+    made: list[int] = []
+    forks = []
+    for piece in session.stream(PROMPT, 5, **ONE_BY_ONE):
+        made.append(piece.token)
+        forks.append(session.fork())
+    assert made == wanted[:5]
+    for n, fork in enumerate(forks):
+        assert [fork.forward_token_greedy(token) for token in wanted[n:7]] == wanted[n + 1 : 8]
+        fork.close()
+
+
+def test_other_sessions_compute_between_the_tokens(model: Model, session: Session, wanted: list[int]) -> None:
+    with model.session() as other:
+        others: list[int] = []
+        made = []
+        for piece in session.stream(PROMPT, 10, **ONE_BY_ONE):
+            made.append(piece.token)
+            others.append(
+                other.forward_prompt(PROMPT) if not others else other.forward_token_greedy(others[-1])
+            )
+    assert made == others == wanted[:10]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_failure_is_that_of_the_token_it_concerns(session: Session, wanted: list[int], nth: int) -> None:
+    text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
+    made = [next(text).token]  # the second is on its way
+    gpu.fail_command_buffer(nth, message="the GPU had enough")
+    with pytest.raises(DeviceError, match=rf"at position {len(PROMPT) + nth}: the GPU had enough"):
+        made.extend(piece.token for piece in text)
+    assert made == wanted[: 1 + nth]
+    assert session.position == len(PROMPT) + nth
+    assert tokens_of(session) == wanted
+
+
+def test_a_failure_of_what_nobody_asked_for_is_not_said(session: Session, wanted: list[int]) -> None:
+    gpu.fail_command_buffer(2, message="the GPU had enough")
+    text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
+    assert next(text).token == wanted[0]
+    del text
+    assert session.forward_token_greedy(wanted[0] + 1) >= 0
+
+
+def test_no_memory_for_running_ahead_is_no_error(session: Session, wanted: list[int]) -> None:
+    """The second pass on its way has buffers of its own, which are made then."""
+    text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
+    gpu.fail_allocation(30)
+    assert [piece.token for piece in text] == wanted
+
+
+def test_the_last_page_is_filled(path: Path, wanted: list[int]) -> None:
+    """Running ahead needs a page earlier than the text does: where there is none, it waits."""
+    with Model(path, device="metal", kv_memory=1) as model, model.session() as session:
+        n = 64 - len(PROMPT) + 1
+        assert tokens_of(session, n) == wanted[:n]
+        assert session.position == 64
+
+
+def test_the_context_is_filled(model: Model, wanted: list[int]) -> None:
+    with model.session(max_context=50) as session:
+        assert tokens_of(session) == wanted[:11]
+        assert session.position == 50
+
+
+def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(tmp_path: Path) -> None:
+    """What runs ahead has no token then, and is thrown away."""
+    whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
+    path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
+    with Model(path, device="metal") as model:
+        with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
+            list(model._open().stream([1, 2, 3], 5, **ONE_BY_ONE))
+        assert model.position == 0
+
+
+def test_a_forked_process_does_not_wait_for_the_gpu(model: Model) -> None:
+    session = model.session()
+    text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
+    next(text)
+
+    def in_fork() -> str:
+        session.close()
+        return "closed"
+
+    assert in_child(in_fork) == "closed"
+    assert next(text).token >= 0
+
+
+def test_closing_waits_for_what_is_on_its_way(path: Path) -> None:
+    before = gpu.live_objects()  # of the model that other tests use
+    with Model(path, device="metal") as model:
+        next(model._open().stream(PROMPT, TOKENS, **ONE_BY_ONE))
+    assert gpu.live_objects() == before
