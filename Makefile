@@ -144,6 +144,7 @@ build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
 bench-gpu: build/.cuda
 	mkdir -p $(REPORT)
 	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/bench_gpu.py --json $(REPORT)/gpu.json
+	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/bench_decode.py
 
 lint: build/.emulator $(VENV)/.dev-tools
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -146,8 +146,9 @@ class MetalEngine::SentPass {
   SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages, id<MTLBuffer> choices);
 
   // Waits for it. Throws DeviceError when the GPU failed.
-  void finish(CallCounters& counters) {
+  void finish(KvPages::Hold& pages, CallCounters& counters) {
     encoder_.finish();
+    pages.finished(last_);
     counters += counters_;
   }
   const PassRows& rows() const { return rows_; }
@@ -160,7 +161,8 @@ class MetalEngine::SentPass {
   const id<MTLBuffer> choices_;
   const RopeTables::ByLayer rope_tables_;
   const PassRows rows_;
-  MetalEncoder encoder_;  // the last: it waits for the GPU before the others are gone
+  id<MTLCommandBuffer> last_;
+  MetalEncoder encoder_;  // the last member: it waits for the GPU before the others are gone
 };
 
 // The pass with the token after those of a session, which the GPU began before the caller knew the token.
@@ -256,7 +258,8 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
   MetalPassBuffers buffers(device_, *lease_, pages, rope_tables_, choices);
   fill(engine.forward_.tables(rows_, buffers), rows_, chunks);
   engine.forward_.encode(encoder_, rows_, buffers);
-  pages.leave(encoder_.send());
+  last_ = encoder_.send();
+  pages.sent(last_);
 }
 
 void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
@@ -270,8 +273,7 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
   KvPages::Hold pages(store_);
   if (!pass) pass = std::make_unique<SentPass>(*this, chunks, pages, nil);
   if (chunks.size() == 1 && chunks[0]->more) next = send_after(*chunks[0], pages, *pass);
-  pass->finish(counters);
-  if (!next) pages.leave(nil);
+  pass->finish(pages, counters);
   if (device_.debug()) keep_intermediates(pass->rows(), chunks, pass->batch());
   deliver(pass->rows(), chunks, pass->batch());
   if (!next) return;

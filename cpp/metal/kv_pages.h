@@ -37,9 +37,12 @@ class KvPages final : public PageStore {
     bool is_in_use() const { return pages_.left_; }
     // Waits for them.
     void settle() { pages_.settle(); }
-    // The GPU has finished all that was sent to it before `last`; with it, it uses the pages also after the
-    // hold. Null: nothing does.
-    void leave(id<MTLCommandBuffer> last) { pages_.left_ = last; }
+    // `last` was sent to the GPU after all others, and may use the pages after the hold.
+    void sent(id<MTLCommandBuffer> last) { pages_.left_ = last; }
+    // The GPU has finished it, and with it what was sent before.
+    void finished(id<MTLCommandBuffer> sent) {
+      if (pages_.left_ == sent) pages_.left_ = nil;
+    }
     // From the keys, and from the values, of a layer in the first page on.
     LayerCache layer(int layer) const;
 

@@ -176,6 +176,80 @@ Function new_function(const Library& self, const std::string& name,
   return {require(function, error, "newFunctionWithName")};
 }
 
+// Without a path: an empty one.
+Archive new_archive(const Device& self, const std::optional<std::string>& path) {
+  const AutoreleasePool pool;
+  MTLBinaryArchiveDescriptor* descriptor = [[MTLBinaryArchiveDescriptor alloc] init];
+  if (path) descriptor.url = [NSURL fileURLWithPath:to_ns(*path)];
+  NSError* error = nil;
+  id<MTLBinaryArchive> archive = [self.object newBinaryArchiveWithDescriptor:descriptor error:&error];
+  return {require(archive, error, "newBinaryArchive")};
+}
+
+void require_done(BOOL done, NSError* error, const char* call) {
+  if (done) return;
+  throw MetalError(std::string(call) + ": " + to_string(error.localizedDescription));
+}
+
+void add_to_archive(const Archive& self, const Function& function) {
+  const AutoreleasePool pool;
+  MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+  descriptor.computeFunction = function.object;
+  NSError* error = nil;
+  const BOOL done = [self.object addComputePipelineFunctionsWithDescriptor:descriptor error:&error];
+  require_done(done, error, "addComputePipelineFunctions");
+}
+
+void write_archive(const Archive& self, const std::string& path) {
+  const AutoreleasePool pool;
+  NSError* error = nil;
+  const BOOL done = [self.object serializeToURL:[NSURL fileURLWithPath:to_ns(path)] error:&error];
+  require_done(done, error, "serialize");
+}
+
+Pipeline archived_pipeline(const Device& self, const Function& function, const Archive& archive) {
+  const AutoreleasePool pool;
+  MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+  descriptor.computeFunction = function.object;
+  descriptor.binaryArchives = @[ archive.object ];
+  NSError* error = nil;
+  id<MTLComputePipelineState> pipeline =
+      [self.object newComputePipelineStateWithDescriptor:descriptor
+                                                 options:MTLPipelineOptionFailOnBinaryArchiveMiss
+                                              reflection:nil
+                                                   error:&error];
+  return {require(pipeline, error, "newComputePipelineState")};
+}
+
+#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
+
+id<MTLResidencySet> set_of(const ResidencySet& self) {
+  return self.object;
+}
+
+void bind_residency(nb::module_& m, nb::class_<Device>& device) {
+  nb::class_<ResidencySet>(m, "ResidencySet")
+      .def("add",
+           [](const ResidencySet& self, const Buffer& buffer) { [set_of(self) addAllocation:buffer.object]; })
+      .def("remove", [](const ResidencySet& self,
+                        const Buffer& buffer) { [set_of(self) removeAllocation:buffer.object]; })
+      .def("commit", [](const ResidencySet& self) { [set_of(self) commit]; })
+      .def("request", [](const ResidencySet& self) { [set_of(self) requestResidency]; })
+      .def("end", [](const ResidencySet& self) { [set_of(self) endResidency]; })
+      .def_prop_ro("bytes", [](const ResidencySet& self) { return set_of(self).allocatedSize; });
+  device.def("new_residency_set", [](const Device& self) {
+    const AutoreleasePool pool;
+    NSError* error = nil;
+    id<MTLResidencySet> set =
+        [self.object newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init] error:&error];
+    return ResidencySet{require(set, error, "newResidencySet")};
+  });
+}
+#else
+void bind_residency(nb::module_&, nb::class_<Device>&) {}
+#endif
+
 Pipeline new_pipeline(const Device& self, const Function& function, const std::string& label,
                       NSUInteger max_threads) {
   const AutoreleasePool pool;
@@ -262,8 +336,14 @@ void bind_device(nb::module_& m) {
       .def_prop_ro("static_threadgroup_bytes",
                    [](const Pipeline& self) { return self.object.staticThreadgroupMemoryLength; });
 
+  nb::class_<Archive>(m, "Archive")
+      .def("add", &add_to_archive, "function"_a)
+      .def("write", &write_archive, "path"_a);
+
   constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<Device>(m, "Device", "MTLCreateSystemDefaultDevice.")
+  nb::class_<Device> device(m, "Device", "MTLCreateSystemDefaultDevice.");
+  bind_residency(m, device);
+  device
       .def("__init__",
            [](Device* self) {
              const AutoreleasePool pool;
@@ -304,6 +384,8 @@ void bind_device(nb::module_& m) {
            })
       .def("new_pipeline", &new_pipeline, "function"_a, "label"_a = "", "max_threads"_a = 0, kWithoutGil)
       .def("new_pipeline_async", &new_pipeline_async, "function"_a, "handler"_a)
+      .def("new_archive", &new_archive, "path"_a = nb::none())
+      .def("archived_pipeline", &archived_pipeline, "function"_a, "archive"_a, "From the archive alone.")
       .def("new_queue", &new_queue, "max_command_buffers"_a = nb::none())
       .def("release", &release<Device>);
 }

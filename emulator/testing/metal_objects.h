@@ -74,6 +74,12 @@ struct Function {
 struct Pipeline {
   id<MTLComputePipelineState> object;
 };
+struct Archive {
+  id<MTLBinaryArchive> object;
+};
+struct ResidencySet {
+  id object;  // id<MTLResidencySet>, which older SDKs lack
+};
 struct Queue {
   id<MTLCommandQueue> object;
 };

@@ -114,7 +114,7 @@ def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
 
 
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
-    expected = "add scale negate4 biased reverse static_scratch store load limited"
+    expected = "add scale negate4 biased reverse static_scratch store load limited part_one part_two"
     assert sorted(library.library.function_names) == sorted(expected.split())
 
 

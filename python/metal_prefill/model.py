@@ -179,11 +179,12 @@ class Model:
         options.prefix_memory = integer("prefix_memory", prefix_memory, 0, MAX_INTEGER)
         options.fused_norm = fused_norm
         options.fused_silu = fused_silu
-        options.pipeline_folder = pipeline_folder(_core.has_emulator)
         if max_context is not None:
             integer("max_context", max_context, 1)  # before the file is opened
         automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"
         device = resolve_device(device)
+        if device == "metal":
+            options.pipeline_folder = pipeline_folder(_core.has_emulator)
 
         self._path = default_model_path() if path is None else packaged_model(path) or Path(path)
         self._kv_dtype = kv_dtype

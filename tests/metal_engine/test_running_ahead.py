@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,29 @@ def test_other_sessions_compute_between_the_tokens(model: Model, session: Sessio
                 other.forward_prompt(PROMPT) if not others else other.forward_token_greedy(others[-1])
             )
     assert made == others == wanted[:10]
+
+
+def test_copies_of_pages_wait_for_what_another_session_has_on_its_way(
+    model: Model, session: Session, wanted: list[int]
+) -> None:
+    with model.session() as other:
+        first, second = session.stream(PROMPT, 2, **ONE_BY_ONE), other.stream(PROMPT, 9, **ONE_BY_ONE)
+        made = [next(first).token, next(second).token]  # the second token of each is on its way
+        assert next(first).token == wanted[1]  # which leaves nothing of this session, and that of the other
+        fork = session.fork()
+        assert fork.forward_token_greedy(wanted[1]) == wanted[2]  # the fork takes a copy of the last page
+        assert made == [wanted[0]] * 2
+        assert [piece.token for piece in second] == wanted[1:9]
+        fork.close()
+
+
+def test_threads_are_ahead_side_by_side(model: Model, wanted: list[int]) -> None:
+    def text(_: int) -> list[int]:
+        with model.session() as session:
+            return tokens_of(session, 10)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(text, range(3))) == [wanted[:10]] * 3
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])

@@ -10,6 +10,7 @@ from pathlib import Path
 from .preprocess import preprocess
 from .tokens import SourceError
 
+KERNEL = re.compile(r"\bkernel\s+void\s+(\w+)\s*\(")
 HOST_NAME = re.compile(r'host_name\s*\(((?:\s*"[^"]*")+)\s*\)')
 
 
@@ -48,7 +49,8 @@ def select(path: Path, metal_version: int, flags: list[str], macros: Macros, ker
 
     def remaining(*defined: str) -> set[str]:
         text = preprocess(str(path), metal_version, [*flags, *(f"-D{name}=1" for name in defined)])
-        return {"".join(re.findall(r'"([^"]*)"', names)) for names in HOST_NAME.findall(text)}
+        named = {"".join(re.findall(r'"([^"]*)"', names)) for names in HOST_NAME.findall(text)}
+        return named | set(KERNEL.findall(text))
 
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: remaining(macros.guard, name), macros.selectors))

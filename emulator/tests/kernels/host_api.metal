@@ -14,9 +14,9 @@ struct ScaleArgs {
   float factor;
 };
 
-kernel void scale(device const float* x [[buffer(0)]],      //
-                  device float* y [[buffer(1)]],            //
-                  constant ScaleArgs& args [[buffer(2)]],   //
+kernel void scale(device const float* x [[buffer(0)]],     //
+                  device float* y [[buffer(1)]],           //
+                  constant ScaleArgs& args [[buffer(2)]],  //
                   uint i [[thread_position_in_grid]]) {
   if (i < args.count) y[i] = x[i] * args.factor;
 }
@@ -30,25 +30,25 @@ kernel void negate4(device const float4* x [[buffer(0)]],  //
 constant bool kHasBias [[function_constant(0)]];
 constant float kFactor [[function_constant(3)]];
 
-kernel void biased(device const float* x [[buffer(0)]],                                 //
+kernel void biased(device const float* x [[buffer(0)]],                                  //
                    device const float* bias [[buffer(1), function_constant(kHasBias)]],  //
-                   device float* y [[buffer(2)]],                                       //
+                   device float* y [[buffer(2)]],                                        //
                    uint i [[thread_position_in_grid]]) {
   y[i] = x[i] * kFactor;
   if (kHasBias) y[i] += bias[i];
 }
 
-kernel void reverse(device const uint* x [[buffer(0)]],          //
-                    device uint* y [[buffer(1)]],                //
+kernel void reverse(device const uint* x [[buffer(0)]],            //
+                    device uint* y [[buffer(1)]],                  //
                     threadgroup uint* scratch [[threadgroup(0)]],  //
-                    uint i [[thread_position_in_threadgroup]],   //
+                    uint i [[thread_position_in_threadgroup]],     //
                     uint n [[threads_per_threadgroup]]) {
   scratch[i] = x[i];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   y[i] = scratch[n - 1 - i];
 }
 
-kernel void static_scratch(device uint* y [[buffer(0)]],                //
+kernel void static_scratch(device uint* y [[buffer(0)]],               //
                            threadgroup uint* more [[threadgroup(0)]],  //
                            uint i [[thread_position_in_threadgroup]],  //
                            uint out [[thread_position_in_grid]]) {
@@ -60,9 +60,9 @@ kernel void static_scratch(device uint* y [[buffer(0)]],                //
 }
 
 // Touches elements [first, first + count).
-kernel void store(device uint* y [[buffer(0)]],              //
-                  constant uint& first [[buffer(1)]],        //
-                  constant uint& value [[buffer(2)]],        //
+kernel void store(device uint* y [[buffer(0)]],        //
+                  constant uint& first [[buffer(1)]],  //
+                  constant uint& value [[buffer(2)]],  //
                   uint i [[thread_position_in_grid]]) {
   y[first + i] = value;
 }
@@ -78,3 +78,15 @@ kernel void load(device const uint* x [[buffer(0)]],  //
                                                               uint i [[thread_position_in_grid]]) {
   y[i] = i;
 }
+
+// A host may leave these out, and bring them back one by one.
+#if !defined(ONLY_PARTS) || defined(WITH_ONE)
+kernel void part_one(device uint* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  y[i] = 1;
+}
+#endif
+#if !defined(ONLY_PARTS) || defined(WITH_TWO)
+kernel void part_two(device uint* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  y[i] = 2;
+}
+#endif

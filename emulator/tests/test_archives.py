@@ -1,0 +1,115 @@
+"""Macros that select kernels, archives of compiled pipelines, and residency sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metal_kernels import KernelLibrary
+
+SOURCE = (Path(__file__).parent / "kernels" / "host_api.metal").read_text()
+
+
+def parts(device: Any, **macros: str) -> set[str]:
+    """Return which of the kernels that macros select a library has."""
+    library = device.new_library(SOURCE, macros=macros)
+    return {name for name in library.function_names if name.startswith("part_")}
+
+
+def test_macros_select_the_kernels_that_a_compiler_would_leave(device: Any) -> None:
+    assert parts(device) == {"part_one", "part_two"}
+    assert parts(device, ONLY_PARTS="1") == set()
+    assert parts(device, ONLY_PARTS="1", WITH_TWO="1") == {"part_two"}
+    library = device.new_library(SOURCE, macros={"ONLY_PARTS": "1", "WITH_TWO": "1"})
+    assert "store" in library.function_names
+    with pytest.raises(RuntimeError, match="no function 'part_one'"):
+        library.new_function("part_one")
+
+
+@pytest.mark.parametrize(
+    ("macros", "why"),
+    [
+        ({"WITH_ONE": "1"}, "macros without the guard"),
+        ({"ONLY_PARTS": "1", "WITH_THREE": "1"}, "'WITH_THREE' selects nothing"),
+        ({"ONLY_PARTS": "1", "WITH_ONE": "2"}, "'WITH_ONE' is '2' instead of 1"),
+    ],
+    ids=["no guard", "unknown", "another value"],
+)
+def test_other_macros_need_a_compiler(device: Any, macros: dict[str, str], why: str) -> None:
+    with pytest.raises(RuntimeError, match=why):
+        device.new_library(SOURCE, macros=macros)
+
+
+def test_an_archive_has_what_was_added_also_from_a_file(
+    device: Any, library: KernelLibrary, emulator: Any, tmp_path: Path
+) -> None:
+    archive, function = device.new_archive(), library.library.new_function("store")
+    with pytest.raises(RuntimeError, match="no archive has the pipeline of 'store'"):
+        device.archived_pipeline(function, archive)
+    before = emulator.counters().compiled_pipelines
+    archive.add(function)
+    assert emulator.counters().compiled_pipelines == before + 1
+    device.archived_pipeline(function, archive)
+    archive.write(str(tmp_path / "file"))
+    read = device.new_archive(str(tmp_path / "file"))
+    device.archived_pipeline(function, read)
+    assert emulator.counters().compiled_pipelines == before + 1
+    with pytest.raises(RuntimeError, match="'load'"):
+        device.archived_pipeline(library.library.new_function("load"), read)
+    emulator.set_limits(emulator.Limits(name="another"))
+    with pytest.raises(RuntimeError, match="'store'"):
+        device.archived_pipeline(function, read)
+
+
+@pytest.mark.parametrize("at", [0, -30, -2])
+def test_a_damaged_archive_is_refused(device: Any, library: KernelLibrary, tmp_path: Path, at: int) -> None:
+    archive = device.new_archive()
+    archive.add(library.library.new_function("store"))
+    path = tmp_path / "file"
+    archive.write(str(path))
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RuntimeError, match="damaged"):
+        device.new_archive(str(path))
+    with pytest.raises(RuntimeError, match="no file"):
+        device.new_archive(str(tmp_path / "missing"))
+
+
+def test_an_archive_that_cannot_be_written_says_so(
+    device: Any, library: KernelLibrary, tmp_path: Path
+) -> None:
+    archive = device.new_archive()
+    with pytest.raises(RuntimeError, match="nothing to serialize"):
+        archive.write(str(tmp_path / "file"))
+    archive.add(library.library.new_function("store"))
+    with pytest.raises(RuntimeError, match="cannot write"):
+        archive.write(str(tmp_path / "missing" / "file"))
+
+
+def test_memory_is_resident_once_it_is_committed_and_requested(device: Any, emulator: Any) -> None:
+    residency, first, second = device.new_residency_set(), device.new_buffer(100), device.new_buffer(11)
+    residency.add(first)
+    residency.add(second)
+    residency.request()
+    assert (residency.bytes, emulator.resident_bytes()) == (0, 0)
+    residency.commit()
+    assert (residency.bytes, emulator.resident_bytes()) == (111, 111)
+    residency.remove(first)
+    assert emulator.resident_bytes() == 111
+    residency.commit()
+    assert emulator.resident_bytes() == 11
+    residency.end()
+    assert (residency.bytes, emulator.resident_bytes()) == (11, 0)
+    with pytest.raises(emulator.ValidationError, match="endResidency"):
+        residency.end()
+    residency.request()
+    del residency
+    assert emulator.resident_bytes() == 0
+
+
+def test_a_system_without_residency_sets_gives_none(device: Any, emulator: Any) -> None:
+    emulator.set_limits(emulator.Limits(residency_sets=False))
+    with pytest.raises(RuntimeError, match="no residency sets"):
+        device.new_residency_set()
