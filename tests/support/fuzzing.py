@@ -31,10 +31,12 @@ def rounds(count: int, each: int = 1) -> Iterator[Random]:
     """
     end = time.monotonic() + SECONDS
     i = 0
-    while time.monotonic() < end if SECONDS else i * each < count:
-        yield Random(f"{SEED}.{i}")
-        i += 1
-    print(f"{i * each:,} inputs, seed {SEED}")
+    try:
+        while time.monotonic() < end if SECONDS else i * each < count:
+            yield Random(f"{SEED}.{i}")
+            i += 1
+    finally:  # also where an input failed
+        print(f"{i * each:,} inputs, seed {SEED}")
 
 
 def regressions(target: str) -> list[bytes]:

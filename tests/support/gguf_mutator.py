@@ -174,6 +174,8 @@ def _array(parts: Parts, random: Random) -> None:
     if i is None:
         return
     key, kind, value = parts.metadata[i]
+    if len(value) < 12:  # it was something else before its type was changed
+        return
     element, count = struct.unpack_from("<IQ", value)
     body = bytearray(value[12:])
     choice = random.randrange(3)
