@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,17 @@ def test_positions_past_2048_match_the_reference(device: str, model_path: Callab
         model.forward_prompt(ids[:-2])
         assert_close(device, model.forward_token(int(ids[-2])), expected[-2])
         assert_close(device, model.forward_token(int(ids[-1])), expected[-1])
+
+
+def test_no_key_is_lost_where_the_keys_of_a_token_are_divided(device: str, tmp_path: Path) -> None:
+    """Metal divides them from 256 on. In a window of four each weighs enough to be missed."""
+    path = write(tmp_path / "m.gguf", replace(MODELS["gemma3"], layers=1, window=4, context=512))
+    ids = prompt(262, 320)
+    expected = ReferenceModel(path).forward(ids).logits
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        model.forward_prompt(ids[:256])
+        for position in range(256, 262):
+            assert_close(device, model.forward_token(int(ids[position])), expected[position])
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
