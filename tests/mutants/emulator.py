@@ -40,7 +40,7 @@ MUTANTS = (
         "if (address + bytes <= binding.end) found = &binding;",
         "if (address < binding.end) found = &binding;",
         "a read that begins in a buffer may end outside",
-        (_ENDS,),
+        (f"{_ENDS}::test_checked_mode_finds_any_read_past_the_end",),
     ),
     Mutant(
         "emulator/metal/encoded.cpp",
