@@ -84,7 +84,7 @@ SHARED = (
         "score = score > 0 ? score / o.repeat_penalty : score * o.repeat_penalty;",
         "score = score / o.repeat_penalty;",
         "the repeat penalty favours tokens with a negative logit",
-        (f"{_SAMPLING}::test_choices_are_those_of_the_reference",),
+        (_SAMPLING, "-k", "repeat_penalty"),
     ),
     Mutant(
         "cpp/sampling.cpp",
@@ -189,7 +189,11 @@ CPU = (
         "if (done == items ||",
         "if (done > 0 ||",
         "a phase is over when the first thread has done its share",
-        ("tests/test_cpu_kernels.py::test_team_computes_each_item_once_and_phases_in_order", "--timeout=60"),
+        (
+            "tests/test_cpu_kernels.py::test_team_computes_each_item_once_and_phases_in_order",
+            "--timeout=60",
+            "--timeout-method=thread",
+        ),
     ),
 )
 
