@@ -255,6 +255,19 @@ def test_a_fence_that_another_encoder_updated_orders_nothing(library: KernelLibr
     fence.release()
 
 
+def test_a_fence_orders_nothing_on_another_queue(library: KernelLibrary, emulator: Any) -> None:
+    untracked = Untracked(library)
+    fence, queue = library.device.new_fence(), library.device.new_queue()
+    first, second = library.queue.command_buffer(), queue.command_buffer()
+    untracked.encode(first, "store", updates=fence)
+    untracked.encode(second, "load", waits=fence)
+    first.commit()
+    with pytest.raises(emulator.ValidationError, match="commit: kernel 'load'"):
+        second.commit()
+    first.wait()
+    fence.release()
+
+
 @pytest.mark.parametrize("observe", ["status", "handler"])
 def test_the_host_sees_completion_in_other_ways_too(library: KernelLibrary, observe: str) -> None:
     untracked = Untracked(library)

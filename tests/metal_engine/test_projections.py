@@ -294,12 +294,18 @@ def test_matmul_swiglu(run: Run, kind: str, tile: str, act: str) -> None:
         near(y.check(), activation(gate, ACTIVATIONS[act]) * up)
 
 
-def test_matmul_swiglu_stays_finite_in_half(run: Run) -> None:
+def test_swiglu_stays_finite_in_half(run: Run) -> None:
     w = Weights(np.random.default_rng(10), "F32", [8, 8], 8)
     w.bytes[32:].view(np.float32)[:] = 40.0
     x = np.full((2, 8), 50.0, np.float32)
     y = Output([2, 8], np.float16)
     matmul(run, "matmul_swiglu", "narrow", w, x, y, 8)
+    assert (y.check() == 65504).all()
+
+    gate_up = np.full((1, 8), 300.0, np.float32)  # 300 * 300 is more than half precision has
+    y = Output([1, 4], np.float16)
+    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU)
+    run("swiglu_f16", gate_up, y.buffer, args, groups=(1,), threads=(32,))
     assert (y.check() == 65504).all()
 
 

@@ -26,7 +26,7 @@ MUTANTS = (
         "found != fences.end() && found->second.queue == use->queue_",
         "found != fences.end()",
         "a fence of another queue orders command buffers",
-        (_HAZARDS,),
+        (f"{_HAZARDS}::test_a_fence_orders_nothing_on_another_queue",),
     ),
     Mutant(
         "emulator/metal/validation.cpp",
