@@ -19,7 +19,8 @@ import pytest
 
 from metal_prefill import Model
 
-# Ray gives up on a proxy that needs more than 5 s to start, as it does on a busy machine.
+# Ray's workers have a low priority, and on a busy machine need more than the 5 s that a proxy has to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
 for name in ("READY_CHECK", "HEALTH_CHECK"):
     os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "120")
 

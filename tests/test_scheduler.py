@@ -312,7 +312,8 @@ def test_calls_share_passes_with_streams_and_neither_waits_for_all_of_the_other(
     writing = scheduler.submit(TEXTS[0], 20)
     reading = scheduler.submit([3] * 3 * rows, 1)
     calls = [scheduler.call(call(cpu, [cpu.session()], [text], "hidden")) for text in texts]
-    made, order = "", []
+    made = ""
+    order: list[int | str] = []
     while scheduler.busy:
         for stream, piece in scheduler.step():
             made += piece if stream is writing else ""

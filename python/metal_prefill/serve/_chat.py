@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +17,11 @@ from metal_prefill.serve._service import Service
 from metal_prefill.serve._texts import (
     Choice,
     check_count,
-    generate,
+    head_of,
     logprob,
     options_of,
+    send_choices,
     spelling,
-    usage_of,
 )
 from metal_prefill.serve._tools import call_constraint, call_message, offered_tools
 from metal_prefill.session import Piece
@@ -95,10 +93,11 @@ class ChatChoice(Choice):
     """An answer, as far as it is made."""
 
     parser: ToolCallParser | None = None
+    tokenizer: Tokenizer | None = None  # where log probabilities are wanted
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, pieces: Sequence[Piece]) -> list[str | dict[str, Any]]:
+    def _take(self, pieces: Sequence[Piece]) -> list[str | dict[str, Any]]:
         """Take what a pass brought, and return what is certain now: texts, and calls with their number."""
         text = "".join(piece.text for piece in pieces)
         parts: list[str | ToolCall] = [text]
@@ -120,6 +119,39 @@ class ChatChoice(Choice):
         reason = super().finish_reason
         return "tool_calls" if self.calls and reason == "stop" else reason
 
+    def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Return events: its role, what a pass brought, why it ended."""
+        chunks: list[dict[str, Any]] = []
+
+        def add(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            chunks.append({"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason})
+            return chunks[-1]
+
+        if len(pieces) == len(self.pieces):  # the first ones
+            add({"role": "assistant", "content": ""})
+        for part in self._take(pieces):
+            add({"content": part} if isinstance(part, str) else {"tool_calls": [part]})
+        logprobs = None if self.tokenizer is None else _logprobs(self.tokenizer, pieces)
+        if logprobs is not None and logprobs["content"]:
+            texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
+            (texts[-1] if texts else add({"content": ""}))["logprobs"] = logprobs
+        if self.finish_reason is not None:
+            add({}, reason=self.finish_reason)
+        return chunks
+
+    def whole(self) -> dict[str, Any]:
+        """Return all of it."""
+        self._take(self.pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.calls:
+            message |= {"content": self.text or None, "tool_calls": self.calls}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": None if self.tokenizer is None else _logprobs(self.tokenizer, self.pieces),
+            "finish_reason": self.finish_reason,
+        }
+
 
 async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
     """Answer a conversation."""
@@ -129,69 +161,12 @@ async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
     tools = offered_tools(form)
     with service.admitted(n):
         streams = await service.streams(lambda: _streams(service, form, n))
-        choices = [
-            ChatChoice(i, stream, i == 0, parser=ToolCallParser(tools) if tools else None)
-            for i, stream in enumerate(streams)
-        ]
-        kind = "chat.completion.chunk" if form.stream else "chat.completion"
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
-        head["model"] = name
-        with_usage = form.stream_options is not None and form.stream_options.include_usage
-        no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
-        async with aclosing(generate(service, choices, begin)) as passes:
-            async for made in passes:
-                for choice, text in made:
-                    first = len(choice.pieces) == len(text.pieces)
-                    chunks = _chunks(service, form, choice, text.pieces, first)
-                    for chunk in chunks if form.stream else ():
-                        await reply.event({**head, "choices": [chunk], **no_usage})
-        usage = usage_of(choices)
-        if form.stream:
-            if with_usage:
-                await reply.event({**head, "choices": [], "usage": usage})
-            await reply.end_of_events()
-            return
-        whole = [_whole(service, form, choice) for choice in choices]
-        await reply.json({**head, "choices": whole, "usage": usage})
-
-
-def _chunks(
-    service: Service, form: ChatForm, choice: ChatChoice, pieces: Sequence[Piece], first: bool
-) -> list[dict[str, Any]]:
-    """Return events of a choice: its role, what a pass brought, why it ended."""
-    chunks: list[dict[str, Any]] = []
-
-    def add(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        chunks.append({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason})
-        return chunks[-1]
-
-    if first:
-        add({"role": "assistant", "content": ""})
-    for part in choice.take(pieces):
-        if isinstance(part, str):
-            add({"content": part})
-        else:
-            add({"tool_calls": [part]})
-    logprobs = _logprobs(service.model.tokenizer, pieces) if form.logprobs else None
-    if logprobs is not None and logprobs["content"]:
-        texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
-        (texts[-1] if texts else add({"content": ""}))["logprobs"] = logprobs
-    if choice.finish_reason is not None:
-        add({}, reason=choice.finish_reason)
-    return chunks
-
-
-def _whole(service: Service, form: ChatForm, choice: ChatChoice) -> dict[str, Any]:
-    logprobs = _logprobs(service.model.tokenizer, choice.pieces) if form.logprobs else None
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.calls:
-        message |= {"content": choice.text or None, "tool_calls": choice.calls}
-    return {
-        "index": choice.index,
-        "message": message,
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-    }
+        choices = [ChatChoice(i, stream, i == 0) for i, stream in enumerate(streams)]
+        for choice in choices:
+            choice.parser = ToolCallParser(tools) if tools else None
+            choice.tokenizer = service.model.tokenizer if form.logprobs else None
+        head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
+        await send_choices(service, form, reply, choices, head, begin)
 
 
 def _logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any]:

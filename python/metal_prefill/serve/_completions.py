@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from metal_prefill.scheduler import make_streams
@@ -16,12 +15,11 @@ from metal_prefill.serve._service import Service
 from metal_prefill.serve._texts import (
     Choice,
     check_count,
-    choices_of,
-    generate,
+    head_of,
     logprob,
     options_of,
+    send_choices,
     spelling,
-    usage_of,
 )
 from metal_prefill.session import Piece
 from metal_prefill.tokenizer import Tokenizer
@@ -68,41 +66,37 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
         streams = await service.streams(
             lambda: [s for p in prompts for s in make_streams(service.model, p, n, max_tokens, **options)]
         )
-        choices = choices_of(streams, n)
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
-        head["model"] = name
-        with_usage = form.stream_options is not None and form.stream_options.include_usage
-        async with aclosing(generate(service, choices, begin)) as passes:
-            async for made in passes:
-                for choice, text in made if form.stream else ():
-                    if (chunk := _chunk(service, form, choice, text.pieces)) is not None:
-                        usage = {"usage": None} if with_usage else {}
-                        await reply.event({**head, "choices": [chunk], **usage})
-        usage = usage_of(choices)
-        if form.stream:
-            if with_usage:
-                await reply.event({**head, "choices": [], "usage": usage})
-            await reply.end_of_events()
-            return
-        whole = [_chunk(service, form, choice, choice.pieces) for choice in choices]
-        await reply.json({**head, "choices": whole, "usage": usage})
+        choices = [CompletionChoice(i, stream, i % n == 0) for i, stream in enumerate(streams)]
+        for choice in choices:
+            choice.tokenizer = service.model.tokenizer if form.logprobs is not None else None
+        head = head_of("cmpl", "text_completion", name)
+        await send_choices(service, form, reply, choices, head, begin)
 
 
-def _chunk(
-    service: Service, form: CompletionForm, choice: Choice, pieces: Sequence[Piece]
-) -> dict[str, Any] | None:
-    """Return a piece of a choice; None where there is nothing to tell of it."""
-    text = "".join(piece.text for piece in pieces)
-    reason = choice.finish_reason
-    if not text and reason is None and form.logprobs is None:
-        return None
-    logprobs = None
-    if form.logprobs is not None:
-        logprobs = _logprobs(service.model.tokenizer, choice, pieces)
-    return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+@dataclass
+class CompletionChoice(Choice):
+    """A text, as far as it is made."""
+
+    tokenizer: Tokenizer | None = None  # where log probabilities are wanted
+    length: int = 0  # characters of the tokens that have been told
+
+    def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Return an event of what a pass brought; none where there is nothing to tell."""
+        if not any(piece.text for piece in pieces) and not self.ended and self.tokenizer is None:
+            return []
+        return [self._told(pieces)]
+
+    def whole(self) -> dict[str, Any]:
+        """Return all of it."""
+        return self._told(self.pieces)
+
+    def _told(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        logprobs = None if self.tokenizer is None else _logprobs(self.tokenizer, self, pieces)
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
 
 
-def _logprobs(tokenizer: Tokenizer, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[Piece]) -> dict[str, Any]:
     tokens: list[str] = []
     offsets: list[int] = []
     values: list[float | None] = []

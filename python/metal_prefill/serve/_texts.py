@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from metal_prefill._engine_loop import Made
 from metal_prefill.scheduler import Stream
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import TextForm
+from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.tokenizer import Tokenizer
@@ -69,20 +72,24 @@ class Choice:
     counts_prompt: bool  # the first text of its prompt
     pieces: list[Piece] = field(default_factory=list)
     ended: bool = False
-    length: int = 0  # characters of the tokens so far
 
     @property
     def finish_reason(self) -> str | None:
         """Why it ended, in OpenAI's words; None while it has not."""
         return FINISH_REASONS.get(self.stream.finish_reason or "") if self.ended else None
 
+    def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Return events of what a pass brought, which is among its pieces already."""
+        raise NotImplementedError
 
-AnyChoice = TypeVar("AnyChoice", bound=Choice)
+    def whole(self) -> dict[str, Any]:
+        """Return all of it, where there were no events."""
+        raise NotImplementedError
 
 
 async def generate(
-    service: Service, choices: Sequence[AnyChoice], begin: float
-) -> AsyncGenerator[list[tuple[AnyChoice, Made]], None]:
+    service: Service, choices: Sequence[Choice], begin: float
+) -> AsyncGenerator[list[tuple[Choice, Made]], None]:
     """Compute texts and yield what each pass brings; closing the iterator cancels them.
 
     Raises the first error of a text, which ends the others.
@@ -110,9 +117,34 @@ async def generate(
         texts.cancel()
 
 
-def choices_of(streams: Sequence[Stream], n: int) -> list[Choice]:
-    """Return the choices of streams, `n` of each prompt."""
-    return [Choice(i, stream, i % n == 0) for i, stream in enumerate(streams)]
+def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """Return what every piece of an answer begins with."""
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+async def send_choices(
+    service: Service,
+    form: TextForm,
+    reply: Reply,
+    choices: Sequence[Choice],
+    head: Mapping[str, Any],
+    begin: float,
+) -> None:
+    """Compute texts and send them, as events while they are made or as one answer."""
+    with_usage = form.stream_options is not None and form.stream_options.include_usage
+    no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
+    async with aclosing(generate(service, choices, begin)) as passes:
+        async for made in passes:
+            for choice, text in made if form.stream else ():
+                for chunk in choice.chunks(text.pieces):
+                    await reply.event({**head, "choices": [chunk], **no_usage})
+    usage = usage_of(choices)
+    if not form.stream:
+        await reply.json({**head, "choices": [choice.whole() for choice in choices], "usage": usage})
+        return
+    if with_usage:
+        await reply.event({**head, "choices": [], "usage": usage})
+    await reply.end_of_events()
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
