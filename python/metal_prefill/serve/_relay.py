@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message
 
 from metal_prefill.serve._errors import ApiError
 
-BEGINNING = 1024  # characters of a prompt by which it finds others that begin alike
+BEGINNING = 256  # characters of a prompt by which it finds others that begin alike
 MOST_MESSAGES = 16  # of an answer that nobody has taken yet; then the server waits
 
 
