@@ -221,7 +221,7 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/metal_encoder.mm",
-        "if (!committed_.empty()) [encoder_ waitForFence:device_.fence()];",
+        "if (!committed_.empty() || gpu_ == Gpu::kBusy) [encoder_ waitForFence:device_.fence()];",
         "",
         "command buffers of a pass may run at the same time",
         ("tests/metal_engine/test_metal_engine.py", "tests/test_older_macs.py"),
