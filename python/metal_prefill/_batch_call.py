@@ -74,6 +74,11 @@ class BatchCall:
         self.sessions = [session._open() for session in sessions]
         self._outputs, self._wanted = outputs, wanted
 
+    def take_sessions(self) -> list[_core.Session]:
+        """Return the sessions, once: an exception that somebody keeps must not hold their pages."""
+        sessions, self.sessions = self.sessions, []
+        return sessions
+
     def results(self, computed: list[Any], *, return_errors: bool) -> list[Any]:
         """Return what the engine computed, in the form that was asked for."""
         results = list(computed)

@@ -520,7 +520,7 @@ class Model:
         """
         call = BatchCall(self._config, sessions, tokens, output, rows)
         results = self._core_engine().forward_batch(
-            call.sessions, call.tokens, call.kinds, reuse, progress, rows=call.rows
+            call.take_sessions(), call.tokens, call.kinds, reuse, progress, rows=call.rows
         )
         return call.results(results, return_errors=return_errors)
 
