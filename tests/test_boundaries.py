@@ -21,7 +21,8 @@ FOLDERS = {"cpp": ("*.h", "*.cpp", "*.mm"), "shaders": ("*.h", "*.metal"), "pyth
 Sources = Mapping[str, str]  # text of each file, by its path from the root
 Rule = Callable[[Sources], list[str]]
 
-BINDINGS = "cpp/bindings.cpp"
+BINDINGS = "cpp/python/"  # one source for each subject
+MODULE = BINDINGS + "module.cpp"
 THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
 MACHINE_IN_PYTHON = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # kernel sets and limits of the machine
 PASSES_FOR_PYTHON = ("cpp/metal/python.h", "cpp/metal/python.cpp")  # recorded passes as Python objects
@@ -80,9 +81,9 @@ def what_engines_share_knows_no_engine(sources: Sources) -> list[str]:
     return [
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
-        if posixpath.dirname(path) == "cpp"
+        if posixpath.dirname(path) in ("cpp", "cpp/python")
         and target.startswith(("cpp/cpu/", "cpp/metal/"))
-        and (path, target) not in ((BINDINGS, MACHINE_IN_PYTHON[0]), (BINDINGS, PASSES_FOR_PYTHON[0]))
+        and (path, target) not in ((MODULE, MACHINE_IN_PYTHON[0]), (MODULE, PASSES_FOR_PYTHON[0]))
     ]
 
 
@@ -91,7 +92,8 @@ def the_bindings_alone_know_python(sources: Sources) -> list[str]:
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
         if target.startswith(("nanobind/", "Python.h"))
-        and path not in (BINDINGS, THE_LOCK_OF_PYTHON, *MACHINE_IN_PYTHON, *PASSES_FOR_PYTHON)
+        and not path.startswith(BINDINGS)
+        and path not in (THE_LOCK_OF_PYTHON, *MACHINE_IN_PYTHON, *PASSES_FOR_PYTHON)
     ]
 
 
@@ -100,12 +102,12 @@ def the_engine_does_not_know_the_emulator(sources: Sources) -> list[str]:
         f"{path} includes {target}"
         for folder in ("cpp/", "shaders/")
         for path, target in includes(sources, folder)
-        if target.startswith("emulator/") and path != BINDINGS
+        if target.startswith("emulator/") and path != MODULE
     ]
     asked = [
         f"{path} tests for the emulator"
         for path, text in sources.items()
-        if path.startswith(("cpp/", "shaders/")) and path != BINDINGS
+        if path.startswith(("cpp/", "shaders/")) and path != MODULE
         if re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*EMULATOR", text, re.MULTILINE)
     ]
     return included + asked
@@ -268,7 +270,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     ],
     what_engines_share_knows_no_engine: [
         ("cpp/engine.cpp", '#include "metal/ops.h"'),
-        (BINDINGS, '#include "cpu/threads.h"'),
+        (MODULE, '#include "../cpu/threads.h"'),
     ],
     the_bindings_alone_know_python: [
         ("cpp/engine.h", "#include <nanobind/nanobind.h>"),

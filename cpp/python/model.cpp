@@ -1,0 +1,193 @@
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../rounding.h"
+#include "../tensors.h"
+#include "arrays.h"
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace metal_prefill::python {
+namespace {
+
+// Keeps a Python object alive from C++; may be released on any thread.
+std::shared_ptr<void> keep_alive(nb::object object) {
+  return std::shared_ptr<void>(object.release().ptr(), [](void* p) {
+    if (!Py_IsInitialized()) return;  // the interpreter has ended, and its objects with it
+    with_gil([p] { Py_DECREF(static_cast<PyObject*>(p)); });
+  });
+}
+
+// Collects views of the weights, checks them, and makes an engine of the model.
+class ModelBuilder {
+ public:
+  ModelBuilder(const Config& config, ByteArray mapping, nb::object owner) {
+    model_.config = config;
+    if (config.n_layers < 0 || config.n_layers > 100000)
+      throw std::invalid_argument(std::to_string(config.n_layers) + " layers are more than 100000");
+    model_.layers.resize(std::size_t(config.n_layers));
+    model_.mapping = {reinterpret_cast<const std::byte*>(mapping.data()), mapping.shape(0),
+                      keep_alive(std::move(owner))};
+  }
+
+  void add(const std::string& role, int layer, const std::string& name, std::uint32_t type, int rows,
+           int cols, std::size_t offset, std::size_t bytes) {
+    Tensor* slot = find_tensor(model_, role, layer);
+    if (!slot) throw std::invalid_argument("no slot for tensor '" + name + "' (" + role + ")");
+    if (offset > model_.mapping.bytes || bytes > model_.mapping.bytes - offset)
+      throw std::invalid_argument("tensor '" + name + "' does not lie within the file");
+    *slot = {name, TensorType(type), rows, cols, model_.mapping.data + offset, bytes};
+  }
+
+  // What packed_weights() of an engine of the same model gave.
+  void use_packed(ByteArray packed, nb::object owner) {
+    model_.packed = {reinterpret_cast<const std::byte*>(packed.data()), packed.shape(0),
+                     keep_alive(std::move(owner))};
+  }
+
+  std::shared_ptr<Engine> build(const std::string& device, const EngineOptions& options) {
+    if (device != "cpu" && device != "metal")
+      throw std::invalid_argument("device '" + device + "' is not cpu or metal");
+    validate(model_);
+    const GilRelease release;
+    return device == "cpu" ? make_cpu_engine(model_, options) : make_metal_engine(model_, options);
+  }
+
+ private:
+  Model model_;
+};
+
+// A row of the table of tensors, with its shape in a model of some configuration.
+struct TensorSpec {
+  const TensorRow* row;
+  std::string name;  // with {layer} where every layer has one
+  nb::tuple shape;
+  bool per_layer;
+};
+
+std::vector<TensorSpec> tensor_specs(const Config& config) {
+  std::vector<TensorSpec> specs;
+  const auto add = [&](const TensorRow& row, const char* prefix, bool per_layer) {
+    const int rows = groups_of(row.rows, config).length(), cols = groups_of(row.cols, config).length();
+    specs.push_back({&row, prefix + std::string(row.name),
+                     row.kind == TensorKind::kMatrix ? nb::make_tuple(rows, cols) : nb::make_tuple(cols),
+                     per_layer});
+  };
+  for (const ModelTensor& tensor : kModelTensors) add(tensor.row, "", false);
+  for (const LayerTensor& tensor : kLayerTensors) add(tensor.row, "blk.{layer}.", true);
+  return specs;
+}
+
+}  // namespace
+
+void bind_model(nb::module_& m) {
+  nb::enum_<RopeStyle>(m, "RopeStyle")
+      .value("INTERLEAVED", RopeStyle::kInterleaved)
+      .value("NEOX", RopeStyle::kNeox);
+  nb::enum_<RopeScaling>(m, "RopeScaling")
+      .value("NONE", RopeScaling::kNone)
+      .value("LINEAR", RopeScaling::kLinear)
+      .value("YARN", RopeScaling::kYarn);
+  nb::enum_<Activation>(m, "Activation").value("SILU", Activation::kSilu).value("GELU", Activation::kGelu);
+  nb::enum_<QkNormPlace>(m, "QkNormPlace")
+      .value("HEADS", QkNormPlace::kHeads)
+      .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads)
+      .value("ROWS", QkNormPlace::kRows);
+  nb::enum_<Compute>(m, "Compute").value("INT8", Compute::kInt8).value("F32", Compute::kF32);
+  nb::enum_<KvType>(m, "KvType").value("F16", KvType::kF16).value("F32", KvType::kF32);
+
+  nb::class_<Config>(m, "Config", "Hyperparameters as the engines read them.")
+      .def(nb::init<>())
+      .def_rw("architecture", &Config::architecture)
+      .def_rw("n_layers", &Config::n_layers)
+      .def_rw("dim", &Config::dim)
+      .def_rw("n_heads", &Config::n_heads)
+      .def_rw("n_kv_heads", &Config::n_kv_heads)
+      .def_rw("key_dim", &Config::key_dim)
+      .def_rw("value_dim", &Config::value_dim)
+      .def_rw("ffn_dim", &Config::ffn_dim)
+      .def_rw("vocab_size", &Config::vocab_size)
+      .def_rw("context_length", &Config::context_length)
+      .def_rw("norm_eps", &Config::norm_eps)
+      .def_rw("rope_dim", &Config::rope_dim)
+      .def_rw("rope_base", &Config::rope_base)
+      .def_rw("rope_style", &Config::rope_style)
+      .def_rw("rope_scaling", &Config::rope_scaling)
+      .def_rw("rope_factor", &Config::rope_factor)
+      .def_rw("rope_original_context", &Config::rope_original_context)
+      .def_rw("rope_attn_factor", &Config::rope_attn_factor)
+      .def_rw("rope_beta_fast", &Config::rope_beta_fast)
+      .def_rw("rope_beta_slow", &Config::rope_beta_slow)
+      .def_rw("activation", &Config::activation)
+      .def_rw("embedding_scale", &Config::embedding_scale)
+      .def_rw("residual_scale", &Config::residual_scale)
+      .def_rw("logit_scale", &Config::logit_scale)
+      .def_rw("qk_norm_place", &Config::qk_norm_place)
+      .def_rw("causal", &Config::causal)
+      .def_rw("attention_scale", &Config::attention_scale)
+      .def_rw("layer_uses_rope", &Config::layer_uses_rope)
+      .def_rw("layer_window", &Config::layer_window)
+      .def_rw("layer_rope_base", &Config::layer_rope_base)
+      .def_rw("layer_rope_factor", &Config::layer_rope_factor);
+
+  nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
+      .def_prop_ro(
+          "kind",
+          [](const TensorSpec& self) {
+            return self.row->kind == TensorKind::kMatrix ? "matrix"
+                   : self.row->kind == TensorKind::kNorm ? "norm"
+                                                         : "vector";
+          },
+          "matrix, norm or vector.")
+      .def_prop_ro("role", [](const TensorSpec& self) { return std::string(self.row->role); })
+      .def_prop_ro(
+          "presence", [](const TensorSpec& self) { return std::string(self.row->presence); },
+          "required, optional, tied, or the trait of an architecture that says which.")
+      .def_ro("name", &TensorSpec::name, "In the file, with {layer} where every layer has one.")
+      .def_prop_ro(
+          "shape", [](const TensorSpec& self) { return self.shape; },
+          nb::sig("def shape(self) -> tuple[int, ...]"))
+      .def_ro("per_layer", &TensorSpec::per_layer);
+  m.def(
+      "tensor_types",
+      [] {
+        std::vector<std::string> names;
+        for (const TypeInfo& info : tensor_types()) names.emplace_back(info.name);
+        return names;
+      },
+      "The tensor types that a matrix can have.");
+  m.def("tensors", &tensor_specs, "config"_a, "The rows of the table of tensors.");
+
+  nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")
+      .def(nb::init<>())
+      .def_rw("threads", &EngineOptions::threads)
+      .def_rw("compute", &EngineOptions::compute)
+      .def_rw("kv_type", &EngineOptions::kv_type)
+      .def_rw("chunk_tokens", &EngineOptions::chunk_tokens)
+      .def_rw("fused_norm", &EngineOptions::fused_norm)
+      .def_rw("fused_silu", &EngineOptions::fused_silu)
+      .def_rw("kv_memory", &EngineOptions::kv_memory)
+      .def_rw("prefix_memory", &EngineOptions::prefix_memory)
+      .def_rw("buffer_work", &EngineOptions::buffer_work)
+      .def_rw("pipeline_folder", &EngineOptions::pipeline_folder)
+      .def_rw("poison_cache", &EngineOptions::poison_cache);
+
+  nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")
+      .def(nb::init<const Config&, ByteArray, nb::object>(), "config"_a, "mapping"_a, "owner"_a)
+      .def("add", &ModelBuilder::add, "role"_a, "layer"_a, "name"_a, "type"_a, "rows"_a, "cols"_a, "offset"_a,
+           "bytes"_a)
+      .def("use_packed", &ModelBuilder::use_packed, "packed"_a, "owner"_a)
+      .def("build", &ModelBuilder::build, "device"_a, "options"_a);
+}
+
+}  // namespace metal_prefill::python

@@ -1,0 +1,101 @@
+// The module metal_prefill._core.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+#include <string>
+#include <system_error>
+
+#include "../cpu/python.h"
+#include "../engine.h"
+#include "../file_mapping.h"
+#include "../metal/python.h"
+#include "../quants.h"
+#include "../turn.h"
+#include "arrays.h"
+#include "bindings.h"
+#ifdef METAL_PREFILL_EMULATOR
+#include "../../emulator/python.h"
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// Lets a call that waits for its turn on a session be interrupted.
+void check_signals() {
+  metal_prefill::with_gil([] {
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  });
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  using namespace metal_prefill::python;
+  using namespace metal_prefill;
+  m.doc() = "Native engines of metal_prefill.";
+  nb::register_exception_translator(translate);
+  Turn::while_waiting = check_signals;
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
+    interpreter_exits();
+    // Objects that other threads hold at exit are not leaks.
+    if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1)
+      nb::set_leak_warnings(false);
+  }));
+  bind_model(m);
+  bind_sampling(m);
+  bind_engines(m);
+  metal::bind_recordings(m);
+  bind_sessions(m);
+  nb::module_ machine =
+      m.def_submodule("cpu", "What the processor can do: kernel sets, and limits to be timed.");
+  cpu::bind_machine(machine);
+  constexpr const char* kDispatchCounter =
+      "Return a counter of the bytes that dispatches read and write; None where they cannot be counted.";
+  m.attr("compiler") = __VERSION__;
+  m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
+        "Facts about the GPU; only `problem` where device 'metal' cannot be used.");
+  m.def(
+      "metal_available", [] { return !metal_device().contains("problem"); },
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Whether device 'metal' can be used: a Mac's GPU, or the emulator.");
+  m.def(
+      "map_file",
+      [](int descriptor, std::size_t bytes) -> nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>> {
+        FileMapping* mapping = nullptr;
+        try {
+          mapping = new FileMapping(descriptor, bytes);
+        } catch (const std::system_error& error) {
+          errno = error.code().value();
+          PyErr_SetFromErrno(PyExc_OSError);
+          throw nb::python_error();
+        }
+        const nb::capsule owner(mapping, [](void* p) noexcept { delete static_cast<FileMapping*>(p); });
+        return {reinterpret_cast<const std::uint8_t*>(mapping->data()), {bytes}, owner};
+      },
+      "descriptor"_a, "bytes"_a, "Map the first bytes of a file, read-only.");
+#ifdef METAL_PREFILL_EMULATOR
+  m.attr("has_emulator") = true;
+  nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");
+  metal_emulator::bind_emulator(emulator);
+  m.def("dispatch_counter", &metal_emulator::make_dispatch_counter, kDispatchCounter);
+#else
+  m.attr("has_emulator") = false;
+  m.def("dispatch_counter", [] { return nb::object(nb::none()); }, kDispatchCounter);
+#endif
+  m.def(
+      "dequantize",
+      [](std::uint32_t type, ByteArray rows, std::size_t values) {
+        if (rows.shape(0) != row_bytes(TensorType(type), values))
+          throw std::invalid_argument("a row of " + std::to_string(values) + " values needs " +
+                                      std::to_string(row_bytes(TensorType(type), values)) + " bytes, got " +
+                                      std::to_string(rows.shape(0)));
+        FloatResult out(values);
+        dequantize_row(TensorType(type), rows.data(), out.data(), values);
+        return out.release();
+      },
+      "type"_a, "rows"_a, "values"_a, "Converts blocks of a GGUF tensor type to float32.");
+}

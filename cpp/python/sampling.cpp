@@ -1,0 +1,100 @@
+#include "../sampling.h"
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../philox.h"
+#include "../rounding.h"
+#include "../suffix_automaton.h"
+#include "arrays.h"
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace metal_prefill::python {
+
+void bind_sampling(nb::module_& m) {
+  nb::class_<SamplingOptions>(m, "SamplingOptions", "How tokens are chosen, checked by sampling.Options.")
+      .def(nb::init<>())
+      .def_rw("temperature", &SamplingOptions::temperature)
+      .def_rw("top_k", &SamplingOptions::top_k)
+      .def_rw("typical_p", &SamplingOptions::typical_p)
+      .def_rw("top_p", &SamplingOptions::top_p)
+      .def_rw("min_p", &SamplingOptions::min_p)
+      .def_rw("repeat_penalty", &SamplingOptions::repeat_penalty)
+      .def_rw("frequency_penalty", &SamplingOptions::frequency_penalty)
+      .def_rw("presence_penalty", &SamplingOptions::presence_penalty)
+      .def_rw("window", &SamplingOptions::window)
+      .def_rw("logit_bias", &SamplingOptions::logit_bias);
+
+  nb::class_<Sampler>(m, "Sampler", "Chooses the tokens of one text.")
+      .def(
+          "__init__",
+          [](Sampler* self, const SamplingOptions& options, std::uint64_t seed, std::uint32_t answer,
+             TokenArray tokens) { new (self) Sampler(options, seed, answer, view(tokens)); },
+          "options"_a, "seed"_a, "answer"_a, "tokens"_a)
+      .def("forbid", &Sampler::forbid, "tokens"_a, "position"_a)
+      .def(
+          "allow",
+          [](Sampler& self, ByteArray allowed) {
+            std::vector<std::uint32_t> words(ceil_div(allowed.shape(0), 32));
+            for (std::size_t i = 0; i < allowed.shape(0); ++i)
+              words[i / 32] |= std::uint32_t(allowed.data()[i] != 0) << i % 32;
+            self.allow({std::move(words)});
+          },
+          "allowed"_a, "Takes whether each token may be chosen; nothing allows all.")
+      .def(
+          "allow_bits",
+          [](Sampler& self, const std::vector<nb::bytes>& masks) {
+            std::vector<Sampler::Mask> words;
+            for (const nb::bytes& bits : masks) {
+              words.emplace_back(ceil_div(bits.size(), sizeof(std::uint32_t)));
+              std::memcpy(words.back().data(), bits.c_str(), bits.size());
+            }
+            self.allow(std::move(words));
+          },
+          "masks"_a,
+          "Takes whether each token may be chosen next, after one token more, and so on; the last counts "
+          "from "
+          "there on: bit id % 32 of word id // 32.")
+      .def("follow", &Sampler::follow, "tokens"_a)
+      .def("report", &Sampler::report, "best"_a)
+      .def(
+          "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a)
+      .def("accept", &Sampler::accept, "token"_a)
+      .def_prop_ro("position", &Sampler::position)
+      .def_prop_ro(
+          "reports",
+          [](const Sampler& self) {
+            std::vector<std::pair<double, std::vector<std::pair<TokenId, double>>>> reports;
+            for (const Sampler::Report& report : self.reports()) {
+              auto& best = reports.emplace_back(report.log_prob, 0).second;
+              for (const Sampler::Scored& s : report.best) best.emplace_back(s.token, s.log_prob);
+            }
+            return reports;
+          },
+          "Of each choice of the last call: its log probability, and ids and log probabilities of the most "
+          "probable tokens.");
+  nb::class_<SuffixAutomaton>(m, "SuffixAutomaton", "Guesses at what follows a text, found in the text.")
+      .def(nb::init<>())
+      .def(
+          "append", [](SuffixAutomaton& self, TokenArray tokens) { self.append(view(tokens)); }, "tokens"_a)
+      .def_prop_ro("matched", &SuffixAutomaton::matched, "How many of the last tokens occurred before.")
+      .def("following", &SuffixAutomaton::following, "count"_a, "The tokens that followed them there.");
+  m.def(
+      "philox", [](PhiloxCounter counter, PhiloxKey key) { return philox(counter, key); }, "counter"_a,
+      "key"_a, "Four random words of a counter and a key.");
+}
+
+}  // namespace metal_prefill::python

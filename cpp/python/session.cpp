@@ -1,0 +1,167 @@
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../engine.h"
+#include "../inspection.h"
+#include "../sampling.h"
+#include "arrays.h"
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace metal_prefill::python {
+namespace {
+
+// Token ids, and the rows of K and V of each layer: K of layer 0, V of layer 0, K of layer 1, ...
+nb::tuple export_state(Session& session) {
+  std::vector<Result<std::uint8_t>> rows;
+  const std::vector<TokenId> tokens = without_gil([&] {
+    return session.export_state([&](int, bool, std::size_t bytes) {
+      return reinterpret_cast<std::byte*>(rows.emplace_back(bytes).data());
+    });
+  });
+  Result<TokenId> ids(tokens.size());
+  std::copy(tokens.begin(), tokens.end(), ids.data());
+  nb::list arrays;
+  for (auto& r : rows) arrays.append(r.release());
+  return nb::make_tuple(ids.release(), arrays);
+}
+
+void import_state(Session& session, const TokenArray& tokens, const std::vector<ByteArray>& rows) {
+  const std::size_t layers = std::size_t(session.engine().config().n_layers);
+  if (rows.size() != 2 * layers)
+    throw std::invalid_argument("a state of " + std::to_string(layers) + " layers has " +
+                                std::to_string(2 * layers) + " arrays, got " + std::to_string(rows.size()));
+  without_gil([&] {
+    session.import_state(view(tokens), [&](int layer, bool values, std::size_t bytes) {
+      const ByteArray& array = rows[2 * std::size_t(layer) + values];
+      if (array.shape(0) != bytes)
+        throw std::invalid_argument(std::string(values ? "values" : "keys") + " of layer " +
+                                    std::to_string(layer) + " have " + std::to_string(array.shape(0)) +
+                                    " bytes, expected " + std::to_string(bytes));
+      return reinterpret_cast<const std::byte*>(array.data());
+    });
+  });
+}
+
+}  // namespace
+
+void bind_sessions(nb::module_& m) {
+  nb::class_<SessionInspector>(m, "SessionInspector", "Looks into the passes of a session.")
+      .def("plan", &SessionInspector::plan, "tokens"_a, nb::call_guard<GilRelease>())
+      .def(
+          "trace",
+          [](SessionInspector& self, TokenArray tokens, nb::object progress, bool contents) {
+            ProgressGuard guard(std::move(progress));
+            Trace trace = {.dispatches = {}, .keeps_contents = contents};
+            const PromptResult result =
+                without_gil([&] { return self.trace(view(tokens), trace, guard.function()); });
+            guard.raise_pending();
+            return std::pair(result.token, std::move(trace.dispatches));
+          },
+          "tokens"_a, "progress"_a = nb::none(), "contents"_a = false)
+      .def("pipelines", &SessionInspector::pipelines)
+      .def_prop_ro("shaders_were_compiled", &SessionInspector::shaders_were_compiled,
+                   "When the package was built; else when the model was opened.")
+      .def("intermediate", &SessionInspector::intermediate, "name"_a, nb::call_guard<GilRelease>(),
+           "Return a buffer of the last call by its name in the forward pass; with METAL_PREFILL_DEBUG=1 "
+           "only.");
+
+  nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
+      .def(
+          "forward_prompt",
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim, bool more) {
+            ProgressGuard guard(std::move(progress));
+            const PromptResult result = without_gil([&] {
+              return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function(), claim, more);
+            });
+            guard.raise_pending();
+            return result.token;
+          },
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0, "more"_a = false)
+      .def(
+          "forward_prompt_logits",
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim) {
+            FloatResult logits(std::size_t(self.engine().config().vocab_size));
+            ProgressGuard guard(std::move(progress));
+            without_gil([&] {
+              return self.forward_prompt_logits(view(tokens), logits.data(), prefix_of(reuse),
+                                                guard.function(), claim);
+            });
+            guard.raise_pending();
+            return logits.release();
+          },
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
+      .def(
+          "forward_prompt_sampled",
+          [](Session& self, TokenArray tokens, Sampler& sampler, bool reuse, nb::object progress,
+             Claim claim) {
+            ProgressGuard guard(std::move(progress));
+            const PromptResult result = without_gil([&] {
+              return self.forward_prompt_sampled(view(tokens), sampler, prefix_of(reuse), guard.function(),
+                                                 claim);
+            });
+            guard.raise_pending();
+            return result.token;
+          },
+          "tokens"_a, "sampler"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
+      .def(
+          "score",
+          [](Session& self, TokenArray tokens, nb::object progress) {
+            FloatResult log_probs(tokens.shape(0) > 0 ? tokens.shape(0) - 1 : 0);
+            ProgressGuard guard(std::move(progress));
+            without_gil([&] { return self.score(view(tokens), log_probs.data(), guard.function()); });
+            guard.raise_pending();
+            return log_probs.release();
+          },
+          "tokens"_a, "progress"_a = nb::none())
+      .def(
+          "forward_drafts",
+          [](Session& self, TokenArray tokens, int drafts, Sampler* sampler, Claim claim, bool more) {
+            return without_gil(
+                [&] { return self.forward_drafts(view(tokens), drafts, sampler, claim, more); });
+          },
+          "tokens"_a, "drafts"_a, "sampler"_a.none() = nb::none(), "claim"_a = 0, "more"_a = false)
+      .def("check_claim", &Session::check_claim, "claim"_a)
+      .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<GilRelease>())
+      .def(
+          "forward_token",
+          [](Session& self, TokenId token) {
+            FloatResult logits(std::size_t(self.engine().config().vocab_size));
+            without_gil([&] { self.forward_token(token, logits.data()); });
+            return logits.release();
+          },
+          "token"_a)
+      .def_prop_ro("position", &Session::position)
+      .def(
+          "reuse",
+          [](Session& self, TokenArray tokens) {
+            return without_gil([&] { return self.reuse(view(tokens)); });
+          },
+          "tokens"_a)
+      .def_prop_ro("max_context", &Session::max_context)
+      .def("tokens", &Session::tokens)
+      .def("rewind", &Session::rewind, "position"_a, "claim"_a = 0, nb::call_guard<GilRelease>())
+      .def("fork", &Session::fork, nb::call_guard<GilRelease>())
+      .def("export_state", &export_state,
+           nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
+      .def("import_state", &import_state, "tokens"_a, "rows"_a)
+      .def("memory_bytes", &Session::memory_bytes)
+      .def("inspector", &SessionInspector::of, nb::keep_alive<0, 1>(),
+           "What looks into the session's passes; None where the engine makes no dispatches.")
+      .def("stats", &Session::stats);
+}
+
+}  // namespace metal_prefill::python
