@@ -206,7 +206,7 @@ def test_every_constant_has_a_source() -> None:
 def test_plans_refuse_what_makes_no_sense(smollm: Shape) -> None:
     with pytest.raises(ValueError, match="cannot plan 0 tokens at position 0"):
         plan(smollm, 0)
-    with pytest.raises(ValueError, match="unknown GPU family 6; known are 9, 8, 7"):
+    with pytest.raises(ValueError, match="unknown GPU family 6; known are 10, 9, 8, 7"):
         plan(smollm, 1, family=6)
     odd = uniform_shape(replace(SMOLLM, dim=572), "f16", "f16")
     with pytest.raises(
