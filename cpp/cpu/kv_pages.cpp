@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -154,15 +153,22 @@ void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
 }
 
 // Between canonical f16 and the pairs of a page, which were rounded from f16: back and forth nothing changes.
-std::uint16_t bfloat16_of(std::uint16_t half) {
-  const auto bits = std::bit_cast<std::uint32_t>(half_to_float(half));
-  const std::uint32_t quiet = (bits & 0x7fffffff) > 0x7f800000 ? 0x00400000 : 0;
-  return std::uint16_t((bits + (quiet ? 0 : 0x7fff + (bits >> 16 & 1)) | quiet) >> 16);
+// A power of two moves the exponent of the one to that of the other, also of subnormal numbers.
+inline std::uint16_t bfloat16_of(std::uint16_t half) {
+  const std::uint32_t sign = std::uint32_t(half & 0x8000) << 16, magnitude = half & 0x7fff;
+  const bool finite = magnitude < 0x7c00;
+  const std::uint32_t quiet = magnitude > 0x7c00 ? 0x00400000 : 0;
+  const auto bits = finite ? std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f)
+                           : 0x7f800000 | magnitude << 13 | quiet;
+  const std::uint32_t rounding = finite ? 0x7fff + (bits >> 16 & 1) : 0;
+  return std::uint16_t((sign | (bits + rounding)) >> 16);
 }
-std::uint16_t half_of(std::uint16_t bfloat16) {
-  const float value = std::bit_cast<float>(std::uint32_t(bfloat16) << 16);
-  constexpr float kLargest = 65504;  // which bfloat16 rounds to 65536
-  return float_to_half(std::fabs(value) == 65536 ? std::copysign(kLargest, value) : value);
+inline std::uint16_t half_of(std::uint16_t bfloat16) {
+  const std::uint32_t sign = bfloat16 & 0x8000, magnitude = std::uint32_t(bfloat16 & 0x7fff) << 16;
+  const float value = std::bit_cast<float>(magnitude);
+  // bfloat16 rounds the largest number of f16 to 65536.
+  if (!(value < 65536)) return value == 65536 ? sign | 0x7bff : std::uint16_t(sign | float_to_half(value));
+  return std::uint16_t(sign | std::bit_cast<std::uint32_t>(value * 0x1p-112f) >> 13);
 }
 
 template <std::uint16_t (*kConvert)(std::uint16_t)>
