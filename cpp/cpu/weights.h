@@ -35,7 +35,7 @@ struct Forms {
 
 class Weights {
  public:
-  // Packs what is quantized (unless `compute` is f32) on all threads, and lets go of the file's pages behind
+  // Packs what is quantized (unless `compute` is f32) on all threads, and lets go of the file's pages after
   // it; or takes Model::packed in place of that, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, Team& team);
 
