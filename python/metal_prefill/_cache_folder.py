@@ -1,4 +1,4 @@
-"""Where files lie that can be made again, and what they depend on."""
+"""Where files lie that can be made again, what they depend on, and which of them go."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,3 +37,20 @@ def pipeline_folder(emulated: bool) -> str:
     if emulated and not os.environ.get("METAL_PREFILL_CACHE"):
         return ""
     return str(cache_folder() / "pipelines" / cache_key()[:16])
+
+
+def beyond_limit(files: Iterable[tuple[float, int, Path]], limit: int) -> Iterator[Path]:
+    """Yield the files to delete so that the others have at most `limit` bytes, those used longest ago first.
+
+    Parameters
+    ----------
+    files
+        When each was used last, in any unit; its bytes; its path.
+    """
+    listed = sorted(files)
+    total = sum(size for _, size, _ in listed)
+    for _, size, path in listed:
+        if total <= limit:
+            return
+        yield path
+        total -= size

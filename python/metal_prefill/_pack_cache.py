@@ -33,9 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._cache_folder import cache_folder
+from metal_prefill._cache_folder import beyond_limit, cache_folder
 from metal_prefill._replacing import replacing
-from metal_prefill._state import fingerprint
+from metal_prefill._state import fingerprint, sample_starts
 from metal_prefill.gguf_file import GGUFFile
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -250,13 +250,9 @@ def _use_not_noted(path: Path) -> Iterator[None]:
 
 def _evict(most: int, keep: Path) -> None:
     """Delete entries until the others have at most `most` bytes, the one whose use is longest ago first."""
-    listed = [entry for entry in entries() if entry.path != keep]
-    total = sum(entry.size for entry in listed)
-    for entry in reversed(listed):
-        if total <= most:
-            return
-        remove(entry)
-        total -= entry.size
+    others = [(entry.used, entry.size, entry.path) for entry in _entries() if entry.path != keep]
+    for path in beyond_limit(others, most):
+        path.unlink(missing_ok=True)
 
 
 def _map(path: Path) -> tuple[Bytes, dict[str, Any]]:
@@ -288,8 +284,7 @@ def _decoded(header: bytes) -> dict[str, Any]:
 
 
 def _sampled(data: Bytes) -> str:
-    last = max(data.nbytes - _SAMPLE_BYTES, 0)
     digest = hashlib.sha256()
-    for start in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+    for start in sample_starts(data.nbytes, _SAMPLES, _SAMPLE_BYTES):
         digest.update(data[start : start + _SAMPLE_BYTES].data)
     return digest.hexdigest()

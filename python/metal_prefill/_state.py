@@ -56,6 +56,12 @@ _SAMPLES, _SAMPLE_BYTES = 4, 1024  # of each tensor, for the fingerprint
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
+def sample_starts(nbytes: int, count: int, size: int) -> list[int]:
+    """Return where samples of `size` bytes begin, at most `count`, the first at 0 and the last at the end."""
+    last = max(nbytes - size, 0)
+    return sorted({last * i // (count - 1) for i in range(count)})
+
+
 def fingerprint(gguf: GGUFFile) -> str:
     """Return a hash that tells one model file from another, 32 hexadecimal digits.
 
@@ -68,8 +74,7 @@ def fingerprint(gguf: GGUFFile) -> str:
     digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
     digest.update(data[: gguf.data_offset])
     for tensor in gguf.tensors.values():
-        last = max(tensor.nbytes - _SAMPLE_BYTES, 0)
-        for start in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+        for start in sample_starts(tensor.nbytes, _SAMPLES, _SAMPLE_BYTES):
             begin = tensor.offset + start
             digest.update(data[begin : min(begin + _SAMPLE_BYTES, tensor.offset + tensor.nbytes)])
     return digest.hexdigest()

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._cache_folder import beyond_limit
 from metal_prefill.errors import MetalPrefillError, StateError
 from metal_prefill.model import Model
 from metal_prefill.serve._errors import log
@@ -149,12 +150,8 @@ class PrefixStore:
                 if _NAME.fullmatch(path.name):
                     status = path.stat()
                     files.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= self._limit:
-                return
+        for path in beyond_limit(files, self._limit):
             self._remove(path)
-            total -= size
 
     def _remove(self, path: Path) -> None:
         with suppress(OSError):
