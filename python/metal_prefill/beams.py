@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from metal_prefill._continuation import FinishReason, split_stops
 from metal_prefill.errors import ContextOverflowError
 
 if TYPE_CHECKING:
-    from metal_prefill.architecture import ModelConfig
+    from metal_prefill.scheduler import SharedEngine
     from metal_prefill.tokenizer import Tokenizer
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
@@ -147,25 +147,8 @@ class Search:
         return bool(best / length**self._length_penalty <= self.finished[-1][0])
 
 
-class _Model(Protocol):
-    @property
-    def config(self) -> ModelConfig:
-        """Hyperparameters."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the file."""
-
-    @property
-    def max_context(self) -> int:
-        """Largest position."""
-
-    def _core_engine(self) -> _core.Engine:
-        """Return the native engine."""
-
-
 def generate_beams(
-    model: _Model,
+    model: SharedEngine,
     prompt: str | TokenIds,
     max_tokens: int = 128,
     *,

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 from starlette.types import Send
 
-from metal_prefill.serve._errors import ApiError, api_error
+from metal_prefill.serve._errors import NO_RETRY, ApiError, api_error
 
 
 class StalledClientError(Exception):
@@ -80,6 +80,4 @@ class Reply:
 
 def timeout_error(seconds: float) -> ApiError:
     """Return the answer to a request that took too long; repeating it would take as long."""
-    return ApiError(
-        504, f"the answer took longer than {seconds:g} s", code="timeout", headers={"x-should-retry": "false"}
-    )
+    return ApiError(504, f"the answer took longer than {seconds:g} s", code="timeout", headers=NO_RETRY)
