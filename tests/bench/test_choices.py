@@ -7,35 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.bench_fakes import compare, fakes
+from support.bench_fakes import RecordingEngine, compare, fakes
 
 from metal_prefill import Model, bench
 from metal_prefill._bench import engine_ours, engines, worker
 from metal_prefill._bench.cases import SAMPLING, Case, Choice, make_cases, token_ids
-from metal_prefill._bench.engines import ChoosingEngine, Identity, Ids, Options
+from metal_prefill._bench.engines import ChoosingEngine, Ids, Options
 from metal_prefill._bench.model_file import task_ids
 
 VOCAB = 1024  # of the bundled model
 CHOICES: tuple[Choice, ...] = ("sampled", "greedy", "lookup")
 
 
-class Recorder(ChoosingEngine):
+class Recorder(RecordingEngine, ChoosingEngine):
     """An engine that remembers its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def identity(self) -> Identity:
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        self.calls.append(("clear",))
-
-    def prefill(self, ids: Ids) -> None:
-        self.calls.append(("prefill", ids.tolist()))
-
-    def decode(self, ids: Ids) -> None:
-        raise NotImplementedError
 
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
         self.calls.append(("choose", ids.tolist(), count, choice))

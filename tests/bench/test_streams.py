@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.bench_fakes import compare, fakes
+from support.bench_fakes import RecordingEngine, compare, fakes
 
 from metal_prefill import Model, bench
 from metal_prefill._bench import engine_ours, engines, worker
 from metal_prefill._bench.cases import Case, stream_ids
-from metal_prefill._bench.engines import BatchEngine, Identity, Ids, Options
+from metal_prefill._bench.engines import BatchEngine, Ids, Options
 from metal_prefill._bench.results import BenchResults
 
 VOCAB = 1024  # of the bundled model
 
 
-class Recorder(BatchEngine):
+class Recorder(RecordingEngine, BatchEngine):
     """An engine that remembers its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def identity(self) -> Identity:
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        self.calls.append(("clear",))
-
-    def prefill(self, ids: Ids) -> None:
-        self.calls.append(("prefill", ids.tolist()))
-
-    def decode(self, ids: Ids) -> None:
-        self.calls.append(("decode", ids.tolist()))
 
     def open_streams(self, count: int, context: int) -> None:
         self.calls.append(("open", count, context))

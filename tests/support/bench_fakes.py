@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from metal_prefill import bench
 from metal_prefill._bench import engines, machine
 from metal_prefill._bench.cases import Case
-from metal_prefill._bench.engines import Identity
+from metal_prefill._bench.engines import Engine, Identity, Ids
 from metal_prefill._bench.results import BenchResults
 
 # A process that ends as one does that meets an instruction which the processor refuses.
@@ -19,6 +20,25 @@ ILLEGAL_INSTRUCTION = (
     "-c",
     "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
 )
+
+
+class RecordingEngine(Engine):
+    """An engine that remembers its calls and computes nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def identity(self) -> Identity:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        self.calls.append(("clear",))
+
+    def prefill(self, ids: Ids) -> None:
+        self.calls.append(("prefill", ids.tolist()))
+
+    def decode(self, ids: Ids) -> None:
+        self.calls.append(("decode", ids.tolist()))
 
 
 @dataclass

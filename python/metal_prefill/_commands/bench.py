@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,11 +164,16 @@ def execute(arguments: argparse.Namespace) -> None:
             kv_dtype=arguments.kv_dtype,
             compare=arguments.compare,
             patience=arguments.patience,
-            progress=None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}"),
+            progress=_counted(show),
         )
     _show(results, arguments.json)
     if arguments.plot:
         results.plot(arguments.plot)
+
+
+def _counted(show: Callable[[str], object] | None) -> Callable[[str, int, int], object] | None:
+    """Return a progress callback that shows what is measured and how far it is."""
+    return None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}")
 
 
 def _measure_servers(arguments: argparse.Namespace, model: Path | None) -> None:
@@ -182,7 +188,7 @@ def _measure_servers(arguments: argparse.Namespace, model: Path | None) -> None:
             compare=arguments.compare,
             repetitions=arguments.repetitions,
             threads=arguments.threads,
-            progress=None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}"),
+            progress=_counted(show),
         )
     _show(results, arguments.json)
 
