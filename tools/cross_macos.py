@@ -131,7 +131,7 @@ def write_tools(folder: Path) -> None:
     target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)
     # Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and
     # Python loads a dynamic library as well. Architectures are versions of a generic processor to it. CMake
-    # preprocesses with "-o -", which zig takes for the name of a file.
+    # preprocesses with "-o -", which zig takes for the name of a file: without it, it prints as well.
     compiler = (
         "#!/bin/bash\n"
         "arguments=(); linking=-Wl,-undefined,dynamic_lookup\n"
@@ -141,7 +141,7 @@ def write_tools(folder: Path) -> None:
         "    -bundle) arguments+=(-shared) ;;\n"
         '    -march=armv8.2-a+*) arguments+=("-mcpu=generic+v8_2a+${argument#-march=armv8.2-a+}") ;;\n'
         '    -c|-E|-M) linking=; arguments+=("$argument") ;;\n'
-        '    -) [ "${arguments[*]: -1}" = -o ] && argument=/dev/stdout; arguments+=("$argument") ;;\n'
+        '    -) if [ "${arguments[*]: -1}" = -o ]; then unset "arguments[-1]"; else arguments+=(-); fi ;;\n'
         '    *) arguments+=("$argument") ;;\n'
         "  esac\n"
         "done\n"
