@@ -143,6 +143,49 @@ def test_every_shape_of_cache_survives(device: str, tmp_path: Path, head_dim: in
                     np.testing.assert_array_equal(loaded.forward_token(5), session.forward_token(5))
 
 
+def bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Round to 8 significant bits, to the nearest even, in float32."""
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).view(np.float32)
+    return np.where(np.isnan(values), values.astype(np.float32), rounded)
+
+
+@pytest.mark.parametrize("n", [79, 80])
+def test_every_number_of_a_cache_survives(demo: Model, tmp_path: Path, n: int) -> None:
+    """All f16 there are, subnormal ones, infinities and NaN among them, as keys and as values.
+
+    A cache of bfloat16 rounds them once, and the largest ones come back as the largest f16.
+    """
+    c, path = demo.config, tmp_path / "s.session"
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    rounded = np.clip(bfloat16(halves), -65504, 65504)
+    expected = np.where(np.isinf(halves), halves, rounded).astype(np.float16)
+    with demo.session() as session:
+        session.forward_prompt((PROMPT * 2)[:n])
+        session.save(path)
+    names = {name: array.shape for name, array in load_file(path).items() if name != "tokens"}
+    starts = np.arange(c.n_layers * 2) * (1 << 16) // (c.n_layers * 2)
+    arrays = {
+        name: np.roll(halves, -start)[: np.prod(shape)].reshape(shape)
+        for start, (name, shape) in zip(starts, names.items(), strict=True)
+    }
+    assert np.unique(np.concatenate([a.reshape(-1).view(np.uint16) for a in arrays.values()])).size == 1 << 16
+    rewrite(path, arrays=arrays)
+    with demo.load_session(path) as session:
+        session.save(path)
+    loaded = load_file(path)
+
+    def come_back_as(values: np.ndarray[Any, Any]) -> bool:
+        pairs = [(loaded[name], values[array.view(np.uint16)]) for name, array in arrays.items()]
+        return all(
+            np.array_equal(found, wanted, equal_nan=True)
+            and np.array_equal(np.signbit(found), np.signbit(wanted))
+            for found, wanted in pairs
+        )
+
+    assert come_back_as(halves) or come_back_as(expected)
+
+
 def test_the_file_is_plain_safetensors_in_canonical_layout(demo: Model, saved: Path) -> None:
     arrays, c = load_file(saved), demo.config
     assert arrays["tokens"].tolist() == PROMPT

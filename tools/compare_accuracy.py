@@ -8,6 +8,7 @@ compared with those of the tests' float64 reference over the same dequantized we
     python tools/compare_accuracy.py model.gguf -n 300
     python tools/compare_accuracy.py model.gguf -f text.txt   # perplexity, in windows of 512 tokens
     python tools/compare_accuracy.py model.gguf -f text.txt --types -n 4096   # by types that llama.cpp makes
+    python tools/compare_accuracy.py model.gguf -f text.txt -n 4096 --types Q3_K_S TQ2_0   # by these only
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def quantized(source: Path, ftype: int, path: Path) -> bool:
     )
 
 
-def compare_types(source: Path, text: str, tokens: int, length: int = 512) -> None:
-    """Print the perplexity of a text by each type that llama.cpp makes of a model."""
+def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], length: int = 512) -> None:
+    """Print the perplexity of a text by each type that llama.cpp makes of a model, or by some of them."""
     with Model(source, device="cpu") as model:
         ids = model.tokenizer.encode(text)[:tokens]
         cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
@@ -174,7 +175,13 @@ def compare_types(source: Path, text: str, tokens: int, length: int = 512) -> No
     print("| type | MiB | metal_prefill, int8 | llama.cpp | metal_prefill, f32 |")
     print("| --- | --- | --- | --- | --- |")
     prefix = "LLAMA_FTYPE_"
-    names = [name for name in dir(llama_cpp) if name.startswith(prefix) and "GUESSED" not in name]
+    types = {
+        name.removeprefix(prefix).replace("MOSTLY_", ""): int(getattr(llama_cpp, name))
+        for name in dir(llama_cpp)
+        if name.startswith(prefix) and "GUESSED" not in name
+    }
+    if unknown := [name for name in only if name not in types]:
+        raise SystemExit(f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(types))}")
 
     def of_llama(path: Path) -> Callable[[Sequence[int]], Scores]:
         def score(window: Sequence[int]) -> Scores:
@@ -183,12 +190,12 @@ def compare_types(source: Path, text: str, tokens: int, length: int = 512) -> No
 
         return score
 
-    for name in sorted(names, key=lambda name: getattr(llama_cpp, name)):
+    for name in sorted(only or types, key=lambda name: types[name]):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            if not quantized(source, getattr(llama_cpp, name), path):
+            if not quantized(source, types[name], path):
                 continue
-            cells = [name.removeprefix(prefix).replace("MOSTLY_", ""), f"{path.stat().st_size / 2**20:.0f}"]
+            cells = [name, f"{path.stat().st_size / 2**20:.0f}"]
             for compute in ("int8", "llama", "f32"):
                 if compute == "llama":
                     value = perplexity(of_llama(path), cut).value
@@ -210,7 +217,10 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=200, metavar="N", help="tokens (default: 200)")
     parser.add_argument("-f", "--file", type=Path, help="measure the perplexity of this text instead")
     parser.add_argument(
-        "--types", action="store_true", help="the perplexity by each type that llama.cpp makes of the model"
+        "--types",
+        nargs="*",
+        metavar="TYPE",
+        help="the perplexity by each type that llama.cpp makes of the model, or by these",
     )
     arguments = parser.parse_args()
     llama_cpp.llama_log_set(LOG_CALLBACK, None)
@@ -220,11 +230,11 @@ def main() -> None:
             n: int = arguments.n
             return np.random.default_rng(1).integers(0, model.config.vocab_size, n)
 
-    if arguments.types:
+    if arguments.types is not None:
         if not arguments.file:
             parser.error("--types needs a text: -f FILE")
         for path in arguments.models or [default_model_path()]:
-            compare_types(path, arguments.file.read_text(encoding="utf-8"), arguments.n)
+            compare_types(path, arguments.file.read_text(encoding="utf-8"), arguments.n, arguments.types)
         return
     if arguments.file:
         for path in arguments.models or [default_model_path()]:

@@ -92,10 +92,8 @@ void KvPages::addresses(std::span<const PageId> pages, std::byte** out) const {
   for (const PageId page : pages) *out++ = pages_[page];
 }
 
-namespace {
-
 // A matrix of elements, with the bytes from one row, and from one column, to the next.
-struct Matrix {
+struct KvPages::Matrix {
   std::byte* data;
   std::size_t row, column;
 
@@ -103,6 +101,10 @@ struct Matrix {
     return {data + std::size_t(r) * row + std::size_t(c) * column, row, column};
   }
 };
+
+namespace {
+
+using Matrix = KvPages::Matrix;
 
 template <std::size_t kElement>
 void copy_elements(int rows, int columns, const Matrix& from, const Matrix& to) {
@@ -152,35 +154,73 @@ void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
   copy_elements<2>(rows - whole_rows, columns, from.at(whole_rows, 0), to.at(whole_rows, 0));
 }
 
-// Between canonical f16 and the pairs of a page, which were rounded from f16: back and forth nothing changes.
-// A power of two moves the exponent of the one to that of the other, also of subnormal numbers.
-inline std::uint16_t bfloat16_of(std::uint16_t half) {
-  const std::uint32_t sign = std::uint32_t(half & 0x8000) << 16, magnitude = half & 0x7fff;
-  const bool finite = magnitude < 0x7c00;
-  const std::uint32_t quiet = magnitude > 0x7c00 ? 0x00400000 : 0;
-  const auto bits = finite ? std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f)
-                           : 0x7f800000 | magnitude << 13 | quiet;
-  const std::uint32_t rounding = finite ? 0x7fff + (bits >> 16 & 1) : 0;
-  return std::uint16_t((sign | (bits + rounding)) >> 16);
-}
-inline std::uint16_t half_of(std::uint16_t bfloat16) {
-  const std::uint32_t sign = bfloat16 & 0x8000, magnitude = std::uint32_t(bfloat16 & 0x7fff) << 16;
-  const float value = std::bit_cast<float>(magnitude);
-  // bfloat16 rounds the largest number of f16 to 65536.
-  if (!(value < 65536)) return value == 65536 ? sign | 0x7bff : std::uint16_t(sign | float_to_half(value));
-  return std::uint16_t(sign | std::bit_cast<std::uint32_t>(value * 0x1p-112f) >> 13);
+// Eight elements as 32-bit integers, four at a time.
+using Words = std::uint32_t __attribute__((vector_size(16)));
+using Floats = float __attribute__((vector_size(16)));
+
+Row evens(Row a, Row b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+#else
+  return __builtin_shuffle(a, b, Row{0, 2, 4, 6, 8, 10, 12, 14});
+#endif
 }
 
-template <std::uint16_t (*kConvert)(std::uint16_t)>
-void convert_elements(int rows, int columns, const Matrix& from, const Matrix& to) {
-  for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < columns; ++c) {
-      std::uint16_t element;
-      std::memcpy(&element, from.at(r, c).data, sizeof element);
-      element = kConvert(element);
-      std::memcpy(to.at(r, c).data, &element, sizeof element);
-    }
+// `mask` is all ones or zero, as comparisons give it.
+template <typename Mask>
+Words select(Mask mask, Words yes, Words no) {
+  return (Words(mask) & yes) | (~Words(mask) & no);
 }
+
+// Between canonical f16 and the pairs of a page, which were rounded from f16: back and forth nothing changes.
+// A power of two moves the exponent of the one to that of the other, also of subnormal numbers.
+Words bfloat16_of(Words half) {
+  const Words sign = (half & 0x8000) << 16, magnitude = half & 0x7fff;
+  const Words value = Words(Floats(magnitude << 13) * 0x1p112f);
+  const Words rounded = value + 0x7fff + (value >> 16 & 1);
+  const Words nan = select(magnitude > 0x7c00, Words{} + 0x00400000, Words{});
+  return (sign | select(magnitude < 0x7c00, rounded, 0x7f800000 | magnitude << 13 | nan)) >> 16;
+}
+Words half_of(Words bfloat16) {
+  const Words sign = bfloat16 & 0x8000, magnitude = (bfloat16 & 0x7fff) << 16;
+  const Words value = Words(Floats(magnitude) * 0x1p-112f) >> 13;
+  const Words nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
+  // bfloat16 rounds the largest number of f16 to 65536.
+  const std::uint32_t large = std::bit_cast<std::uint32_t>(65536.0f);
+  const Words infinite = select(magnitude == large, Words{} + 0x7bff, Words{} + 0x7c00);
+  return sign | select(magnitude < large, value, select(magnitude > 0x7f800000, nan, infinite));
+}
+
+template <Words (*kConvert)(Words)>
+void convert_row(const std::byte* in, int n, std::byte* out) {
+  const auto convert = [&](std::size_t at, std::size_t bytes) {
+    Row row{};
+    std::memcpy(&row, in + at, bytes);
+    row = evens(Row(kConvert(Words(zip_low(row, Row{})))), Row(kConvert(Words(zip_high(row, Row{})))));
+    std::memcpy(out + at, &row, bytes);
+  };
+  const std::size_t bytes = std::size_t(n) * 2, whole = bytes / sizeof(Row) * sizeof(Row);
+  for (std::size_t at = 0; at < whole; at += sizeof(Row)) convert(at, sizeof(Row));
+  if (whole < bytes) convert(whole, bytes - whole);
+}
+
+// A row of pairs: its elements lie kTogether at a time, and kStride bytes from there to the next ones. Keys
+// are pairs of dimensions, of 16 positions in turns; values are pairs of positions.
+template <int kTogether, std::size_t kStride>
+struct PairsRow {
+  static constexpr std::size_t kPiece = 2 * kTogether;
+
+  static void gather(const std::byte* row, int n, std::byte* out) {
+    for (int i = 0; i < n / kTogether; ++i) std::memcpy(out + i * kPiece, row + i * kStride, kPiece);
+    if (n % kTogether) std::memcpy(out + 2 * (n - 1), row + n / kTogether * kStride, 2);
+  }
+  static void scatter(const std::byte* in, int n, std::byte* row) {
+    for (int i = 0; i < n / kTogether; ++i) std::memcpy(row + i * kStride, in + i * kPiece, kPiece);
+    if (n % kTogether) std::memcpy(row + n / kTogether * kStride, in + 2 * (n - 1), 2);
+  }
+};
+using KeyRow = PairsRow<2, 4 * kKeyBlock>;
+using ValueRow = PairsRow<1, 4>;
 
 void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from, const Matrix& to) {
   if (from.column == element && to.column == element) {
@@ -197,57 +237,59 @@ void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from,
 
 }  // namespace
 
+// Positions and dimensions of a piece in a page, where keys of 16 positions lie in turns.
+KvPages::Matrix KvPages::matrix(std::byte* own, bool values) const {
+  if (values) return {own, std::size_t(value_stride_) * element(), element()};
+  return {own, element(), kKeyBlock * element()};
+}
+
 template <typename Copy>
 void KvPages::each_piece(std::span<const PageId> pages, int layer, bool values, int positions,
                          std::byte* canonical, Copy copy) const {
-  const int dim = values ? value_dim_ : key_dim_;
-  const std::size_t head_bytes = std::size_t(dim) * element();
+  const std::size_t head_bytes = std::size_t(values ? value_dim_ : key_dim_) * element();
   const std::size_t row_bytes = std::size_t(n_heads_) * head_bytes;
   for (int position = 0; position < positions; position += kKeyBlock) {
     std::byte* page;
     addresses({&pages[std::size_t(position) / kPagePositions], 1}, &page);
     const int in_page = position % kPagePositions, rows = std::min(kKeyBlock, positions - position);
-    for (int head = 0; head < n_heads_; ++head) {
-      std::byte* rows_of_head =
-          canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes;
-      std::byte* own = page + (values ? this->values(layer, head) + value_row(in_page)
-                                      : keys(layer, head) + key_block(in_page));
-      const Matrix all{rows_of_head, row_bytes, element()};
-      if (layout_ != KvLayout::kPairs) {
-        const std::size_t row = std::size_t(value_stride_) * element(), column = kKeyBlock * element();
-        copy(rows, dim, all, values ? Matrix{own, row, element()} : Matrix{own, element(), column});
-        continue;
-      }
-      for (int i = 0; i < 2; ++i) {
-        std::byte* first = own + std::size_t(i) * element();
-        if (values) {
-          const std::size_t pair_row = std::size_t(value_stride_) * 2 * element();
-          copy((rows + 1 - i) / 2, dim, Matrix{all.at(i, 0).data, 2 * row_bytes, element()},
-               Matrix{first, pair_row, 2 * element()});
-        } else {
-          copy(rows, (dim + 1 - i) / 2, Matrix{all.at(0, i).data, row_bytes, 2 * element()},
-               Matrix{first, 2 * element(), 2 * kKeyBlock * element()});
-        }
-      }
-    }
+    for (int head = 0; head < n_heads_; ++head)
+      copy(rows, canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes, row_bytes,
+           page + (values ? this->values(layer, head) + value_row(in_page)
+                          : keys(layer, head) + key_block(in_page)));
   }
 }
 
 void KvPages::read(std::span<const PageId> pages, int layer, bool values, int positions,
                    std::byte* out) const {
+  const int dim = values ? value_dim_ : key_dim_;
   each_piece(pages, layer, values, positions, out,
-             [&](int rows, int columns, const Matrix& canonical, const Matrix& own) {
-               layout_ == KvLayout::kPairs ? convert_elements<half_of>(rows, columns, own, canonical)
-                                           : copy_matrix(rows, columns, element(), own, canonical);
+             [&](int rows, std::byte* canonical, std::size_t row_bytes, std::byte* own) {
+               if (layout_ != KvLayout::kPairs)
+                 return copy_matrix(rows, dim, element(), matrix(own, values),
+                                    {canonical, row_bytes, element()});
+               std::byte row[2 * kMaxHeadDim];
+               for (int r = 0; r < rows; ++r) {
+                 values ? ValueRow::gather(own + value_row(r), dim, row)
+                        : KeyRow::gather(own + KeyRow::kPiece * std::size_t(r), dim, row);
+                 convert_row<half_of>(row, dim, canonical + std::size_t(r) * row_bytes);
+               }
              });
 }
 
 void KvPages::write(std::span<const PageId> pages, int layer, bool values, int positions,
                     const std::byte* in) {
+  const int dim = values ? value_dim_ : key_dim_;
   each_piece(pages, layer, values, positions, const_cast<std::byte*>(in),  // only read from
-             [&](int rows, int columns, const Matrix& canonical, const Matrix& own) {
-               layout_ == KvLayout::kPairs ? convert_elements<bfloat16_of>(rows, columns, canonical, own)
-                                           : copy_matrix(rows, columns, element(), canonical, own);
+             [&](int rows, std::byte* canonical, std::size_t row_bytes, std::byte* own) {
+               if (layout_ != KvLayout::kPairs)
+                 return copy_matrix(rows, dim, element(), {canonical, row_bytes, element()},
+                                    matrix(own, values));
+               std::byte row[2 * kMaxHeadDim];
+               for (int r = 0; r < rows; ++r) {
+                 convert_row<bfloat16_of>(canonical + std::size_t(r) * row_bytes, dim, row);
+                 values ? ValueRow::scatter(row, dim, own + value_row(r))
+                        : KeyRow::scatter(row, dim, own + KeyRow::kPiece * std::size_t(r));
+               }
              });
 }
 

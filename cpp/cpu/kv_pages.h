@@ -40,6 +40,8 @@ class KvPages final : public PageStore {
   // Where each page begins; stays valid as long as the page exists.
   void addresses(std::span<const PageId> pages, std::byte** out) const;
 
+  struct Matrix;
+
   // Canonical layout [position][head][dim], f16 or float32, of the first `positions` of a block table.
   void read(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* out) const;
   void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
@@ -47,8 +49,9 @@ class KvPages final : public PageStore {
  private:
   std::size_t element() const { return layout_ == KvLayout::kFloat ? 4 : 2; }
   void clear_padding(std::byte* page) const;
-  // Calls copy(rows, columns, canonical, own) for each piece that both layouts hold as a matrix of positions
-  // and dimensions; of pairs for the first elements, then for the second ones.
+  Matrix matrix(std::byte* own, bool values) const;
+  // Calls copy(rows, canonical, row_bytes, own) for each head of each block of positions: `own` is in the
+  // page, and in `canonical` rows are `row_bytes` apart.
   template <typename Copy>
   void each_piece(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical,
                   Copy copy) const;
