@@ -189,7 +189,7 @@ def test_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> None:
         with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):
             model.generate([1], -1)
         with pytest.raises(TypeError, match="max_tokens must be an integer, got float"):
-            model.generate([1], 1.5)  # type: ignore[arg-type]
+            model.generate([1], 1.5)  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="max_streams must be at least 1, got 0"):
             Scheduler(model, max_streams=0)
         with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):

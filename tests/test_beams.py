@@ -76,6 +76,30 @@ def test_with_enough_beams_every_text_is_found_in_order(length_penalty: float, m
     np.testing.assert_allclose([s for s, _ in made], [s for s, _ in texts])
 
 
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_a_stop_string_ends_a_text_as_a_token_does(length_penalty: float) -> None:
+    """What trying all texts gives, of which one that spells "012" ends there."""
+    rng, most = np.random.default_rng(9), 4
+    stopped = (0, 1, 2)
+    table: dict[tuple[int, ...], Any] = {}
+    texts = []
+    for length in range(most + 1):
+        for tokens in itertools.product(range(4), repeat=length):
+            table[tokens] = log_softmax(rng.normal(size=4))
+            ended = tokens[-3:] == stopped or tokens[-1:] == (STOP,)
+            begun = tokens[:-1]
+            earlier = STOP in begun or any(begun[i : i + 3] == stopped for i in range(length))
+            if length == 0 or earlier or not (ended or length == most):
+                continue
+            logprob = sum(table[tokens[:i]][token] for i, token in enumerate(tokens))
+            texts.append((logprob / length**length_penalty, tokens))
+    texts.sort(key=lambda scored: -scored[0])
+    search = Search(
+        400, length_penalty, False, most, frozenset([STOP]), stops=lambda tokens: tokens[-3:] == stopped
+    )
+    assert [tokens for _, tokens in found(search, table.__getitem__)] == [tokens for _, tokens in texts]
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = write(tmp_path_factory.mktemp("beams") / "tiny.gguf", MODELS["gqa 1"])
@@ -147,6 +171,34 @@ def test_texts_and_why_they_end(demo_path: Path) -> None:
         assert (short.tokens, short.finish_reason) == ([model.session().forward_prompt(prompt)], "length")
 
 
+@pytest.mark.parametrize("least", [0, 10])
+def test_texts_end_before_a_stop_string(demo_path: Path, least: int) -> None:
+    """Also one that several tokens spell, and that begins in the middle of one."""
+    with Model(demo_path, device="cpu") as model:
+        decode = model.tokenizer.decode
+        (free,) = model.generate_beams("JULIET:\n", 14, num_beams=1, min_tokens=14)
+        stop = decode(free.tokens[8:11])[1:]
+        assert len(stop) > 3
+        beams = model.generate_beams(
+            "JULIET:\n", 14, num_beams=4, stop=stop, min_tokens=least, length_penalty=0.0, echo=True
+        )
+        options: dict[str, Any] = {"num_beams": 1, "stop": [stop, "no text has this"], "min_tokens": least}
+        (first,) = model.generate_beams("JULIET:\n", 14, **options)
+        early = decode(free.tokens[:least])
+        before, found, _ = decode(free.tokens)[len(early) :].partition(stop)
+        assert bool(found) == (least == 0)
+        assert (first.text, first.finish_reason) == (early + before, "stop" if found else "length")
+        assert first.tokens == free.tokens[: len(first.tokens)]
+        for beam in beams:
+            assert beam.text.startswith("JULIET:\n")
+            whole, early = decode(beam.tokens), decode(beam.tokens[:least])
+            text, _, _ = whole[len(early) :].partition(stop)
+            assert beam.text == "JULIET:\n" + early + text
+            assert stop not in decode(beam.tokens[:-1])[len(early) :]
+            if beam.finish_reason == "length":
+                assert len(beam.tokens) == 14
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -154,7 +206,7 @@ def test_texts_and_why_they_end(demo_path: Path) -> None:
         ({"max_tokens": 0}, ValueError, "max_tokens"),
         ({"early_stopping": "soon"}, ValueError, "early_stopping must be True, False or 'never', got 'soon'"),
         ({"length_penalty": float("nan")}, ValueError, "length_penalty must be finite, got nan"),
-        ({"stop": "\n"}, TypeError, r"takes token ids, got '\\n'"),
+        ({"stop": ""}, ValueError, "a stop string is empty"),
         ({"stop": [400]}, ValueError, "400"),
         ({"prompt": []}, ValueError, "the prompt is empty"),
         ({"prompt": [1] * 2000}, ContextOverflowError, "a prompt of 2000 tokens exceeds the context of 1024"),

@@ -158,6 +158,30 @@ def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> N
     assert word not in capsys.readouterr().out.removeprefix(PROMPT)
 
 
+def test_run_prints_the_best_text_of_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    with Model(device="cpu") as model:
+        beams = model.generate_beams(PROMPT, 12, num_beams=3, stop="the", min_tokens=2, length_penalty=0.5)
+    options = ["run", "-p", PROMPT, "-n", "12", "--device", "cpu", "--beams", "3", "--stop", "the"]
+    options += ["--min-tokens", "2", "--length-penalty", "0.5"]
+    assert cli.main(options) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{beams[0].text}\n"
+    assert cli.main([*options, "--answers", "2"]) == 0
+    expected = [
+        f"--- answer {i + 1} of 2, score {beam.score:.4f}, {beam.finish_reason}\n{PROMPT}{beam.text}\n"
+        for i, beam in enumerate(beams[:2])
+    ]
+    assert capsys.readouterr().out == "".join(expected)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--temperature 1", "--top-k 4", "--seed 1", "--logit-bias 5=1", "--speculate off", "--json-schema x"],
+)
+def test_a_search_refuses_what_has_no_meaning_for_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-p", PROMPT, "--beams", "2", *option.split()]) == 2
+    assert f"--beams does not take {option.split()[0]}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_run_stops_at_and_excludes_tokens(capsys: pytest.CaptureFixture[str], many: bool) -> None:
     with Model(device="cpu") as model:
@@ -231,6 +255,12 @@ def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
         ["run", "-p", "a", "--logit-bias", "5"],
         ["run", "-p", "a", "--logit-bias", "5000=1"],
         ["run", "-p", "a", "--max-context", "100000"],
+        ["run", "-p", "a", "--answers", "0"],
+        ["run", "-p", "a", "--beams", "0"],
+        ["run", "-p", "a", "-p", "b", "--beams", "2"],
+        ["run", "-p", "a", "--beams", "2", "--answers", "3"],
+        ["run", "-p", "a", "--beams", "2", "-n", "0"],
+        ["run", "-p", "a", "--length-penalty", "2"],
         ["synth"],
         ["bench", "-p", "0"],
         ["bench", "-p", "32,32", "--demo"],

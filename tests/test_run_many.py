@@ -66,6 +66,50 @@ def test_several_prompts_print_what_each_prints_alone(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == expected
 
 
+def test_several_answers_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"temperature": 1.0, "seed": 5}
+    with Model(device="cpu") as model:
+        texts = [""] * 2
+        for answer, piece in model.generate(SPEAKERS[0], 12, n=2, temperature=1.0, seed=5):
+            texts[answer] += piece
+    assert texts[0] == alone(SPEAKERS[0], 12, **options) != texts[1]
+    assert run("-p", SPEAKERS[0], "-n", "12", "--answers", "2", "--temperature", "1", "--seed", "5") == 0
+    expected = [f"--- answer {i + 1} of 2\n{SPEAKERS[0]}{text}\n" for i, text in enumerate(texts)]
+    assert capsys.readouterr().out == "".join(expected)
+
+
+def test_several_answers_are_one_line_of_results_and_of_what_is_done(tmp_path: Path) -> None:
+    prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2], {"prompt": []}), tmp_path / "out.jsonl"
+    options: list[str | Path] = [
+        "--prompts",
+        prompts,
+        "-n",
+        "6",
+        "--answers",
+        "3",
+        "--temperature",
+        "1",
+        "--seed",
+        "5",
+        "-o",
+        out,
+    ]
+    assert run(*options) == 0
+    lines = read_lines(out)
+    assert [line["prompt"] for line in lines] == [*SPEAKERS[:2], []]
+    for speaker, line in zip(SPEAKERS, lines[:2], strict=False):
+        first, *others = line["answers"]
+        assert first == {
+            "continuation": alone(speaker, 6, temperature=1.0, seed=5),
+            "finish_reason": "length",
+        }
+        assert len(others) == 2
+    assert "empty" in lines[2]["error"]
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
+    assert run(*options) == 0
+    assert read_lines(out) == lines
+
+
 def test_a_file_of_prompts_gives_lines_in_its_order(uneven: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--prompts", uneven, "--streams", "3") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

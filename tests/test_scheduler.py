@@ -275,6 +275,56 @@ def test_answers_are_made_from_one_prefill_on_each_device(demo: Model) -> None:
     assert engine.rows == len(ids) + 3 + 4 * 2
 
 
+def test_generate_makes_answers_from_one_prefill(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = np.random.default_rng(5).integers(1, 900, 300)
+    engine: Any = CountingEngine(cpu._core_engine())
+    monkeypatch.setattr(cpu, "_core_engine", lambda: engine)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "speculate": "off"}
+    position, done = cpu.position, list[tuple[int, int]]()
+    texts = texts_of(
+        cpu.generate(ids, 5, n=3, progress=lambda *counts: done.append(counts), min_tokens=5, **options), 3
+    )
+    assert engine.rows == len(ids) + 2 + 3 * 4  # the last token once more for each other answer
+    assert cpu.position == position
+    assert done[-1] == (300, 300)
+    assert texts == texts_of(cpu.generate_many([ids], 5, n=3, min_tokens=5, **options), 3)
+    assert texts[0] == alone(cpu, ids, 5, min_tokens=5, **options)
+    assert len(set(texts)) == 3
+    pieces = list(cpu.stream(ids, 5, n=3, logprobs=1, min_tokens=5, **options))
+    for i, text in enumerate(texts):
+        own = [piece for answer, piece in pieces if answer == i]
+        assert "".join(piece.text for piece in own) == text
+        assert [piece.finish_reason for piece in own] == [None] * 4 + ["length"]
+        assert all(piece.logprob is not None for piece in own)
+
+
+def test_one_answer_has_a_number_too(cpu: Model) -> None:
+    pieces = list(cpu.generate(TEXTS[0], 5, n=1))
+    assert {answer for answer, _ in pieces} == {0}
+    assert "".join(piece for _, piece in pieces) == alone(cpu, TEXTS[0], 5)
+
+
+def test_answers_are_refused_before_anything_is_computed(cpu: Model) -> None:
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        cpu.generate([1], 2, n=0)
+    with pytest.raises(ValueError, match="token id 1048576"):
+        cpu.generate([1 << 20], 2, n=2)
+
+    def stop(done: int, total: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        list(cpu.generate([1] * 50, 2, n=2, progress=stop))
+
+
+def test_an_error_names_the_answer(cpu: Model) -> None:
+    def wrong(ids: list[int]) -> list[int]:
+        return [1 << 20]
+
+    with pytest.raises(ValueError, match="answer 0: a draft of speculate: token id 1048576"):
+        list(cpu.generate([1, 2, 1, 2], 20, n=2, speculate=wrong))
+
+
 def test_answers_follow_even_where_the_first_ends_at_once(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     streams = scheduler.submit_answers([1, 2, 3], 3, 1, temperature=1.0, seed=1)

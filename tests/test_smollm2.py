@@ -37,7 +37,7 @@ def test_its_texts_are_what_a_reference_chooses_from_its_logits(smollm2: Model) 
     options = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1}
     for chain in (options, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7}):
         ids = smollm2.tokenizer.encode("The history of the town begins with")
-        pieces = smollm2.stream(ids, 16, seed=3, stop=(), **chain)  # type: ignore[arg-type]
+        pieces = smollm2.stream(ids, 16, seed=3, stop=(), **chain)  # type: ignore[call-overload]
         made = list(ids)
         with smollm2.session() as session:
             logits = session.forward_prompt_logits(ids)

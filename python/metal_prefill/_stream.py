@@ -53,6 +53,13 @@ class Stream:
         """Tokens of the prompt that were found in the cache; meaningful once the text begins."""
         return 0 if self.scored_tokens else max(self.prompt_tokens - self._computed, 0)
 
+    @property
+    def ready_tokens(self) -> int:
+        """Tokens of the prompt that are computed, or were found in the cache."""
+        if self._writing:
+            return self.prompt_tokens
+        return 0 if self._core is None else min(self._core.position, self.prompt_tokens)
+
     def cancel(self) -> None:
         """End the stream; its memory is given back before the next pass."""
         if self.finish_reason is None:

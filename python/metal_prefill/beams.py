@@ -7,7 +7,8 @@ one pass, and forks that share the pages of what they begin with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from metal_prefill import _core, sampling
 from metal_prefill._arguments import TokenIds, integer, length_of, token_array
-from metal_prefill._continuation import FinishReason, split_stops
+from metal_prefill._continuation import FinishReason, StopFilter, split_stops
 from metal_prefill.errors import ContextOverflowError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from metal_prefill.tokenizer import Tokenizer
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
+
+_ENDING_BY_TEXT = 4  # tokens after a beginning that may complete a stop string without leaving a beam idle
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,9 @@ class Beam:
     Attributes
     ----------
     text : str
-        Without the prompt, and without the token that ends it.
+        Without the token or the string that ends it; without the prompt, unless `echo`.
     tokens : list of int
-        Its ids, with the one that ends it.
+        Its ids, with those that end it.
     score : float
         `logprob` divided by the number of tokens to the power of the length penalty.
     logprob : float
@@ -70,6 +73,8 @@ class Search:
         Tokens that end a text.
     min_tokens
         Of a text: before that, no token ends it.
+    stops
+        Whether a stop string ends a text with these tokens; None where there are none.
 
     Attributes
     ----------
@@ -89,11 +94,13 @@ class Search:
         max_tokens: int,
         stop_ids: frozenset[int],
         min_tokens: int = 0,
+        stops: Callable[[tuple[int, ...]], bool] | None = None,
     ) -> None:
         self._num_beams, self._length_penalty = num_beams, length_penalty
         self._early_stopping, self._most, self._least = early_stopping, max_tokens, min_tokens
-        self._stop_ids = stop_ids
-        self._looked_at = max(2, 1 + len(stop_ids)) * num_beams
+        self._stop_ids, self._stops = stop_ids, stops
+        ending = len(stop_ids) + (0 if stops is None else _ENDING_BY_TEXT)
+        self._looked_at = max(2, 1 + ending) * num_beams
         self.width = self._looked_at + len(stop_ids)
         self.running = [Hypothesis((), 0.0)]
         self.finished: list[tuple[float, Hypothesis]] = []
@@ -123,7 +130,7 @@ class Search:
         parents: list[int] = []
         for rank, (cost, parent, token) in enumerate(candidates[: self._looked_at]):
             text = Hypothesis((*self.running[parent].tokens, token), -cost)
-            if made < self._most and token not in self._stop_ids:
+            if made < self._most and token not in self._stop_ids and not self._is_stopped(text):
                 if len(running) < self._num_beams:
                     running.append(text)
                     parents.append(parent)
@@ -136,6 +143,9 @@ class Search:
             self.running, parents = [], []
         return parents
 
+    def _is_stopped(self, text: Hypothesis) -> bool:
+        return self._stops is not None and self._stops(text.tokens)
+
     def _is_over(self, best: float, made: int) -> bool:
         """Whether no text is expected to be better than the worst of those found."""
         if len(self.finished) < self._num_beams:
@@ -147,6 +157,51 @@ class Search:
         return bool(best / length**self._length_penalty <= self.finished[-1][0])
 
 
+class _Text:
+    """Tokens of a beginning as text, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], min_tokens: int) -> None:
+        self._decoder, self._filter = tokenizer.decoder(), StopFilter(strings)
+        self._left, self._words = min_tokens, ""  # tokens before stop strings count
+
+    def after(self, *tokens: int) -> _Text:
+        """Return the text with further tokens."""
+        text = copy(self)
+        text._decoder, text._filter = self._decoder.copy(), copy(self._filter)
+        for token in tokens:
+            made = text._decoder.step(token)
+            text._words += made if text._left > 0 else text._filter.step(made)
+            text._left -= 1
+        return text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self._filter.found
+
+    def end(self) -> str:
+        """Return all of it."""
+        rest = self._filter.step(self._decoder.flush())
+        return self._words + rest + ("" if self.stopped else self._filter.flush())
+
+
+class _Texts:
+    """The beginnings of a search as texts."""
+
+    def __init__(self, empty: _Text) -> None:
+        self._running: dict[tuple[int, ...], _Text] = {(): empty}
+        self._next: dict[tuple[int, ...], _Text] = {}
+
+    def stops(self, tokens: tuple[int, ...]) -> bool:
+        """Whether a stop string ends a beginning that was running, continued by a token."""
+        self._next[tokens] = self._running[tokens[:-1]].after(tokens[-1])
+        return self._next[tokens].stopped
+
+    def keep(self, running: Sequence[Hypothesis]) -> None:
+        """Forget all but these, which :meth:`stops` has seen."""
+        self._running, self._next = {beam.tokens: self._next[beam.tokens] for beam in running}, {}
+
+
 def generate_beams(
     model: SharedEngine,
     prompt: str | TokenIds,
@@ -156,7 +211,8 @@ def generate_beams(
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
     min_tokens: int = 0,
-    stop: int | Sequence[int] = (),
+    stop: str | int | Sequence[str | int] = (),
+    echo: bool = False,
 ) -> list[Beam]:
     """Find the most probable texts; see :meth:`metal_prefill.Model.generate_beams`."""
     max_tokens, num_beams = integer("max_tokens", max_tokens, 1), integer("num_beams", num_beams, 1)
@@ -167,15 +223,23 @@ def generate_beams(
         raise ValueError(f"length_penalty must be finite, got {length_penalty}")
     vocab_size, context = model.config.vocab_size, model.max_context
     strings, stops = split_stops(stop, vocab_size)
-    if strings:
-        raise TypeError(f"stop of a beam search takes token ids, got {strings[0]!r}")
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if length_of(ids) > context:
         raise ContextOverflowError(f"a prompt of {length_of(ids)} tokens exceeds the context of {context}")
     ids = token_array(ids, vocab_size)
     room = context - len(ids) + 1  # the last token needs none
     stop_ids = model.tokenizer.stop_ids | frozenset(stops)
-    search = Search(num_beams, length_penalty, early_stopping, min(max_tokens, room), stop_ids, min_tokens)
+    empty = _Text(model.tokenizer, strings, min_tokens)
+    texts = _Texts(empty) if strings else None
+    search = Search(
+        num_beams,
+        length_penalty,
+        early_stopping,
+        min(max_tokens, room),
+        stop_ids,
+        min_tokens,
+        None if texts is None else texts.stops,
+    )
     engine = model._core_engine()
     samplers = [sampling.core_sampler(sampling.Options(), 0, ()) for _ in range(num_beams)]
     for sampler in samplers:
@@ -189,6 +253,8 @@ def generate_beams(
                 if isinstance(result, Exception):
                     raise result
             parents = search.advance([sampler.reports[0][1] for sampler in used])
+            if texts is not None:
+                texts.keep(search.running)
             kept = {parent: parents.index(parent) for parent in parents}  # the first child takes its session
             sessions[:] = [
                 sessions[parent] if kept[parent] == i else sessions[parent].fork()
@@ -197,14 +263,15 @@ def generate_beams(
             tokens, reuse = [np.array(beam.tokens[-1:], np.int32) for beam in search.running], False
     finally:
         sessions.clear()  # also where an exception keeps the frame
-    return [_beam(model.tokenizer, score, text, stop_ids, max_tokens) for score, text in search.finished]
-
-
-def _beam(
-    tokenizer: Tokenizer, score: float, text: Hypothesis, stop_ids: frozenset[int], max_tokens: int
-) -> Beam:
-    stopped = text.tokens[-1] in stop_ids
-    reason: FinishReason = "stop" if stopped else "length" if len(text.tokens) == max_tokens else "context"
-    decoder = tokenizer.decoder()
-    words = "".join(map(decoder.step, text.tokens[:-1] if stopped else text.tokens)) + decoder.flush()
-    return Beam(words, list(text.tokens), score, text.logprob, reason)
+    begin = ""
+    if echo:
+        begin = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids.tolist())
+    beams: list[Beam] = []
+    for score, found in search.finished:
+        ended = found.tokens[-1] in stop_ids
+        text = empty.after(*found.tokens[: -1 if ended else None])
+        reason: FinishReason = (
+            "stop" if ended or text.stopped else "length" if len(found.tokens) == max_tokens else "context"
+        )
+        beams.append(Beam(begin + text.end(), list(found.tokens), score, found.logprob, reason))
+    return beams

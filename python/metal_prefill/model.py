@@ -10,7 +10,7 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -775,7 +775,8 @@ class Model:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         min_tokens: int = 0,
-        stop: int | Sequence[int] = (),
+        stop: str | int | Sequence[str | int] = (),
+        echo: bool = False,
     ) -> list[Beam]:
         """Find the most probable texts after a prompt by beam search.
 
@@ -797,10 +798,8 @@ class Model:
             When the search ends once `num_beams` texts are found. True: at once. False: when the best
             beginning, as long as it is, scores no better than the worst of them. ``"never"``: when it could
             not do so at any length.
-        min_tokens
-            Tokens before which nothing ends a text but `max_tokens` and a full context.
-        stop
-            Ids of tokens that end a text, with those of the tokenizer.
+        min_tokens, stop, echo
+            As in :meth:`Session.generate`.
 
         Returns
         -------
@@ -829,6 +828,7 @@ class Model:
             early_stopping=early_stopping,
             min_tokens=min_tokens,
             stop=stop,
+            echo=echo,
         )
 
     @cached_property
@@ -860,28 +860,104 @@ class Model:
         """See :meth:`Session.stats`."""
         return self._open().stats()
 
+    @overload
     def generate(
         self,
         prompt: str | TokenIds,
         max_tokens: int = 128,
         *,
+        n: None = None,
         progress: Progress | None = None,
         **options: Unpack[TextOptions],
-    ) -> Iterator[str]:
-        """See :meth:`Session.generate`."""
-        return self._open().generate(prompt, max_tokens, progress=progress, **options)
+    ) -> Iterator[str]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        n: int,
+        progress: Progress | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[tuple[int, str]]: ...
+
+    def generate(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        n: int | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[str] | Iterator[tuple[int, str]]:
+        """See :meth:`Session.generate`; with `n`, make several answers to the prompt together.
+
+        Parameters
+        ----------
+        prompt, max_tokens, progress, options
+            As in :meth:`Session.generate`; `max_tokens` of each answer.
+        n
+            Answers to make. The prompt is computed once, and answers share its pages; each pass has the next
+            token of all. Answer i has the random numbers that belong to `seed` and i: those of answer 0 are
+            the ones without `n`. The default session does not change.
+
+        Yields
+        ------
+        str, or tuple of int and str
+            Pieces of text; with `n`, each with the number of its answer, from 0 on.
+        """
+        if n is None:
+            return self._open().generate(prompt, max_tokens, progress=progress, **options)
+        pieces = self.stream(prompt, max_tokens, n=n, progress=progress, **options)
+        return ((answer, piece.text) for answer, piece in pieces if piece.text)
+
+    @overload
+    def stream(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        n: None = None,
+        logprobs: int | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[Piece]: ...
+
+    @overload
+    def stream(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        n: int,
+        logprobs: int | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[tuple[int, Piece]]: ...
 
     def stream(
         self,
         prompt: str | TokenIds,
         max_tokens: int = 128,
         *,
+        n: int | None = None,
         logprobs: int | None = None,
         progress: Progress | None = None,
         **options: Unpack[TextOptions],
-    ) -> Iterator[Piece]:
-        """See :meth:`Session.stream`."""
-        return self._open().stream(prompt, max_tokens, logprobs=logprobs, progress=progress, **options)
+    ) -> Iterator[Piece] | Iterator[tuple[int, Piece]]:
+        """See :meth:`Session.stream`, and for several answers (`n`) :meth:`generate`.
+
+        Yields
+        ------
+        Piece, or tuple of int and Piece
+            One for each token; with `n`, each with the number of its answer.
+        """
+        if n is None:
+            return self._open().stream(prompt, max_tokens, logprobs=logprobs, progress=progress, **options)
+        scheduler = Scheduler(self, max_streams=integer("n", n, 1))
+        streams = scheduler.submit_answers(prompt, n, max_tokens, logprobs=logprobs, **options)
+        return _stream_answers(scheduler, streams, progress)
 
     def close(self) -> None:
         """Free weights, pools and the default session.
@@ -904,6 +980,23 @@ class Model:
     def __repr__(self) -> str:
         state = self.device if self._engine is not None else "closed"
         return f"<metal_prefill.Model {self._path.name!r} on {state}>"
+
+
+def _stream_answers(
+    scheduler: Scheduler, streams: list[Stream], progress: Progress | None
+) -> Iterator[tuple[int, Piece]]:
+    numbers = {stream: i for i, stream in enumerate(streams)}
+    first, reported = streams[0], 0
+    while scheduler.streams:
+        pieces = scheduler.step_pieces()
+        if progress is not None and first.ready_tokens > reported:
+            reported = first.ready_tokens
+            progress(reported, first.prompt_tokens)
+        for stream, piece in pieces:
+            yield numbers[stream], piece
+        for stream, i in numbers.items():
+            if stream.error is not None:
+                raise type(stream.error)(f"answer {i}: {stream.error}") from stream.error
 
 
 def _stream_many(

@@ -433,6 +433,13 @@ class TokenDecoder:
         self._prefix_next = strip_prefix
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def copy(self) -> TokenDecoder:
+        """Return one that has taken the same tokens."""
+        other = TokenDecoder(self._tokenizer, self._skip_special, self._strip_prefix)
+        other._prefix_next = self._prefix_next
+        other._utf8.setstate(self._utf8.getstate())
+        return other
+
     def step(self, token_id: int) -> str:
         """Take one token and return the text that is complete with it, which may be empty."""
         raw, special, spelled = self._tokenizer._piece(token_id)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,6 +185,15 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         "before; off; or a small model with the same vocabulary, as for -m (default: lookup)",
     )
     return sampling
+
+
+def print_answers(texts: Sequence[str], out: IO[str], notes: Sequence[str] = ()) -> None:
+    """Print texts, several of them with their numbers, and what there is to say about each."""
+    for i, text in enumerate(texts):
+        if len(texts) > 1:
+            note = f", {notes[i]}" if notes else ""
+            print(f"--- answer {i + 1} of {len(texts)}{note}", file=out)
+        print(text, file=out, flush=True)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -53,6 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to make (default: 128)",
     )
+    parser.add_argument(
+        "--answers",
+        type=common.positive,
+        default=1,
+        metavar="N",
+        help="texts to make of each prompt, which is computed once; each has random numbers of its own, by "
+        "the seed and its number (default: 1)",
+    )
+    parser.add_argument(
+        "--beams",
+        type=common.positive,
+        metavar="N",
+        help="search for the most probable text by following N beginnings; --answers says how many of the "
+        "best are printed",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        help="with --beams: texts are compared by log probability divided by length to the power of X "
+        "(default: 1)",
+    )
     sampling = common.add_sampling_arguments(parser)
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
@@ -128,8 +150,16 @@ def _read_text(path: str) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Continue one prompt as text that appears while it is made, or many together."""
-    if arguments.prompts is not None or arguments.output is not None or len(arguments.prompt or []) > 1:
+    """Continue one prompt as text that appears while it is made, or many together, or search for a text."""
+    many = arguments.prompts is not None or arguments.output is not None or len(arguments.prompt or []) > 1
+    if arguments.beams is not None:
+        from metal_prefill._commands import run_beams
+
+        run_beams.check(arguments)
+        run_beams.execute(arguments, read_prompt(arguments))
+    elif arguments.length_penalty is not None:
+        raise common.UsageError("--length-penalty needs --beams")
+    elif many or arguments.answers > 1:
         from metal_prefill._commands import run_many
 
         texts = [read_prompt(arguments)] if arguments.file is not None else arguments.prompt

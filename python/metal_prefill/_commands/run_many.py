@@ -23,37 +23,57 @@ MOST_WAITING = 1024
 
 
 @dataclass
+class Answer:
+    """A text that follows a prompt.
+
+    Attributes
+    ----------
+    pieces : list of str
+    finish_reason : str
+        See :class:`metal_prefill.Stream`; empty while there may be more text.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def entry(self) -> dict[str, str]:
+        """Return it as an object of JSON."""
+        return {"continuation": "".join(self.pieces), "finish_reason": self.finish_reason}
+
+
+@dataclass
 class Result:
     """The result of a prompt.
 
     Attributes
     ----------
     prompt : Prompt
-    pieces : list of str
-        The text that follows it.
-    finish_reason : str
-        See :class:`metal_prefill.Stream`; empty while there may be more text.
+    answers : list of Answer
+        The texts that follow it; none before it is submitted.
     error : str
-        Where `finish_reason` is ``"error"``.
+        Why there are none; empty where there are.
     """
 
     prompt: Prompt
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str = ""
+    answers: list[Answer] = field(default_factory=list)
     error: str = ""
 
-    def fail(self, error: str) -> None:
-        """End it with an error."""
-        self.finish_reason, self.error = "error", error
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it is under way."""
+        return bool(self.error) or all(answer.finish_reason for answer in self.answers)
 
     def line(self) -> str:
         """As a line of JSON."""
         if self.error:
             return self.prompt.line(error=self.error)
-        return self.prompt.line(continuation="".join(self.pieces), finish_reason=self.finish_reason)
+        entries = [answer.entry() for answer in self.answers]
+        return self.prompt.line(**entries[0]) if len(entries) == 1 else self.prompt.line(answers=entries)
 
 
-def in_order(scheduler: Scheduler, prompts: Iterator[Prompt], options: Mapping[str, Any]) -> Iterator[Result]:
+def in_order(
+    scheduler: Scheduler, prompts: Iterator[Prompt], options: Mapping[str, Any], answers: int = 1
+) -> Iterator[Result]:
     """Continue prompts together; yield the result of each once those before it are done.
 
     Parameters
@@ -64,9 +84,11 @@ def in_order(scheduler: Scheduler, prompts: Iterator[Prompt], options: Mapping[s
         Read as they enter.
     options
         Of all prompts, which those of a prompt override.
+    answers
+        Texts to make of each prompt.
     """
     waiting: deque[Result] = deque()
-    under_way: dict[Stream, Result] = {}
+    under_way: dict[Stream, tuple[Result, Answer]] = {}
     more = True
     while more or waiting:
         # One prompt more than there is room for: the next one enters with the pass after the one that ends.
@@ -78,24 +100,26 @@ def in_order(scheduler: Scheduler, prompts: Iterator[Prompt], options: Mapping[s
             result = Result(prompt)
             waiting.append(result)
             try:
-                under_way[_submit(scheduler, prompt, options)] = result
+                for stream in _submit(scheduler, prompt, answers, options):
+                    result.answers.append(Answer())
+                    under_way[stream] = result, result.answers[-1]
             except (TypeError, ValueError) as error:
-                result.fail(str(error))
+                result.error = str(error)
         for stream, piece in scheduler.step():
-            under_way[stream].pieces.append(piece)
+            under_way[stream][1].pieces.append(piece)
         for stream in [s for s in under_way if s.finish_reason is not None]:
-            result = under_way.pop(stream)
-            result.finish_reason = stream.finish_reason or ""
+            result, answer = under_way.pop(stream)
+            answer.finish_reason = stream.finish_reason or ""
             if stream.error is not None:
-                result.fail(str(stream.error) or type(stream.error).__name__)
-        while waiting and waiting[0].finish_reason:
+                result.error = str(stream.error) or type(stream.error).__name__
+        while waiting and waiting[0].done:
             yield waiting.popleft()
 
 
-def _submit(scheduler: Scheduler, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
+def _submit(scheduler: Scheduler, prompt: Prompt, answers: int, options: Mapping[str, Any]) -> list[Stream]:
     if prompt.text is None or prompt.error:
         raise ValueError(prompt.error)
-    return scheduler.submit(prompt.text, **{**options, **prompt.options})
+    return scheduler.submit_answers(prompt.text, answers, **{**options, **prompt.options})
 
 
 def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -144,7 +168,8 @@ def execute(
         progress = stack.enter_context(common.progress_bar("prompts", "prompts", bar))
         begin = time.perf_counter()
         done = done_before
-        for result in in_order(Scheduler(model, max_streams=arguments.streams), prompts, options):
+        scheduler = Scheduler(model, max_streams=max(arguments.streams, arguments.answers))
+        for result in in_order(scheduler, prompts, options, arguments.answers):
             done += 1
             failed += bool(result.error)
             if as_lines:
@@ -152,7 +177,8 @@ def execute(
             elif result.error:
                 print(f"error: prompt {done}: {result.error}", file=sys.stderr)
             else:
-                print(result.prompt.text, *result.pieces, sep="", file=out, flush=True)
+                texts_made = ["".join([str(result.prompt.text), *answer.pieces]) for answer in result.answers]
+                common.print_answers(texts_made, out)
             if progress is not None:
                 progress(done, total)
         seconds = time.perf_counter() - begin
