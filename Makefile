@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup test test-emulator test-ray sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-gpu format cross-macos clean
+.PHONY: demo setup test test-emulator test-ray sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -134,6 +134,17 @@ bench-report: $(VENV)/.peers
 	    --json $(REPORT)/threads-$$threads.json --plot $(REPORT)/threads-$$threads.png \
 	    | tee $(REPORT)/threads-$$threads.txt; \
 	done
+
+# The same with AVX2 alone, which is what most x86 machines have, against a llama.cpp built for AVX2 alone.
+LLAMA_CPP_AVX2 := -DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON
+build/llama_cpp_avx2: build/.plain
+	CMAKE_ARGS="$(LLAMA_CPP_AVX2)" $(PIP) install --no-deps --no-cache-dir --no-binary llama-cpp-python \
+	  --target $@ "llama-cpp-python>=0.3.36"
+	$(PIP) install diskcache jinja2 typing-extensions
+
+bench-avx2: build/llama_cpp_avx2
+	METAL_PREFILL_CPU_ISA=avx2 PYTHONPATH=build/llama_cpp_avx2 $(BIN)/metal-prefill bench -p 32,128,512 -n 32 \
+	  -r $(REPETITIONS) --compare llama.cpp
 
 # Speeds and times of kernels of the Metal engine on an NVIDIA GPU, where the emulator runs it.
 build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup

@@ -147,9 +147,8 @@ void value_span(const AttentionHead& head, const Element* values, int n, Attenti
 }
 
 // Query rows [row, row + kRows) of the item; row = token * heads + head.
-template <int kRows, typename Element>
-void attention_tile(const AttentionHead& head, int row) {
-  AttentionTile<kRows> tile;
+template <int kRows>
+void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
     const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
@@ -161,13 +160,10 @@ void attention_tile(const AttentionHead& head, int row) {
     tile.begin[r] = sight.begin;
     tile.end[r] = sight.end;
   }
-  const int end = tile.end[kRows - 1];
-  for (int span = tile.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
-    score_span(head, static_cast<const Element*>(head.keys_of(span)), tile);
-    softmax_span(span, tile);
-    const int n = end - span * kKeySpan < kKeySpan ? end - span * kKeySpan : kKeySpan;
-    value_span(head, static_cast<const Element*>(head.values_of(span)), n, tile);
-  }
+}
+
+template <int kRows>
+void end_tile(const AttentionHead& head, int row, const AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
     float* out =
@@ -176,12 +172,56 @@ void attention_tile(const AttentionHead& head, int row) {
   }
 }
 
+// Elements of a span as products read them: one tile takes them as they are, several share a copy in float32.
+struct WideSpan {
+  float elements[kKeySpan * kMaxHeadDim];
+
+  const float* read(const float* from, int) { return from; }
+  const float* read(const std::uint16_t* from, int count) {
+    for (int i = 0; i < count; i += Simd::kLanes) Simd::store(elements + i, load_element(from + i));
+    return elements;
+  }
+};
+struct SpanAsItIs {
+  const auto* read(const auto* from, int) { return from; }
+};
+
+// kTiles tiles of kRows query rows, from `row` on, go through the keys together.
+template <int kRows, int kTiles, typename Element>
+void attention_tiles(const AttentionHead& head, int row) {
+  AttentionTile<kRows> tiles[kTiles];
+  std::conditional_t<kTiles == 1, SpanAsItIs, WideSpan> elements;
+  for (int i = 0; i < kTiles; ++i) begin_tile(head, row + i * kRows, tiles[i]);
+  const int end = tiles[kTiles - 1].end[kRows - 1];
+  for (int span = tiles[0].begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
+    const auto sees = [&](const AttentionTile<kRows>& tile) {
+      return tile.begin[0] < (span + 1) * kKeySpan && span * kKeySpan < tile.end[kRows - 1];
+    };
+    const auto* keys =
+        elements.read(static_cast<const Element*>(head.keys_of(span)), kKeySpan * head.key_stride);
+    for (AttentionTile<kRows>& tile : tiles) {
+      if (!sees(tile)) continue;
+      score_span(head, keys, tile);
+      softmax_span(span, tile);
+    }
+    const auto* values =
+        elements.read(static_cast<const Element*>(head.values_of(span)), kKeySpan * head.value_stride);
+    for (AttentionTile<kRows>& tile : tiles) {
+      const int left = tile.end[kRows - 1] - span * kKeySpan;
+      if (sees(tile)) value_span(head, values, left < kKeySpan ? left : kKeySpan, tile);
+    }
+  }
+  for (int i = 0; i < kTiles; ++i) end_tile(head, row + i * kRows, tiles[i]);
+}
+
 template <typename Element>
 void attention_rows(const AttentionHead& head, int row, int end) {
-  constexpr int kRows = Simd::kAttentionRows;
-  for (; row + kRows <= end; row += kRows) attention_tile<kRows, Element>(head, row);
-  for (; row + kRows / 2 <= end; row += kRows / 2) attention_tile<kRows / 2, Element>(head, row);
-  for (; row < end; ++row) attention_tile<1, Element>(head, row);
+  constexpr int kRows = Simd::kAttentionRows, kTiles = 8;
+  for (; row + kTiles * kRows <= end; row += kTiles * kRows)
+    attention_tiles<kRows, kTiles, Element>(head, row);
+  for (; row + kRows <= end; row += kRows) attention_tiles<kRows, 1, Element>(head, row);
+  for (; row + kRows / 2 <= end; row += kRows / 2) attention_tiles<kRows / 2, 1, Element>(head, row);
+  for (; row < end; ++row) attention_tiles<1, 1, Element>(head, row);
 }
 
 void attention(const AttentionHead& head, int first, int count) {
