@@ -69,17 +69,17 @@ def put(descriptor: int, content: bytes) -> None:
 def test_headers_of_model_files(tmp_path: Path) -> None:
     shape = replace(MODELS["gemma3"], layers=1, dim=32, key_dim=32, heads=1, kv_heads=1, ffn=32, vocab=270)
     parts = take_apart(write(tmp_path / "m.gguf", shape))
-    with overwritten("header") as (path, descriptor):
+    with overwritten("header") as (path, descriptor), watched() as renew:
         for random in rounds(1000, EACH):
+            renew()
             content = mutate(parts, random)
-            with watched():
-                for variant in variants(content, len(content) - len(parts.data), random):
-                    put(descriptor, variant)
-                    with suppress(MetalPrefillError), GGUFFile(path) as opened:
-                        for key in opened.metadata:
-                            with suppress(MetalPrefillError):
-                                opened.metadata[key]
-                        collect_tensors(opened, read_config(opened))
+            for variant in variants(content, len(content) - len(parts.data), random):
+                put(descriptor, variant)
+                with suppress(MetalPrefillError), GGUFFile(path) as opened:
+                    for key in opened.metadata:
+                        with suppress(MetalPrefillError):
+                            opened.metadata[key]
+                    collect_tensors(opened, read_config(opened))
 
 
 def test_headers_of_saved_states(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ def test_headers_of_saved_states(tmp_path: Path) -> None:
             session.save(saved)
         owner = model._state_owner
     plain = saved.read_bytes()
-    with overwritten("state-header") as (path, descriptor):
+    with overwritten("state-header") as (path, descriptor), watched() as renew:
         for random in rounds(1000, EACH):
+            renew()
             content = mutate_state(plain, random)
-            with watched():
-                for variant in variants(content, int.from_bytes(content[:8], "little") + 8, random):
-                    put(descriptor, variant)
-                    with suppress(MetalPrefillError):
-                        _state.read(path, owner)
+            for variant in variants(content, int.from_bytes(content[:8], "little") + 8, random):
+                put(descriptor, variant)
+                with suppress(MetalPrefillError):
+                    _state.read(path, owner)

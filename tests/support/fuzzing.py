@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: as many inputs as the suite takes
+RENEWED = 2  # seconds after which a watch begins anew: to stop its thread takes longer than many inputs
 PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
 REGRESSIONS = Path(__file__).parents[1] / "fuzz" / "regressions"
 FAILED = Path(__file__).parents[2] / "build" / "fuzz"
@@ -45,11 +47,22 @@ def regressions(target: str) -> list[bytes]:
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """End the process, with a traceback, where the block does not end."""
-    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__ or 2)
+def watched() -> Iterator[Callable[[], None]]:
+    """End the process, with a traceback, where the block does not end.
+
+    What it gives is called between inputs, and then the time counts anew.
+    """
+    begun = -math.inf
+
+    def renew() -> None:
+        nonlocal begun
+        if (now := time.monotonic()) > begun + RENEWED:
+            faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__ or 2)
+            begun = now
+
+    renew()
     try:
-        yield
+        yield renew
     finally:
         faulthandler.cancel_dump_traceback_later()
 
