@@ -11,7 +11,8 @@
 namespace metal_prefill::metal {
 
 // A file has the pipelines of one set of kernels on one device, and its checksum in its name: what is damaged
-// is not read, and what is there is never changed.
+// is not read, and what is there is never changed. Its time of modification says when it was used last:
+// Python deletes the files whose use is longest ago.
 class PipelineArchive {
  public:
   // `folder` is for one build of the system and one version of the package; empty: nothing is kept.

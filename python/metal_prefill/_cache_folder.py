@@ -7,8 +7,11 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+
+PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model are some megabytes
 
 
 def cache_folder() -> Path:
@@ -37,6 +40,31 @@ def pipeline_folder(emulated: bool) -> str:
     if emulated and not os.environ.get("METAL_PREFILL_CACHE"):
         return ""
     return str(cache_folder() / "pipelines" / cache_key()[:16])
+
+
+def remove_old_pipelines(folder: str) -> None:
+    """Keep compiled pipelines within `PIPELINE_LIMIT`.
+
+    Files of other builds of the OS and versions of the package count, and those of other devices; the ones
+    that were not used for longest are deleted. A process that has one open keeps it.
+
+    Parameters
+    ----------
+    folder
+        What `pipeline_folder` gave; nothing is deleted where it is empty.
+    """
+    if not folder:
+        return
+    files = []
+    with suppress(OSError):
+        for path in Path(folder).parent.glob("*/*.pipelines"):
+            with suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+    for path in beyond_limit(files, PIPELINE_LIMIT):
+        with suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()  # unless others are in it
 
 
 def beyond_limit(files: Iterable[tuple[float, int, Path]], limit: int) -> Iterator[Path]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from metal_prefill import _core, _pack_cache, _state
 from metal_prefill._arguments import MAX_INTEGER, integer, one_of
 from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
-from metal_prefill._cache_folder import pipeline_folder
+from metal_prefill._cache_folder import pipeline_folder, remove_old_pipelines
 from metal_prefill._checks import first_contact
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model
@@ -217,6 +217,7 @@ class Model:
             try:
                 engine = builder.build(device, options)
                 first_contact.check(engine, self._config)
+                remove_old_pipelines(options.pipeline_folder)
                 return engine
             except DeviceError as error:
                 if not automatic:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +96,19 @@ def test_a_damaged_archive_is_made_again(path: Path, folder: Path, damage: str) 
     assert compiled_by_opening(path)[0] == 0
 
 
+def test_an_archive_that_only_its_checksum_shows_to_be_damaged_is_made_again(
+    path: Path, folder: Path
+) -> None:
+    """The emulator opens it, and finds all pipelines in it: macOS may do that with any bytes."""
+    wanted = compiled_by_opening(path)
+    (archive,) = archives(folder)
+    whole = archive.read_bytes()
+    content = b"".join([*whole.splitlines(keepends=True)[:-1], b"something else\n"])
+    archive.write_bytes(content + f"{checksum(content)}\n".encode())  # the emulator's own fits
+    assert compiled_by_opening(path) == wanted
+    assert [found.read_bytes() for found in archives(folder)] == [whole]
+
+
 def checksum(content: bytes) -> int:
     """FNV-1a of 64 bits."""
     value = 14695981039346656037
@@ -133,6 +148,27 @@ def test_pipelines_are_of_one_device_one_version_and_one_set_of_kernels(
     monkeypatch.undo()
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(folder))
     assert compiled_by_opening(path)[0] == compiled_by_opening(other)[0] == 0
+
+
+def test_archives_that_were_not_used_for_longest_are_deleted(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this system and version, and of others."""
+    compiled_by_opening(path)
+    (used,) = archives(folder)
+    others = [folder / "pipelines" / name / f"{name}.pipelines" for name in ("older", "newer", "newest")]
+    for days, other in zip((30, 20, 10), others, strict=True):
+        other.parent.mkdir()
+        other.write_bytes(bytes(1000))
+        os.utime(other, (time.time() - days * 86400,) * 2)
+    os.utime(used, (0, 0))
+    notes = folder / "pipelines" / "older" / "notes.txt"
+    notes.write_text("not ours")
+    monkeypatch.setattr(_cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
+    assert compiled_by_opening(path)[0] == 0  # it is read, and so it is the one that was used last
+    assert archives(folder) == sorted([used, others[2]])
+    assert notes.exists()
+    assert not others[1].parent.exists()
 
 
 def test_without_a_folder_to_write_to_pipelines_are_compiled_each_time(path: Path, folder: Path) -> None:
