@@ -323,6 +323,7 @@ def reference_attention(
         (2, 128, 128, 0, False),
         (3, 64, 64, 20, False),
         (4, 48, 16, 130, False),
+        (2, 45, 16, 0, False),
         (3, 64, 64, 0, True),
         (3, 64, 64, 20, True),
         (4, 48, 16, 131, True),
@@ -369,6 +370,17 @@ def test_attention_is_exact_where_asked_for(isa: str) -> None:
     for first in range(0, 70, 32):
         cpu.attention(isa, q, keys, values, True, 0, 0.125, first, min(32, 70 - first), out, exact=True)
     assert np.abs(out - expected).max() <= ATTENTION_ERROR["f32"] * np.abs(expected).max()
+
+
+@each_set
+@pytest.mark.parametrize("key_dim", [45, 48, 80])
+def test_dimensions_that_fill_keys_up_change_nothing(isa: str, key_dim: int) -> None:
+    """AMX multiplies 32 dimensions at a time. Memory that was not written is NaN here, as 0 * NaN is."""
+    q, keys, values = normal(37, 2 * key_dim), normal(203, key_dim, seed=1), normal(203, 16, seed=2)
+    plain, filled = np.full((2, 37, 32), SENTINEL)
+    cpu.attention(isa, q, keys, values, True, 0, 0.125, 0, 32, plain)
+    cpu.attention(isa, q, keys, values, True, 0, 0.125, 0, 32, filled, key_multiple=32)
+    np.testing.assert_array_equal(filled, plain)
 
 
 @each_set

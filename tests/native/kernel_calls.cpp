@@ -139,7 +139,8 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
 }
 
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
-               int window, float scale, int first, int count, OutMatrix out, bool exact, bool both_ways) {
+               int window, float scale, int first, int count, OutMatrix out, bool exact, bool both_ways,
+               int key_multiple) {
   const Kernels& kernels = kernels_named(set);
   const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
   const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
@@ -151,7 +152,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
   config.n_layers = config.n_kv_heads = 1;
   config.key_dim = key_dim, config.value_dim = value_dim;
   const KvLayout layout = !half ? KvLayout::kFloat : exact ? KvLayout::kHalf : kernels.half_layout;
-  KvPages cache(config, layout, kernels.key_multiple, true);
+  KvPages cache(config, layout, key_multiple > 0 ? key_multiple : kernels.key_multiple, true);
   // Pages in no order, with nothing but NaN where no position was stored.
   const int n_pages = (positions + kKeySpan - 1) / kKeySpan;
   std::vector<PageId> ids;

@@ -118,11 +118,12 @@ class Kernels:
     """The functions of `_cpu_testing`; the name of the set, their first argument, says where they run."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(isa: str, *arguments: Any, **options: bool) -> Any:
+        def call(isa: str, *arguments: Any, **options: int) -> Any:
             if isa not in SETS:
                 return getattr(cpu_testing(), name)(isa, *arguments, **options)
             if name == "attention":
-                arguments = (*arguments, *(options.get(option, False) for option in ("exact", "both_ways")))
+                arguments += tuple(options.get(name, False) for name in ("exact", "both_ways"))
+                arguments += (options.get("key_multiple", 0),)
             return machine_of(isa).call(name, isa, *arguments)
 
         return call
