@@ -39,6 +39,14 @@ TREE, BUILD, PACKAGE = WORK / "tree", WORK / "native", WORK / "package"
 RESULTS = WORK / "results.json"
 TOOLS = Path(sys.executable).parent  # cmake and ninja of the environment
 TARGETS = ("_core", "_cpu_testing", "_metal_testing")
+# Of the kernels of shaders only these variants are built: all of them take a core ten minutes. What
+# `tests/mutants` names uses no others.
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6_k")
+VARIANTS = (
+    *TYPES,
+    *(f"attention_decode_{cache}_{size}" for cache in ("f16", "f32") for size in (32, 64, 96, 128, 256)),
+    *(f"attention_prefill_{cache}_{size}" for cache in ("f16", "f32") for size in (64, 128, 256)),
+)
 TIME_LIMIT_S = 600  # of the tests of one error; what takes longer hangs
 CAUGHT, SURVIVED, NOT_BUILT, NO_TESTS = "caught", "survived", "not built", "no tests"
 
@@ -76,6 +84,7 @@ def configure() -> None:
             [
                 *(TOOLS / "cmake", "-S", TREE, "-B", BUILD, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
                 *(f"-DPython_EXECUTABLE={sys.executable}", "-DSKBUILD_PROJECT_NAME=metal_prefill", *defines),
+                f"-DMETAL_PREFILL_SHADER_VARIANTS={';'.join(VARIANTS)}",
             ],
             check=True,
             stdout=subprocess.DEVNULL,

@@ -185,6 +185,13 @@ CPU = (
         ),
     ),
     Mutant(
+        "cpp/cpu/kv_pages.cpp",
+        "if (used >= block) return;",
+        "if (used < block) return;",
+        "dimensions that fill keys up are not cleared",
+        ("tests/test_cpu_kernels.py::test_dimensions_that_fill_keys_up_change_nothing",),
+    ),
+    Mutant(
         "cpp/cpu/threads.cpp",
         "if (done == items ||",
         "if (done > 0 ||",
@@ -225,6 +232,34 @@ METAL = (
         "",
         "command buffers of a pass may run at the same time",
         ("tests/metal_engine/test_metal_engine.py", "tests/test_older_macs.py"),
+    ),
+    Mutant(
+        "cpp/metal/metal_encoder.mm",
+        "device_.commit(commands_);\n  committed_.push_back(std::exchange(commands_, nil));",
+        "committed_.push_back(commands_);\n  device_.commit(std::exchange(commands_, nil));",
+        "a command buffer whose commit threw is waited for",
+        ("tests/metal_engine/test_running_ahead.py", "-k", "commit_that_throws"),
+    ),
+    Mutant(
+        "cpp/metal/engine.mm",
+        "choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle",
+        "choices ? Gpu::kBusy : Gpu::kIdle",
+        "a pass does not wait for those that other sessions have on the way",
+        ("tests/metal_engine/test_running_ahead.py", "-k", "two_sessions"),
+    ),
+    Mutant(
+        "cpp/metal/pipeline_archive.mm",
+        "if (fs::path(path).stem() != wanted) continue;",
+        "",
+        "damaged pipelines are taken",
+        ("tests/metal_engine/test_first_open.py", "-k", "only_its_checksum"),
+    ),
+    Mutant(
+        "cpp/metal/pipeline_archive.mm",
+        "fs::last_write_time(path, fs::file_time_type::clock::now(), error);",
+        "",
+        "the use of pipelines is not noted",
+        ("tests/metal_engine/test_first_open.py", "-k", "used_for_longest"),
     ),
     Mutant(
         "cpp/metal/ops.mm",

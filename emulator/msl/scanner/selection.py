@@ -43,9 +43,12 @@ def select(path: Path, metal_version: int, flags: list[str], macros: Macros, ker
     """
     if macros.guard not in path.read_text(encoding="utf-8"):
         return Selection(macros, {})
+    # The list of files is made elsewhere. Where the macros themselves are defined for the compiler, only some
+    # kernels are compiled, and the host selects among those.
+    own = {macros.guard, *macros.selectors}
     flags = [
-        flag for flag in flags if flag.startswith(("-D", "-I"))
-    ]  # no list of files, which is made elsewhere
+        flag for flag in flags if flag.startswith(("-D", "-I")) and flag[2:].partition("=")[0] not in own
+    ]
 
     def remaining(*defined: str) -> set[str]:
         text = preprocess(str(path), metal_version, [*flags, *(f"-D{name}=1" for name in defined)])
