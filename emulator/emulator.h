@@ -47,10 +47,11 @@ void fail_allocation(int nth);  // newBuffer… returns nil
 bool allocation_will_fail();    // it has not come yet
 // The command buffer runs `dispatches` of its dispatches, then fails with MTLCommandBufferErrorDomain `code`.
 void fail_command_buffer(int nth, const std::string& message, long code = 1, int dispatches = 0);
+void refuse_commit(int nth, const std::string& message);  // commit throws a ValidationError
 void clear_faults();
 
-// The options start from METAL_EMULATOR_THREADS, METAL_EMULATOR_SEED, METAL_EMULATOR_CHECKED and
-// METAL_EMULATOR_ACTIVE_LANES. Setting them waits until nothing runs.
+// The options start from METAL_EMULATOR_THREADS, METAL_EMULATOR_SEED, METAL_EMULATOR_CHECKED,
+// METAL_EMULATOR_ACTIVE_LANES and METAL_EMULATOR_FAST_ERRORS. Setting them waits until nothing runs.
 ExecutorOptions options();
 void set_options(const ExecutorOptions& options);
 

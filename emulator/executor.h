@@ -194,6 +194,7 @@ struct ExecutorOptions {
   std::uint64_t seed = 0;     // shuffles the order of threads; 0: in order
   bool checked = false;       // record which bytes each dispatch touches
   bool active_lanes = false;  // simd operations in divergent branches act on the lanes that arrive
+  bool fast_errors = false;   // fast::exp and fast::exp2 have the largest error that Metal allows
 };
 
 class Executor {

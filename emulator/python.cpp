@@ -130,16 +130,20 @@ void bind_settings(nb::module_& m) {
   nb::class_<ExecutorOptions>(m, "Options", "How kernels are run.")
       .def(
           "__init__",
-          [](ExecutorOptions* self, unsigned workers, std::uint64_t seed, bool checked, bool active_lanes) {
-            new (self) ExecutorOptions{workers, seed, checked, active_lanes};
+          [](ExecutorOptions* self, unsigned workers, std::uint64_t seed, bool checked, bool active_lanes,
+             bool fast_errors) {
+            new (self) ExecutorOptions{workers, seed, checked, active_lanes, fast_errors};
           },
-          "workers"_a = 0, "seed"_a = 0, "checked"_a = false, "active_lanes"_a = false)
+          "workers"_a = 0, "seed"_a = 0, "checked"_a = false, "active_lanes"_a = false,
+          "fast_errors"_a = false)
       .def_rw("workers", &ExecutorOptions::workers, "Host threads that run threadgroups; 0: one per core.")
       .def_rw("seed", &ExecutorOptions::seed, "Shuffles the order of threads; 0: in order.")
       .def_rw("checked", &ExecutorOptions::checked,
               "Record which bytes each dispatch touches, and judge by them.")
       .def_rw("active_lanes", &ExecutorOptions::active_lanes,
-              "Simd operations in divergent branches act on the lanes that arrive.");
+              "Simd operations in divergent branches act on the lanes that arrive.")
+      .def_rw("fast_errors", &ExecutorOptions::fast_errors,
+              "fast::exp and fast::exp2 have the largest error that Metal's specification allows.");
   m.def("options", &options, nb::call_guard<nb::gil_scoped_release>());
   m.def("set_options", &set_options, "options"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Waits until nothing runs.");
@@ -211,6 +215,8 @@ void bind_emulator(nb::module_& m) {
         "Make the nth next command buffer run that many of its dispatches and fail with an NSError of the "
         "given "
         "MTLCommandBufferError code.");
+  m.def("refuse_commit", &refuse_commit, "nth"_a = 1, "message"_a = "injected fault",
+        "Make the commit of the nth next command buffer throw a ValidationError.");
   m.def("clear_faults", &clear_faults);
   m.def("history", &history, kWithoutGil, "Return the last completed command buffers, oldest first.");
   m.def("set_history_depth", &set_history_depth, "command_buffers"_a,

@@ -92,8 +92,10 @@ void MetalEncoder::commit() {
   [encoder_ updateFence:device_.fence()];
   [encoder_ endEncoding];
   encoder_ = nil;
-  committed_.push_back(commands_);
-  device_.commit(std::exchange(commands_, nil));
+  // One whose commit throws will never complete: it is not waited for.
+  committed_.reserve(committed_.size() + 1);
+  device_.commit(commands_);
+  committed_.push_back(std::exchange(commands_, nil));
   dispatches_ = 0;
   work_ = 0;
 }

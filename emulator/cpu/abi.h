@@ -99,6 +99,7 @@ struct Worker {
   void (*threadgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
   void (*simdgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
   u8* threadgroup_memory;  // of the variables that the running kernel declares
+  u32 fast_errors;         // 1: fast functions are as wrong as they may be
   Fiber fibers[kMaxThreads];
 };
 

@@ -114,6 +114,7 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
   work_ = &work;
   rng_ = work.options.seed ? (seed + 1) * 0x9e3779b97f4a7c15ull | 1 : 0;
   active_lanes_ = work.options.active_lanes;
+  header_->worker.fast_errors = work.options.fast_errors;
   barriers_ = threads_run_ = 0;
   error_.clear();
   std::copy(std::begin(work.buffers), std::end(work.buffers), header_->buffers);

@@ -144,6 +144,7 @@ struct Running {
     if (const std::string misuse = find_misuse(_encoded); !misuse.empty())
       throw ValidationError("commit: " + misuse);
   }
+  if (const auto refusal = State::get().next_commit_refusal()) throw ValidationError("commit: " + *refusal);
   UntrackedUse::commit(_untracked);
   if (self.status == MTLCommandBufferStatusNotEnqueued) [self enqueue];
   State::get().count(&metal_emulator::Counters::command_buffers);

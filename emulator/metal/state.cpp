@@ -75,6 +75,7 @@ State::State() : executor_(make_executor()) {
   options_.seed = from_environment("METAL_EMULATOR_SEED");
   options_.checked = from_environment("METAL_EMULATOR_CHECKED") != 0;
   options_.active_lanes = from_environment("METAL_EMULATOR_ACTIVE_LANES") != 0;
+  options_.fast_errors = from_environment("METAL_EMULATOR_FAST_ERRORS") != 0;
   check(options_);
   executor_->configure(options_);
   if (const char* text = std::getenv("METAL_EMULATOR_VALIDATION")) validates_ = std::string_view(text) != "0";
@@ -192,13 +193,25 @@ void State::fail_command_buffer(int nth, CommandBufferFault fault) {
 
 void State::clear_faults() {
   std::lock_guard lock(mutex_);
-  allocation_fault_ = command_buffer_fault_countdown_ = 0;
+  allocation_fault_ = command_buffer_fault_countdown_ = commit_refusal_countdown_ = 0;
 }
 
 std::optional<CommandBufferFault> State::next_command_buffer_fault() {
   std::lock_guard lock(mutex_);
   if (command_buffer_fault_countdown_ == 0 || --command_buffer_fault_countdown_ > 0) return std::nullopt;
   return command_buffer_fault_;
+}
+
+void State::refuse_commit(int nth, const std::string& message) {
+  std::lock_guard lock(mutex_);
+  commit_refusal_countdown_ = nth;
+  commit_refusal_ = message;
+}
+
+std::optional<std::string> State::next_commit_refusal() {
+  std::lock_guard lock(mutex_);
+  if (commit_refusal_countdown_ == 0 || --commit_refusal_countdown_ > 0) return std::nullopt;
+  return commit_refusal_;
 }
 
 void State::count(std::uint64_t Counters::* counter, std::uint64_t times) {
@@ -337,6 +350,9 @@ bool allocation_will_fail() {
 }
 void fail_command_buffer(int nth, const std::string& message, long code, int dispatches) {
   State::get().fail_command_buffer(nth, {message, code, dispatches});
+}
+void refuse_commit(int nth, const std::string& message) {
+  State::get().refuse_commit(nth, message);
 }
 void clear_faults() {
   State::get().clear_faults();

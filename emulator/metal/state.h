@@ -61,6 +61,8 @@ class State {
   void fail_command_buffer(int nth, CommandBufferFault fault);
   void clear_faults();
   std::optional<CommandBufferFault> next_command_buffer_fault();
+  void refuse_commit(int nth, const std::string& message);
+  std::optional<std::string> next_commit_refusal();
 
   void count(std::uint64_t Counters::* counter, std::uint64_t times = 1);
   Counters counters();
@@ -100,6 +102,8 @@ class State {
   int allocation_fault_ = 0;  // counts down; 0: none
   int command_buffer_fault_countdown_ = 0;
   CommandBufferFault command_buffer_fault_;
+  int commit_refusal_countdown_ = 0;
+  std::string commit_refusal_;
   Counters counters_;
   std::vector<std::string> violations_;
   std::deque<LibraryRecord> compiled_;

@@ -280,6 +280,41 @@ def test_a_fault_in_the_middle_leaves_the_dispatches_before_it_done(
     assert buffer.contents.view(np.uint32).tolist() == [9, 0]
 
 
+def test_a_commit_that_is_refused_throws_and_the_next_does_not(
+    library: KernelLibrary, emulator: Any, metal_testing: Any
+) -> None:
+    emulator.refuse_commit(2, "no more")
+    x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
+    library.dispatch("add", [x, x, y], grid=8, threads=8)
+    with pytest.raises(metal_testing.emulator.ValidationError, match="commit: no more"):
+        library.dispatch("add", [x, x, np.zeros_like(y)], grid=8, threads=8)
+    library.dispatch("add", [x, x, np.zeros_like(y)], grid=8, threads=8)
+    np.testing.assert_array_equal(y, 2 * x)
+
+
+def test_fast_exponentials_err_as_much_as_they_may_where_asked(library: KernelLibrary, emulator: Any) -> None:
+    """By 3 + |2x| units of the last place, up or down; infinity and 0 stay what they are or next to it."""
+    x = np.linspace(-60, 60, 241, dtype=np.float32)
+    y = np.zeros((len(x), 4), np.float32)
+    library.dispatch("exponentials", [x, y], grid=len(x), threads=32)
+    exact = y.copy()
+    np.testing.assert_array_equal(exact[:, 0], exact[:, 1])
+    np.testing.assert_array_equal(exact[:, 2], exact[:, 3])
+    emulator.set_options(emulator.Options(fast_errors=True))
+    library.dispatch("exponentials", [x, y], grid=len(x), threads=32)
+    np.testing.assert_array_equal(y[:, ::2], exact[:, ::2])  # precise::
+    # Positive floats are in the order of their bits.
+    moved = y[:, 1::2].view(np.int32) - exact[:, 1::2].view(np.int32)
+    np.testing.assert_array_equal(np.abs(moved), np.repeat(3 + np.floor(np.abs(2 * x))[:, None], 2, axis=1))
+    assert 0.3 < (moved > 0).mean() < 0.7
+    ends = np.array([np.inf, -np.inf, 89, -200], np.float32)
+    y = np.zeros((len(ends), 4), np.float32)
+    library.dispatch("exponentials", [ends, y], grid=len(ends), threads=32)
+    assert y[0, 1] == y[2, 1] == np.inf
+    assert (y[[1, 3], 1] >= 0).all()
+    assert (y[[1, 3], 1] < 1e-40).all()
+
+
 def test_a_counter_counts_the_dispatches_in_its_context(
     library: KernelLibrary, emulator: Any, has_checked_mode: None
 ) -> None:

@@ -42,12 +42,16 @@ def libraries(request: pytest.FixtureRequest) -> Iterator[dict[str, KernelLibrar
 
 @pytest.fixture(params=["ordered", "shuffled"])
 def run(request: pytest.FixtureRequest, libraries: dict[str, KernelLibrary]) -> Iterator[Run]:
-    """Dispatch kernels; on the emulator with the threads of a threadgroup in order, and shuffled."""
+    """Dispatch kernels.
+
+    On the emulator with the threads of a threadgroup in order, and shuffled; then fast functions have the
+    largest error that Metal allows.
+    """
     emulator: Any = getattr(testing_module(), "emulator", None)
     if request.param == "shuffled":
         if emulator is None:
             pytest.skip("a GPU runs its threads in an order of its own")
-        emulator.set_options(emulator.Options(seed=SHUFFLED))
+        emulator.set_options(emulator.Options(seed=SHUFFLED, fast_errors=True))
 
     def dispatch(
         kernel: str,

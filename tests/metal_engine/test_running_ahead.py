@@ -214,6 +214,36 @@ def test_threads_are_ahead_side_by_side(model: Model, wanted: list[int]) -> None
         assert list(threads.map(text, range(3))) == [wanted[:10]] * 3
 
 
+def test_two_sessions_have_their_next_tokens_on_the_way_at_once(model: Model, wanted: list[int]) -> None:
+    """Two command buffers of each session: none of the four uses what another still needs."""
+    with model.session() as one, model.session() as two:
+        texts = [session.stream(PROMPT, 8, **ONE_BY_ONE) for session in (one, two)]
+        made: list[list[int]] = [[], []]
+
+        def run() -> None:
+            for _ in range(8):
+                for tokens, text in zip(made, texts, strict=True):
+                    tokens.append(next(text).token)
+
+        sent = ahead(run)
+        assert made == [wanted[:8], wanted[:8]]
+    # When one session sends its next token, its last one and that of the other are on their way.
+    assert max(sent) == 2
+    assert sent.count(2) > 8
+
+
+@pytest.mark.parametrize(("nth", "position"), [(1, 0), (2, 0), (3, len(PROMPT))])
+def test_a_commit_that_throws_is_an_exception_and_changes_nothing(
+    session: Session, wanted: list[int], nth: int, position: int
+) -> None:
+    """The prompt's, and those of the tokens that are sent ahead; nothing waits for what was never sent."""
+    gpu.refuse_commit(nth, message="no more")
+    with pytest.raises(gpu.ValidationError, match="commit: no more"):
+        tokens_of(session, 5)
+    assert session.position == position
+    assert tokens_of(session, 5) == wanted[:5]
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_failure_is_that_of_the_token_it_concerns(session: Session, wanted: list[int], nth: int) -> None:
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)

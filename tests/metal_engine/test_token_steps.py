@@ -221,3 +221,20 @@ def test_swiglu(run: Run, tokens: int, ffn_dim: int, act: int) -> None:
         out = Output([tokens, ffn_dim], dtype)
         run(name, gate_up, out.buffer, args, groups=(ceil_div(ffn_dim, 64), tokens), threads=(64, 1))
         check(out.check(), expected)
+
+
+def test_swiglu_is_as_accurate_as_the_fast_exponential_lets_it_be(run: Run) -> None:
+    """1 / (1 + e) is wrong by e / (1 + e)^2 times the relative error of e, which is that of `fast::exp`.
+
+    The sum, the quotient and the product are rounded once each.
+    """
+    gate = np.linspace(-40, 40, 6400).astype(np.float32)
+    x = gate.astype(np.float64)
+    out = Output([1, len(gate)])
+    args = make_args("SwigluArgs", ffn_dim=len(gate), tokens=1, activation=SILU)
+    gate_up = np.stack([gate, np.ones_like(gate)])
+    run("swiglu_f32", gate_up, out.buffer, args, groups=(len(gate) // 64, 1), threads=(64, 1))
+    power = np.exp(-x)
+    allowed = (3 + 2 * np.abs(x)) * 2.0**-23 * np.abs(x) * power / (1 + power) ** 2
+    allowed += 3 * 2.0**-24 * np.abs(x / (1 + power))
+    assert (np.abs(out.check()[0] - x / (1 + power)) <= allowed).all()

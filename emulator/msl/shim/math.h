@@ -1,6 +1,7 @@
 // Floating-point functions of one to three arguments, for float, half and their vectors, in metal::,
 // metal::precise and metal::fast. Results are those of the host's float functions, or of ptx_math.h's, rounded
-// to half where the argument is half. The fast ones are the same, except for exp on GPUs.
+// to half where the argument is half. The fast ones are the same, except for exp on GPUs and where exp and exp2
+// are asked to be wrong.
 #pragma once
 
 namespace msl {
@@ -35,6 +36,26 @@ MSL_INLINE float f_frexp(float x, int* e) {
                 float f_ldexp(float x, int e);
 float f_frexp(float x, __private int* e);
 #endif
+#endif
+
+#if MSL_CPU
+// The result, or, where the executor asks for that, the result with the error that the specification allows for
+// fast functions: 3 + floor(|2x|) units of the last place. Its sign follows from the argument's bits, so that errors
+// of a sum neither all add up nor all cancel.
+MSL_INLINE float with_fast_error(float x, float result) {
+  if (!::metal_emulator::abi::current_worker().fast_errors || !(result < __builtin_inff())) return result;
+  uint hash = __builtin_bit_cast(uint, x) * 0x9e3779b1u;
+  const int units = 3 + static_cast<int>(__builtin_fminf(__builtin_fabsf(2.0f * x), 1000.0f));
+  // Positive floats are in the order of their bits.
+  const int moved = __builtin_bit_cast(int, result) + (hash >> 31 ? units : -units);
+  return __builtin_bit_cast(float, moved < 0 ? 0 : moved);
+}
+MSL_INLINE float fast_exp(float x) {
+  return with_fast_error(x, f_exp(x));
+}
+MSL_INLINE float fast_exp2(float x) {
+  return with_fast_error(x, f_exp2(x));
+}
 #endif
 
 MSL_INLINE float smooth_ramp(float t) {
@@ -98,7 +119,7 @@ namespace metal {
 
 #define MSL_ALL_MATH                                                                                         \
   MSL_MATH1(exp, MSL_EXP(x))                                                                              \
-  MSL_MATH1(exp2, msl::f_exp2(x))                                                                            \
+  MSL_MATH1(exp2, MSL_EXP2(x))                                                                               \
   MSL_MATH1(exp10, msl::f_pow(10.0f, x))                                                                     \
   MSL_MATH1(log, msl::f_log(x)) MSL_MATH1(log2, msl::f_log2(x)) MSL_MATH1(log10, msl::f_log10(x)) MSL_MATH1( \
       sin, msl::f_sin(x)) MSL_MATH1(cos, msl::f_cos(x)) MSL_MATH1(tan, msl::f_tan(x))                        \
@@ -167,13 +188,18 @@ namespace metal {
   }
 
 #define MSL_EXP(x) msl::f_exp(x)
+#define MSL_EXP2(x) msl::f_exp2(x)
 MSL_ALL_MATH
 namespace precise {
 MSL_ALL_MATH
 }
-#if MSL_PTX
+#if MSL_PTX || MSL_CPU
 #undef MSL_EXP
 #define MSL_EXP(x) msl::fast_exp(x)
+#endif
+#if MSL_CPU
+#undef MSL_EXP2
+#define MSL_EXP2(x) msl::fast_exp2(x)
 #endif
 namespace fast {
 MSL_ALL_MATH

@@ -21,6 +21,12 @@ kernel void scale(device const float* x [[buffer(0)]],     //
   if (i < args.count) y[i] = x[i] * args.factor;
 }
 
+kernel void exponentials(device const float* x [[buffer(0)]],  //
+                         device float4* y [[buffer(1)]],       //
+                         uint i [[thread_position_in_grid]]) {
+  y[i] = float4(precise::exp(x[i]), fast::exp(x[i]), precise::exp2(x[i]), fast::exp2(x[i]));
+}
+
 kernel void negate4(device const float4* x [[buffer(0)]],  //
                     device float4* y [[buffer(1)]],        //
                     uint i [[thread_position_in_grid]]) {
