@@ -82,11 +82,16 @@ def rerank(
         prompts.append(ids)
     if not prompts:
         return []
-    score = _scorer(model)
-    states = last_states(model, prompts, [f"document {i}" for i in range(len(prompts))])
-    ranked = [Ranked(i, score(state), documents[i]) for i, state in enumerate(states)]
+    ranked = [Ranked(i, score, documents[i]) for i, score in enumerate(scores_of(model, prompts))]
     ranked.sort(key=lambda item: -item.score)  # stable: of equal scores, the earlier document is first
     return ranked[:top_n]
+
+
+def scores_of(model: TextModel, prompts: Sequence[npt.NDArray[np.int32]]) -> list[float]:
+    """Return the score of each prompt, a query with a document; what all share is computed once."""
+    score = _scorer(model)
+    names = [f"document {i}" for i in range(len(prompts))]
+    return [score(state) for state in last_states(model, prompts, names)]
 
 
 def _template_of(model: TextModel) -> str:

@@ -10,12 +10,12 @@ from support.bench_fakes import compare, fakes
 from support.reference import ReferenceModel
 
 from metal_prefill import synth
-from metal_prefill._bench import engine_ours, worker
+from metal_prefill._bench import engine_ours, engines, worker
 from metal_prefill._bench.cases import Case, text_ids, text_lengths
 from metal_prefill._bench.engines import Options, TextEngine
 from metal_prefill._bench.results import BenchResults
 
-CASE = Case(0, 0, 0, n_texts=64)
+CASE = Case(0, 0, 0, n_texts=64, task="embed")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_texts_are_short_and_long_and_always_the_same() -> None:
 
 
 def test_every_engine_gives_the_vectors_of_the_reference(embedder: Path) -> None:
-    case = Case(0, 0, 0, n_texts=4)
+    case = Case(0, 0, 0, n_texts=4, task="embed")
     texts = text_ids(case, 512)
     engine = engine_ours.load(options_for(embedder))
     assert isinstance(engine, TextEngine)
@@ -55,13 +55,27 @@ def test_llama_cpp_gives_the_same_vectors(embedder: Path) -> None:
     pytest.importorskip("llama_cpp")
     from metal_prefill._bench import engine_llama_cpp
 
-    texts = text_ids(Case(0, 0, 0, n_texts=9), 512)
+    texts = text_ids(Case(0, 0, 0, n_texts=9, task="embed"), 512)
     options = options_for(embedder)
     theirs = engine_llama_cpp.load(options)
     assert isinstance(theirs, TextEngine)
     ours = engine_ours.load(options)
     assert isinstance(ours, TextEngine)
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-3)
+
+
+def test_transformers_gives_the_same_vectors(embedder: Path) -> None:
+    for module in engines.KINDS["transformers"].modules:
+        pytest.importorskip(module)
+    from metal_prefill._bench import engine_transformers
+
+    texts = text_ids(Case(0, 0, 0, n_texts=9, task="embed"), 512)
+    options = options_for(embedder)
+    theirs = engine_transformers.load(options)
+    ours = engine_ours.load(options)
+    assert isinstance(ours, TextEngine)
+    assert "float32" in theirs.identity().settings
+    assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-4)
 
 
 @pytest.mark.usefixtures("_quiet_machine")

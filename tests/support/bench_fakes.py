@@ -100,5 +100,5 @@ def compare(workers: dict[str, FakeWorker], demo_path: Path, **arguments: object
 
 
 def fakes(**ns_per_token: int) -> dict[str, FakeWorker]:
-    names = {"ours": engines.OURS, "llama": "llama.cpp", "openvino": "openvino"}
+    names = {"ours": engines.OURS, "llama": "llama.cpp", "openvino": "openvino", "hf": "transformers"}
     return {names[key]: FakeWorker(names[key], ns) for key, ns in ns_per_token.items()}

@@ -14,11 +14,20 @@ SHORT_PROMPT = 16  # tokens of each prompt where many are processed together
 SHORT_PROMPTS = 64  # how many they are
 TEXTS = 64  # texts to embed, of these lengths
 SHORTEST_TEXT, LONGEST_TEXT = 8, 512
+DOCUMENTS, DOCUMENT_TOKENS = 20, 300  # to rank
+# What Qwen3-Reranker's form has before a document, with a query of some 15 tokens, and after it.
+QUERY_TOKENS, CLOSING_TOKENS = 90, 9
+QUESTIONS, ANSWERS = 4, 4  # of an evaluation, and for each
 MOST_GUESSES = 31  # of a pass: positions that engines may want after the last token
 
 # How an engine chooses tokens: as SAMPLING says; the most probable ones; these, with guesses looked up in the
 # text so far.
 Choice = Literal["", "sampled", "greedy", "lookup"]
+# What is done with texts: their vectors; how well documents answer a query, by a model's "yes" and "no";
+# how likely answers are after questions.
+Task = Literal["", "embed", "rerank", "evaluate"]
+# What has to do with a test, where an engine can do some of them only.
+Ability = Literal["prompts", "streams", "choices", "embed", "rerank", "evaluate"]
 SAMPLING: dict[str, float] = {
     "temperature": 0.8,
     "top_k": 40,
@@ -53,7 +62,9 @@ class Case:
         Sequences that go through the model together, each with a context of its own; 0: one sequence, by the
         calls for one.
     n_texts : int
-        Texts whose vectors are computed, of `text_lengths`; 0 in other tests.
+        Texts of a task; 0 in other tests. `text_lengths` has those of texts to embed.
+    task : str
+        What is done with the texts. With "evaluate", `n_prompt` is the number of tokens of all of them.
     choice : str
         How an engine chooses the tokens that are timed; empty where they are given. With "greedy" and
         "lookup", the context is `TASK`.
@@ -65,16 +76,17 @@ class Case:
     n_streams: int = 0
     n_texts: int = 0
     choice: Choice = ""
+    task: Task = ""
 
     @property
     def name(self) -> str:
         """``pp<n>`` for a prompt, ``tg<n>`` for decoding, ``x<streams>`` after it for several together.
 
-        ``embed<n>`` for the vectors of n texts; ``sampled<n>``, ``copy<n>`` and, with guesses, ``lookup<n>``
-        for tokens that the engine chooses.
+        ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts; ``sampled<n>``, ``copy<n>``
+        and, with guesses, ``lookup<n>`` for tokens that the engine chooses.
         """
-        if self.n_texts:
-            return f"embed{self.n_texts}"
+        if self.task:
+            return f"{self.task}{self.n_texts}"
         if self.choice:
             return f"{'copy' if self.choice == 'greedy' else self.choice}{self.n_gen}"
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
@@ -82,17 +94,31 @@ class Case:
 
     @property
     def timed_tokens(self) -> int:
-        """Tokens that go through the model while the clock runs, those of all streams."""
-        if self.n_texts:
+        """Tokens that go through the model while the clock runs, those of all streams.
+
+        Those of all texts of a task, also where an engine computes what texts share once.
+        """
+        if self.task == "embed":
             return sum(text_lengths(self.n_texts))
+        if self.task == "rerank":
+            return self.n_texts * (QUERY_TOKENS + DOCUMENT_TOKENS + CLOSING_TOKENS)
         return (self.n_prompt + self.n_gen) * (self.n_streams or 1)
 
     @property
     def context(self) -> int:
         """Positions that the test needs, in each stream."""
-        if self.n_texts:
+        if self.task:
             return LONGEST_TEXT
         return self.n_depth + self.n_prompt + self.n_gen + (MOST_GUESSES if self.choice == "lookup" else 0)
+
+    @property
+    def ability(self) -> Ability:
+        """Return what an engine must be able to do."""
+        if self.task:
+            return self.task
+        if self.choice:
+            return "choices"
+        return "streams" if self.n_streams else "prompts"
 
 
 def make_cases(
@@ -144,6 +170,16 @@ def make_cases(
     return cases
 
 
+def make_tasks(embed: bool, rerank: bool, evaluated: int) -> list[Case]:
+    """Return a test for each task with texts; `evaluated` is the tokens of `evaluation_texts`, or 0."""
+    tasks = [Case(0, 0, 0, n_texts=TEXTS, task="embed")] if embed else []
+    if rerank:
+        tasks.append(Case(0, 0, 0, n_texts=DOCUMENTS, task="rerank"))
+    if evaluated:
+        tasks.append(Case(evaluated, 0, 0, n_texts=QUESTIONS * ANSWERS, task="evaluate"))
+    return tasks
+
+
 def text_lengths(count: int) -> list[int]:
     """Return lengths of texts in tokens, spread evenly on a logarithmic scale, in no order."""
     lengths = np.geomspace(SHORTEST_TEXT, LONGEST_TEXT, count).astype(int)
@@ -155,6 +191,24 @@ def text_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
     lengths = text_lengths(case.n_texts)
     ends = np.cumsum(lengths)
     return np.split(token_ids(int(ends[-1]), vocab_size), ends[:-1])
+
+
+def ranking_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
+    """Return the ids of prompts that ask of documents one by one whether they answer the same query."""
+    ids = token_ids(QUERY_TOKENS + case.n_texts * DOCUMENT_TOKENS + CLOSING_TOKENS, vocab_size)
+    query, documents, closing = np.split(ids, [QUERY_TOKENS, len(ids) - CLOSING_TOKENS])
+    return [np.concatenate([query, d, closing]) for d in documents.reshape(case.n_texts, DOCUMENT_TOKENS)]
+
+
+def evaluation_texts() -> list[tuple[str, str]]:
+    """Return questions of some 35 tokens, each as often as it has answers, and an answer after it.
+
+    Words are drawn from `COPIED`: how fast likelihoods are computed does not depend on them.
+    """
+    words, rng = np.array(COPIED.split()), np.random.default_rng(seed=4)
+    draw = lambda n: " ".join(rng.choice(words, n))  # noqa: E731
+    questions = [f"Question: {draw(18)}?\nAnswer:" for _ in range(QUESTIONS)]
+    return [(question, f" {draw(3)}") for question in questions for _ in range(ANSWERS)]
 
 
 def token_ids(count: int, vocab_size: int) -> npt.NDArray[np.int32]:

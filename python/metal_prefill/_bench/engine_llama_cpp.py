@@ -22,19 +22,18 @@ from metal_prefill._bench.engines import (
     ChoosingEngine,
     Identity,
     Ids,
+    JudgingEngine,
     Options,
     TextEngine,
     Vectors,
 )
 from metal_prefill._bench.errors import BenchError
+from metal_prefill._bench.llama_cpp_texts import ALL_LAYERS, FLASH_ATTENTION_ON, Embedder, Evaluator
 from metal_prefill._bench.machine import available_threads, counted, cpu_name
 
 GGML_TYPE_F32, GGML_TYPE_F16 = 0, 1
-ALL_LAYERS = 999
 # Of what llama.cpp says it was built with, what decides the speed of its products; the best comes first.
 FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MATMUL_INT8", "DOTPROD", "NEON")
-FLASH_ATTENTION_ON = 1
-EMBEDDING_ROWS, MOST_SEQUENCES = 2048, 64  # of a batch of texts: llama-embedding's own
 MOST_ROWS = 1024  # of a batch of several sequences, unless there are more of them
 PENALTY_WINDOW = 64  # tokens, as ours
 GUESSES_CPU, GUESSES_GPU = 2, 10  # of a pass: what llama-cpp-python's README advises
@@ -164,7 +163,7 @@ class _Context:
         llama.llama_free(self._context)
 
 
-class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
+class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
     """A llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:
@@ -179,7 +178,9 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
             raise BenchError(f"llama.cpp cannot load {options.path}")
         self._single = self._open(1, options.max_context, max(options.max_prompt, 32))
         self._streams: _Context | None = None
-        self._texts: Any = None  # context for embeddings
+        self._ranks: _Context | None = None
+        self._embedder: Embedder | None = None
+        self._evaluator: Evaluator | None = None
         self._shape = (0, 0)  # sequences and positions of `_streams`
 
     def _open(self, sequences: int, positions: int, rows: int) -> _Context:
@@ -274,50 +275,35 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
         return chain
 
     def embed(self, texts: list[Ids]) -> Vectors:
-        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``.
+        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+        if self._embedder is None:
+            self._embedder = Embedder(self._model, self._threads)
+        return self._embedder(texts)
 
-        As llama.cpp's own llama-embedding: whole texts in batches of one micro-batch, a cache that all share.
+    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
+        """Return the probability of the first of two answers, not of the other, after each prompt.
+
+        One prompt after another, each in one micro-batch; what all begin with stays in the cache.
         """
-        if self._texts is None:
-            params = llama.llama_context_default_params()
-            params.n_ctx = params.n_batch = params.n_ubatch = EMBEDDING_ROWS
-            params.n_seq_max = MOST_SEQUENCES
-            params.kv_unified = True
-            params.embeddings = True
-            params.n_threads = params.n_threads_batch = self._threads
-            params.flash_attn_type = FLASH_ATTENTION_ON
-            self._texts = llama.llama_init_from_model(self._model, params)
-            if not self._texts:
-                raise BenchError("llama.cpp cannot make a context for embeddings")
-            self._text_batch = llama.llama_batch_init(EMBEDDING_ROWS, 0, 1)
-        vectors: list[Any] = []
-        group: list[Ids] = []
-        for text in texts:
-            full = sum(map(len, group)) + len(text) > EMBEDDING_ROWS or len(group) == MOST_SEQUENCES
-            if group and full:
-                vectors += self._embed_group(group)
-                group = []
-            group.append(text)
-        return np.array(vectors + self._embed_group(group), np.float32)
+        if self._ranks is None:
+            self._ranks = self._open(1, self._options.max_context, self._options.max_context)
+        context, first = self._ranks, prompts[0]
+        shared = next(i for i in range(len(first)) if len({int(ids[i]) for ids in prompts}) > 1)
+        context.clear()
+        context.run(first[None, :shared])
+        scores = []
+        for ids in prompts:
+            context.run(ids[None, shared:])
+            yes, no = context.logits(-1)[list(answers)].astype(float)
+            scores.append(float(1 / (1 + np.exp(no - yes))))
+            context.rewind(len(ids) - shared)
+        return scores
 
-    def _embed_group(self, texts: list[Ids]) -> list[Any]:
-        batch, row = self._text_batch, 0
-        for sequence, text in enumerate(texts):
-            for position, token in enumerate(text.tolist()):
-                batch.token[row], batch.pos[row], batch.logits[row] = token, position, True
-                batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
-                row += 1
-        batch.n_tokens = row
-        llama.llama_memory_clear(llama.llama_get_memory(self._texts), True)
-        status = llama.llama_decode(self._texts, batch)
-        if status != 0:
-            raise BenchError(f"llama_decode failed with status {status} for {len(texts)} texts")
-        width = llama.llama_model_n_embd(self._model)
-        vectors = []
-        for sequence in range(len(texts)):
-            pooled = np.ctypeslib.as_array(llama.llama_get_embeddings_seq(self._texts, sequence), (width,))
-            vectors.append(pooled / np.linalg.norm(pooled))
-        return vectors
+    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """Return the log likelihood of the second text of each pair after the first one, in nats."""
+        if self._evaluator is None:
+            self._evaluator = Evaluator(self._options, self._threads, self._gpu, pairs)
+        return [self._evaluator(*pair) for pair in pairs]
 
 
 def load(options: Options) -> BatchEngine:

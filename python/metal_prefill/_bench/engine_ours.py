@@ -13,15 +13,18 @@ from metal_prefill._bench.engines import (
     ChoosingEngine,
     Identity,
     Ids,
+    JudgingEngine,
     Options,
     TextEngine,
     Vectors,
 )
 from metal_prefill._bench.machine import available_threads
+from metal_prefill._evaluation import loglikelihood
 from metal_prefill.embedding import check_pooling, vectors_of
+from metal_prefill.reranking import scores_of
 
 
-class Ours(BatchEngine, TextEngine, ChoosingEngine):
+class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:
@@ -85,6 +88,14 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine):
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
         names = [f"text {i}" for i in range(len(texts))]
         return np.array(list(vectors_of(self._model, check_pooling(self._model, None), texts, names)))
+
+    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
+        """Return the probability of "yes" after each prompt; the model knows the ids of its answers."""
+        return scores_of(self._model, prompts)
+
+    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """Return the log likelihood of the second text of each pair, as `metal_prefill.lm_eval` does."""
+        return [value for value, _ in loglikelihood(self._model, pairs)]
 
 
 def load(options: Options) -> BatchEngine:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._bench.cases import Case, Choice
+from metal_prefill._bench.cases import Ability, Case, Choice
 from metal_prefill.errors import MissingExtraError
 
 Ids = npt.NDArray[np.int32]
@@ -134,6 +135,18 @@ class TextEngine(Engine):
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
 
 
+class JudgingEngine(Engine):
+    """An engine that says how well documents answer a query, and how likely answers are."""
+
+    @abstractmethod
+    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
+        """Return the probability of the first of two answers, not of the other, after each prompt."""
+
+    @abstractmethod
+    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """Return the log likelihood of the second text of each pair after the first one, in nats."""
+
+
 class Kind(NamedTuple):
     """Where an engine's adapter is, and what has to be installed for it.
 
@@ -145,22 +158,20 @@ class Kind(NamedTuple):
         Modules that the adapter imports.
     package : str
         Package to install.
-    without_streams : str
-        Why it is not measured with several sequences together; empty where it is.
-    without_texts : str
-        Why it is not measured with texts to embed; empty where it is.
-    without_choices : str
-        Why it is not measured with tokens that it chooses; empty where it is.
+    extra : str
+        Extra of this package that has it.
+    without : mapping
+        Why it is not measured in tests that take some ability.
     """
 
     adapter: str
     modules: tuple[str, ...]
     package: str
-    without_streams: str = ""
-    without_texts: str = ""
-    without_choices: str = ""
+    extra: str = "bench"
+    without: Mapping[Ability, str] = {}
 
 
+_ONE_PROMPT = "its graph holds one sequence, and its calls take one prompt"
 KINDS = {
     OURS: Kind("metal_prefill._bench.engine_ours", (), "metal_prefill"),
     "llama.cpp": Kind("metal_prefill._bench.engine_llama_cpp", ("llama_cpp",), "llama-cpp-python"),
@@ -168,10 +179,21 @@ KINDS = {
         "metal_prefill._bench.engine_openvino",
         ("openvino", "openvino_genai"),
         "openvino and openvino-genai",
-        "its graph holds one sequence; OpenVINO GenAI's batches choose tokens by themselves and take none "
-        "given",
-        "its graph computes logits and no pooled states",
-        "its graph computes logits and chooses no token",
+        without={
+            "streams": "its graph holds one sequence; OpenVINO GenAI's batches choose tokens by themselves "
+            "and take none given",
+            "choices": "its graph computes logits and chooses no token",
+            "embed": "its graph computes logits and no pooled states",
+            "rerank": _ONE_PROMPT,
+            "evaluate": _ONE_PROMPT,
+        },
+    ),
+    "transformers": Kind(
+        "metal_prefill._bench.engine_transformers",
+        ("torch", "transformers", "gguf", "accelerate"),
+        "torch, transformers, gguf and accelerate",
+        "bench-transformers",
+        dict.fromkeys(("prompts", "streams", "choices", "rerank", "evaluate"), "its vectors alone are"),
     ),
 }
 
@@ -194,7 +216,7 @@ def check_installed(name: str) -> None:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(
                 f"comparing with {name} needs {kind.package}, which is not installed: "
-                "pip install 'metal_prefill[bench]'"
+                f"pip install 'metal_prefill[{kind.extra}]'"
             )
 
 
@@ -205,13 +227,7 @@ def takes(name: str, case: Case) -> bool:
 
 def why_not(name: str, case: Case) -> str:
     """Why an engine cannot be measured in a test; empty where it can."""
-    if name not in KINDS:
-        return ""
-    if case.n_texts:
-        return KINDS[name].without_texts
-    if case.choice:
-        return KINDS[name].without_choices
-    return KINDS[name].without_streams if case.n_streams else ""
+    return KINDS[name].without.get(case.ability, "") if name in KINDS else ""
 
 
 def load(name: str, options: Options) -> Engine:

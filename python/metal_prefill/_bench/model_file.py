@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._bench.cases import TASK
+from metal_prefill._bench.cases import TASK, evaluation_texts
+from metal_prefill._bench.errors import BenchError
 from metal_prefill._cache_folder import cache_folder
 from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.reranking import ANSWERS
 from metal_prefill.tokenizer import Tokenizer
 
 SHAPE = "smollm-135m"
@@ -49,6 +51,28 @@ def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
     with GGUFFile(path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf)
         return np.array(tokenizer.apply_chat_template([{"role": "user", "content": TASK}]), np.int32)
+
+
+def answer_ids(path: str | Path) -> tuple[int, int]:
+    """Return the tokens by which a reranker answers.
+
+    Raises
+    ------
+    BenchError
+        They are several: it is no reranker.
+    """
+    with GGUFFile(path) as gguf:
+        yes, no = (Tokenizer.from_gguf(gguf).encode(answer, add_bos=False) for answer in ANSWERS)
+        if len(yes) + len(no) > 2:
+            raise BenchError(f'{path} has no token of its own for "yes" and "no", as rerankers have')
+        return yes[0], no[0]
+
+
+def evaluation_tokens(path: str | Path) -> int:
+    """Return how many tokens `cases.evaluation_texts` are, questions counted with each answer."""
+    with GGUFFile(path) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf)
+        return sum(len(tokenizer.encode(question + answer)) for question, answer in evaluation_texts())
 
 
 def _short(count: int) -> str:

@@ -10,7 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from metal_prefill._bench.cases import SAMPLING
+from metal_prefill._bench.cases import (
+    ANSWERS,
+    CLOSING_TOKENS,
+    DOCUMENT_TOKENS,
+    LONGEST_TEXT,
+    QUERY_TOKENS,
+    QUESTIONS,
+    SAMPLING,
+    SHORTEST_TEXT,
+)
 from metal_prefill._bench.engines import OURS
 from metal_prefill._bench.machine import counted
 from metal_prefill._bench.rows import Row, Rows
@@ -20,6 +29,13 @@ _CHOICES = {
     "sampled": "tokens sampled by the engine, " + ", ".join(f"{k} {v}" for k, v in SAMPLING.items()),
     "greedy": "a text copied, one token at a time",
     "lookup": "the same with guesses that are looked up in the text so far",
+}
+_TASKS = {
+    "embed": f"vectors of texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens",
+    "rerank": f"prompts of {QUERY_TOKENS + DOCUMENT_TOKENS + CLOSING_TOKENS} tokens, of which the first "
+    f"{QUERY_TOKENS} are the same and computed once",
+    "evaluate": f"log likelihoods of {ANSWERS} answers to each of {QUESTIONS} questions; of llama.cpp one "
+    "request after another, as lm-eval's model gguf has them computed",
 }
 
 
@@ -125,6 +141,10 @@ def _captions(results: Rows) -> Iterator[str]:
     for choice, meaning in _CHOICES.items():
         if test := next((row.test for row in results.rows if row.choice == choice), None):
             yield f"{test}: {meaning}"
+    for task, meaning in _TASKS.items():
+        tests = [row.test for row in results.rows if row.n_texts and row.test.startswith(task)]
+        if tests:
+            yield f"{tests[0]}: {meaning}"
     limits = {row.test: row.limit_ts for row in results.rows if row.limit_ts}
     if limits:
         cells = ", ".join(f"{test} {rate(limit)}" for test, limit in limits.items())

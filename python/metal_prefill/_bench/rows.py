@@ -15,6 +15,7 @@ from metal_prefill._bench.samples import Selection
 from metal_prefill._bench.summary import Spread, ratios, spread, stddev
 
 NANO = 1e9
+TEXTS_ARE = {"embed": "texts", "rerank": "documents", "evaluate": "answers"}  # the texts of a task
 EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
 
 
@@ -32,6 +33,8 @@ class Row:
         Timed prompt tokens, timed decoded tokens, tokens in the context before; of each stream.
     n_streams : int
         Sequences that go through the model together; 0 where there is one, by the calls for one.
+    n_texts : int
+        Texts of a task; 0 in other tests.
     choice : str
         How the engine chose the tokens that were timed: ``"sampled"``, ``"greedy"``, ``"lookup"``; empty
         where they were given.
@@ -88,6 +91,7 @@ class Row:
     ratio: Spread | None = None
     n_streams: int = 0
     choice: str = ""
+    n_texts: int = 0
 
     @property
     def measured(self) -> bool:
@@ -118,7 +122,7 @@ def make_row(
     identity = worker.identity
     notes = [note] if note else []
     if case.n_texts and samples_ns:
-        notes.append(f"{case.n_texts * NANO / float(median(samples_ns)):,.1f} texts/s")
+        notes.append(f"{case.n_texts * NANO / float(median(samples_ns)):,.1f} {TEXTS_ARE[case.task]}/s")
     if "emulat" in identity.device.lower():
         notes.append(EMULATOR_NOTE)
     if selection.n_degraded:
@@ -157,6 +161,7 @@ def make_row(
         note="; ".join(notes),
         limit_ts=limit_ts,
         n_streams=case.n_streams,
+        n_texts=case.n_texts,
         choice=case.choice,
     )
 

@@ -17,17 +17,21 @@ from functools import cache
 from typing import IO, Any
 
 from metal_prefill._bench import engines, machine
-from metal_prefill._bench.cases import Case, stream_ids, text_ids, token_ids
-from metal_prefill._bench.engines import BatchEngine, ChoosingEngine, Engine, Ids, TextEngine
-from metal_prefill._bench.model_file import task_ids
+from metal_prefill._bench.cases import Case, evaluation_texts, ranking_ids, stream_ids, text_ids, token_ids
+from metal_prefill._bench.engines import BatchEngine, ChoosingEngine, Engine, Ids, JudgingEngine, TextEngine
+from metal_prefill._bench.model_file import answer_ids, task_ids
 
 
 def timed_run(
-    engine: Engine, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None
+    engine: Engine,
+    case: Case,
+    vocab_size: int,
+    task: Callable[[], Ids] | None = None,
+    answers: Callable[[], tuple[int, int]] | None = None,
 ) -> dict[str, int]:
     """Run a test once; return its nanoseconds and the involuntary context switches meanwhile.
 
-    `task` returns the ids of `cases.TASK`, which tests of copying need.
+    `task` returns the ids of `cases.TASK`, which tests of copying need, and `answers` those of a reranker.
     """
     if case.choice:
         assert isinstance(engine, ChoosingEngine)
@@ -39,10 +43,8 @@ def timed_run(
         engine.clear()
         engine.prefill(ids[:-1])
         return _timed(lambda: engine.choose(ids, case.n_gen, case.choice))
-    if case.n_texts:
-        assert isinstance(engine, TextEngine)
-        texts = text_ids(case, vocab_size)
-        return _timed(lambda: engine.embed(texts))
+    if case.task:
+        return _timed(_task_of(engine, case, vocab_size, answers))
     if case.n_streams:
         assert isinstance(engine, BatchEngine)
         ids = stream_ids(case, vocab_size)
@@ -57,6 +59,23 @@ def timed_run(
     timed = ids[..., case.n_depth :]
     call = prefill if case.n_prompt else decode
     return _timed(lambda: call(timed))
+
+
+def _task_of(
+    engine: Engine, case: Case, vocab_size: int, answers: Callable[[], tuple[int, int]] | None
+) -> Callable[[], object]:
+    """Return what is timed of a task with texts."""
+    if case.task == "embed":
+        assert isinstance(engine, TextEngine)
+        texts = text_ids(case, vocab_size)
+        return lambda: engine.embed(texts)
+    assert isinstance(engine, JudgingEngine)
+    if case.task == "evaluate":
+        pairs = evaluation_texts()
+        return lambda: engine.likelihoods(pairs)
+    assert answers is not None
+    prompts, ids = ranking_ids(case, vocab_size), answers()
+    return lambda: engine.rank(prompts, ids)
 
 
 def _timed(work: Callable[[], object]) -> dict[str, int]:
@@ -79,12 +98,13 @@ def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str
         begin = time.perf_counter_ns()
         engine = engines.load(name, engines.Options(**options))
         task = cache(lambda: task_ids(options["path"]))
+        answers = cache(lambda: answer_ids(options["path"]))
         reply(load_ns=time.perf_counter_ns() - begin, rss_before_load=before, **asdict(engine.identity()))
         gc.disable()
         for line in requests:
             request = json.loads(line)
             if request["do"] == "sample":
-                reply(**timed_run(engine, Case(**request["case"]), vocab_size, task))
+                reply(**timed_run(engine, Case(**request["case"]), vocab_size, task, answers))
                 gc.collect()
             else:
                 reply(peak_rss=machine.peak_rss_bytes())

@@ -82,6 +82,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the vectors of 64 texts of 8 to 512 tokens instead, of an embedding model",
     )
     parser.add_argument(
+        "--rerank",
+        action="store_true",
+        help='measure how 20 documents of 300 tokens are ranked by one query instead, by "yes" and "no"',
+    )
+    parser.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="measure the log likelihoods of 4 answers to each of 4 questions instead",
+    )
+    parser.add_argument(
         "--serve",
         action="store_true",
         help="measure servers instead, ours and those of --compare (llama-cpp-python,llama-server)",
@@ -155,6 +165,8 @@ def execute(arguments: argparse.Namespace) -> None:
             depth=arguments.depth,
             streams=arguments.streams,
             embed=arguments.embed,
+            rerank=arguments.rerank,
+            evaluate=arguments.evaluate,
             sampled=arguments.sampled,
             speculate=arguments.speculate,
             repetitions=arguments.repetitions,

@@ -32,7 +32,7 @@ def _note(engine: str, case: Case, unlimited: str) -> str:
 
     if reason := why_not(engine, case):
         return f"not measured: {reason}"
-    return unlimited if engine == OURS and case.n_prompt else ""
+    return unlimited if engine == OURS and case.n_prompt and not case.task else ""
 
 
 def run(
@@ -43,6 +43,8 @@ def run(
     depth: int = 32,
     streams: Sequence[int] = (),
     embed: bool = False,
+    rerank: bool = False,
+    evaluate: bool = False,
     sampled: bool = False,
     speculate: bool = False,
     repetitions: int = 5,
@@ -75,7 +77,12 @@ def run(
         Numbers of sequences that decode `n_gen` tokens together, each from a context of `depth` tokens of its
         own (``tg64x8``). With any, 64 prompts of 16 tokens are also processed together (``pp16x64``).
     embed
-        Measure the vectors of 64 texts of 8 to 512 tokens (``embed64``), and nothing else.
+        Measure the vectors of 64 texts of 8 to 512 tokens (``embed64``), and no prompts and decoding.
+    rerank
+        Measure how 20 documents of 300 tokens are ranked by one query (``rerank20``), as `embed`. The model
+        has to have tokens for "yes" and "no".
+    evaluate
+        Measure the log likelihoods of 4 answers to each of 4 questions (``evaluate16``), as `embed`.
     sampled
         Also measure `n_gen` tokens that each engine samples itself (``sampled64``), with the same settings.
     speculate
@@ -88,7 +95,8 @@ def run(
     device, compute, kv_dtype
         As for `metal_prefill.Model`.
     compare
-        Peers: ``"llama.cpp"``, ``"openvino"``. They need the extra ``bench``.
+        Peers: ``"llama.cpp"``, ``"openvino"``; they need the extra ``bench``. ``"transformers"`` for vectors
+        of texts, with the extra ``bench-transformers``.
     patience
         Seconds that may be lost to a degraded machine, by waiting for it and by samples that are dropped;
         then samples are taken as they come.
@@ -121,9 +129,8 @@ def run(
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
     path = model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
-    if embed:
-        tests = [cases.Case(0, 0, 0, n_texts=cases.TEXTS)]
-    else:
+    tests = cases.make_tasks(embed, rerank, model_file.evaluation_tokens(path) if evaluate else 0)
+    if not tests:
         task = len(model_file.task_ids(path)) if speculate else 0
         tests = cases.make_cases(prompts, n_gen, depth, streams, sampled, task)
     names = [engines.OURS, *dict.fromkeys(compare)]
@@ -162,8 +169,8 @@ def run(
         cpu = machine.cpu_name()
         limits: dict[int, float] = {}
         unlimited = ""  # why there are none
-        if resolve_device(device) == "cpu" and compute == "int8" and not embed:
-            lengths = list({case.n_prompt for case in tests if case.n_prompt})
+        if resolve_device(device) == "cpu" and compute == "int8":
+            lengths = list({case.n_prompt for case in tests if case.n_prompt and not case.task})
             try:
                 limits = limit.prompt_limits(path, lengths, threads or machine.available_threads())
             except BenchError as error:
