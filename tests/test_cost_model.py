@@ -5,6 +5,7 @@ None of the published figures went into the model's constants; of the H200's, th
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -57,6 +58,12 @@ def smollm() -> Shape:
 
 def seconds(chip: str, works: list[Work]) -> float:
     return sum(time_of(find_chip(chip), work).total for work in works) / 1e6
+
+
+def attention_products(dispatches: list[Dispatch]) -> float:
+    """Return the multiply-adds of attention over a prompt."""
+    works = [work_of(d) for d in dispatches if d.kernel.startswith("attention_prefill")]
+    return sum(w.groups * w.simdgroups * w.ops.mma for w in works) * 512
 
 
 @pytest.mark.parametrize("chip", PUBLISHED)
@@ -160,11 +167,28 @@ def test_bytes_and_products_of_a_prompt(smollm: Shape) -> None:
     assert sum(work.dram_bytes for _, work in matmuls) == weights / 32 * 18
     products = sum(w.groups * w.simdgroups * w.ops.mma for _, w in matmuls)
     assert products * 512 == weights * 512
-    attention = [work_of(d) for d in dispatches if d.kernel.startswith("attention_prefill")]
     # Scores and weighted sums of half of 512 x 512 pairs in each of 9 heads, and what is masked or rescaled.
     least = 29 * 9 * 2 * 64 * (512 * 513 / 2)
-    done = sum(w.groups * w.simdgroups * w.ops.mma for w in attention) * 512
-    assert least < done < 1.4 * least
+    assert least < attention_products(dispatches) < 1.4 * least
+
+
+@pytest.mark.parametrize(("window", "seen"), [(0, 512 * 512), (512, 512 * 513 - 256 * 257)])
+def test_tokens_that_see_both_ways_have_the_products_of_all_that_they_see(window: int, seen: int) -> None:
+    """Without a window 512 tokens see 512 each; with one of 512, 256 on either side, but at the ends."""
+    config = replace(SMOLLM, causal=False, layer_window=(window,) * 30)
+    dispatches = plan(uniform_shape(config, "q4_0", "q8_0"), 512)
+    assert 1 < attention_products(dispatches) / (29 * 9 * 2 * 64 * seen) < 1.2  # with those of rescaling
+
+
+def test_presets_are_predicted_with_their_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of EmbeddingGemma's shape every token sees those after it, in four of 24 layers without a window."""
+    shape = command._shape(argparse.Namespace(model=None, preset="embeddinggemma-300m"))
+    assert not shape.config.causal
+    assert shape.config.layer_window.count(0) == 4
+    assert set(shape.config.layer_window) == {0, 512}
+    rows = json.loads(run(capsys, "--preset", "embeddinggemma-300m", "-p", "1024", "--json"))
+    expected = predict(find_chip("m4"), plan(shape, 1024), 1024)
+    assert rows[0]["predicted_seconds"] == pytest.approx(expected.seconds)
 
 
 def test_what_is_larger_takes_longer(smollm: Shape) -> None:

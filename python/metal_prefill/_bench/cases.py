@@ -206,7 +206,10 @@ def evaluation_texts() -> list[tuple[str, str]]:
     Words are drawn from `COPIED`: how fast likelihoods are computed does not depend on them.
     """
     words, rng = np.array(COPIED.split()), np.random.default_rng(seed=4)
-    draw = lambda n: " ".join(rng.choice(words, n))  # noqa: E731
+
+    def draw(count: int) -> str:
+        return " ".join(rng.choice(words, count).tolist())
+
     questions = [f"Question: {draw(18)}?\nAnswer:" for _ in range(QUESTIONS)]
     return [(question, f" {draw(3)}") for question in questions for _ in range(ANSWERS)]
 

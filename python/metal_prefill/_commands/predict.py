@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _shape(arguments: argparse.Namespace) -> Shape:
     from metal_prefill._cost_model import shape_of, uniform_shape
-    from metal_prefill.architecture import ModelConfig
+    from metal_prefill.architecture import ARCHITECTURES, ModelConfig
     from metal_prefill.gguf_file import GGUFFile
     from metal_prefill.synth import PRESETS, TIED
 
@@ -74,8 +74,10 @@ def _shape(arguments: argparse.Namespace) -> Shape:
         with GGUFFile(path) as gguf:
             return shape_of(gguf)
     s = PRESETS[arguments.preset]
+    traits = ARCHITECTURES[s.architecture]
+    whole = [traits.window_period and (layer + 1) % traits.window_period == 0 for layer in range(s.layers)]
     config = ModelConfig(
-        architecture="llama",
+        architecture=s.architecture,
         n_layers=s.layers,
         dim=s.dim,
         n_heads=s.heads,
@@ -87,6 +89,8 @@ def _shape(arguments: argparse.Namespace) -> Shape:
         context_length=s.context,
         norm_eps=s.norm_eps,
         rope_dim=s.rope_dims or s.head_dim,
+        causal=traits.causal,
+        layer_window=tuple(0 if sees_all else s.window for sees_all in whole) if s.window else (),
     )
     return uniform_shape(config, "q4_0", "q8_0", None if s.output_type == TIED else s.output_type.lower())
 

@@ -284,8 +284,17 @@ def _rope(d: Dispatch) -> Work:
 
 
 def _first_key(d: Dispatch, position: int) -> int:
+    """Return the first key that the row at a position sees."""
     window: int = d.args["window"]
-    return max(position + 1 - window, 0) if window else 0
+    before = window // 2 if d.args["both_ways"] else window - 1
+    return max(position - before, 0) if window else 0
+
+
+def _keys_after(d: Dispatch, end: int) -> int:
+    """Return how many keys a row sees after its own, as far as there are any, of a sequence of `end`."""
+    if not d.args["both_ways"]:
+        return 0
+    return d.args["window"] // 2 or end
 
 
 def _visible(d: Dispatch) -> float:
@@ -395,7 +404,8 @@ def _attention_prefill(d: Dispatch) -> Work:
     key_steps = []
     for position, n in d.runs:
         for stacked in range(0, shared * n, rows):
-            end = position + min(stacked + rows - 1, shared * n - 1) // shared + 1
+            last = position + min(stacked + rows - 1, shared * n - 1) // shared
+            end = min(last + _keys_after(d, position + n), position + n - 1) + 1
             start = _first_key(d, position + stacked // shared) // PREFILL_KEYS * PREFILL_KEYS
             key_steps.append((end - start) / PREFILL_KEYS)
     mean, longest = sum(key_steps) / tiles, max(key_steps)
