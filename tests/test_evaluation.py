@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support import choice_task
 from support.reference import ReferenceModel
 
 from metal_prefill import Model
@@ -102,6 +105,42 @@ def test_the_harness_finds_the_model(demo_path: Path) -> None:
     lm = get_model("metal-prefill")(path=str(demo_path), device="cpu")
     requests = [Instance("loglikelihood", {}, (CONTEXT, text), 0) for text in (" yonder", " the")]
     assert lm.loglikelihood(requests) == loglikelihood(lm.model, [r.args for r in requests])
+
+
+def agrees(found: list[list[Any]], recorded: list[list[Any]]) -> None:
+    """Log likelihoods to 1e-3, and the same verdict on greedy decoding."""
+    assert [request[:2] for request in found] == [request[:2] for request in recorded]
+    assert [request[2] for request in found] == pytest.approx([r[2] for r in recorded], abs=1e-3)
+    assert [request[3] for request in found] == [request[3] for request in recorded]
+
+
+def test_likelihoods_are_those_that_transformers_gave(tmp_path: Path) -> None:
+    """Recorded from lm-eval's backend hf by tools/record_transformers.py."""
+    recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["requests"]
+    with Model(choice_task.model(tmp_path), device="cpu", compute="f32", kv_dtype="f32") as model:
+        found = loglikelihood(model, [(context, continuation) for context, continuation, _, _ in recorded])
+    agrees([[*r[:2], *pair] for r, pair in zip(recorded, found, strict=True)], recorded)
+    assert [r[3] for r in recorded].count(True) == 1
+
+
+def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
+    """The same task and file, by lm-eval's backend hf on the weights that transformers dequantizes."""
+    for module in ("lm_eval", "torch", "transformers", "accelerate"):
+        pytest.importorskip(module)
+    from metal_prefill.lm_eval import MetalPrefillLM
+
+    path = choice_task.model(tmp_path)
+    ours = MetalPrefillLM(str(path), device="cpu", compute="f32", kv_dtype="f32")
+    found = choice_task.evaluate(ours, tmp_path)
+    expected = choice_task.evaluate(choice_task.transformers_model(path), tmp_path)
+    assert len(found["requests"]) == 20
+    agrees(found["requests"], expected["requests"])
+    assert found["scores"] == expected["scores"]
+    from lm_eval.api.instance import Instance
+
+    texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ("To be, or not to be", "A")]
+    theirs = choice_task.transformers_model(path).loglikelihood_rolling(texts)
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs, abs=1e-3)
 
 
 def test_no_requests_are_no_work(model: Model) -> None:

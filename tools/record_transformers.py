@@ -1,15 +1,17 @@
 """Record what Hugging Face transformers makes of our small models.
 
-Writes ``transformers_logits.npz`` and ``transformers_vectors.npz`` in ``tests/data``, which the tests
-compare with without needing transformers. The weights of each file go back into the layout they had
-before a converter wrote them to GGUF. Run it when a model of the catalogue changes::
+Writes ``transformers_logits.npz``, ``transformers_vectors.npz`` and ``transformers_likelihoods.json`` in
+``tests/data``, which the tests compare with without needing transformers. The weights of each file go back
+into the layout they had before a converter wrote them to GGUF; for likelihoods, transformers reads the file.
+Run it when a model of the catalogue changes::
 
-    pip install . torch transformers
+    pip install . torch transformers accelerate lm-eval
     python tools/record_transformers.py
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from gguf import GGUFReader
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-from support import comparison, small_models  # noqa: E402
+from support import choice_task, comparison, small_models  # noqa: E402
 from support.small_models import SmallModel  # noqa: E402
 
 MODEL_TYPES = {  # where transformers has another name
@@ -183,6 +185,13 @@ def last_logits(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
     return logits
 
 
+def likelihoods() -> dict[str, Any]:
+    """Let lm-eval's backend ``hf`` answer the task with four choices."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = choice_task.model(Path(folder))
+        return choice_task.evaluate(choice_task.transformers_model(path), Path(folder))
+
+
 def main() -> None:
     """Record every comparable model."""
     recorded: dict[str, Any] = {}
@@ -198,6 +207,7 @@ def main() -> None:
             for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items()
         }
     np.savez_compressed(comparison.TRANSFORMERS_VECTORS, allow_pickle=False, **pooled)
+    choice_task.FILE.write_text(json.dumps(likelihoods(), indent=1) + "\n", encoding="utf-8")
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
 
 

@@ -1,0 +1,65 @@
+"""A local task with four choices for lm-eval, and the small random model that is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from metal_prefill import synth
+
+FILE = Path(__file__).parents[1] / "data" / "transformers_likelihoods.json"
+QUESTIONS = (
+    ("Who went to the woods?", ("the teacher", "a man who wished to live", "nobody", "42 hens!"), 1),
+    ("What is the sea made of?", ("salt water", "stone", "light and air", "bread"), 0),
+    ("Is this a question?", ("no", "yes", "perhaps it is, perhaps not", "ask again"), 1),
+    ("Name a colour.", ("Tuesday", "seven", "green", "to run"), 2),
+    ("", ("one", "two", "three", "nr"), 3),  # the last one is what the model writes
+)
+
+
+def model(folder: Path) -> Path:
+    """Write the model."""
+    return synth.synthesize(folder / "model.gguf", preset="tiny", vocab=2048, seed=17)
+
+
+def task(folder: Path) -> dict[str, Any]:
+    """Write the questions, and return how lm-eval is told of them."""
+    file = folder / "questions.jsonl"
+    lines = [
+        json.dumps({"question": question, "choices": list(choices), "answer": answer})
+        for question, choices, answer in QUESTIONS
+    ]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {
+        "task": "four_choices",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+
+
+def evaluate(lm: Any, folder: Path) -> dict[str, Any]:
+    """Let lm-eval ask a model; return its scores, and each request with its answer."""
+    from lm_eval import simple_evaluate
+
+    found = simple_evaluate(lm, tasks=[task(folder)], log_samples=True, bootstrap_iters=0)
+    requests = [
+        [*arguments, *response]
+        for sample in found["samples"]["four_choices"]
+        for arguments, response in zip(sample["arguments"], sample["filtered_resps"], strict=True)
+    ]
+    scores = {name: found["results"]["four_choices"][f"{name},none"] for name in ("acc", "acc_norm")}
+    return {"scores": scores, "requests": requests}
+
+
+def transformers_model(path: Path) -> Any:
+    """Return lm-eval's backend ``hf`` on a GGUF file, which transformers dequantizes."""
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(str(path.parent), gguf_file=path.name, device="cpu", dtype="float32", batch_size=4)
