@@ -293,6 +293,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual PrefixTree* prefixes() { return nullptr; }
 
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
+  // Throws KvMemoryError where a sequence of so many tokens would not fit in the memory for K and V alone.
+  virtual void check_fits(int positions) const = 0;
   // Largest number of rows of one pass: of a model whose tokens see those after them, its context.
   virtual int pass_rows() const = 0;
   // Most tokens of one sequence in a pass that get, bit for bit, what they would get one by one.

@@ -33,6 +33,18 @@ PagePool::PagePool(PageStore& store, std::size_t limit)
           std::max(std::min(limit > 0 ? limit : half_of_the_memory(), store.most_bytes()) / page_bytes_,
                    std::size_t(1))) {}
 
+std::string PagePool::beyond_limit(std::size_t pages) const {
+  return "the KV cache needs " + std::to_string(pages * page_bytes_) + " bytes, which exceeds kv_memory of " +
+         std::to_string(limit_bytes()) + " bytes (" + std::to_string(max_pages_) + " pages of " +
+         std::to_string(kPagePositions) + " positions)";
+}
+
+void PagePool::check_fits(int positions) const {
+  if (pages_of(positions) > max_pages_)
+    throw KvMemoryError(std::to_string(positions) + " tokens do not fit: " +
+                        beyond_limit(pages_of(positions)) + "; shorten the text or raise the limit");
+}
+
 std::vector<PageId> PagePool::take(std::size_t n) {
   std::unique_lock lock(mutex_);
   const auto has_room = [&] { return n <= free_.size() + max_pages_ - holders_.size(); };
@@ -45,10 +57,8 @@ std::vector<PageId> PagePool::take(std::size_t n) {
   if (n > free_.size()) {
     const std::size_t missing = n - free_.size(), existing = holders_.size();
     if (!has_room())
-      throw KvMemoryError("the KV cache needs " + std::to_string((existing + missing) * page_bytes_) +
-                          " bytes, which exceeds kv_memory of " + std::to_string(limit_bytes()) + " bytes (" +
-                          std::to_string(max_pages_) + " pages of " + std::to_string(kPagePositions) +
-                          " positions); close sessions, rewind them or raise the limit");
+      throw KvMemoryError(beyond_limit(existing + missing) +
+                          "; close sessions, rewind them or raise the limit");
     // Half as much again: growing token by token allocates rarely.
     const std::size_t slab = std::max(existing / 2, kSlabBytes / page_bytes_);
     const std::size_t wanted = std::min(existing + std::max(missing, slab), max_pages_);

@@ -54,6 +54,8 @@ class PagePool {
 
   // Throws KvMemoryError naming the limit, or DeviceError, without a change.
   std::vector<PageId> take(std::size_t n);
+  // Throws KvMemoryError where so many positions of one session would not fit if nobody else held a page.
+  void check_fits(int positions) const;
   // Asked for pages that nobody needs when there is no room; false: there are none. Set before the first
   // take.
   std::function<bool()> reclaim;
@@ -67,6 +69,8 @@ class PagePool {
   std::size_t limit_bytes() const { return max_pages_ * page_bytes_; }
 
  private:
+  std::string beyond_limit(std::size_t pages) const;  // the beginning of an error
+
   PageStore& store_;
   const std::size_t page_bytes_, max_pages_;
   mutable std::mutex mutex_;

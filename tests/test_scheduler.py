@@ -137,8 +137,23 @@ def test_memory_that_runs_out_makes_streams_wait_instead_of_fail(demo_path: Path
         expected = [alone(model, p, 40) for p in prompts]
     with Model(demo_path, device="cpu", kv_memory=5 * page, prefix_memory=0) as model:
         assert texts_of(model.generate_many(prompts, 40), 6) == expected
-        with pytest.raises(KVMemoryError, match=r"prompt 0: .* exceeds kv_memory"):
-            list(model.generate_many([[1] * 400], 3))
+
+
+def test_a_prompt_that_would_not_fit_alone_is_named_before_anything_is_computed(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", kv_memory=1, prefix_memory=0) as model:  # one page
+        limit = r"65 tokens do not fit: .* exceeds kv_memory of \d+ bytes \(1 pages of 64 positions\)"
+        with pytest.raises(KVMemoryError, match=f"prompt 1: {limit}"):
+            list(model.generate_many([[1] * 64, [1] * 65], 1))
+        scheduler = Scheduler(model)
+        with pytest.raises(KVMemoryError, match=limit):
+            scheduler.submit([1] * 60, 10, min_tokens=6)  # of which the last one needs no room
+        assert not scheduler.busy
+        with pytest.raises(KVMemoryError, match=limit):
+            model.generate_beams([1] * 65, 1)
+        assert model.stats()["kv_pool_bytes"] == 0
+        assert len(texts_of(model.generate_many([[1] * 64], 1), 1)) == 1
+        scheduler.submit([1] * 60, 10, min_tokens=5)
+        assert scheduler.step()
 
 
 def test_errors_of_single_prompts_are_raised_or_returned(cpu: Model) -> None:

@@ -55,6 +55,7 @@ class CpuEngine final : public Engine {
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
   PrefixTree* prefixes() override { return &prefixes_; }
+  void check_fits(int positions) const override { pool_.check_fits(positions); }
   int pass_rows() const override {
     return config().causal ? std::min(options().chunk_tokens, forward_.max_rows()) : config().context_length;
   }

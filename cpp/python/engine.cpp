@@ -104,6 +104,8 @@ void bind_engines(nb::module_& m) {
       .def("forward_batch", &forward_batch, "sessions"_a, "tokens"_a, "outputs"_a, "reuse"_a = false,
            "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>(), "rows"_a = std::vector<int>(),
            "drafts"_a = false)
+      .def("check_fits", &Engine::check_fits, "positions"_a,
+           "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
       .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")
       .def_prop_ro("exact_rows", &Engine::exact_rows,
                    "Most tokens of a sequence in a pass that get the bits that they get one by one.")

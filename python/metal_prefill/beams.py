@@ -227,6 +227,7 @@ def generate_beams(
     if length_of(ids) > context:
         raise ContextOverflowError(f"a prompt of {length_of(ids)} tokens exceeds the context of {context}")
     ids = token_array(ids, vocab_size)
+    model._core_engine().check_fits(len(ids))
     room = context - len(ids) + 1  # the last token needs none
     stop_ids = model.tokenizer.stop_ids | frozenset(stops)
     empty = _Text(model.tokenizer, strings, min_tokens)

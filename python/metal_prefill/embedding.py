@@ -11,7 +11,7 @@ import numpy.typing as npt
 from metal_prefill._arguments import Progress, integer
 from metal_prefill._pooled_head import POOLINGS, Pooling
 from metal_prefill._text_passes import Job, compute, last_states
-from metal_prefill.errors import ContextOverflowError
+from metal_prefill.errors import ContextOverflowError, KVMemoryError
 
 if TYPE_CHECKING:
     from metal_prefill._text_model import TextModel
@@ -88,7 +88,7 @@ def encode_texts(
 
     Raises
     ------
-    TypeError, ValueError, ContextOverflowError
+    TypeError, ValueError, ContextOverflowError, KVMemoryError
         A text is not a string, cannot be encoded, has no tokens or does not fit; the message has its index.
     """
     tokenizer = model.tokenizer
@@ -107,9 +107,13 @@ def encode_texts(
 
 
 def check_length(model: TextModel, tokens: int, name: str) -> None:
-    """Raise ContextOverflowError where tokens do not fit in the context."""
+    """Raise ContextOverflowError or KVMemoryError where tokens do not fit, even alone."""
     if tokens > model.max_context:
         raise ContextOverflowError(f"{name}: {tokens} tokens exceed the context of {model.max_context}")
+    try:
+        model._core_engine().check_fits(tokens)
+    except KVMemoryError as error:
+        raise KVMemoryError(f"{name}: {error}") from None
 
 
 def check_pooling(model: TextModel, pooling: str | None) -> Pooling:

@@ -26,7 +26,14 @@ from metal_prefill._pooled_head import read_head
 from metal_prefill._scoring import check_prompts, groups, score_many
 from metal_prefill._speculation import RowCost
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
-from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError, StateError
+from metal_prefill.errors import (
+    ClosedError,
+    DeviceError,
+    GGUFError,
+    KVMemoryError,
+    MetalPrefillError,
+    StateError,
+)
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
 from metal_prefill.scheduler import Scheduler, Stream
@@ -1025,7 +1032,7 @@ def _stream_many(
             try:
                 streams = scheduler.submit_answers(prompt, n, **{**common, **own})
                 indices.update(zip(streams, range(begun, begun + n), strict=True))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, KVMemoryError) as error:
                 named = type(error)(f"prompt {begun // n}: {error}")
                 if errors == "raise":
                     raise named from None

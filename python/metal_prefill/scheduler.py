@@ -135,6 +135,9 @@ def make_streams(
             f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
         )
     ids = token_array(tokens, model.config.vocab_size)
+    # The text may end after min_tokens, and the last token that is chosen needs no room.
+    asked = len(ids) + max(integer("min_tokens", options.get("min_tokens", 0), 0) - 1, 0)
+    model._core_engine().check_fits(min(asked, model.max_context))
     least = 0 if options.get("prompt_logprobs") and len(ids) > 1 else 1
     max_tokens = integer("max_tokens", max_tokens, least)
     streams: list[Stream] = []
@@ -228,6 +231,9 @@ class Scheduler:
         ------
         TypeError, ValueError, ContextOverflowError
             As for a prompt that is computed at once.
+        KVMemoryError
+            The prompt would not fit in ``kv_memory`` even alone. One that has to wait for the pages of others
+            waits.
         """
         return self.submit_answers(prompt, 1, max_tokens, logprobs=logprobs, **options)[0]
 

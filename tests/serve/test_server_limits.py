@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from support.running_server import Gate, running
-from support.small_models import EMBEDDERS, SmallModel, write
+from support.small_models import EMBEDDERS, write
 
 from metal_prefill import Model, serve
 
@@ -89,20 +89,28 @@ def test_a_prompt_that_does_not_fit_is_named_before_anything_is_computed(cpu_mod
 
 
 def test_a_prompt_beyond_the_memory_is_named_too(tmp_path: Path) -> None:
-    path = write(tmp_path / "small.gguf", SmallModel())
-    with Model(path, device="cpu", kv_memory=40_000, prefix_memory=0) as model, running(model) as server:
-        refused = server.post("/v1/completions", {"prompt": [1] * 900, "max_tokens": 4})
-        assert refused.status_code == 400
-        error = refused.json()["error"]
-        assert error["code"] == "kv_memory_exceeded"
-        assert "kv_memory of" in error["message"]
+    path = write(tmp_path / "small.gguf", EMBEDDERS["qwen3, last"])
+    with Model(path, device="cpu", kv_memory=1, prefix_memory=0) as model, running(model) as server:
+        for way, body in (
+            ("/v1/completions", {"prompt": [1] * 200, "max_tokens": 4}),
+            ("/v1/embeddings", {"input": [[1], [1] * 200]}),
+            ("/v1/rerank", {"query": "a" * 200, "documents": ["b"]}),
+        ):
+            refused = server.post(way, body)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["code"] == "kv_memory_exceeded"
+            assert "kv_memory of" in error["message"]
+        assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
         assert server.post("/v1/completions", {"prompt": [1] * 30, "max_tokens": 4}).status_code == 200
 
 
 def test_vectors_that_find_no_memory_may_be_asked_for_again(tmp_path: Path) -> None:
     path = write(tmp_path / "small.gguf", EMBEDDERS["llama, mean"])
-    with Model(path, device="cpu", kv_memory=40_000, prefix_memory=0) as model, running(model) as server:
-        refused = server.post("/v1/embeddings", {"input": [[1] * 900]})
+    with Model(path, device="cpu", kv_memory=1, prefix_memory=0) as model, running(model) as server:
+        with model.session() as session:
+            session.forward_prompt([1] * 64)  # all that there is
+            refused = server.post("/v1/embeddings", {"input": "a"})
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
         assert "kv_memory of" in refused.json()["error"]["message"]

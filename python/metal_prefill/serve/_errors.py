@@ -86,7 +86,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ContextOverflowError):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, KVMemoryError):
-        # A text whose pages are missing waits for those of others: this is one that had none to wait for.
+        # A text whose pages are missing waits for those of others: this one has none to wait for.
         return ApiError(400, str(error), code="kv_memory_exceeded")
     if isinstance(error, ChatTemplateError):
         return ApiError(400, str(error), code="invalid_messages")

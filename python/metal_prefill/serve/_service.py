@@ -141,7 +141,10 @@ class Service:
             return await anyio.to_thread.run_sync(
                 lambda: work(sharer), limiter=self._text_workers, abandon_on_cancel=True
             )
-        except KVMemoryError as error:  # unlike a text, it does not wait for the pages of others
+        except KVMemoryError as error:
+            if not sharer.has_asked:  # it would not fit alone either
+                raise
+            # Unlike a text, it does not wait for the pages of others.
             raise ApiError(503, str(error), code="kv_memory_exceeded", headers={"Retry-After": "1"}) from None
         finally:
             sharer.cancel()
@@ -218,6 +221,11 @@ class PassSharer:
         computed = self._future.result()
         self.tokens += sum(map(len, tokens))
         return call.results(computed, return_errors=return_errors)
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether it has asked for a pass."""
+        return self._future is not None
 
     def cancel(self) -> None:
         """Let the call under way, and further ones, raise CancelledError."""
