@@ -20,7 +20,7 @@ try:
 
     from metal_prefill.serve import Settings
     from metal_prefill.serve._app import make_app
-    from metal_prefill.serve._endpoint import read_body
+    from metal_prefill.serve._bodies import Bodies
     from metal_prefill.serve._errors import ApiError
     from metal_prefill.serve._relay import Beginning, answers, beginning_of, broken_answer, described
 except ImportError as error:
@@ -61,12 +61,12 @@ class Ingress:
 
     def __init__(self, replicas: Any, settings: Settings) -> None:
         self._replicas = replicas
-        self._settings = settings
+        self._bodies = Bodies(settings)
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
         try:
-            body = await read_body(request, self._settings)
+            body = await self._bodies.read(request)
         except ApiError as error:
             return error.response()
         except ClientDisconnect:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from support.running_server import Gate, Running, running
+from support.running_server import Gate, Running, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model
 
@@ -23,29 +20,6 @@ def strict(cpu_model: Model) -> Iterator[Running]:
     """Serve with small limits."""
     with running(cpu_model, max_body=20_000, body_seconds=0.3, max_texts=4) as server:
         yield server
-
-
-def request_bytes(body: Any, path: str = "/v1/completions", length: int | None = None) -> bytes:
-    content = json.dumps(body).encode()
-    length = len(content) if length is None else length
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode() + content
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Read until the server closes the connection."""
-    answer = b""
-    while piece := connection.recv(4096):
-        answer += piece
-    return answer
-
-
-def wait_until(condition: Any) -> None:
-    """Wait for something that another thread does soon."""
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not happen within half a minute")
 
 
 def test_a_client_that_vanishes_frees_its_pages_within_a_pass(cpu_model: Model) -> None:

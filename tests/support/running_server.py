@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +15,17 @@ import openai
 import uvicorn
 
 from metal_prefill import Model, serve
+from metal_prefill.serve._connections import server_config
 from metal_prefill.serve._service import Service
 
 
 class Running:
     """A server that answers at `url`."""
 
-    def __init__(self, service: Service, port: int) -> None:
+    def __init__(self, service: Service, port: int, server: uvicorn.Server) -> None:
         self.service = service
         self.port = port
+        self._server = server
         self.url = f"http://127.0.0.1:{port}"
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -40,22 +43,39 @@ class Running:
         """Ask for a path."""
         return httpx.get(self.url + path, timeout=60, trust_env=False, **options)
 
-    def connect(self) -> socket.socket:
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
         """Return a plain connection, for clients that do not speak HTTP well."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection = socket.socket()
+        connection.settimeout(60)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open."""
+        return len(self._server.server_state.connections)
 
 
 @contextmanager
-def running(model: Model, **limits: Any) -> Iterator[Running]:
-    """Serve a model until the block ends."""
+def running(model: Model, *, send_buffer: int | None = None, **limits: Any) -> Iterator[Running]:
+    """Serve a model until the block ends.
+
+    `send_buffer` is what the system keeps of an answer that the client does not take; by default megabytes.
+    """
     app = serve.app(model, **limits)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5)
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        config = server_config(
+            app, app.state.service.settings, log_level="error", timeout_graceful_shutdown=5
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
-            yield Running(app.state.service, listener.getsockname()[1])
+            yield Running(app.state.service, listener.getsockname()[1], server)
         finally:
             server.should_exit = True
             thread.join(30)
@@ -88,3 +108,27 @@ def events(response: httpx.Response) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def request_bytes(body: Any, path: str = "/v1/completions", length: int | None = None) -> bytes:
+    """Return a request as it is sent; `length` is that which it states."""
+    content = json.dumps(body).encode()
+    length = len(content) if length is None else length
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode() + content
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    answer = b""
+    while piece := connection.recv(4096):
+        answer += piece
+    return answer
+
+
+def wait_until(condition: Any) -> None:
+    """Wait for something that another thread does soon."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen within half a minute")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from metal_prefill._commands import common
 from metal_prefill.errors import MissingExtraError
+from metal_prefill.serve._settings import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,28 +37,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max-streams",
         type=common.positive,
-        default=32,
+        default=Settings.max_streams,
         metavar="N",
-        help="texts that are written at a time (default: 32)",
+        help="texts that are written at a time (default: %(default)s)",
     )
     limits.add_argument(
         "--max-queue",
         type=common.not_negative,
-        default=256,
+        default=Settings.max_queue,
         metavar="N",
-        help="texts that wait; requests beyond it get status 429 (default: 256)",
+        help="texts that wait; requests beyond it get status 429 (default: %(default)s)",
     )
     limits.add_argument(
         "--max-seconds",
         type=float,
-        default=600.0,
+        default=Settings.max_seconds,
         metavar="X",
-        help="time that an answer may take, waiting included (default: 600)",
+        help="time that an answer may take, waiting included (default: %(default)g)",
     )
+    limits.add_argument(
+        "--max-connections",
+        type=common.positive,
+        default=Settings.max_connections,
+        metavar="N",
+        help="that may be open; requests on further ones get status 503 (default: %(default)s)",
+    )
+    for name, what, seconds in (
+        ("header", "send the headers of a request", Settings.header_seconds),
+        ("body", "send the rest of it", Settings.body_seconds),
+        ("send", "receive a piece of an answer", Settings.send_seconds),
+    ):
+        limits.add_argument(
+            f"--{name}-seconds",
+            type=float,
+            default=seconds,
+            metavar="X",
+            help=f"time that a client may take to {what} (default: %(default)g)",
+        )
     limits.add_argument(
         "--max-body",
         type=common.positive,
-        default=8 << 20,
+        default=Settings.max_body,
         metavar="BYTES",
         help="size of a request (default: 8 MiB)",
     )
@@ -90,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-store-bytes",
         type=common.not_negative,
-        default=1 << 30,
+        default=Settings.prefix_store_bytes,
         metavar="BYTES",
         help="disk that they may take (default: 1 GiB)",
     )
@@ -107,19 +127,26 @@ def execute(arguments: argparse.Namespace) -> None:
 
     try:
         import uvicorn
+
+        from metal_prefill.serve._connections import allow_files, server_config
     except ImportError as error:
         raise MissingExtraError(f"the server needs: pip install 'metal_prefill[serve]' ({error})") from error
-    settings = serve.Settings(
+    settings = Settings(
         names=_names(arguments),
         api_keys=_keys(arguments.api_key_file),
         max_streams=arguments.max_streams,
         max_queue=arguments.max_queue,
         max_seconds=arguments.max_seconds,
+        max_connections=arguments.max_connections,
+        header_seconds=arguments.header_seconds,
+        body_seconds=arguments.body_seconds,
+        send_seconds=arguments.send_seconds,
         max_body=arguments.max_body,
         pooling=arguments.pooling,
         prefix_store=arguments.prefix_store,
         prefix_store_bytes=arguments.prefix_store_bytes,
     )
+    allow_files(settings)
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
         listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
@@ -127,11 +154,8 @@ def execute(arguments: argparse.Namespace) -> None:
         raise OSError(f"cannot listen at {arguments.host}:{arguments.port}: {error}") from None
     with listener, common.open_model(arguments) as model:
         app = serve.app(model, settings)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            timeout_graceful_shutdown=arguments.drain_seconds,
-            h11_max_incomplete_event_size=1 << 16,
+        config = server_config(
+            app, settings, log_level="warning", timeout_graceful_shutdown=arguments.drain_seconds
         )
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         url = f"http://{host}:{listener.getsockname()[1]}/v1"

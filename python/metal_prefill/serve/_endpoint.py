@@ -15,12 +15,8 @@ from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._forms import decode
 from metal_prefill.serve._reply import Reply, StalledClientError, timeout_error
 from metal_prefill.serve._service import Service
-from metal_prefill.serve._settings import Settings
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
-
-# The rest of a body that nobody reads must not be taken for the next request.
-_CLOSE = {"connection": "close"}
 
 
 class Endpoint(Generic[_Form]):
@@ -64,7 +60,7 @@ class Endpoint(Generic[_Form]):
 
     async def _read(self, request: Request, reply: Reply) -> _Form | None:
         try:
-            return decode(await read_body(request, self._service.settings), self._form)
+            return decode(await self._service.bodies.read(request), self._form)
         except ApiError as error:
             await reply.error(error)
         except ClientDisconnect:
@@ -88,36 +84,3 @@ async def _cancel_after_disconnect(receive: Receive, scope: anyio.CancelScope) -
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
-
-
-async def read_body(request: Request, settings: Settings) -> bytes:
-    """Read a body within the limits of size and time.
-
-    Raises
-    ------
-    ApiError
-        It is too large, or too slow.
-    starlette.requests.ClientDisconnect
-        The client left.
-    """
-    limit = settings.max_body
-    too_large = ApiError(
-        413, f"the body has more than {limit} bytes", code="request_too_large", headers=_CLOSE
-    )
-    stated = request.headers.get("content-length", "0")
-    if stated.isdigit() and int(stated) > limit:
-        raise too_large
-    body = bytearray()
-    with anyio.move_on_after(settings.body_seconds) as scope:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise too_large
-    if scope.cancelled_caught:
-        raise ApiError(
-            408,
-            f"the body did not arrive within {settings.body_seconds:g} s",
-            code="body_timeout",
-            headers=_CLOSE,
-        )
-    return bytes(body)

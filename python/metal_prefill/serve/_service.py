@@ -23,6 +23,7 @@ from metal_prefill.errors import KVMemoryError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.model import Model
 from metal_prefill.scheduler import Stream
+from metal_prefill.serve._bodies import Bodies
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._prefix_store import PrefixStore
@@ -53,6 +54,7 @@ class Service:
         self.names = list(settings.names) or [model.path.name.removesuffix(".gguf")]
         self.created = int(time.time())
         self.metrics = Metrics(model)
+        self.bodies = Bodies(settings)
         self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self.metrics.after_pass)
         self._store = (
             None

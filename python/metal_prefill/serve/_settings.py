@@ -25,6 +25,10 @@ class Settings:
         Most texts that are written at a time.
     max_queue : int
         Most texts that wait for their turn; a request beyond it gets status 429.
+    max_connections : int
+        Most that may be open; a request on a further one gets status 503.
+    header_seconds : float
+        That a client may take to send the headers of a request.
     max_body : int
         Bytes of a request.
     max_texts : int
@@ -34,7 +38,7 @@ class Settings:
     max_seconds : float
         That an answer may take, waiting included.
     body_seconds : float
-        That a client may take to send a request.
+        That a client may take to send the body of a request.
     send_seconds : float
         That a client may take to receive a piece of an answer.
     pooling : str or None
@@ -48,12 +52,19 @@ class Settings:
     ------
     TypeError, ValueError
         A value is out of range.
+
+    Notes
+    -----
+    ``max_connections`` and ``header_seconds`` hold for ``metal-prefill serve``. A server of your own that the
+    application is mounted in has limits of its own for both.
     """
 
     names: Collection[str] = ()
     api_keys: Collection[str] = ()
     max_streams: int = 32
     max_queue: int = 256
+    max_connections: int = 512
+    header_seconds: float = 10.0
     max_body: int = 8 << 20
     max_texts: int = 128
     max_inputs: int = 2048
@@ -65,11 +76,11 @@ class Settings:
     prefix_store_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in ("max_streams", "max_body", "max_texts", "max_inputs"):
+        for name in ("max_streams", "max_connections", "max_body", "max_texts", "max_inputs"):
             integer(name, getattr(self, name), 1)
         integer("max_queue", self.max_queue, 0)
         integer("prefix_store_bytes", self.prefix_store_bytes, 0)
-        for name in ("max_seconds", "body_seconds", "send_seconds"):
+        for name in ("max_seconds", "header_seconds", "body_seconds", "send_seconds"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")

@@ -1,0 +1,126 @@
+"""Connections of a server: how many may be open, and how long a client may keep one waiting.
+
+uvicorn has no limit for a request that arrives slowly, nor for an answer that nobody takes once the
+application has sent it. The limits of single requests are those of :mod:`metal_prefill.serve._endpoint`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._settings import Settings
+
+REFUSED = 64  # connections beyond the limit that are answered; further ones are closed at once
+OTHER_FILES = 64  # descriptors that are no connections: the model, the store of prefixes, libraries
+MAX_HEADERS = 1 << 16  # bytes of a request's headers
+LOOKS = 4  # at a connection within the shortest of its times
+
+
+def server_config(app: Starlette, settings: Settings, **options: Any) -> uvicorn.Config:
+    """Return how uvicorn is to serve an application within the limits for connections.
+
+    Parameters
+    ----------
+    app, settings
+        The application and its limits.
+    options
+        Further ones of uvicorn.
+    """
+    return uvicorn.Config(
+        app,
+        http=_limited_protocol(settings),
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEADERS,
+        **options,
+    )
+
+
+def allow_files(settings: Settings) -> None:
+    """Let the process have a file for each connection.
+
+    Raises
+    ------
+    ValueError
+        The system allows fewer.
+    """
+    wanted = settings.max_connections + REFUSED + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        most = hard - REFUSED - OTHER_FILES
+        raise ValueError(
+            f"max_connections of {settings.max_connections} needs {wanted} open files; "
+            f"this process may have {hard} (ulimit -Hn), which is enough for {most}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        headers = {"Retry-After": "1", "Connection": "close"}
+        error = ApiError(
+            503, "this server has too many connections", code="too_many_connections", headers=headers
+        )
+        await error.response()(scope, receive, send)
+
+
+def _limited_protocol(settings: Settings) -> type[H11Protocol]:
+    """Return the protocol of one server's connections."""
+    pause = min(settings.header_seconds, settings.send_seconds) / LOOKS
+
+    class LimitedProtocol(H11Protocol):
+        """A connection that is closed if its client keeps it waiting.
+
+        The client's turn is from the connection's start to the end of the headers of a request, and from the
+        end of an answer on. In between, the endpoint limits the time for each piece.
+        """
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._turn_began: float | None = self.loop.time()
+            self._unsent, self._took = 0, 0.0  # bytes of an answer that is over, and when fewer were left
+            self._look = self.loop.call_later(pause, self._look_after)
+            beyond = len(self.connections) - settings.max_connections
+            if beyond > REFUSED:
+                transport.abort()
+            elif beyond > 0:
+                self.app = _refuse
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._look.cancel()
+            super().connection_lost(exc)
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._turn_began = None
+
+        def on_response_complete(self) -> None:
+            self._turn_began = self._took = self.loop.time()
+            self._unsent = self.transport.get_write_buffer_size()
+            super().on_response_complete()
+
+        def _look_after(self) -> None:
+            now = self.loop.time()
+            unsent = self.transport.get_write_buffer_size()
+            over = self._turn_began is not None or self.transport.is_closing()
+            if over and unsent > 0:
+                if self._unsent == 0 or unsent < self._unsent:
+                    self._unsent, self._took = unsent, now
+                slow = self._turn_began is not None and now - self._turn_began > settings.max_seconds
+                if slow or now - self._took > settings.send_seconds:
+                    self.transport.abort()  # close() would wait until the client takes the rest
+                    return
+            elif self._turn_began is not None and now - self._turn_began > settings.header_seconds:
+                self.transport.close()
+            self._look = self.loop.call_later(pause, self._look_after)
+
+    return LimitedProtocol

@@ -1,0 +1,162 @@
+"""Clients that keep connections open without need: each has a limit, and nothing of theirs stays."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from support.running_server import Gate, Running, read_all, request_bytes, running, wait_until
+
+from metal_prefill import Model, serve
+from metal_prefill.serve import _bodies, _connections
+
+BODY = {"prompt": "ROMEO:\n", "max_tokens": 2, "temperature": 0}
+SECONDS = 0.3
+BUFFER = 4096  # bytes that the system keeps of an answer, or a little more
+
+
+@pytest.fixture(scope="module")
+def hasty(cpu_model: Model) -> Iterator[Running]:
+    """Serve clients that take no longer than a moment."""
+    with running(cpu_model, header_seconds=SECONDS, send_seconds=SECONDS, send_buffer=BUFFER) as server:
+        yield server
+
+
+def wait_until_closed(connection: socket.socket, piece: bytes) -> None:
+    """Send a piece again and again until the server has closed the connection."""
+    for _ in range(3000):
+        try:
+            connection.sendall(piece)
+        except (ConnectionResetError, BrokenPipeError):
+            return
+        time.sleep(0.01)
+    raise AssertionError("it is open after half a minute")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", b"POST /health HTTP/1.1\r\nhost: x\r\n"])
+def test_a_client_that_sends_half_a_header_is_closed(hasty: Running, sent: bytes) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(sent)
+        assert read_all(connection) == b""
+
+
+def test_so_is_one_that_sends_it_byte_by_byte(hasty: Running) -> None:
+    with hasty.connect() as connection:
+        wait_until_closed(connection, b"G")
+
+
+def test_so_is_one_that_sends_half_of_its_next_request(hasty: Running) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"GET /hea")
+        read_all(connection)  # the rest of the first answer, and the end
+
+
+def test_one_that_asks_again_in_time_is_not(hasty: Running) -> None:
+    with hasty.connect() as connection:
+        for i in range(6):
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b'{"status":"ok"}'):
+                answer += connection.recv(4096)
+                assert answer, f"it was closed before answer {i}"
+            time.sleep(SECONDS / 4)
+
+
+def test_an_answer_may_take_longer_than_a_header(cpu_model: Model) -> None:
+    with running(cpu_model, header_seconds=0.1) as server, server.connect() as connection:
+        gate = Gate(server.service)
+        connection.sendall(request_bytes(BODY))
+        assert gate.reached.wait(60)
+        time.sleep(0.2)
+        gate.open()
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_never_reads_its_stream_keeps_neither_pages_nor_a_connection(
+    cpu_model: Model, hasty: Running
+) -> None:
+    with hasty.connect(BUFFER) as connection:
+        body = {**BODY, "max_tokens": 900, "temperature": 1, "seed": 1, "stream": True, "n": 4}
+        connection.sendall(request_bytes(body))
+        wait_until(lambda: hasty.service._texts > 0)
+        wait_until(lambda: hasty.service._texts == 0 and not hasty.service.loop._running)
+        wait_until(lambda: hasty.connections == 0)
+    stats = cpu_model.stats()
+    assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
+
+
+def test_one_that_never_reads_its_answer_keeps_no_connection(hasty: Running) -> None:
+    with hasty.connect(BUFFER) as connection:
+        connection.sendall(request_bytes({**BODY, "model": "a" * 500_000}))  # which the error names
+        wait_until(lambda: hasty.connections == 1)
+        wait_until(lambda: hasty.connections == 0)
+        assert len(read_all(connection)) < 500_000
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(hasty: Running) -> None:
+    with hasty.connect(BUFFER) as connection:
+        connection.sendall(request_bytes({**BODY, "model": "a" * 100_000}))
+        answer, begin = b"", time.monotonic()
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(2048)
+            time.sleep(0.01)
+        assert time.monotonic() - begin > SECONDS
+        assert len(answer) > 100_000
+
+
+def test_a_request_beyond_the_connections_is_refused_until_one_is_closed(cpu_model: Model) -> None:
+    with running(cpu_model, max_connections=3) as server, ExitStack() as stack:
+        silent = [stack.enter_context(server.connect()) for _ in range(3)]
+        wait_until(lambda: server.connections == 3)
+        refused = server.post("/v1/completions", BODY)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["connection"] == "close"
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        silent[0].close()
+        wait_until(lambda: server.connections == 2)
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+        for i in range(_connections.REFUSED + 1):
+            silent.append(stack.enter_context(server.connect()))
+            wait_until(lambda expected=3 + i: server.connections >= expected)
+        with server.connect() as beyond:
+            wait_until_closed(beyond, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert server.connections == 3 + _connections.REFUSED
+
+
+def test_bodies_that_arrive_together_have_a_limit(cpu_model: Model) -> None:
+    body = {"prompt": "a" * 900, "max_tokens": 1}
+    whole = request_bytes(body)
+    limit = len(whole) - whole.index(b"{")
+    with running(cpu_model, max_body=limit) as server, ExitStack() as stack:
+        clients: list[socket.socket] = []
+        for _ in range(_bodies.ARRIVING + 1):
+            clients.append(stack.enter_context(server.connect()))
+            clients[-1].sendall(whole[:-2])
+        (refused,) = select.select(clients, [], [], 60)[0]
+        answer = read_all(refused)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert f"more than {32 * limit} bytes together".encode() in answer
+        patient = next(client for client in clients if client is not refused)
+        patient.sendall(whole[-2:])
+        assert patient.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_process_gets_a_file_for_each_connection_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    _connections.allow_files(serve.Settings(max_connections=100))
+    assert raised == []
+    _connections.allow_files(serve.Settings(max_connections=512))
+    assert raised == [(640, 1024)]
+    with pytest.raises(ValueError, match=r"may have 1024 .*, which is enough for 896"):
+        _connections.allow_files(serve.Settings(max_connections=1000))
