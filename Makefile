@@ -106,11 +106,11 @@ mutants: build/.emulator
 
 # Apart from the rest: Ray takes half a gigabyte and a while to start.
 $(VENV)/.ray: pyproject.toml build/.plain
-	$(PIP) install --no-build-isolation ".[test,ray]" -C build-dir=build/plain
+	$(PIP) install --group clients --no-build-isolation ".[test,ray]" -C build-dir=build/plain
 	@touch $@
 
 test-ray: $(VENV)/.ray
-	$(BIN)/python -m pytest tests/test_ray.py tests/test_ray_serve.py tests/test_guide.py
+	$(BIN)/python -m pytest tests/test_ray.py tests/test_ray_serve.py tests/test_guide.py tests/serve/test_langchain.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench
