@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.bench_fakes import RecordingEngine, compare, fakes
+from support.bench_fakes import FakeWorker, RecordingEngine, compare, fakes
 
 from metal_prefill import Model, bench
 from metal_prefill._bench import engine_ours, engines, worker
@@ -16,7 +16,7 @@ from metal_prefill._bench.engines import ChoosingEngine, Ids, Options
 from metal_prefill._bench.model_file import task_ids
 
 VOCAB = 1024  # of the bundled model
-CHOICES: tuple[Choice, ...] = ("sampled", "greedy", "lookup")
+CHOICES: tuple[Choice, ...] = ("argmax", "sampled", "greedy", "lookup")
 
 
 class Recorder(RecordingEngine, ChoosingEngine):
@@ -32,15 +32,15 @@ def test_tokens_are_chosen_after_a_context_that_is_not_timed() -> None:
     for choice in CHOICES:
         engine = Recorder()
         worker.timed_run(engine, Case(0, 9, 3, choice=choice), VOCAB, lambda: task)
-        ids = token_ids(4, VOCAB).tolist() if choice == "sampled" else task.tolist()
+        ids = token_ids(4, VOCAB).tolist() if choice in ("argmax", "sampled") else task.tolist()
         assert engine.calls == [("clear",), ("prefill", ids[:3]), ("choose", ids, 9, choice)]
 
 
 def test_the_tests_are_named_and_have_room() -> None:
     cases = make_cases([8], 16, 32, sampled=True, task=90)
-    assert [case.name for case in cases] == ["pp8", "tg16", "sampled16", "copy16", "lookup16"]
-    assert [case.context for case in cases[1:]] == [48, 48, 89 + 16, 89 + 16 + 31]
-    assert [case.timed_tokens for case in cases[2:]] == [16] * 3
+    assert [case.name for case in cases] == ["pp8", "tg16", "greedy16", "sampled16", "copy16", "lookup16"]
+    assert [case.context for case in cases[1:]] == [48, 48, 48, 89 + 16, 89 + 16 + 31]
+    assert [case.timed_tokens for case in cases[2:]] == [16] * 4
     for options in ({"sampled": True}, {"task": 90}):
         with pytest.raises(ValueError, match="no tokens to choose: n_gen is 0"):
             make_cases([8], 0, **options)
@@ -79,7 +79,7 @@ def test_llama_cpp_chooses_the_same_with_guesses_and_without(demo_path: Path) ->
             made = engine.choose(ids, 24, choice)
             assert texts.setdefault(choice, made) == made
             assert engine._single._position == len(ids) + 23
-    assert texts["lookup"] == texts["greedy"] != texts["sampled"]
+    assert texts["lookup"] == texts["greedy"] == texts["argmax"] != texts["sampled"]
     ours = engine_ours.Ours(options_for(demo_path))
     ours.prefill(ids[:-1])
     assert ours.choose(ids, 8, "greedy") == texts["greedy"][:8]
@@ -89,8 +89,13 @@ def test_llama_cpp_chooses_the_same_with_guesses_and_without(demo_path: Path) ->
 def test_the_figures_of_rows_of_choices_are_those_of_samples(demo_path: Path) -> None:
     workers = fakes(ours=10, llama=40, openvino=20)
     results = compare(workers, demo_path, prompts=[8], n_gen=4, sampled=True, speculate=True)
-    assert results.tests == ["pp8", "tg4", "sampled4", "copy4", "lookup4"]
-    for name, choice in (("sampled4", "sampled"), ("copy4", "greedy"), ("lookup4", "lookup")):
+    assert results.tests == ["pp8", "tg4", "greedy4", "sampled4", "copy4", "lookup4"]
+    for name, choice in (
+        ("greedy4", "argmax"),
+        ("sampled4", "sampled"),
+        ("copy4", "greedy"),
+        ("lookup4", "lookup"),
+    ):
         ours, llama, openvino = (results.row(engine, name) for engine in results.engines)
         assert (ours.choice, ours.n_gen) == (choice, 4)
         assert ours.samples_ns == [40] * 3
@@ -104,11 +109,39 @@ def test_the_figures_of_rows_of_choices_are_those_of_samples(demo_path: Path) ->
     assert "lookup4: the same with guesses" in html
 
 
+@pytest.mark.usefixtures("_quiet_machine")
+def test_tests_that_are_compared_take_turns(demo_path: Path) -> None:
+    """Whatever slows the machine for a while slows both: here every sample takes longer than the last."""
+    asked: list[str] = []
+
+    class Slowing(FakeWorker):
+        def sample(self, case: Case) -> tuple[int, int]:
+            asked.append(case.name)
+            share = 4 if case.name == "lookup4" else 5 if case.name == "sampled4" else 4.8
+            return int(share * 1.1 ** len(asked) * 1000), 0
+
+    workers: dict[str, FakeWorker] = {engines.OURS: Slowing(engines.OURS, 1)}
+    results = compare(workers, demo_path, prompts=[], n_gen=4, sampled=True, speculate=True, repetitions=20)
+    assert asked[:21] == ["tg4"] * 21
+    assert asked[21:23] == ["greedy4", "sampled4"]  # warm-up
+    for at in range(23, 63, 2):
+        assert sorted(asked[at : at + 2]) == ["greedy4", "sampled4"]
+    assert asked[23:25] != asked[25:27]  # the order rotates
+    shares = {row.test: row.of_compared for row in results.rows}
+    assert shares["tg4"] is shares["greedy4"] is shares["copy4"] is None
+    sampled, lookup = shares["sampled4"], shares["lookup4"]
+    assert sampled is not None
+    assert lookup is not None
+    assert sampled.low <= 0.96 <= sampled.high < 1.1
+    assert lookup.low <= 1.2 <= lookup.high
+    assert f"metal_prefill sampled4: {sampled.median:.3f} (" in results._repr_html_()
+
+
 def test_choices_are_measured_in_a_real_process(demo_path: Path) -> None:
     results = bench.run(
         demo_path, prompts=[], n_gen=3, sampled=True, speculate=True, repetitions=1, threads=1, device="cpu"
     )
-    assert results.tests == ["tg3", "sampled3", "copy3", "lookup3"]
+    assert results.tests == ["tg3", "greedy3", "sampled3", "copy3", "lookup3"]
     row = results.row(engines.OURS, "lookup3")
     assert row.samples_ts == pytest.approx([3e9 / row.samples_ns[0]])
     assert row.n_depth == len(task_ids(demo_path)) - 1

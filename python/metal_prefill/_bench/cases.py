@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,9 +20,13 @@ QUERY_TOKENS, CLOSING_TOKENS = 90, 9
 QUESTIONS, ANSWERS = 4, 4  # of an evaluation, and for each
 MOST_GUESSES = 31  # of a pass: positions that engines may want after the last token
 
-# How an engine chooses tokens: as SAMPLING says; the most probable ones; these, with guesses looked up in the
-# text so far.
-Choice = Literal["", "sampled", "greedy", "lookup"]
+# How an engine chooses tokens: the most probable ones; as SAMPLING says, after the same context; the most
+# probable ones of a task of copying; these, with guesses looked up in the text so far.
+Choice = Literal["", "argmax", "sampled", "greedy", "lookup"]
+# Tests that are compared with another one of the same engine, so that their samples are taken in turns.
+COMPARED: dict[Choice, Choice] = {"sampled": "argmax", "lookup": "greedy"}
+# Names of tests that are not called as the choice.
+_NAMES: dict[Choice, str] = {"argmax": "greedy", "greedy": "copy"}
 # What is done with texts: their vectors; how well documents answer a query, by a model's "yes" and "no";
 # how likely answers are after questions.
 Task = Literal["", "embed", "rerank", "evaluate"]
@@ -82,13 +86,13 @@ class Case:
     def name(self) -> str:
         """``pp<n>`` for a prompt, ``tg<n>`` for decoding, ``x<streams>`` after it for several together.
 
-        ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts; ``sampled<n>``, ``copy<n>``
-        and, with guesses, ``lookup<n>`` for tokens that the engine chooses.
+        ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts; ``greedy<n>``,
+        ``sampled<n>``, ``copy<n>`` and, with guesses, ``lookup<n>`` for tokens that the engine chooses.
         """
         if self.task:
             return f"{self.task}{self.n_texts}"
         if self.choice:
-            return f"{'copy' if self.choice == 'greedy' else self.choice}{self.n_gen}"
+            return f"{_NAMES.get(self.choice, self.choice)}{self.n_gen}"
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
         return f"{name}x{self.n_streams}" if self.n_streams else name
 
@@ -132,8 +136,8 @@ def make_cases(
     """Return a test for each prompt length and, unless `n_gen` is 0, one for decoding.
 
     With `streams` there is also one of decoding for each number of streams, and one of many short prompts.
-    With `sampled` there is one of sampling, and with `task`, the number of tokens of `TASK`, one of copying
-    without guesses and one with them.
+    With `sampled` there is one of greedy choices and one of sampling, and with `task`, the number of tokens
+    of `TASK`, one of copying without guesses and one with them.
 
     Raises
     ------
@@ -158,7 +162,8 @@ def make_cases(
     if (sampled or task) and not n_gen:
         raise ValueError("there are no tokens to choose: n_gen is 0")
     if sampled:
-        cases.append(Case(0, n_gen, depth, choice="sampled"))
+        greedy = Case(0, n_gen, depth, choice="argmax")
+        cases += [greedy, replace(greedy, choice="sampled")]
     if task:
         without = Case(0, n_gen, task - 1, choice="greedy")
         cases += [without, replace(without, choice="lookup")]
@@ -178,6 +183,17 @@ def make_tasks(embed: bool, rerank: bool, evaluated: int) -> list[Case]:
     if evaluated:
         tasks.append(Case(evaluated, 0, 0, n_texts=QUESTIONS * ANSWERS, task="evaluate"))
     return tasks
+
+
+def in_turns(cases: Sequence[Case]) -> list[list[Case]]:
+    """Return the tests in groups, those together whose speeds are compared with each other."""
+    groups: list[list[Case]] = []
+    for case in cases:
+        if groups and case.choice and COMPARED.get(case.choice) == groups[-1][-1].choice:
+            groups[-1].append(case)
+        else:
+            groups.append([case])
+    return groups
 
 
 def text_lengths(count: int) -> list[int]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from metal_prefill._bench.cases import (
     ANSWERS,
     CLOSING_TOKENS,
+    COMPARED,
     DOCUMENT_TOKENS,
     LONGEST_TEXT,
     QUERY_TOKENS,
@@ -26,6 +27,7 @@ from metal_prefill._bench.rows import Row, Rows
 
 MIB = 1 << 20
 _CHOICES = {
+    "argmax": "the most probable tokens, chosen by the engine",
     "sampled": "tokens sampled by the engine, " + ", ".join(f"{k} {v}" for k, v in SAMPLING.items()),
     "greedy": "a text copied, one token at a time",
     "lookup": "the same with guesses that are looked up in the text so far",
@@ -145,6 +147,12 @@ def _captions(results: Rows) -> Iterator[str]:
         tests = [row.test for row in results.rows if row.n_texts and row.test.startswith(task)]
         if tests:
             yield f"{tests[0]}: {meaning}"
+    for row in results.rows:
+        if row.of_compared is not None:
+            share, compared = row.of_compared, COMPARED[row.choice]
+            test = next(other.test for other in results.rows if other.choice == compared)
+            ratio = f"{share.median:.3f} ({share.low:.3f}-{share.high:.3f})"
+            yield f"{row.engine} {row.test}: {ratio} of the speed of {test}, samples in turns"
     limits = {row.test: row.limit_ts for row in results.rows if row.limit_ts}
     if limits:
         cells = ", ".join(f"{test} {rate(limit)}" for test, limit in limits.items())

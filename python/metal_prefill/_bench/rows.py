@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from statistics import median
 
-from metal_prefill._bench.cases import Case
+from metal_prefill._bench.cases import COMPARED, Case, Choice
 from metal_prefill._bench.client import Worker
 from metal_prefill._bench.engines import OURS, Options
 from metal_prefill._bench.model_file import ModelFacts
@@ -36,8 +36,8 @@ class Row:
     n_texts : int
         Texts of a task; 0 in other tests.
     choice : str
-        How the engine chose the tokens that were timed: ``"sampled"``, ``"greedy"``, ``"lookup"``; empty
-        where they were given.
+        How the engine chose the tokens that were timed: ``"argmax"``, ``"sampled"``, ``"greedy"``,
+        ``"lookup"``, see `metal_prefill._bench.cases`; empty where they were given.
     avg_ns, stddev_ns, median_ns : float
         Of `samples_ns`, the durations in nanoseconds; 0 where there are none, and `note` says why.
     avg_ts, stddev_ts, median_ts : float
@@ -54,6 +54,9 @@ class Row:
         `metal_prefill._bench.limit`. None where that is not what bounds the test.
     ratio : Spread or None
         In a peer's row, our speed over the peer's: below 1 is a loss.
+    of_compared : Spread or None
+        Speed over that of the test which this one is compared with, of the same engine: of sampling over
+        that of greedy choices, and with guesses over that without.
     """
 
     engine: str
@@ -90,8 +93,9 @@ class Row:
     limit_ts: float | None = None
     ratio: Spread | None = None
     n_streams: int = 0
-    choice: str = ""
+    choice: Choice = ""
     n_texts: int = 0
+    of_compared: Spread | None = None
 
     @property
     def measured(self) -> bool:
@@ -183,6 +187,11 @@ class Rows:
         for row in self.rows:
             if row.engine != OURS and row.test in ours and row.measured and ours[row.test].measured:
                 row.ratio = ratios(ours[row.test].samples_ts, row.samples_ts)
+        by_choice = {(row.engine, row.choice): row for row in self.rows}
+        for row in self.rows:
+            other = by_choice.get((row.engine, COMPARED.get(row.choice, "")))
+            if row.choice in COMPARED and other is not None and row.measured and other.measured:
+                row.of_compared = ratios(row.samples_ts, other.samples_ts)
 
     @property
     def engines(self) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from metal_prefill._bench import machine
-from metal_prefill._bench.cases import Case
+from metal_prefill._bench.cases import Case, in_turns
 from metal_prefill._bench.client import Worker
 from metal_prefill._bench.engines import takes
 from metal_prefill._bench.machine import Calibrator
@@ -24,10 +24,10 @@ Progress = Callable[[str, int, int], object]  # what is done now, samples that c
 
 @dataclass
 class Runner:
-    """Interleaves the engines.
+    """Interleaves the engines, and tests that are compared with each other.
 
-    The engines take turns sample by sample, so that what disturbs the machine hits all alike; the order
-    rotates, so that none always runs after the same neighbour. Samples from a degraded machine are repeated,
+    They take turns sample by sample, so that what disturbs the machine hits all alike; the order rotates, so
+    that none always runs after the same neighbour. Samples from a degraded machine are repeated,
     up to `ATTEMPTS` times as many as are wanted.
 
     Attributes
@@ -56,20 +56,21 @@ class Runner:
         The best state of the machine may show only late. Samples are judged by it once more at the end, and
         those found wanting are repeated, in a second pass over the tests.
         """
-        for case in cases:
-            for worker in self._of(case):
-                self._report(f"{case.name}: warming up {worker.name}", case)
+        groups = in_turns(cases)
+        for group in groups:
+            for case, worker in self._of(group):
+                self._report(f"{case.name}: warming up {worker.name}", group)
                 worker.sample(case)
-            self._collect(case)
-        for case in cases:
-            self._collect(case)
+            self._collect(group)
+        for group in groups:
+            self._collect(group)
 
     def selection(self, worker: Worker, case: Case) -> Selection:
         """Return the samples that count."""
         return select(self.samples[worker.name, case], self.repetitions, self._limit())
 
-    def _of(self, case: Case) -> list[Worker]:
-        return [worker for worker in self.workers if takes(worker.name, case)]
+    def _of(self, group: Sequence[Case]) -> list[tuple[Case, Worker]]:
+        return [(case, worker) for case in group for worker in self.workers if takes(worker.name, case)]
 
     def _limit(self) -> float:
         return machine.TOLERANCE * self.calibrator.reference_ns
@@ -78,17 +79,17 @@ class Runner:
         limit = self._limit()
         return sum(is_clean(sample, limit) for sample in self.samples[worker.name, case])
 
-    def _collect(self, case: Case) -> None:
+    def _collect(self, group: Sequence[Case]) -> None:
         turn = 0
-        while lacking := [worker for worker in self._of(case) if self._wants(worker, case)]:
+        while lacking := [pair for pair in self._of(group) if self._wants(*pair)]:
             # Whoever has enough sits out, unless all still want more: then the order rotates.
             shift = turn % len(lacking)
-            for worker in lacking[shift:] + lacking[:shift]:
-                self._report(f"{case.name}: {worker.name}", case)
+            for case, worker in lacking[shift:] + lacking[:shift]:
+                self._report(f"{case.name}: {worker.name}", group)
                 self.samples[worker.name, case].append(self._sample(worker, case))
             turn += 1
 
-    def _wants(self, worker: Worker, case: Case) -> bool:
+    def _wants(self, case: Case, worker: Worker) -> bool:
         taken = len(self.samples[worker.name, case])
         if taken < self.repetitions:
             return True
@@ -109,7 +110,7 @@ class Runner:
         self.patience_s = max(0.0, self.patience_s - lost)
         return sample
 
-    def _report(self, what: str, case: Case) -> None:
+    def _report(self, what: str, group: Sequence[Case]) -> None:
         if self.progress is not None:
-            counts = [min(self._clean(worker, case), self.repetitions) for worker in self._of(case)]
+            counts = [min(self._clean(worker, case), self.repetitions) for case, worker in self._of(group)]
             self.progress(what, sum(counts), self.repetitions * len(counts))

@@ -35,7 +35,7 @@ def timed_run(
     """
     if case.choice:
         assert isinstance(engine, ChoosingEngine)
-        if case.choice == "sampled":
+        if case.choice in ("argmax", "sampled"):
             ids = token_ids(case.n_depth + 1, vocab_size)
         else:
             assert task is not None

@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampled",
         action="store_true",
-        help="also measure tokens that the engines sample themselves, with the same settings",
+        help="also measure tokens that the engines sample themselves, with the same settings, in turns with "
+        "greedy ones",
     )
     parser.add_argument(
         "--speculate",

@@ -84,7 +84,8 @@ def run(
     evaluate
         Measure the log likelihoods of 4 answers to each of 4 questions (``evaluate16``), as `embed`.
     sampled
-        Also measure `n_gen` tokens that each engine samples itself (``sampled64``), with the same settings.
+        Also measure `n_gen` tokens that each engine chooses itself, the most probable ones (``greedy64``) and
+        in turns with them sampled ones (``sampled64``), with the same settings.
     speculate
         Also measure a text that is copied, `n_gen` tokens of it, without guesses (``copy64``) and with those
         of each engine's lookup (``lookup64``). It says nothing of a model that copies nothing.
