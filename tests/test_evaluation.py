@@ -123,6 +123,22 @@ def test_likelihoods_are_those_that_transformers_gave(tmp_path: Path) -> None:
     assert [r[3] for r in recorded].count(True) == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("cpu", "cpu"), ("metal", "metal"), ("cuda:0", "auto"), (None, "auto")]
+)
+def test_the_harness_chooses_among_our_devices(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
+) -> None:
+    """It names cuda:0 where its user names none."""
+    pytest.importorskip("lm_eval")
+    from metal_prefill import lm_eval
+
+    opened: list[dict[str, object]] = []
+    monkeypatch.setattr(lm_eval, "Model", lambda path, **options: opened.append(options))
+    lm_eval.MetalPrefillLM(None, device=asked, threads=3)
+    assert opened == [{"device": expected, "threads": 3}]
+
+
 def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
     """The same task and file, by lm-eval's backend hf on the weights that transformers dequantizes."""
     for module in ("lm_eval", "torch", "transformers", "accelerate"):

@@ -35,8 +35,11 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
     ----------
     path
         GGUF file, or ``owner/repo:file`` on the Hugging Face Hub; None for the bundled model.
-    batch_size, max_batch_size, device
+    batch_size, max_batch_size
         Those of the harness do not count: passes are filled with what fits.
+    device
+        ``"cpu"`` or ``"metal"`` (``lm_eval --device``). Any other stands for "auto": the harness names a
+        CUDA device where nothing is asked for.
     options
         Of :class:`metal_prefill.Model`, such as ``threads`` and ``compute``.
     """
@@ -46,11 +49,12 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
         path: str | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
-        device: Any = None,
+        device: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.model = Model(None if path is None else resolve_model(path), **options)
+        ours = device if device in ("cpu", "metal") else "auto"
+        self.model = Model(None if path is None else resolve_model(path), device=ours, **options)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log likelihood of each continuation, and whether greedy decoding would write it."""

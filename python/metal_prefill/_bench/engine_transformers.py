@@ -23,7 +23,7 @@ from metal_prefill._pooled_head import read_head
 from metal_prefill.architecture import read_config
 from metal_prefill.gguf_file import GGUFFile
 
-BATCH = 8  # texts of a batch: of 1, 8 and 16 the fastest on two cores
+BATCH = 8  # texts that are padded together: in 0.64 of the time that one by one takes
 TRIAL_TOKENS = 256
 
 
