@@ -66,7 +66,7 @@ def rerank(
         raise TypeError(f"documents must be a sequence of strings, got one {type(documents).__name__}")
     if not isinstance(query, str):
         raise TypeError(f"query must be a string, got {type(query).__name__}")
-    form = template if template is not None else _template_of(model)
+    form = template if template is not None else template_of(model)
     if "{query}" not in form or "{document}" not in form:
         raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
     values = {"query": query, "instruction": INSTRUCTION if instruction is None else instruction}
@@ -94,7 +94,8 @@ def scores_of(model: TextModel, prompts: Sequence[npt.NDArray[np.int32]]) -> lis
     return [score(state) for state in last_states(model, prompts, names)]
 
 
-def _template_of(model: TextModel) -> str:
+def template_of(model: TextModel) -> str:
+    """Return the template of the file, or that of its architecture; raises ValueError or GGUFError."""
     template = model.gguf.metadata.get(TEMPLATE_KEY)
     if isinstance(template, str):
         return template

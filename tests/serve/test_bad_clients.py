@@ -161,5 +161,8 @@ def test_openais_client_raises_its_errors(server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="exceeds the context of 1024") as caught:
         client.completions.create(model="demo", prompt=[1] * 2000)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="there is no path /v1/nothing"):
         client.get("/nothing", cast_to=object)
+    with pytest.raises(openai.APIStatusError, match="/v1/completions takes POST, not GET") as wrong_method:
+        client.get("/completions", cast_to=object)
+    assert wrong_method.value.response.headers["allow"] == "POST"

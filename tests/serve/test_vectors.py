@@ -93,3 +93,9 @@ def test_coheres_requests_are_answered(ranker: tuple[Running, Model]) -> None:
     assert {"id", "results", "meta"} <= answer.keys()
     refused = server.post("/v1/rerank", {**body, "documents": ["a", {"title": "b"}]})
     assert refused.json()["error"]["param"] == "documents[1]"
+
+
+def test_a_model_that_ranks_nothing_says_so(server: Running) -> None:
+    refused = server.post("/v1/rerank", {"query": "a", "documents": ["b"]})
+    assert refused.status_code == 400
+    assert "demo ranks no documents" in refused.json()["error"]["message"]

@@ -104,4 +104,11 @@ def api_error(error: Exception) -> ApiError:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Answer what the router raises."""
-    return api_error(error).response()
+    answer = api_error(error)
+    path = request.url.path
+    if answer.status == 404 and isinstance(error, HTTPException):
+        answer = ApiError(404, f"there is no path {path}", code="unknown_path")
+    elif answer.status == 405:
+        takes = answer.headers.get("Allow", "another method")
+        answer = ApiError(405, f"{path} takes {takes}, not {request.method}", headers=answer.headers)
+    return answer.response()

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.embedding import check_length, check_pooling, embed_prompts, encode_texts, prompt_format
-from metal_prefill.reranking import rerank
+from metal_prefill.errors import GGUFError
+from metal_prefill.reranking import rerank, template_of
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import EmbeddingForm, RerankForm
@@ -90,11 +91,24 @@ async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
         if not isinstance(text, str):
             raise ApiError(400, f"documents[{i}] must be a text, or have one", param=f"documents[{i}]")
         documents.append(text)
+    try:
+        template = template_of(service.model)
+    except (ValueError, GGUFError):
+        raise ApiError(
+            400, f"{name} ranks no documents: its file has no template for that", code="unsupported"
+        ) from None
     tokens = 0
 
     def compute(sharer: PassSharer) -> Any:
         nonlocal tokens
-        ranked = rerank(sharer, form.query, documents, top_n=form.top_n, instruction=form.instruction)
+        ranked = rerank(
+            sharer,
+            form.query,
+            documents,
+            top_n=form.top_n,
+            instruction=form.instruction,
+            template=template,
+        )
         tokens = sharer.tokens
         return ranked
 
