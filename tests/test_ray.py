@@ -24,7 +24,8 @@ ray = pytest.importorskip("ray", reason="needs the extra ray")
 pytest.importorskip("ray.data", reason="needs the extra ray")
 
 from metal_prefill.ray import ContinuePrompts, EmbedTexts, RerankPairs, ScorePrompts  # noqa: E402
-from metal_prefill.session import Session  # noqa: E402
+from metal_prefill.scheduler import Scheduler, Stream  # noqa: E402
+from metal_prefill.session import Piece  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
@@ -82,25 +83,20 @@ def test_a_batch_is_continued_in_its_own_order(demo_path: Path) -> None:
     assert any(expected)
 
 
-def test_prompts_that_share_their_beginning_follow_each_other(
-    demo_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed: list[float] = []
-    generate = Session.forward_prompt
+def test_what_prompts_begin_with_is_computed_once(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: dict[int, int] = {}  # tokens of prompts, by pass
+    step = Scheduler.step_pieces
 
-    def counting(self: Session, tokens: Any, **options: Any) -> int:
-        token = generate(self, tokens, **options)
-        if options.get("reuse"):
-            computed.append(len(tokens) - self.stats()["tokens_reused"])
-        return token
+    def counting(scheduler: Scheduler) -> list[tuple[Stream, Piece]]:
+        made = step(scheduler)
+        computed[scheduler.passes] = scheduler.last_pass.prompts
+        return made
 
-    monkeypatch.setattr(Session, "forward_prompt", counting)
+    monkeypatch.setattr(Scheduler, "step_pieces", counting)
     shared = np.arange(100, 160)
     prompts = [[*shared, 5, i] if i % 2 else [*(shared + 300), 5, i] for i in range(20)]
-    batch = {"prompt": np.array(prompts)}
-    ContinuePrompts(demo_path, max_tokens=1, **OPTIONS)(batch)
-    assert len(computed) == 20
-    assert sum(computed) <= 2 * 62 + 18 * 2
+    ContinuePrompts(demo_path, max_tokens=1, **OPTIONS)({"prompt": np.array(prompts)})
+    assert 2 * 60 + 20 <= sum(computed.values()) <= 2 * 62 + 18 * 2
 
 
 @pytest.mark.parametrize("kind", [ScorePrompts, ContinuePrompts])
