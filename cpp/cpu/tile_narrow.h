@@ -1,6 +1,7 @@
 // Narrow blocks: products of a single token, which read them as they are, and their way to wide blocks.
 #pragma once
 
+#include <cstring>
 #include <utility>
 
 #include "tile_gemm.h"
