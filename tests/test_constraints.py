@@ -145,6 +145,58 @@ def test_guesses_save_passes_under_a_constraint(model: Model, monkeypatch: pytes
     assert passes == -(-(len(tokens) - 1) // (MOST_DRAFTS + 1))
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_forced_tokens_do_not_make_guesses_look_cheap(
+    model: Model, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    """Their rows choose nothing, so a pass with them says nothing about one with as many guesses."""
+    noted: list[int] = []
+    passes: list[tuple[int, int]] = []
+    real = Continuation.next_tokens
+
+    def counted(*arguments: Any) -> Any:
+        tokens = real(*arguments)
+        passes.append((len(tokens.ids), tokens.drafts))
+        return tokens
+
+    monkeypatch.setattr(RowCost, "note", lambda self, rows, seconds: noted.append(rows))
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many guesses as there may be
+    monkeypatch.setattr(Continuation, "next_tokens", counted)
+    options: dict[str, Any] = {"json_schema": PERSON, "speculate": lambda so_far: [5] * 3}
+    ids = model.tokenizer.encode(PROMPT)
+    if many:
+        list(model.stream_many([ids], 60, **options))
+        noted.remove(len(ids))  # the prompt's pass
+    else:
+        list(model.stream(ids, 60, **options))
+    forced = [rows for rows, drafts in passes if rows > drafts + 1]
+    assert len(forced) == 3
+    assert noted == [rows for rows, drafts in passes if rows == drafts + 1]
+
+
+def test_guesses_and_forced_tokens_together_are_rows_that_are_exact(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, passes, tokens = model.tokenizer.encode(PROMPT), list[tuple[int, int]](), list[int]()
+    real = Continuation.next_tokens
+
+    def counted(*arguments: Any) -> Any:
+        found = real(*arguments)
+        passes.append((len(found.ids), found.drafts))
+        return found
+
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
+    monkeypatch.setitem(vars(model), "_exact_rows", 12)
+    tokens += [piece.token for piece in model.stream(ids, 60, json_schema=PERSON, speculate="off")]
+    monkeypatch.setattr(Continuation, "next_tokens", counted)
+    right = list(
+        model.stream(ids, 60, json_schema=PERSON, speculate=lambda so_far: tokens[len(so_far) - len(ids) :])
+    )
+    assert [piece.token for piece in right] == tokens
+    assert any(drafts and rows > drafts + 1 for rows, drafts in passes)
+    assert all(rows <= 12 for rows, drafts in passes if drafts)
+
+
 def test_an_error_of_a_guess_is_none_of_the_text(model: Model) -> None:
     guide = Guide(model.tokenizer, regex="abc")
     a, b = (model.tokenizer.encode(c, add_bos=False)[0] for c in "ab")

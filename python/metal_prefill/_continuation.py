@@ -134,6 +134,11 @@ class NextTokens(NamedTuple):
     drafts: int  # guesses among them, which are the last ones
     expected: float  # guesses that are expected to be right
 
+    @property
+    def forced(self) -> int:
+        """Tokens among them after which nothing is chosen: they take less time than guesses."""
+        return len(self.ids) - self.drafts - 1
+
 
 class Continuation:
     """The text after one prompt, token by token.
@@ -259,13 +264,15 @@ class Continuation:
         Parameters
         ----------
         room
-            Tokens that the pass may have of this text, as far as they are guesses.
+            Tokens that the pass may have of this text, if there are to be guesses among them.
         cost
             Of passes.
         rows, tokens
-            Of the pass without guesses: its rows, and the tokens that it is expected to bring.
+            Of the pass without guesses and tokens that were forced: its rows, and the tokens that it is
+            expected to bring.
         """
-        most = min(room - 1, self._most - self._made - 1, self._context - self._position - 1)
+        forced = max(len(self._next) - 1, 0)
+        most = min(room - 1 - forced, self._most - self._made - 1, self._context - self._position - 1)
         if self._made < len(self._given):
             known = self._given[self._made : self._made + max(most, 0)]
             return NextTokens(np.array([*self._next, *known], np.int32), len(known), len(known))
@@ -273,7 +280,7 @@ class Continuation:
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
         allow = None if self._guide is None else self._allow
-        drafts = self._speculation.drafts(max(most, 0), cost, rows, tokens, allow)
+        drafts = self._speculation.drafts(max(most, 0), cost, rows + forced, tokens, allow)
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 

@@ -49,7 +49,7 @@ _PRIOR = 2.0  # drafts that a first estimate counts as
 
 
 class RowCost:
-    """Seconds that passes take by their rows, as measured.
+    """Seconds that passes take by their rows, as measured, where each row has an output or is of a prompt.
 
     Passes that another program delays must not look expensive: an estimate follows shorter times at once, and
     longer ones slowly.

@@ -321,7 +321,8 @@ class Scheduler:
         )
         seconds = time.perf_counter() - start
         rows = sum(len(tokens.ids) for _, tokens in chosen)
-        self._model._row_cost.note(rows + _rows_of(calls), seconds)
+        if not any(tokens.forced for _, tokens in chosen[: len(writing)]):
+            self._model._row_cost.note(rows + _rows_of(calls), seconds)
         self.passes += 1
         at = len(chosen)
         for pending in calls:

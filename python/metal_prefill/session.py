@@ -436,7 +436,8 @@ logit_bias
             chosen = core.forward_drafts(
                 following.ids, following.drafts, text.sampler, claim, text.goes_on_greedily
             )
-            cost.note(len(following.ids), time.perf_counter() - start)
+            if not following.forced:
+                cost.note(len(following.ids), time.perf_counter() - start)
             computed += len(following.ids) - following.drafts + len(chosen) - 1
             try:
                 for i, piece in enumerate(text.take(chosen)):
