@@ -21,6 +21,6 @@ def test_each_of_a_thousand_clients_gets_what_it_gets_alone(tmp_path: Path) -> N
     path = write(tmp_path / "vectors.gguf", EMBEDDERS["qwen3, last"])
     requests = [request(i) for i in range(CLIENTS)]
     with Model(path, device="cpu") as model:
-        with running(model, max_streams=256, max_queue=CLIENTS) as server:
+        with running(model, max_streams=256, max_queue=CLIENTS, max_connections=2 * CLIENTS) as server:
             found = answers(server, requests)
         assert found == [alone(model, *r) for r in requests]
