@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from metal_prefill.serve._errors import ApiError
@@ -63,17 +63,24 @@ def allow_files(settings: Settings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "http":
-        headers = {"Retry-After": "1", "Connection": "close"}
-        error = ApiError(
-            503, "this server has too many connections", code="too_many_connections", headers=headers
-        )
+def _refusal(settings: Settings) -> ASGIApp:
+    """Return the application of connections beyond the limit."""
+    error = ApiError(
+        503,
+        f"{settings.max_connections} connections are open, as many as this server takes",
+        code="too_many_connections",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await error.response()(scope, receive, send)
+
+    return refuse
 
 
 def _limited_protocol(settings: Settings) -> type[H11Protocol]:
     """Return the protocol of one server's connections."""
+    refuse = _refusal(settings)
     pause = min(settings.header_seconds, settings.send_seconds) / LOOKS
 
     class LimitedProtocol(H11Protocol):
@@ -92,7 +99,7 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
             if beyond > REFUSED:
                 transport.abort()
             elif beyond > 0:
-                self.app = _refuse
+                self.app = refuse
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._look.cancel()
