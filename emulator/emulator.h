@@ -58,7 +58,7 @@ void set_options(const ExecutorOptions& options);
 struct DeviceLimits {
   std::uint64_t max_buffer_length = 0;  // 0: half the machine's memory
   std::uint64_t working_set_bytes = 0;  // 0: three quarters of the machine's memory
-  int apple_family = 7;                 // 7 to 9 for M1 to M4
+  int apple_family = 7;                 // 7 to 10 for M1 to M5
   std::string name;                     // precedes the name that says what this is
   bool no_copy = true;                  // false: newBufferWithBytesNoCopy returns nil
   bool simdgroup_matrix = true;         // false: kernels that use it become no pipelines
@@ -71,6 +71,7 @@ struct DeviceLimits {
   // counts once, and once more for each barrier that it passes. 0: no limit.
   std::uint64_t watchdog_steps = 0;
   bool residency_sets = true;  // false: newResidencySetWithDescriptor returns nil
+  bool metal_tensor = true;    // false: no header of this name, nor of MetalPerformancePrimitives
 };
 DeviceLimits limits();
 void set_limits(const DeviceLimits& limits);

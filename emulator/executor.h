@@ -85,6 +85,7 @@ struct ShaderLibrary {
   // brings those back that it selects.
   const char* guard = nullptr;  // null: there are none
   std::span<const char* const> selectors{};
+  unsigned metal_version = 0;  // of the language that it was compiled as: 300 is Metal 3.0
 };
 
 // Libraries linked into this binary, in no particular order.

@@ -155,20 +155,21 @@ void bind_settings(nb::module_& m) {
              int apple_family, const std::string& name, bool no_copy, bool simdgroup_matrix,
              const std::map<std::string, std::uint32_t>& max_threads, std::uint32_t simd_width,
              const std::set<std::string>& broken_kernels, const std::set<std::string>& wrong_kernels,
-             std::uint64_t watchdog_steps, bool residency_sets) {
+             std::uint64_t watchdog_steps, bool residency_sets, bool metal_tensor) {
             new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family,   name,
                                     no_copy,           simdgroup_matrix,  max_threads,    simd_width,
-                                    broken_kernels,    wrong_kernels,     watchdog_steps, residency_sets};
+                                    broken_kernels,    wrong_kernels,     watchdog_steps, residency_sets,
+                                    metal_tensor};
           },
           "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7, "name"_a = "",
           "no_copy"_a = true, "simdgroup_matrix"_a = true,
           "max_threads"_a = std::map<std::string, std::uint32_t>(), "simd_width"_a = kSimdWidth,
           "broken_kernels"_a = std::set<std::string>(), "wrong_kernels"_a = std::set<std::string>(),
-          "watchdog_steps"_a = 0, "residency_sets"_a = true)
+          "watchdog_steps"_a = 0, "residency_sets"_a = true, "metal_tensor"_a = true)
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
       .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
               "0: three quarters of the machine's memory.")
-      .def_rw("apple_family", &DeviceLimits::apple_family, "7 (M1) to 9 (M3, M4).")
+      .def_rw("apple_family", &DeviceLimits::apple_family, "7 (M1) to 10 (M5).")
       .def_rw("name", &DeviceLimits::name, "Precedes the name that says what this is.")
       .def_rw("no_copy", &DeviceLimits::no_copy, "False: newBufferWithBytesNoCopy returns nil.")
       .def_rw("simdgroup_matrix", &DeviceLimits::simdgroup_matrix,
@@ -184,7 +185,9 @@ void bind_settings(nb::module_& m) {
               "Most steps of threads of a command buffer: a thread counts once, and once more for each "
               "barrier that it passes. 0: no limit.")
       .def_rw("residency_sets", &DeviceLimits::residency_sets,
-              "False: newResidencySetWithDescriptor returns nil.");
+              "False: newResidencySetWithDescriptor returns nil.")
+      .def_rw("metal_tensor", &DeviceLimits::metal_tensor,
+              "False: sources that include <metal_tensor> do not compile.");
   m.def("limits", &limits);
   m.def("set_limits", &set_limits, "limits"_a);
 }

@@ -98,6 +98,14 @@ struct Worker {
   void (*arrive)(Worker& worker, Fiber& fiber, const Operation& operation, const char* file, u32 line);
   void (*threadgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
   void (*simdgroup_barrier)(Worker& worker, Fiber& fiber, u32 flags, const char* file, u32 line);
+  // An operation for all threads of the threadgroup, which has `simdgroups` simdgroups: waits for those of
+  // the simdgroup. That the simdgroups execute the same ones is checked at the next barrier, and at the end.
+  void (*together)(Worker& worker, Fiber& fiber, const Operation& operation, u32 simdgroups, const char* file,
+                   u32 line);
+  // Faults of operations on tensors, which end the threadgroup.
+  void (*wrong_size)(Worker& worker, const char* what, int columns, int rows, int wanted_columns,
+                     int wanted_rows, const char* file, u32 line);
+  void (*unwritten)(Worker& worker, const char* what, const char* file, u32 line);
   u8* threadgroup_memory;  // of the variables that the running kernel declares
   u32 fast_errors;         // 1: fast functions are as wrong as they may be
   Fiber fibers[kMaxThreads];
@@ -199,6 +207,7 @@ struct Library {
   const char* guard;             // macro that leaves kernels out; null: there is none
   const char* const* selectors;  // macros that bring them back
   u32 selector_count;
+  u32 metal_version;  // __METAL_VERSION__ that it was compiled with
 };
 
 }  // namespace metal_emulator::abi

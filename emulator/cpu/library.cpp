@@ -69,7 +69,8 @@ void fill(Loaded& loaded, const abi::Library& table) {
                     .kernels = loaded.kernels,
                     .constants = loaded.constants,
                     .guard = table.guard,
-                    .selectors = {table.selectors, table.selector_count}};
+                    .selectors = {table.selectors, table.selector_count},
+                    .metal_version = table.metal_version};
 }
 
 }  // namespace

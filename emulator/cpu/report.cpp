@@ -62,6 +62,20 @@ std::string ThreadgroupRunner::describe_product(unsigned group, int number) cons
   return text + "only lanes " + lane_ranges(product.lanes) + " ask for it" + describe_simdgroup(group);
 }
 
+std::string ThreadgroupRunner::describe_apart() const {
+  for (unsigned i = 1; i < simdgroup_count_; i++) {
+    const Together &first = together_[0], &other = together_[i];
+    if (first.count == other.count && first.which == other.which) continue;
+    const auto describe = [](const Together& some) {
+      return std::to_string(some.count) +
+             (some.count ? ", the last at " + std::string(some.file) + ":" + std::to_string(some.line) : "");
+    };
+    return "divergence: simdgroups execute different operations of the whole threadgroup: simdgroup 0 " +
+           describe(first) + "; simdgroup " + std::to_string(i) + " " + describe(other);
+  }
+  return {};
+}
+
 void ThreadgroupRunner::fail_waiting(std::string problem) {
   for (unsigned i = 0; i < simdgroup_count_ && i < kShownSimdgroups; i++) problem += describe_simdgroup(i);
   if (simdgroup_count_ > kShownSimdgroups) {

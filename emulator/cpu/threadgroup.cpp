@@ -63,6 +63,9 @@ ThreadgroupRunner::ThreadgroupRunner()
   worker.arrive = &arrive;
   worker.threadgroup_barrier = &threadgroup_barrier;
   worker.simdgroup_barrier = &simdgroup_barrier;
+  worker.together = &together;
+  worker.wrong_size = &wrong_size;
+  worker.unwritten = &unwritten;
   worker.threadgroup_memory = reinterpret_cast<abi::u8*>(arena_);
 #if METAL_EMULATOR_ASAN
   fake_stacks_.resize(abi::kMaxThreads);
@@ -212,6 +215,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
     const unsigned lanes = count_ - i * abi::kLanes;
     simdgroup.active = simdgroup.ready = simdgroup.fresh = lanes >= 32 ? ~0u : (1u << lanes) - 1;
     simdgroup.waiting = 0;
+    together_[i] = {};
   }
   place_threadgroup_memory();
   place_threads();
@@ -232,6 +236,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   for (unsigned i = 0; i < simdgroup_count_ && error_.empty(); i++) {
     if (const int product = run_queue(simdgroups_[i]); product >= 0) error_ = describe_product(i, product);
   }
+  if (error_.empty()) error_ = describe_apart();
   if (!error_.empty()) {  // suspended threads are abandoned
     reset_fibers();
     for (auto& queue : header_->queues) queue = {};
@@ -477,6 +482,31 @@ void ThreadgroupRunner::simdgroup_barrier(abi::Worker& worker, abi::Fiber& fiber
   acquire(point);
 }
 
+void ThreadgroupRunner::together(abi::Worker& worker, abi::Fiber& fiber, const abi::Operation& operation,
+                                 u32 simdgroups, const char* file, u32 line) {
+  ThreadgroupRunner& runner = of(worker);
+  if (simdgroups != runner.simdgroup_count_)
+    runner.fail(std::string(file) + ":" + std::to_string(line) + ": " + operation.name + " is for " +
+                std::to_string(simdgroups) + " simdgroups; the threadgroup has " +
+                std::to_string(runner.simdgroup_count_));
+  runner.wait_for(fiber, operation, file, line);
+  if (fiber.lane != 0) return;
+  Together& own = runner.together_[fiber.thread / abi::kLanes];
+  own = {own.count + 1, own.which * 31 + reinterpret_cast<std::uintptr_t>(&operation) + line, file, line};
+}
+
+void ThreadgroupRunner::wrong_size(abi::Worker& worker, const char* what, int columns, int rows,
+                                   int wanted_columns, int wanted_rows, const char* file, u32 line) {
+  of(worker).fail(std::string(file) + ":" + std::to_string(line) + ": " + what + " has " +
+                  std::to_string(rows) + " rows of " + std::to_string(columns) + " elements, not " +
+                  std::to_string(wanted_rows) + " of " + std::to_string(wanted_columns));
+}
+
+void ThreadgroupRunner::unwritten(abi::Worker& worker, const char* what, const char* file, u32 line) {
+  of(worker).fail(std::string(file) + ":" + std::to_string(line) + ": " + what +
+                  " has elements that were never written");
+}
+
 void ThreadgroupRunner::threadgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, u32, const char* file,
                                             u32 line) {
   ThreadgroupRunner& runner = of(worker);
@@ -513,6 +543,7 @@ void ThreadgroupRunner::release_barrier() {
     simdgroup.ready = simdgroup.active & ~simdgroup.waiting;
     if (simdgroup.ready) ready_simdgroups_ |= 1u << i;
   }
+  if (std::string apart = describe_apart(); !apart.empty()) fail(std::move(apart));
   at_barrier_ = 0;
   barriers_++;
 }

@@ -56,6 +56,11 @@ class ThreadgroupRunner {
   static void arrive(abi::Worker&, abi::Fiber&, const abi::Operation&, const char* file, abi::u32 line);
   static void threadgroup_barrier(abi::Worker&, abi::Fiber&, abi::u32 flags, const char* file, abi::u32 line);
   static void simdgroup_barrier(abi::Worker&, abi::Fiber&, abi::u32 flags, const char* file, abi::u32 line);
+  static void together(abi::Worker&, abi::Fiber&, const abi::Operation&, abi::u32 simdgroups,
+                       const char* file, abi::u32 line);
+  static void wrong_size(abi::Worker&, const char* what, int columns, int rows, int wanted_columns,
+                         int wanted_rows, const char* file, abi::u32 line);
+  static void unwritten(abi::Worker&, const char* what, const char* file, abi::u32 line);
   static void enter();
   static void missed_guard(const Allocation& missed, std::size_t overrun, bool write);
   static void report_access(void* runner, std::string message);
@@ -80,6 +85,8 @@ class ThreadgroupRunner {
   [[noreturn]] void fail_waiting(std::string problem);
   std::string describe_simdgroup(unsigned simdgroup) const;
   std::string describe_product(unsigned group, int number) const;
+  // How simdgroups differ in the operations that the whole threadgroup executes; empty: they do not.
+  std::string describe_apart() const;
 
   void place_threadgroup_memory();
   void place_threads();
@@ -104,6 +111,15 @@ class ThreadgroupRunner {
   std::uint64_t rng_ = 0;  // 0: in order
   bool active_lanes_ = false;
   std::uint64_t barriers_ = 0, threads_run_ = 0;
+  // Of the operations that a simdgroup has executed together with the others: how many, a hash of which, and
+  // the place of the last.
+  struct Together {
+    unsigned count;
+    std::uint64_t which;
+    const char* file;
+    abi::u32 line;
+  };
+  Together together_[abi::kMaxThreads / abi::kLanes];
   std::string error_;
 
   AccessRecorder accesses_;

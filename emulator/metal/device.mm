@@ -66,6 +66,19 @@ std::string unknown_macro(const ShaderLibrary& library, NSDictionary<NSString*, 
   return guarded ? "" : "macros without the guard of " + std::string(library.name) + needed;
 }
 
+// What the compiler of a Mac would not find in a source of this language; empty: it finds everything. Newer
+// languages have what older ones have.
+std::string missing_header(const ShaderLibrary& library, std::uint32_t language) {
+  constexpr unsigned kTensors = 400;  // the language that brought them
+  const unsigned version = (language >> 16) * 100 + (language & 0xffff) * 10;
+  if (library.metal_version < kTensors) return "";
+  if (!metal_emulator::limits().metal_tensor)
+    return std::string(library.name) + ": fatal error: 'metal_tensor' file not found";
+  if (version >= library.metal_version) return "";
+  return std::string(library.name) + ": error: the language is Metal " + std::to_string(language >> 16) +
+         "." + std::to_string(language & 0xffff) + ", which has no tensors";
+}
+
 void check_length(NSUInteger length, const char* call) {
   if (length == 0) throw ValidationError(std::string(call) + ": length is 0");
   const auto limit = metal_emulator::limits().max_buffer_length;
@@ -217,10 +230,12 @@ void check_length(NSUInteger length, const char* call) {
   for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
     if (library->source != text) continue;
     if (why = unknown_macro(*library, options.preprocessorMacros); !why.empty()) break;
+    const auto language =
+        static_cast<std::uint32_t>(options ? options.languageVersion : MTLLanguageVersion4_0);
+    if (why = missing_header(*library, language); !why.empty()) break;
     EmulatorLibrary* found = [[EmulatorLibrary alloc] initWithDevice:self libraries:{library} macros:macros];
     State::get().add_library({library->name, static_cast<bool>(options ? options.fastMathEnabled : YES),
-                              static_cast<int>(options ? options.languageVersion : MTLLanguageVersion3_2),
-                              found.functionNames.count});
+                              static_cast<int>(language), found.functionNames.count});
     return found;
   }
   if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);

@@ -77,7 +77,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   if ((self = [super init])) {
     _fastMathEnabled = YES;
     _mathMode = MTLMathModeFast;
-    _languageVersion = MTLLanguageVersion3_2;  // the newest, as on a Mac
+    _languageVersion = MTLLanguageVersion4_0;  // the newest, as on a Mac
   }
   return self;
 }

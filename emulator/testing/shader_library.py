@@ -148,6 +148,7 @@ def build(
     variants: tuple[str, ...] = ("plain", "checked"),
     flags: tuple[str, ...] = (),
     executor: Path | None = None,
+    metal_version: int = 310,
 ) -> Path:
     """Compile sources and the executor into one shared library.
 
@@ -165,6 +166,8 @@ def build(
         More flags of the shaders' compiler.
     executor
         Where the executor's objects go, if elsewhere. Processes may share such a folder: the first compiles.
+    metal_version
+        ``__METAL_VERSION__``.
     """
     clang = find_clang()
     assert clang is not None
@@ -186,6 +189,8 @@ def build(
                 source,
                 "-o",
                 output,
+                "--metal-version",
+                str(metal_version),
             ]
             command += ["--checked"] if variant == "checked" else []
             command += ["--sanitize", sanitize] if sanitize else []

@@ -43,6 +43,13 @@ MUTANTS = (
         (f"{_ENDS}::test_checked_mode_finds_any_read_past_the_end",),
     ),
     Mutant(
+        "emulator/cpu/threadgroup.cpp",
+        "if (std::string apart = describe_apart(); !apart.empty()) fail(std::move(apart));",
+        "",
+        "a product of a threadgroup needs only one of its simdgroups",
+        ("emulator/tests/test_tensors.py", "-k", "mistake"),
+    ),
+    Mutant(
         "emulator/metal/encoded.cpp",
         "if (binding.writable && !binding.buffer->allocation->intact()) {",
         "if (false) {",

@@ -98,7 +98,7 @@ def cpu_table(
     lines += [
         f'const Library kLibrary = {{"{name}", kSource, sizeof(kSource) - 1, kKernels, {len(rows)}, '
         f"kFunctionConstants, {len(program.constants)}, MSL_CHECKED, {_text(guard)}, kSelectors, "
-        f"{len(selectors)}}};",
+        f"{len(selectors)}, __METAL_VERSION__}};",
         "struct Registration {",
         "  Registration() { metal_emulator_register(&kLibrary); }",
         "} registration;",

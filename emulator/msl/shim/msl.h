@@ -25,6 +25,14 @@
 #endif
 #include "builtins.h"
 #include "simdgroup_matrix.h"
+#if __METAL_VERSION__ >= 400
+#if MSL_CPU
+#include "cpu_tensor.h"
+#elif MSL_PTX
+#include "ptx_tensor.h"
+#endif
+#include "tensor.h"
+#endif
 #include "kernel.h"
 #if MSL_CPU
 #include "cpu_kernel.h"

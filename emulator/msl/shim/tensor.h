@@ -1,0 +1,199 @@
+// Tensors and matmul2d, the part of Metal 4 by which kernels reach matrix units: half tensors in packed rows,
+// multiplied into a cooperative tensor of floats by all simdgroups of a threadgroup. docs/kernels.md of the
+// project lists the documented facts that this follows. Anything else that Metal has of them does not compile.
+//
+// The distribution of a cooperative tensor over threads is not specified, and neither is this one: a thread
+// holds neighbours in a row. Products are exact and summed in float.
+#pragma once
+
+namespace metal {
+
+// Dimension 0 is the one whose elements are neighbours in memory: (columns, rows).
+template <class Index, ulong Rank>
+struct dextents {
+  static_assert(msl::Same<Index, int32_t>::value && Rank == 2, "modelled: dextents<int32_t, 2>");
+  int32_t sizes[2];
+  MSL_INLINE constexpr dextents(int32_t columns, int32_t rows) : sizes{columns, rows} {}
+  MSL_INLINE constexpr int32_t extent(ulong dimension) const { return sizes[dimension]; }
+};
+
+struct tensor_inline {};
+
+// Threads that execute an operation together: N simdgroups, all of those of a threadgroup.
+template <uint N>
+struct execution_simdgroups {
+  static_assert(N >= 1 && N <= 32, "a threadgroup has 1 to 32 simdgroups");
+  MSL_CONSTANT uint simdgroups = N;
+};
+
+// A view of memory in packed rows. T has an address space.
+template <class T, class Extents, class Kind>
+class tensor {
+  static_assert(msl::Same<Extents, dextents<int32_t, 2>>::value && msl::Same<Kind, tensor_inline>::value,
+                "modelled: tensor<T, dextents<int32_t, 2>, tensor_inline>");
+
+ public:
+  MSL_INLINE tensor(T* data, Extents extents) : data_(data), extents_(extents) {}
+  MSL_INLINE T* data() const { return data_; }
+  MSL_INLINE Extents extents() const { return extents_; }
+
+ private:
+  T* data_;
+  Extents extents_;
+};
+
+}  // namespace metal
+
+namespace msl {
+
+#if MSL_CHECK
+template <class T>
+struct WithoutSpace {
+  typedef T type;
+};
+template <class T>
+struct WithoutSpace<__global T> {
+  typedef T type;
+};
+template <class T>
+struct WithoutSpace<__local T> {
+  typedef T type;
+};
+#else
+template <class T>
+struct WithoutSpace {
+  typedef T type;
+};
+#endif
+template <class T>
+struct Element;
+template <class T>
+struct Element<::metal::tensor<T, ::metal::dextents<int32_t, 2>, ::metal::tensor_inline>> {
+  typedef typename WithoutSpace<T>::type type;
+};
+
+#if !MSL_CHECK
+// Operations that all threads of a scope execute together.
+struct Matmul2d {
+  static constexpr const char* name = "matmul2d";
+};
+struct CooperativeStore {
+  static constexpr const char* name = "cooperative_tensor::store";
+};
+#endif
+
+}  // namespace msl
+
+namespace metal {
+
+// Rows x Columns floats over the threads of Simdgroups simdgroups.
+template <uint Rows, uint Columns, uint Simdgroups>
+class cooperative_tensor_of_floats {
+  MSL_CONSTANT uint kElements = Rows * Columns / (32 * Simdgroups);
+  static_assert(kElements * 32 * Simdgroups == Rows * Columns && Columns % kElements == 0,
+                "modelled: tiles whose rows are a whole number of threads");
+
+ public:
+  MSL_INLINE uint16_t get_capacity() const { return kElements; }
+  MSL_INLINE bool is_valid_element(uint16_t index) const { return index < kElements; }
+#if MSL_CHECK
+  __private float& operator[](uint16_t index) __private;
+  template <class T>
+  void store(tensor<T, dextents<int32_t, 2>, tensor_inline> target) const {
+    static_assert(msl::Same<typename msl::WithoutSpace<T>::type, float>::value, "modelled: stores of floats");
+  }
+#else
+  MSL_INLINE cooperative_tensor_of_floats() { msl::forget(elements_, kElements); }
+  MSL_INLINE float& operator[](uint16_t index) { return elements_[index]; }
+  template <class T>
+  MSL_INLINE void store(const tensor<T, dextents<int32_t, 2>, tensor_inline>& target, MSL_SITE) const {
+    static_assert(msl::Same<T, float>::value, "modelled: stores of floats");
+    msl::together<msl::CooperativeStore, Simdgroups>(MSL_HERE);
+    msl::require_size("the target", target.extents().extent(0), target.extents().extent(1), Columns, Rows,
+                      MSL_HERE);
+    msl::require_written(elements_, kElements, "what is stored", MSL_HERE);
+    const uint first = msl::thread_of_threadgroup() * kElements;
+    for (uint i = 0; i < kElements; ++i) target.data()[first + i] = elements_[i];
+  }
+#endif
+
+ private:
+  float elements_[kElements];
+};
+
+}  // namespace metal
+
+namespace mpp {
+namespace tensor_ops {
+
+struct matmul2d_descriptor {
+  enum class mode { multiply, multiply_accumulate };
+
+  MSL_INLINE constexpr matmul2d_descriptor(int m, int n, int k, bool transpose_left = false,
+                                           bool transpose_right = false, bool relaxed_precision = false,
+                                           mode matmul_mode = mode::multiply)
+      : packed(static_cast<ulong>(m) | static_cast<ulong>(n) << 16 | static_cast<ulong>(k) << 32 |
+               static_cast<ulong>(transpose_left) << 48 | static_cast<ulong>(transpose_right) << 49 |
+               static_cast<ulong>(relaxed_precision) << 50 |
+               static_cast<ulong>(matmul_mode == mode::multiply_accumulate) << 51) {}
+  // A class cannot be a template's argument in C++17, a number can.
+  MSL_INLINE constexpr operator ulong() const { return packed; }
+
+ private:
+  ulong packed;
+};
+
+// result (+)= left right^T: left (k, m), right (k, n), result (n, m), each as (columns, rows).
+template <ulong Descriptor, class Scope>
+class matmul2d {
+  MSL_CONSTANT uint kM = Descriptor & 0xffff, kN = Descriptor >> 16 & 0xffff, kK = Descriptor >> 32 & 0xffff;
+  MSL_CONSTANT bool kAccumulates = Descriptor >> 51 & 1;
+  static_assert(kM % 16 == 0 && kN % 16 == 0 && kK % 16 == 0 && kM > 0 && kN > 0 && kK > 0,
+                "m, n and k are multiples of 16");
+  static_assert((Descriptor >> 48 & 7) == 2, "modelled: the right tensor transposed, full precision");
+
+ public:
+  template <class Left, class Right, class T>
+  MSL_INLINE metal::cooperative_tensor_of_floats<kM, kN, Scope::simdgroups>
+  get_destination_cooperative_tensor() const {
+    static_assert(msl::Same<typename msl::Element<Left>::type, half>::value &&
+                      msl::Same<typename msl::Element<Right>::type, half>::value &&
+                      msl::Same<T, float>::value,
+                  "modelled: products of halves summed in floats");
+    return metal::cooperative_tensor_of_floats<kM, kN, Scope::simdgroups>();
+  }
+
+#if MSL_CHECK
+  template <class Left, class Right>
+  void run(Left left, Right right,
+           __private metal::cooperative_tensor_of_floats<kM, kN, Scope::simdgroups>& result) const {
+    static_assert(msl::Same<typename msl::Element<Left>::type, half>::value &&
+                      msl::Same<typename msl::Element<Right>::type, half>::value,
+                  "modelled: products of halves");
+  }
+#else
+  template <class Left, class Right>
+  MSL_INLINE void run(const Left& left, const Right& right,
+                      metal::cooperative_tensor_of_floats<kM, kN, Scope::simdgroups>& result,
+                      MSL_SITE) const {
+    static_assert(msl::Same<typename msl::Element<Left>::type, half>::value &&
+                      msl::Same<typename msl::Element<Right>::type, half>::value,
+                  "modelled: products of halves");
+    msl::together<msl::Matmul2d, Scope::simdgroups>(MSL_HERE);
+    msl::require_size("the left tensor", left.extents().extent(0), left.extents().extent(1), kK, kM, MSL_HERE);
+    msl::require_size("the right tensor", right.extents().extent(0), right.extents().extent(1), kK, kN,
+                      MSL_HERE);
+    const uint elements = result.get_capacity(), first = msl::thread_of_threadgroup() * elements;
+    if (kAccumulates) msl::require_written(&result[0], elements, "what is added to", MSL_HERE);
+    const msl::HalfRow<kK> x(left.data() + first / kN * kK);
+    for (uint i = 0; i < elements; ++i) {
+      float& sum = result[static_cast<uint16_t>(i)];
+      const float product = x.dot(right.data() + (first % kN + i) * kK);
+      sum = kAccumulates ? sum + product : product;
+    }
+  }
+#endif
+};
+
+}  // namespace tensor_ops
+}  // namespace mpp
