@@ -15,6 +15,3 @@
 
 ^_core\.shader_constants$:
     shader_constants: dict[str, int]
-
-^_core\.shader_options$:
-    shader_options: tuple[bool, tuple[int, int]]

@@ -67,7 +67,8 @@ struct EngineOptions {
   std::size_t kv_memory = 0;    // bytes of K and V that all sessions may hold together; 0: half of the memory
   double buffer_work = 0;       // Metal: multiply-adds of a command buffer; 0: what suits the GPU
   std::string pipeline_folder;  // Metal: where compiled pipelines are kept; empty: nowhere
-  bool poison_cache = false;    // fills pages with NaN before they are used, for tests
+  std::string no_matmul_tensor;  // Metal: why matmul_tensor is not used; empty: it is, where the GPU gains
+  bool poison_cache = false;     // fills pages with NaN before they are used, for tests
 };
 
 // What the last layer computes of a row with an output. Logits leave the engine for kLogits alone.

@@ -58,6 +58,8 @@ class PassInspector {
   virtual std::vector<PipelineInfo> pipelines() const = 0;
   // Whether the shaders were compiled when the package was built, or when the model was opened.
   virtual bool shaders_were_compiled() const = 0;
+  // Why a GPU with matrix units does without them; empty: it uses them, or has none.
+  virtual std::string no_matmul_tensor() const = 0;
   // The dispatches that a prompt of so many tokens would make.
   virtual std::vector<Dispatch> plan(int tokens, int position) const = 0;
   // A buffer as the last pass over the cache left it, by its name in the forward pass, where the engine was
@@ -73,6 +75,7 @@ class SessionInspector {
 
   std::vector<PipelineInfo> pipelines() const { return passes_.pipelines(); }
   bool shaders_were_compiled() const { return passes_.shaders_were_compiled(); }
+  std::string no_matmul_tensor() const { return passes_.no_matmul_tensor(); }
   // The dispatches that forward_prompt of so many tokens would make from where the session stands. Nothing is
   // computed, and nothing changes.
   std::vector<Dispatch> plan(int tokens) const;

@@ -4,6 +4,7 @@
 
 #include "args.h"
 #include "dequant.h"
+#include "matmul_tiles.h"
 #include "projection.h"
 #include "wanted.h"
 
@@ -12,71 +13,6 @@ using namespace metal;
 // Staged rows are MATMUL_K halves and 16 bytes of padding: eight rows of an 8x8 block then fall in distinct
 // banks.
 constant constexpr ushort kStagedRow = MATMUL_K + 8;
-
-// Device memory to registers to threadgroup memory, so that the loads of one step are in flight while the
-// simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items of 8 columns for 128 threads.
-template <typename W, ushort kRows>
-struct WeightTile {
-  static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
-  device const uchar* row[kItems];
-  float4 values[kItems][2];
-
-  void load(ushort thread_index, uint k, uint in_dim) {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
-      const uint item = k / 8 + thread_index % 4;
-      if (W::first(item) < in_dim) {
-        float4 a, b;
-        W::load(row[i], item, a, b);
-        values[i][0] = a;
-        values[i][1] = b;
-      } else {  // columns beyond a row whose length is not a multiple of MATMUL_K
-        values[i][0] = values[i][1] = 0.0f;
-      }
-    }
-  }
-
-  void store(threadgroup half* staged, ushort thread_index) const {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
-      const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
-      threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + W::first(thread_index % 4));
-      out[0] = half4(values[i][0]);
-      out[W::kSecond / 4] = half4(values[i][1]);
-    }
-  }
-};
-
-template <ushort kRows>
-struct TokenTile {
-  static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
-  device const half* row[kItems];
-  half4 values[kItems][2];
-
-  void load(ushort thread_index, uint k, uint in_dim) {
-    k += thread_index % 4 * 8;
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
-      if (k < in_dim) {
-        device const half4* in = (device const half4*)(row[i] + k);
-        values[i][0] = in[0];
-        values[i][1] = in[1];
-      } else {
-        values[i][0] = values[i][1] = 0.0h;
-      }
-    }
-  }
-
-  void store(threadgroup half* staged, ushort thread_index) const {
-#pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
-      const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
-      threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + thread_index % 4 * 8);
-      out[0] = values[i][0];
-      out[1] = values[i][1];
-    }
-  }
-};
 
 // The part of the tile that a thread's simdgroup computes: 2 x 2 simdgroups, (tokens, rows).
 template <ushort kTokens, ushort kRows>
@@ -88,32 +24,19 @@ struct Place {
   Place(ushort simdgroup) : token(simdgroup / 2 * (kTokens / 2)), row(simdgroup % 2 * (kRows / 2)) {}
 };
 
-// sum += x w^T over all columns. Returns the half of `staged` that no simdgroup reads any more.
+// sum += x w^T over all columns.
 template <typename W, ushort kTokens, ushort kRows>
-static inline threadgroup half* multiply(thread WeightTile<W, kRows>& weights,
-                                         thread TokenTile<kTokens>& tokens,
-                                         thread simdgroup_float8x8 (&sum)[kTokens / 16][kRows / 16],
-                                         uint in_dim, threadgroup half* staged,
-                                         thread const Place<kTokens, kRows>& place, bool active,
-                                         ushort thread_index) {
+static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow>& stage,
+                            thread simdgroup_float8x8 (&sum)[kTokens / 16][kRows / 16],
+                            threadgroup half* staged, thread const Place<kTokens, kRows>& place,
+                            bool active) {
   constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
-  threadgroup half* current = staged;
-  threadgroup half* next = staged + (kTokens + kRows) * kStagedRow;
-  tokens.load(thread_index, 0, in_dim);
-  weights.load(thread_index, 0, in_dim);
-  tokens.store(current, thread_index);
-  weights.store(current + kTokens * kStagedRow, thread_index);
-  for (uint k = 0; k < in_dim; k += MATMUL_K) {
-    // All threads have stored `current` and have read the old contents of `next`.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool more = k + MATMUL_K < in_dim;
-    if (more) {
-      tokens.load(thread_index, k + MATMUL_K, in_dim);
-      weights.load(thread_index, k + MATMUL_K, in_dim);
-    }
+  stage.begin(staged);
+  for (uint k = 0; k < stage.in_dim; k += MATMUL_K) {
+    const bool more = stage.load_after(k);
     if (active) {
-      threadgroup const half* x = current + place.token * kStagedRow;
-      threadgroup const half* w = current + (kTokens + place.row) * kStagedRow;
+      threadgroup const half* x = stage.tokens_staged() + place.token * kStagedRow;
+      threadgroup const half* w = stage.weights_staged() + place.row * kStagedRow;
 #pragma unroll
       for (ushort kk = 0; kk < MATMUL_K; kk += 8) {
         simdgroup_half8x8 a[kTokenBlocks], b[kRowBlocks];
@@ -130,15 +53,8 @@ static inline threadgroup half* multiply(thread WeightTile<W, kRows>& weights,
             simdgroup_multiply_accumulate(sum[i][j], a[i], b[j], sum[i][j]);
       }
     }
-    if (more) {
-      tokens.store(next, thread_index);
-      weights.store(next + kTokens * kStagedRow, thread_index);
-      threadgroup half* swap = current;
-      current = next;
-      next = swap;
-    }
+    if (more) stage.store_next();
   }
-  return next;
 }
 
 // y[t][row] (+)= w[row] . x[t]. Threadgroup: MATMUL_THREADS. Grid: (rows / kRows, tokens / kTokens), rounded
@@ -156,19 +72,11 @@ kernel void matmul(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
   const Place<kTokens, kRows> place(simdgroup);
   const uint token = group.y * kTokens + place.token, row = group.x * kRows + place.row;
 
-  // Rows and tokens beyond the end repeat the last one; their results are not stored.
-  WeightTile<W, kRows> weights;
-  TokenTile<kTokens> tokens;
-#pragma unroll
-  for (ushort i = 0; i < weights.kItems; ++i) {
-    const uint r = group.x * kRows + thread_index / 4 + i * (MATMUL_THREADS / 4);
-    weights.row[i] = stacked_row(w, args.weights, min(r, args.out_dim - 1));
-  }
-#pragma unroll
-  for (ushort i = 0; i < tokens.kItems; ++i) {
-    const uint t = group.y * kTokens + thread_index / 4 + i * (MATMUL_THREADS / 4);
-    tokens.row[i] = x + min(t, args.tokens - 1) * args.in_dim;
-  }
+  Stage<W, kTokens, kRows, kStagedRow> stage;
+  stage.in_dim = args.in_dim;
+  stage.thread_index = thread_index;
+  stage.weights.begin(w, args, group.x * kRows, thread_index);
+  stage.tokens.begin(x, args, group.y * kTokens, thread_index);
 
   const bool whole = token + kTokens / 2 <= args.tokens && row + kRows / 2 <= args.out_dim;
   y += token * args.out_stride + row;
@@ -183,8 +91,8 @@ kernel void matmul(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
     }
 
   const bool active = token < args.tokens && row < args.out_dim;
-  threadgroup float* scratch = (threadgroup float*)multiply<W, kTokens, kRows>(
-      weights, tokens, sum, args.in_dim, staged, place, active, thread_index);
+  multiply<W, kTokens, kRows>(stage, sum, staged, place, active);
+  threadgroup float* scratch = (threadgroup float*)stage.next;
   if (!active) return;
   if (whole) {
 #pragma unroll
@@ -229,19 +137,11 @@ kernel void matmul_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
   const Place<kTokens, kRows> place(simdgroup);
   const uint token = group.y * kTokens + place.token, row = (group.x * kRows + place.row) / 2;
 
-  WeightTile<W, kRows> weights;
-  TokenTile<kTokens> tokens;
-#pragma unroll
-  for (ushort i = 0; i < weights.kItems; ++i) {
-    const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4), block = r / 8;
-    const uint out = min(group.x * (kRows / 2) + block / 2 * 8 + r % 8, args.out_dim - 1);
-    weights.row[i] = w + args.weights.offset[block % 2] + ulong(out) * args.weights.row_bytes;
-  }
-#pragma unroll
-  for (ushort i = 0; i < tokens.kItems; ++i) {
-    const uint t = group.y * kTokens + thread_index / 4 + i * (MATMUL_THREADS / 4);
-    tokens.row[i] = x + min(t, args.tokens - 1) * args.in_dim;
-  }
+  Stage<W, kTokens, kRows, kStagedRow> stage;
+  stage.in_dim = args.in_dim;
+  stage.thread_index = thread_index;
+  stage.weights.begin_gated(w, args, group.x * (kRows / 2), thread_index);
+  stage.tokens.begin(x, args, group.y * kTokens, thread_index);
   simdgroup_float8x8 sum[kTokenBlocks][kRowBlocks];
 #pragma unroll
   for (ushort i = 0; i < kTokenBlocks; ++i)
@@ -249,8 +149,8 @@ kernel void matmul_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
     for (ushort j = 0; j < kRowBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
   const bool active = token < args.tokens && row < args.out_dim;
-  threadgroup float* scratch = (threadgroup float*)multiply<W, kTokens, kRows>(
-      weights, tokens, sum, args.in_dim, staged, place, active, thread_index);
+  multiply<W, kTokens, kRows>(stage, sum, staged, place, active);
+  threadgroup float* scratch = (threadgroup float*)stage.next;
   if (!active) return;
   constexpr ushort kColumns = kRows / 2;  // of gate and up together
   scratch += simdgroup * 8 * kColumns;

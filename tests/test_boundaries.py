@@ -113,6 +113,9 @@ def the_engine_does_not_know_the_emulator(sources: Sources) -> list[str]:
     return included + asked
 
 
+APPLES_FRAMEWORK = "MetalPerformancePrimitives/"  # whose headers shaders include
+
+
 def shaders_and_host_share_few_headers(sources: Sources) -> list[str]:
     host = [
         f"{path} includes {target}"
@@ -122,7 +125,7 @@ def shaders_and_host_share_few_headers(sources: Sources) -> list[str]:
     shaders = [
         f"{path} includes {target}"
         for path, target in includes(sources, "shaders/")
-        if "/" in target and not target.startswith("shaders/")
+        if "/" in target and not target.startswith(("shaders/", APPLES_FRAMEWORK))
     ]
     return host + shaders
 

@@ -46,9 +46,9 @@ bool debug_requested();
 
 class Device {
  public:
-  // Throws DeviceError where there is no GPU of Apple's seventh family or later, nor one that passes the
-  // trial.
-  Device();
+  // `no_matmul_tensor`: see EngineOptions. Throws DeviceError where there is no GPU of Apple's seventh family
+  // or later, nor one that passes the trial.
+  explicit Device(std::string no_matmul_tensor = {});
 
   // The same device, with its allocations and commands counted in `counters`, which must outlive it.
   Device counting(CallCounters& counters) const;
@@ -59,6 +59,8 @@ class Device {
   bool debug() const { return debug_; }
   std::string name() const;
   std::string families() const;  // such as Apple7, Metal3
+  // Why a GPU with matrix units does without them; empty: it uses them, or has none.
+  const std::string& no_matmul_tensor() const { return no_matmul_tensor_; }
 
   // Throws DeviceError naming the buffer and its size.
   id<MTLBuffer> allocate(const std::string& label, std::size_t bytes, Access access) const;
@@ -91,6 +93,7 @@ class Device {
   id<MTLFence> fence_;
   bool debug_;
   Tuning tuning_;
+  std::string no_matmul_tensor_;
   CallCounters* counters_ = nullptr;  // null: nothing is counted
 };
 

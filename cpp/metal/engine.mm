@@ -26,6 +26,7 @@ class MetalEngine final : public Engine, private PassInspector {
  public:
   MetalEngine(Model model, const EngineOptions& options)
       : Engine(std::move(model), options),
+        device_(options.no_matmul_tensor),
         padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
         weights_(device_, padded_),
         forward_(device_.tuning(), padded_, options_, weights_),
@@ -56,6 +57,7 @@ class MetalEngine final : public Engine, private PassInspector {
             {"rope_table_bytes", double(rope_tables_.bytes())},
             {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
             {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
+            {"matmul_tensor", double(device_.tuning().matmul_tensor)},
             {"pipelines", double(kernels_.count())},
             {"pipelines_compiled", double(kernels_.compiled_now())}};
   }
@@ -79,6 +81,7 @@ class MetalEngine final : public Engine, private PassInspector {
  private:
   std::vector<PipelineInfo> pipelines() const override { return kernels_.built(); }
   bool shaders_were_compiled() const override { return kernels_.compiled(); }
+  std::string no_matmul_tensor() const override { return device_.no_matmul_tensor(); }
   std::vector<Dispatch> plan(int tokens, int position) const override;
   std::vector<float> intermediate(const Cache& cache, const std::string& name) const override;
 
@@ -493,18 +496,31 @@ MetalEngine::MetalCache::Heads MetalEngine::MetalCache::heads_of(bool values) co
 
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options) {
   const metal::AutoreleasePool pool;
-  return {new metal::MetalEngine(std::move(model), options), [](metal::MetalEngine* engine) {
-            if (engine->forked()) return;
-            const metal::AutoreleasePool drained;
-            delete engine;
-          }};
+  const auto make = [&model](const EngineOptions& chosen) {
+    return std::shared_ptr<Engine>(new metal::MetalEngine(model, chosen), [](metal::MetalEngine* engine) {
+      if (engine->forked()) return;
+      const metal::AutoreleasePool drained;
+      delete engine;
+    });
+  };
+  try {
+    return make(options);
+  } catch (const metal::TensorKernelError& error) {
+    EngineOptions without = options;
+    without.no_matmul_tensor = error.what();
+    return make(without);
+  }
 }
 
 std::map<std::string, std::string> metal_device() {
   const metal::AutoreleasePool pool;
   try {
     const metal::Device device;
+    const bool tensors = device.tuning().matmul_tensor;
     return {{"name", device.name()},
+            {"matmul_tensor", tensors                             ? "used"
+                              : device.no_matmul_tensor().empty() ? "not for this GPU"
+                                                                  : device.no_matmul_tensor()},
             {"families", device.families()},
             {"tuned_as_family", std::to_string(device.tuning().family)},
             {"max_buffer_bytes", std::to_string(device.mtl().maxBufferLength)},

@@ -19,6 +19,10 @@ enum class Kernel {
   kMatmulWide,
   kMatmulSwigluNarrow,
   kMatmulSwigluWide,
+  kMatmulTensorNarrow,
+  kMatmulTensorWide,
+  kMatmulTensorSwigluNarrow,
+  kMatmulTensorSwigluWide,
   kMultiTokenMatvec,
   kMultiTokenMatvecAccumulate,
   kMultiTokenMatvecSwiglu,
@@ -41,6 +45,11 @@ enum class Kernel {
   kLogProb,
   kCount,
 };
+
+// Whether a kernel is one of shaders/matmul_tensor.metal, which not every device compiles.
+constexpr bool needs_tensors(Kernel kernel) {
+  return kernel >= Kernel::kMatmulTensorNarrow && kernel <= Kernel::kMatmulTensorSwigluWide;
+}
 
 struct KernelKey {
   Kernel kernel;

@@ -12,15 +12,21 @@
 
 namespace metal_prefill::metal {
 
+// Of a kernel that needs tensors (see needs_tensors): a pass can do without it.
+class TensorKernelError : public DeviceError {
+ public:
+  using DeviceError::DeviceError;
+};
+
 class Kernels {
  public:
   // Builds the pipelines concurrently, from what earlier processes left in the folder where there is any.
   // Throws DeviceError naming the first kernel that failed, or that the GPU runs in simdgroups of another
-  // width.
+  // width; TensorKernelError where it is one that needs tensors.
   Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
           const std::string& archive_folder);
 
-  // Throws DeviceError naming a kernel that needs larger threadgroups than its pipeline allows.
+  // Throws the same, naming a kernel that needs larger threadgroups than its pipeline allows.
   void check(const KernelThreads& used) const;
   const id<MTLComputePipelineState>& pipeline(const KernelKey& key) const;
   std::size_t max_threads(const KernelKey& key) const { return pipeline(key).maxTotalThreadsPerThreadgroup; }

@@ -17,6 +17,25 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kSimdWidth = 32;  // the shaders are written for it
 
+[[noreturn]] void fail(const KernelKey& key, const std::string& message) {
+  if (needs_tensors(key.kernel)) throw TensorKernelError(message);
+  throw DeviceError(message);
+}
+
+// With the kernels on tensors where one of the keys is such a kernel.
+Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& keys,
+                            const std::set<std::string>& variants) {
+  Libraries libraries = open_libraries(device, variants);
+  if (std::none_of(keys.begin(), keys.end(), [](const KernelKey& key) { return needs_tensors(key.kernel); }))
+    return libraries;
+  try {
+    libraries.add(open_tensors(device, variants));
+  } catch (const DeviceError& error) {
+    throw TensorKernelError(error.what());
+  }
+  return libraries;
+}
+
 }  // namespace
 
 Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
@@ -29,13 +48,13 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
     names.push_back(kernel_name(key, cache_));
     if (const std::string variant = variant_of(key, cache_); !variant.empty()) variants.insert(variant);
   }
-  const Libraries libraries = open_libraries(device.mtl(), variants);
+  const Libraries libraries = open_libraries_of(device.mtl(), keys_, variants);
   compiled_ = libraries.compiled;
   std::vector<id<MTLFunction>> functions;
-  for (const std::string& name : names) {
-    functions.push_back(libraries.function(name));
-    if (!functions.back()) throw DeviceError("there is no kernel '" + name + "' in the shaders");
-    built_.push_back({name, 0.0, 0});
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    functions.push_back(libraries.function(names[i]));
+    if (!functions.back()) fail(keys_[i], "there is no kernel '" + names[i] + "' in the shaders");
+    built_.push_back({names[i], 0.0, 0});
   }
   const PipelineArchive archive(device.mtl(), archive_folder, names);
   if (id<MTLBinaryArchive> earlier = archive.read()) {
@@ -52,21 +71,25 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
 
 void Kernels::build(const Device& device, const std::vector<id<MTLFunction>>& functions,
                     NSArray<id<MTLBinaryArchive>>* archives) {
+  std::vector<std::string> failures(functions.size());
   run_concurrently(functions.size(), [&](std::size_t i, const auto& done) {
     id<MTLComputePipelineState> __strong* slot =
         &pipelines_[std::size_t(keys_[i].kernel)][std::size_t(keys_[i].type)];
     PipelineInfo* info = &built_[i];
-    const auto finish = [slot, info, begin = Clock::now(), &done](id<MTLComputePipelineState> state,
-                                                                  NSError* error) {
+    std::string* failure = &failures[i];
+    const auto finish = [slot, info, failure, begin = Clock::now(), &done](id<MTLComputePipelineState> state,
+                                                                           NSError* error) {
       *slot = state;
       info->seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-      if (!state) return done("the kernel '" + info->kernel + "' cannot be built: " + describe(error));
-      info->max_threads = state.maxTotalThreadsPerThreadgroup;
-      const std::size_t width = state.threadExecutionWidth;
-      done(width == kSimdWidth
-               ? ""
-               : "the kernel '" + info->kernel + "' runs in simdgroups of " + std::to_string(width) +
-                     " threads; the shaders need " + std::to_string(kSimdWidth));
+      const std::size_t width = state ? state.threadExecutionWidth : kSimdWidth;
+      if (!state)
+        *failure = "the kernel '" + info->kernel + "' cannot be built: " + describe(error);
+      else
+        info->max_threads = state.maxTotalThreadsPerThreadgroup;
+      if (width != kSimdWidth)
+        *failure = "the kernel '" + info->kernel + "' runs in simdgroups of " + std::to_string(width) +
+                   " threads; the shaders need " + std::to_string(kSimdWidth);
+      done("");
     };
     MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
     descriptor.computeFunction = functions[i];
@@ -79,14 +102,16 @@ void Kernels::build(const Device& device, const std::vector<id<MTLFunction>>& fu
                                         finish(state, error);
                                       }];
   });
+  for (std::size_t i = 0; i < failures.size(); ++i)
+    if (!failures[i].empty()) fail(keys_[i], failures[i]);
 }
 
 void Kernels::check(const KernelThreads& used) const {
   for (const auto& [key, threads] : used)
     if (const std::size_t most = max_threads(key); threads > most)
-      throw DeviceError("the kernel '" + kernel_name(key, cache_) + "' needs threadgroups of " +
-                        std::to_string(threads) + " threads; this GPU runs it with at most " +
-                        std::to_string(most));
+      fail(key, "the kernel '" + kernel_name(key, cache_) + "' needs threadgroups of " +
+                    std::to_string(threads) + " threads; this GPU runs it with at most " +
+                    std::to_string(most));
 }
 
 const id<MTLComputePipelineState>& Kernels::pipeline(const KernelKey& key) const {

@@ -17,6 +17,7 @@ struct Libraries {
 
   // Null where no library has the kernel.
   id<MTLFunction> function(const std::string& kernel) const;
+  void add(const Libraries& others) { by_kernel.insert(others.by_kernel.begin(), others.by_kernel.end()); }
 };
 
 // Where they are compiled here, with these variants of kernels (see shaders/wanted.h) and what has none.
@@ -24,5 +25,8 @@ struct Libraries {
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
 // That of the trial alone, which the others do not have.
 Libraries open_trial(id<MTLDevice> device);
+// That of the kernels on tensors, likewise, which is always compiled here: where the language or its headers
+// are missing, the others are not concerned.
+Libraries open_tensors(id<MTLDevice> device, const std::set<std::string>& variants);
 
 }  // namespace metal_prefill::metal

@@ -10,6 +10,7 @@
 #include "device.h"
 #include "embedded_shaders.h"
 #include "kernel_key.h"
+#include "shader_language.h"
 
 namespace metal_prefill::metal {
 
@@ -30,14 +31,13 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device) {
 
 // Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
 // The default language is the newest that the system knows: with an older one, all systems compile the same.
-MTLCompileOptions* compile_options(const std::set<std::string>& variants) {
+MTLCompileOptions* compile_options(const std::set<std::string>& variants, ShaderLanguage language) {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
   options.fastMathEnabled = METAL_PREFILL_FAST_MATH != 0;
 #pragma clang diagnostic pop
-  options.languageVersion =
-      MTLLanguageVersion((METAL_PREFILL_LANGUAGE_MAJOR << 16) + METAL_PREFILL_LANGUAGE_MINOR);
+  options.languageVersion = MTLLanguageVersion((language.major << 16) + language.minor);
   NSMutableDictionary<NSString*, NSObject*>* macros = [NSMutableDictionary dictionary];
   macros[@"ONLY_WANTED"] = @"1";
   for (const std::string& variant : variants) macros[to_ns("WANTS_" + variant)] = @"1";
@@ -61,7 +61,7 @@ std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::st
                : "the shaders in " + std::string(sources[i]->name) + " do not compile: " + describe(error));
     };
     [device newLibraryWithSource:to_ns(sources[i]->text)
-                         options:compile_options(variants)
+                         options:compile_options(variants, language_of(sources[i]->name))
                completionHandler:^(id<MTLLibrary> library, NSError* error) {
                  finish(library, error);
                }];
@@ -69,19 +69,17 @@ std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::st
   return libraries;
 }
 
-template <typename Wanted>
-Libraries open(id<MTLDevice> device, const std::set<std::string>& variants, const Wanted& wanted) {
-  Libraries opened;
-  std::vector<id<MTLLibrary>> libraries;
-  if (id<MTLLibrary> compiled = compiled_library(device)) {
-    libraries.push_back(compiled);
-    opened.compiled = true;
-  } else {
-    libraries = compile(device, variants, wanted);
-  }
+Libraries with_kernels(const std::vector<id<MTLLibrary>>& libraries, bool compiled) {
+  Libraries opened{.by_kernel = {}, .compiled = compiled};
   for (id<MTLLibrary> library : libraries)
     for (NSString* name in library.functionNames) opened.by_kernel[name.UTF8String] = library;
   return opened;
+}
+
+template <typename Wanted>
+Libraries open(id<MTLDevice> device, const std::set<std::string>& variants, const Wanted& wanted) {
+  if (id<MTLLibrary> compiled = compiled_library(device)) return with_kernels({compiled}, true);
+  return with_kernels(compile(device, variants, wanted), false);
 }
 
 }  // namespace
@@ -92,11 +90,17 @@ id<MTLFunction> Libraries::function(const std::string& kernel) const {
 }
 
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants) {
-  return open(device, variants, [](std::string_view source) { return source != kTrial; });
+  return open(device, variants,
+              [](std::string_view source) { return source != kTrial && source != kTensorSource; });
 }
 
 Libraries open_trial(id<MTLDevice> device) {
   return open(device, {}, [](std::string_view source) { return source == kTrial; });
+}
+
+Libraries open_tensors(id<MTLDevice> device, const std::set<std::string>& variants) {
+  const auto wanted = [](std::string_view source) { return source == kTensorSource; };
+  return with_kernels(compile(device, variants, wanted), false);
 }
 
 }  // namespace metal_prefill::metal

@@ -158,8 +158,15 @@ bool uses_wide_tiles(const Tuning& tuning, std::size_t rows, std::size_t tokens)
   return tokens > MATMUL_NARROW_TILE && tiles >= std::size_t(tuning.wide_groups);
 }
 
+// Of a product, by the width of its tiles. They differ in how a tile is multiplied, and in nothing else.
 struct MatmulKernels {
   Kernel narrow, wide;
+  Kernel tensor_narrow, tensor_wide;
+
+  Kernel of(const Tuning& tuning, bool is_wide) const {
+    if (tuning.matmul_tensor) return is_wide ? tensor_wide : tensor_narrow;
+    return is_wide ? wide : narrow;
+  }
 };
 
 void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection& w, const View& x,
@@ -169,7 +176,7 @@ void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection&
   const std::size_t tile = wide ? MATMUL_WIDE_TILE : MATMUL_NARROW_TILE;
   args.weights = w.stack;
   args.in_dim = u32_t(w.in_dim);
-  e.dispatch({wide ? kernels.wide : kernels.narrow, w.type}, {w.weights, x, y}, args,
+  e.dispatch({kernels.of(e.tuning(), wide), w.type}, {w.weights, x, y}, args,
              {.x = ceil_div(rows, tile),
               .y = ceil_div(args.tokens, tile),
               .threads = MATMUL_THREADS,
@@ -179,17 +186,22 @@ void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection&
 }  // namespace
 
 void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {
-  dispatch_matmul(e, {Kernel::kMatmulNarrow, Kernel::kMatmulWide}, w, x, output_of(w, y.view),
-                  {.out_dim = u32_t(w.out_dim),
-                   .tokens = u32_t(tokens),
-                   .out_stride = u32_t(y.stride),
-                   .accumulate = write == Write::kAccumulate});
+  dispatch_matmul(
+      e, {Kernel::kMatmulNarrow, Kernel::kMatmulWide, Kernel::kMatmulTensorNarrow, Kernel::kMatmulTensorWide},
+      w, x, output_of(w, y.view),
+      {.out_dim = u32_t(w.out_dim),
+       .tokens = u32_t(tokens),
+       .out_stride = u32_t(y.stride),
+       .accumulate = write == Write::kAccumulate});
 }
 
 void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation) {
   const u32_t rows = u32_t(w.out_dim) / 2;  // gate and up share the tiles
-  dispatch_matmul(e, {Kernel::kMatmulSwigluNarrow, Kernel::kMatmulSwigluWide}, w, x, y,
+  dispatch_matmul(e,
+                  {Kernel::kMatmulSwigluNarrow, Kernel::kMatmulSwigluWide, Kernel::kMatmulTensorSwigluNarrow,
+                   Kernel::kMatmulTensorSwigluWide},
+                  w, x, y,
                   {.out_dim = rows, .tokens = u32_t(tokens), .out_stride = rows, .activation = activation});
 }
 

@@ -15,6 +15,7 @@
 #include "../rounding.h"
 #include "../tensors.h"
 #include "recorder.h"
+#include "shader_language.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -137,10 +138,14 @@ void bind_recordings(nb::module_& m) {
       "element_bytes"_a, "Blocks of 8 queries that a simdgroup of attention_prefill owns.");
   m.attr("args_structs") = args_structs();  // name: (bytes, [(field, type, offset, count)])
   m.attr("shader_constants") = kConstants;
-  // The options of the shaders' compiler: (fast maths, (major, minor) of the language).
-  m.attr("shader_options") =
-      nb::make_tuple(METAL_PREFILL_FAST_MATH != 0,
-                     nb::make_tuple(METAL_PREFILL_LANGUAGE_MAJOR, METAL_PREFILL_LANGUAGE_MINOR));
+  m.def(
+      "shader_options",
+      [](const std::string& source) {
+        const ShaderLanguage language = language_of(source);
+        return std::tuple(METAL_PREFILL_FAST_MATH != 0, std::tuple(language.major, language.minor));
+      },
+      "source"_a,
+      "Options of the compiler for a source of the shaders: (fast maths, (major, minor) of the language).");
 }
 
 }  // namespace metal_prefill::metal

@@ -57,7 +57,8 @@ std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output 
   if (tokens < 1 || position < 0)
     throw std::invalid_argument("cannot plan " + std::to_string(tokens) + " tokens at position " +
                                 std::to_string(position));
-  const Tuning& tuning = tuning_of(family);
+  Tuning tuning = tuning_of(family);
+  tuning.matmul_tensor = tuning.matmul_tensor && options.no_matmul_tensor.empty();
   validate(shape);
   const Config& c = shape.config;
   if (!fits_kernels(c))

@@ -1,4 +1,4 @@
-// Whether a GPU that the engine does not know can run its kernels.
+// Whether a GPU that the engine does not know can run its kernels, and one with matrix units those for them.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -9,5 +9,7 @@ namespace metal_prefill::metal {
 
 // Runs the kernel `trial`. Empty if its results are right; else says what went wrong.
 std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
+// The same of the kernels `matmul_tensor`, with weights in half precision.
+std::string failure_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
 
 }  // namespace metal_prefill::metal

@@ -15,14 +15,15 @@ struct Tuning {
   int prefill_simdgroups;  // simdgroups of an attention_prefill threadgroup
   int argmax_groups;       // threadgroups of the first stage of argmax
   double buffer_work;      // multiply-adds of a command buffer: about 100 ms on the slowest chip
+  bool matmul_tensor;      // products of many tokens by matmul_tensor: the GPU has matrix units
 };
 
 inline constexpr std::array<Tuning, 4> kTunings = {{
-    // family, wide matvec splits prefill argmax work
-    {10, 40, 20480, 64, 128, 32, 4, 32, 9e10},   // M5
-    {9, 40, 16384, 64, 128, 32, 4, 32, 9e10},    // M3, M4
-    {8, 40, 12288, 64, 128, 32, 4, 32, 7e10},    // M2
-    {7, 32, 12288, 64, 128, 32, 2, 32, 6.5e10},  // M1, and GPUs that are not known
+    // family, wide matvec splits prefill argmax work tensor
+    {10, 40, 20480, 64, 128, 32, 4, 32, 9e10, true},    // M5
+    {9, 40, 16384, 64, 128, 32, 4, 32, 9e10, false},    // M3, M4
+    {8, 40, 12288, 64, 128, 32, 4, 32, 7e10, false},    // M2
+    {7, 32, 12288, 64, 128, 32, 2, 32, 6.5e10, false},  // M1, and GPUs that are not known
 }};
 
 }  // namespace metal_prefill::metal

@@ -180,6 +180,7 @@ void bind_model(nb::module_& m) {
       .def_rw("prefix_memory", &EngineOptions::prefix_memory)
       .def_rw("buffer_work", &EngineOptions::buffer_work)
       .def_rw("pipeline_folder", &EngineOptions::pipeline_folder)
+      .def_rw("no_matmul_tensor", &EngineOptions::no_matmul_tensor)
       .def_rw("poison_cache", &EngineOptions::poison_cache);
 
   nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")

@@ -60,6 +60,7 @@ def check_kernels(model: Model, quick: bool) -> Report:
         pipelines = inspector.pipelines()
         return {
             "shaders": "metallib" if inspector.shaders_were_compiled else "source",
+            "no_matmul_tensor": inspector.no_matmul_tensor,
             "pipelines": [
                 {"kernel": p.kernel, "seconds": p.seconds, "max_threads": p.max_threads} for p in pipelines
             ],
@@ -208,6 +209,8 @@ def _examine(model: Model, reference: Model, report: Report, quick: bool, say: S
         f"shaders: {kernels['shaders']}; {len(kernels['pipelines'])} pipelines, the slowest "
         f"{slowest['kernel']} after {slowest['seconds']:.3f} s"
     )
+    if kernels["no_matmul_tensor"]:
+        say(f"matrix units are not used: {kernels['no_matmul_tensor']}")
     say(f"kernels that agree: {len(kernels['checked']) - len(kernels['differences'])}")
     if kernels["not_checked"] and not quick:
         say(f"kernels not reached: {', '.join(kernels['not_checked'])}")

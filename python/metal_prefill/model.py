@@ -192,6 +192,8 @@ class Model:
         device = resolve_device(device)
         if device == "metal":
             options.pipeline_folder = pipeline_folder(_core.has_emulator)
+            if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
+                options.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
 
         self._path = default_model_path() if path is None else packaged_model(path) or Path(path)
         self._kv_dtype = kv_dtype
@@ -222,8 +224,7 @@ class Model:
         """Make the engine: on the CPU where the GPU was not asked for by name and cannot be used."""
         if device == "metal":
             try:
-                engine = builder.build(device, options)
-                first_contact.check(engine, self._config)
+                engine = first_contact.build_checked(builder, options, self._config)
                 remove_old_pipelines(options.pipeline_folder)
                 return engine
             except DeviceError as error:

@@ -208,6 +208,8 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
                 for output in ("none", "greedy", "logits", "log_probs"):
                     options: dict[str, Any] = {"fused_norm": fused, "fused_silu": fused, "output": output}
                     found |= {d.kernel for d in plan(shape, tokens, **options)}
+        for tokens in (9, 300):
+            found |= {d.kernel for d in plan(shape, tokens, family=10)}  # with matrix units
     for head_dim in (32, 64, 96, 128, 256):
         heads = uniform_shape(replace(SMALL, key_dim=head_dim, value_dim=head_dim, rope_dim=32), "f32", "f32")
         for kv_type in ("f16", "f32"):
@@ -217,7 +219,8 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     # two types.
     large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
     for kind in TYPES:
-        found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), 512)}
+        for family in (7, 10):
+            found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), 512, family=family)}
     found |= {d.kernel for d in plan(uniform_shape(replace(SMALL, architecture="gemma3"), "f16", "f16"), 9)}
     mixed = uniform_shape(SMALL, "q4_0", "q4_0")
     up = [replace(t, type=8) if t.role == "w_up" else t for t in mixed.tensors]

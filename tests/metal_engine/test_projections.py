@@ -10,27 +10,18 @@ import pytest
 from support.kernel_harness import (
     CONSTANTS,
     Array,
-    Doubles,
     Output,
     Run,
     Weights,
-    block_columns,
     ceil_div,
     close,
     make_args,
     near,
 )
+from support.matmul_harness import ACTIVATIONS, GELU, SILU, TILES, activation, columns, matmul
 from support.small_models import COMMON_TYPES, TYPES
 
-SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
-ACTIVATIONS = {"silu": SILU, "gelu": GELU}
 OTHER_TYPES = [kind for kind in TYPES if kind not in COMMON_TYPES]
-
-
-def activation(x: Doubles, kind: int) -> Doubles:
-    silu: Doubles = x / (1 + np.exp(-x))
-    gelu: Doubles = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return silu if kind == SILU else gelu
 
 
 def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Array:
@@ -42,12 +33,6 @@ def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Arra
 
 def matvec_groups(out_dim: int, lanes: int, threads: int) -> tuple[int]:
     return (ceil_div(out_dim, threads // lanes),)
-
-
-def columns(kind: str, wanted: int) -> int:
-    """Return the nearest length of a row that the type can have."""
-    unit = block_columns(kind)
-    return ceil_div(wanted, unit) * unit
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -185,36 +170,6 @@ def test_a_token_gets_the_same_bits_alone_and_with_others(run: Run, kind: str, l
         multi_token(run, w, x[:n], ffn, lanes, swiglu=True)
         np.testing.assert_array_equal(y.check(), alone.check()[:n])
         np.testing.assert_array_equal(ffn.check(), gated.check()[:n])
-
-
-TILES = {"narrow": 32, "wide": 64}
-
-
-def matmul(
-    run: Run, kernel: str, tile: str, w: Weights, x: Array, y: Output, out_dim: int, **fields: int
-) -> None:
-    tokens, stride = len(x), y.array.shape[1]
-    given = {"accumulate": 0, "activation": SILU} | fields
-    args = make_args(
-        "MatmulArgs",
-        weights=w.stacked(),
-        in_dim=w.cols,
-        out_dim=out_dim,
-        tokens=tokens,
-        out_stride=stride,
-        **given,
-    )
-    size = TILES[tile]
-    tile_rows = size // 2 if "swiglu" in kernel else size
-    run(
-        f"{kernel}_{w.kind.lower()}_{tile}",
-        w.bytes,
-        x.astype(np.float16),
-        y.buffer,
-        args,
-        groups=(ceil_div(out_dim, tile_rows), ceil_div(tokens, size)),
-        threads=(CONSTANTS["MATMUL_THREADS"],),
-    )
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -217,6 +217,13 @@ METAL = (
         (_MODELS, "-k", "gemma3 and metal"),
     ),
     Mutant(
+        "cpp/metal/device.mm",
+        "tuning_.matmul_tensor = no_matmul_tensor_.empty();",
+        "",
+        "matrix units are used whatever the trial found",
+        ("tests/metal_engine/test_newest_macs.py", "-k", "without_what_fails"),
+    ),
+    Mutant(
         "cpp/metal/kv_pages.mm",
         "                   size:layout_.bytes];",
         "                   size:layout_.bytes / 2];",

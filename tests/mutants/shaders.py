@@ -74,6 +74,20 @@ MUTANTS = (
         (f"{_PRODUCTS}::test_matmul_at_the_edges_of_its_tiles",),
     ),
     Mutant(
+        "shaders/matmul_tensor.metal",
+        "out = args.accumulate ? out + results[e] : results[e];",
+        "out = results[e];",
+        "products on tensors overwrite what they should add to",
+        ("tests/metal_engine/test_matmul_tensor.py", "-k", "edges"),
+    ),
+    Mutant(
+        "shaders/matmul_tiles.h",
+        "if (W::first(item) < in_dim) {",
+        "if (W::first(item) < in_dim + MATMUL_K) {",
+        "the last step reads columns beyond a row",
+        (f"{_PRODUCTS}::test_matmul_reads_every_type",),
+    ),
+    Mutant(
         "shaders/matvec.metal",
         "sum[w][t] = inside ? with : sum[w][t];",
         "sum[w][t] = with;",

@@ -8,6 +8,7 @@ the package and the kernels that the model needs.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +27,11 @@ from metal_prefill.errors import DeviceError
 if TYPE_CHECKING:
     from metal_prefill.architecture import ModelConfig
 
+_log = logging.getLogger("metal_prefill")
+
 # Kernels for many tokens, for one, and for a few.
 QUICK = (9, 1, 2)
+_ON_TENSORS = "matmul_tensor_"  # how the names of kernels begin that an engine can do without
 
 
 def known_tokens(n: int, vocab_size: int, first: int = 0) -> NDArray[np.int32]:
@@ -90,20 +94,12 @@ def _write(path: Path, known: dict[str, list[str]]) -> None:
             part.write_text(json.dumps(known), encoding="utf-8")
 
 
-def check(engine: _core.Engine, config: ModelConfig) -> None:
-    """Make the quick check of an engine on a GPU, or read what it found earlier.
-
-    Raises
-    ------
-    DeviceError
-        Naming the kernels that are wrong.
-    """
-    if not _wanted():
-        return
+def _findings(engine: _core.Engine, config: ModelConfig) -> list[str]:
+    """Make the quick check of an engine on a GPU, or read what it found earlier: what is wrong."""
     session = engine.session(0)
     inspector = session.inspector()
     if inspector is None:
-        return
+        return []
     path = cache_folder() / "first_contact.json"
     kernels = sorted(pipeline.kernel for pipeline in inspector.pipelines())
     key = cache_key([engine.device_name, kernels])
@@ -111,8 +107,33 @@ def check(engine: _core.Engine, config: ModelConfig) -> None:
     if key not in known:
         known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]
         _write(path, known)
-    if known[key]:
+    return known[key]
+
+
+def build_checked(
+    builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig
+) -> _core.Engine:
+    """Build an engine on a GPU that passes the quick check.
+
+    Where kernels on tensors alone are wrong, one that does without them.
+
+    Raises
+    ------
+    DeviceError
+        Naming the kernels that are wrong.
+    """
+    engine = builder.build("metal", options)
+    if not _wanted():
+        return engine
+    wrong = _findings(engine, config)
+    if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
+        options.no_matmul_tensor = "; ".join(wrong)
+        _log.warning("matrix units are not used, since what they compute is wrong: %s", "; ".join(wrong))
+        engine = builder.build("metal", options)
+        wrong = _findings(engine, config)
+    if wrong:
         raise DeviceError(
-            f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(known[key])}. Please report "
+            f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(wrong)}. Please report "
             "what `metal-prefill doctor` says; use device='cpu'"
         )
+    return engine

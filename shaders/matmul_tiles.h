@@ -1,0 +1,158 @@
+// Shared by the kernels that multiply weights by many tokens: how the operands of a step come into
+// threadgroup memory, in half precision.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "args.h"
+#include "projection.h"
+
+using namespace metal;
+
+// Device memory to registers to threadgroup memory, so that the loads of one step are in flight while the
+// simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items of 8 columns for 128 threads.
+// Rows and tokens beyond the end repeat the last one; their results are not stored.
+template <typename W, ushort kRows, ushort kStagedRow>
+struct WeightTile {
+  static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
+  device const uchar* row[kItems];
+  float4 values[kItems][2];
+
+  // Rows of the stacked matrices from `first` on.
+  void begin(device const uchar* w, constant MatmulArgs& args, uint first, ushort thread_index) {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const uint r = first + thread_index / 4 + i * (MATMUL_THREADS / 4);
+      row[i] = stacked_row(w, args.weights, min(r, args.out_dim - 1));
+    }
+  }
+
+  // Rows of gate and up from `first` on, in alternating blocks of 8: kRows / 2 of each.
+  void begin_gated(device const uchar* w, constant MatmulArgs& args, uint first, ushort thread_index) {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4), block = r / 8;
+      const uint out = min(first + block / 2 * 8 + r % 8, args.out_dim - 1);
+      row[i] = half_row(w, args.weights, block % 2, out);
+    }
+  }
+
+  void load(ushort thread_index, uint k, uint in_dim) {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const uint item = k / 8 + thread_index % 4;
+      if (W::first(item) < in_dim) {
+        float4 a, b;
+        W::load(row[i], item, a, b);
+        values[i][0] = a;
+        values[i][1] = b;
+      } else {  // columns beyond a row whose length is not a multiple of MATMUL_K
+        values[i][0] = values[i][1] = 0.0f;
+      }
+    }
+  }
+
+  void store(threadgroup half* staged, ushort thread_index) const {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
+      threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + W::first(thread_index % 4));
+      out[0] = half4(values[i][0]);
+      out[W::kSecond / 4] = half4(values[i][1]);
+    }
+  }
+};
+
+template <ushort kRows, ushort kStagedRow>
+struct TokenTile {
+  static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
+  device const half* row[kItems];
+  half4 values[kItems][2];
+
+  void begin(device const half* x, constant MatmulArgs& args, uint first, ushort thread_index) {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const uint t = first + thread_index / 4 + i * (MATMUL_THREADS / 4);
+      row[i] = x + min(t, args.tokens - 1) * args.in_dim;
+    }
+  }
+
+  void load(ushort thread_index, uint k, uint in_dim) {
+    k += thread_index % 4 * 8;
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      if (k < in_dim) {
+        device const half4* in = (device const half4*)(row[i] + k);
+        values[i][0] = in[0];
+        values[i][1] = in[1];
+      } else {
+        values[i][0] = values[i][1] = 0.0h;
+      }
+    }
+  }
+
+  void store(threadgroup half* staged, ushort thread_index) const {
+#pragma unroll
+    for (ushort i = 0; i < kItems; ++i) {
+      const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
+      threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + thread_index % 4 * 8);
+      out[0] = values[i][0];
+      out[1] = values[i][1];
+    }
+  }
+};
+
+// The steps of a product over all columns, MATMUL_K at a time:
+//
+//   stage.begin(staged);
+//   for (uint k = 0; k < stage.in_dim; k += MATMUL_K) {
+//     const bool more = stage.load_after(k);
+//     // multiply stage.tokens_staged() by stage.weights_staged()
+//     if (more) stage.store_next();
+//   }
+//
+// After it no simdgroup reads stage.next any more.
+template <typename W, ushort kTokens, ushort kRows, ushort kStagedRow>
+struct Stage {
+  static constant constexpr uint kHalves = (kTokens + kRows) * kStagedRow;  // of a step
+  WeightTile<W, kRows, kStagedRow> weights;
+  TokenTile<kTokens, kStagedRow> tokens;
+  threadgroup half* current;  // the step that is multiplied
+  threadgroup half* next;     // the step that is written meanwhile
+  uint in_dim;
+  ushort thread_index;
+
+  threadgroup half* tokens_staged() const { return current; }  // [kTokens][kStagedRow]
+  threadgroup half* weights_staged() const { return current + kTokens * kStagedRow; }
+
+  void load(uint k) {
+    tokens.load(thread_index, k, in_dim);
+    weights.load(thread_index, k, in_dim);
+  }
+  void store(threadgroup half* staged) const {
+    tokens.store(staged, thread_index);
+    weights.store(staged + kTokens * kStagedRow, thread_index);
+  }
+
+  // `staged` holds two steps.
+  void begin(threadgroup half* staged) {
+    current = staged;
+    next = staged + kHalves;
+    load(0);
+    store(current);
+  }
+  // Whether there is a step after that of column k, whose loads have begun then.
+  bool load_after(uint k) {
+    // All threads have stored `current` and have read the old contents of `next`.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const bool more = k + MATMUL_K < in_dim;
+    if (more) load(k + MATMUL_K);
+    return more;
+  }
+  void store_next() {
+    store(next);
+    threadgroup half* swap = current;
+    current = next;
+    next = swap;
+  }
+};

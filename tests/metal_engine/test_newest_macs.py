@@ -1,0 +1,145 @@
+"""Products on the matrix units of an M5, on an emulated one: used where everything passes, else done without.
+
+On a Mac these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_prefill import DeviceError, Model, _core, _doctor, synth
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+M5 = 10  # its family
+PROMPT = [5 + 7 * i for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def own_device() -> Iterator[None]:
+    yield
+    gpu.set_history_depth(0)
+    gpu.set_limits(gpu.Limits())
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth.synthesize(tmp_path_factory.mktemp("newest") / "m.gguf", preset="tiny", layers=2, vocab=320)
+
+
+def logits_of(path: Path) -> tuple[np.ndarray[Any, Any], set[str], float]:
+    """Return the logits after a prompt, the kernels that ran, and what stats() say of tensors."""
+    with Model(path, device="metal") as model:
+        gpu.set_history_depth(0)
+        gpu.set_history_depth(16)  # from here on
+        logits = model.forward_prompt_logits(PROMPT)
+        kernels = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
+        return logits, kernels, model.stats()["matmul_tensor"]
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> np.ndarray[Any, Any]:
+    """Return the logits without tensors."""
+    gpu.set_limits(gpu.Limits(apple_family=9))
+    logits, kernels, used = logits_of(path)
+    assert used == 0
+    assert not any("tensor" in kernel for kernel in kernels)
+    assert _core.metal_device()["matmul_tensor"] == "not for this GPU"
+    return logits
+
+
+def test_an_m5_multiplies_on_tensors(path: Path, plain: np.ndarray[Any, Any]) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=M5))
+    logits, kernels, used = logits_of(path)
+    assert used == 1
+    assert _core.metal_device()["matmul_tensor"] == "used"
+    products = {kernel for kernel in kernels if kernel.startswith("matmul")}
+    assert products == {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
+    # Both multiply halves and add in float32, in another order.
+    assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
+
+
+def test_all_of_its_kernels_agree_with_float64(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=M5))
+    with Model(path, device="metal") as model:
+        report = _doctor.check_kernels(model, quick=True)
+    assert report["differences"] == []
+    assert report["no_matmul_tensor"] == ""
+    assert {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"} <= set(report["checked"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"metal_tensor": False}, "matmul_tensor.metal do not compile: .*'metal_tensor' file not found"),
+        ({"wrong_kernels": {"matmul_tensor_f16_narrow"}}, r"_f16_narrow' is wrong: result 0 is 195\.26"),
+        ({"wrong_kernels": {"matmul_tensor_f16_wide"}}, r"_f16_wide' is wrong: result 0 is 195\.26"),
+        ({"broken_kernels": {"matmul_tensor_f16_wide"}}, "_f16_wide' cannot be built: .*compiler service"),
+        ({"broken_kernels": {"matmul_tensor_q4_0_narrow"}}, "_q4_0_narrow' cannot be built: .*compiler"),
+        (
+            {"max_threads": {"matmul_tensor_swiglu_q4_0_narrow": 96}},
+            "_swiglu_q4_0_narrow' needs threadgroups of 128 threads; .* at most 96",
+        ),
+    ],
+    ids=["no header", "wrong narrow", "wrong wide", "broken trial", "broken type", "few threads"],
+)
+def test_an_m5_does_without_what_fails(
+    path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any], reason: str
+) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=M5, **limits))
+    logits, kernels, used = logits_of(path)
+    assert used == 0
+    assert not any("tensor" in kernel for kernel in kernels)
+    np.testing.assert_array_equal(logits, plain)
+    with Model(path, device="metal") as model:
+        report = _doctor.check_kernels(model, quick=True)
+    assert re.search(reason, report["no_matmul_tensor"])
+    assert gpu.live_objects() == 0
+
+
+def test_a_kernel_that_fails_for_another_reason_is_not_taken_for_one_on_tensors(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=M5, broken_kernels={"rmsnorm_f16"}))
+    with pytest.raises(DeviceError, match="'rmsnorm_f16' cannot be built"):
+        Model(path, device="metal")
+    assert gpu.live_objects() == 0
+
+
+def test_wrong_products_on_tensors_are_found_at_first_contact(
+    path: Path,
+    plain: np.ndarray[Any, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
+    gpu.set_limits(gpu.Limits(apple_family=M5, wrong_kernels={"matmul_tensor_q4_0_narrow"}))
+    for _ in range(2):  # the second time by what the first one found
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path, device="metal") as model:
+            assert model.stats()["matmul_tensor"] == 0
+            np.testing.assert_array_equal(model.forward_prompt_logits(PROMPT), plain)
+        assert "matrix units are not used" in caplog.text
+        assert "matmul_tensor_q4_0_narrow: value 0 is 195.26" in caplog.text
+
+
+def test_the_environment_leaves_them_out(
+    path: Path, plain: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_MATMUL_TENSOR", "0")
+    gpu.set_limits(gpu.Limits(apple_family=M5))
+    logits, _, used = logits_of(path)
+    assert used == 0
+    np.testing.assert_array_equal(logits, plain)
