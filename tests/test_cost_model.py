@@ -191,6 +191,25 @@ def test_presets_are_predicted_with_their_attention(capsys: pytest.CaptureFixtur
     assert rows[0]["predicted_seconds"] == pytest.approx(expected.seconds)
 
 
+def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
+    """Users of llama.cpp report 2 to 3 times; docs/cost_model.md says what the rate rests on."""
+    m5 = find_chip("m5")
+    plans = [plan(smollm, 512, family=m5.family, matmul_tensor=units) for units in (True, False)]
+    on_units, plain = (
+        [work_of(d) for d in dispatches if d.kernel.startswith("matmul")] for dispatches in plans
+    )
+    assert [w.groups * w.ops.matrix_unit for w in on_units] == [w.groups * w.ops.mma for w in plain]
+    assert not any(w.ops.mma for w in on_units)
+    assert [w.dram_bytes for w in on_units] == [w.dram_bytes for w in plain]
+    fast, slow = (predict(m5, dispatches, 512).seconds for dispatches in plans)
+    assert 2 < slow / fast < 3
+    # 1,024 FLOP a core and cycle: 16 TFLOP/s. No other chip has units that kernels reach.
+    rate = 4 * 2 * 512 / m5.cycles.matrix_unit * m5.cores * m5.ghz * 1e9
+    assert rate == pytest.approx(16.2e12, rel=0.01)
+    work = replace(on_units[0], ops=Ops(matrix_unit=1000), groups=1)
+    assert time_of(find_chip("m4"), work).issue == float("inf")
+
+
 def test_what_is_larger_takes_longer(smollm: Shape) -> None:
     m4 = find_chip("m4")
     for lengths in ((1, 2, 8), (9, 32, 128, 512, 1024)):  # with another kernel for the products each

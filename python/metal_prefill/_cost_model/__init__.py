@@ -88,7 +88,8 @@ def _cycles(chip: Chip, ops: Ops) -> tuple[float, float, float]:
     complex_pipe = ops.slow * c.slow + ops.exp * c.exp + ops.rcp * c.rcp + ops.rsqrt * c.rsqrt
     n_complex = ops.slow + ops.exp + ops.rcp + ops.rsqrt
     other = ops.alu * c.alu + n_complex * c.complex_issue + ops.shuffle * c.shuffle + ops.memory * c.memory
-    return ops.mma * c.mma, other, complex_pipe
+    units = ops.matrix_unit * c.matrix_unit if ops.matrix_unit else 0.0
+    return ops.mma * c.mma + units, other, complex_pipe
 
 
 def time_of(chip: Chip, work: Work) -> Time:

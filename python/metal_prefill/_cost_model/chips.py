@@ -18,7 +18,12 @@ Sources
 [M5]
     "Apple M5 GPU Roofline Analysis", michaelstinkerings.org, of a MacBook Air: clock under load, and 122 of
     153.6 GB/s, measured. That an M5 reports the family Apple10 is in logs of llama.cpp, such as
-    github.com/TheTom/llama-cpp-turboquant/issues/26. Its matrix units are not reached by simdgroup_matrix.
+    github.com/TheTom/llama-cpp-turboquant/issues/26.
+[NA]
+    Taras Zakharko, "Investigating the GPU Neural Accelerators on Apple A19/M5"
+    (tzakharko.github.io/apple-neural-accelerators-benchmark): products of halves by the matrix units of an
+    A19, measured: 1,024 FLOP a core and cycle, which are 128 FMA for each of its four schedulers. That the
+    unit keeps the scheduler from issuing anything else is assumed. simdgroup_matrix does not reach it.
 [PLAN]
     1.27 microseconds a dispatch, once measured on an M4 by the authors of the plan that this engine
     implements, on their own engine.
@@ -36,6 +41,7 @@ Sources
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Cycles:
     shuffle
     mma
         A product of 8x8 blocks: 512 FMA.
+    matrix_unit
+        The same by a matrix unit; infinite where there is none that kernels reach.
     memory
         Issue of a load or store.
     alone
@@ -70,6 +78,7 @@ class Cycles:
     mma: float
     memory: float
     alone: float
+    matrix_unit: float = inf
 
 
 # [MB] "ALU Layout" and "Instruction Throughputs": IMAD, LSHIFT, CONVERT, EXP2 4, RECIP 6, RSQRT 8, SHUFFLE 2.
@@ -200,8 +209,12 @@ CHIPS: dict[str, Chip] = {
         _apple("m4", 9, 10, 1.47, 120.0, 8),
         _apple("m4-pro", 9, 20, 1.47, 273.0, 24),
         _apple("m4-max", 9, 40, 1.678, 546.0, 48),
-        # [M5]; cores [APPLE]; the rest is taken to be the M4's
-        replace(_apple("m5", 10, 10, 1.578, 153.6, 8), dram_efficiency=122 / 153.6),
+        # [M5]; cores [APPLE]; matrix units [NA]; the rest is taken to be the M4's
+        replace(
+            _apple("m5", 10, 10, 1.578, 153.6, 8),
+            dram_efficiency=122 / 153.6,
+            cycles=replace(APPLE_CYCLES, matrix_unit=512 / 128),
+        ),
         _H200,
         replace(_H200, name="h100", dram_gbs=3350),
     )

@@ -90,6 +90,7 @@ def plan(
     chunk_tokens: int = 512,
     fused_norm: bool = False,
     fused_silu: bool = False,
+    matmul_tensor: bool = True,
 ) -> list[Dispatch]:
     """Return the dispatches of a prompt.
 
@@ -104,9 +105,11 @@ def plan(
     output
         ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring) or ``"none"``.
     family
-        Apple GPU family, 7 (M1) to 9 (M3, M4).
+        Apple GPU family, 7 (M1) to 10 (M5).
     kv_type, chunk_tokens, fused_norm, fused_silu
         As the options of :class:`metal_prefill.Model`.
+    matmul_tensor
+        Whether the matrix units are used, where the family has some.
 
     Raises
     ------
@@ -120,4 +123,5 @@ def plan(
     options.chunk_tokens = chunk_tokens
     options.fused_norm = fused_norm
     options.fused_silu = fused_silu
+    options.no_matmul_tensor = "" if matmul_tensor else "not wanted"
     return from_core(shape.core.plan(tokens, position, _core.Output[output.upper()], family, options))

@@ -33,6 +33,7 @@ class Ops:
     shuffle: float = 0
     mma: float = 0
     memory: float = 0
+    matrix_unit: float = 0
 
     def __add__(self, other: Ops) -> Ops:
         return Ops(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -192,11 +193,16 @@ def _matmul(d: Dispatch) -> Work:
     tile = _core.shader_constants["MATMUL_WIDE_TILE" if wide else "MATMUL_NARROW_TILE"]
     steps = ceil(a["in_dim"] / _core.shader_constants["MATMUL_K"])
     blocks = tile // 16  # 8x8 blocks of a simdgroup, each way
+    tensors = d.kernel.startswith("matmul_tensor")
     items = tile * 4 // d.threads  # of weights and of tokens, for each thread
     step = (dequantize + Ops(memory=2)) * items + Ops(memory=4) * items + _LOOP
-    step += Ops(mma=4 * blocks * blocks, memory=4 * 2 * blocks)
     sums = blocks * blocks
-    ops = step * steps + Ops(memory=2 * sums, alu=4 * sums)
+    if tensors:
+        step += Ops(matrix_unit=4 * sums)
+        ops = step * steps + (Ops(alu=6, memory=3) + _LOOP) * 2 * sums  # by way of threadgroup memory
+    else:
+        step += Ops(mma=4 * sums, memory=4 * 2 * blocks)
+        ops = step * steps + Ops(memory=2 * sums, alu=4 * sums)
     if swiglu:
         ops += (Ops(alu=6, exp=1, rcp=1, memory=3) + _LOOP) * sums
     rows = a["out_dim"] * (2 if swiglu else 1)
@@ -210,13 +216,13 @@ def _matmul(d: Dispatch) -> Work:
         d,
         ops=ops,
         trips=steps + 1,
-        local_trips=5 * steps,  # a barrier, and the blocks of four times 8 columns
+        local_trips=(2 if tensors else 5) * steps,  # a barrier, and the operands: of 8 columns at a time
         covered=True,
         dram=weights,
         cached=x + out,
         fetched=weights * d.grid[1] + x * d.grid[0] + out,
         core=d.groups * (steps * (staged + loaded) + fetched) + out,
-        threadgroup_bytes=2 * 2 * tile * 40 * _HALF,
+        threadgroup_bytes=2 * 2 * tile * (32 if tensors else 40) * _HALF,  # padded for simdgroup_matrix
     )
 
 
