@@ -16,13 +16,13 @@ namespace {
 constexpr int kBlock = 8;
 constexpr NSUInteger kLanes = 32;
 
-// Small whole numbers: every product and sum is exact in half and float. Row and column matter, so that a
-// transposed or misplaced block shows.
+// Whole numbers: operands are exact in half, products and sums in float, but not in half. Row and column
+// matter, so that a transposed or misplaced block shows.
 int x_at(int row, int column) {
-  return (5 * row + 3 * column) % 13 - 6;
+  return (5 * row + 31 * column) % 127 - 63;
 }
 int w_at(int row, int column) {
-  return (7 * row + 11 * column) % 17 - 8;
+  return (7 * row + 29 * column) % 113 - 56;
 }
 
 // What a kernel is given, and what it should leave in its output.
