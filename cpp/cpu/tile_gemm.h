@@ -211,6 +211,13 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
                  std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
+  // Two tokens take bytes one after the other: the first reads memory line after line, as a single token
+  // does, and the second finds them in the cache. Together they would take half as long again.
+  if (Block::kBits == 8 && count == 2) {
+    for (int t = first; t < first + count; ++t, out += stride)
+      int8_tokens<Block, 1>(block, n_blocks, x.tile(t), t % kTileTokens, out, stride, Fetch{});
+    return;
+  }
   // The group after this one is needed next. It is prefetched in the last few passes over this one,
   // spread over them: in one pass of few tokens, memory could not keep up. Most single passes leave it to the
   // processor, which does it better; but bytes for several tokens are more streams than it follows, and with
