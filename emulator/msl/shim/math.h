@@ -41,9 +41,11 @@ float f_frexp(float x, __private int* e);
 #if MSL_CPU
 // The result, or, where the executor asks for that, the result with the error that the specification allows for
 // fast functions: 3 + floor(|2x|) units of the last place. Its sign follows from the argument's bits, so that errors
-// of a sum neither all add up nor all cancel.
+// of a sum neither all add up nor all cancel. The power of 0 stays 1, which kernels rely on, though the
+// specification does not promise it.
 MSL_INLINE float with_fast_error(float x, float result) {
-  if (!::metal_emulator::abi::current_worker().fast_errors || !(result < __builtin_inff())) return result;
+  const bool errs = ::metal_emulator::abi::current_worker().fast_errors && x != 0.0f;
+  if (!errs || !(result < __builtin_inff())) return result;
   uint hash = __builtin_bit_cast(uint, x) * 0x9e3779b1u;
   const int units = 3 + static_cast<int>(__builtin_fminf(__builtin_fabsf(2.0f * x), 1000.0f));
   // Positive floats are in the order of their bits.
