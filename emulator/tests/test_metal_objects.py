@@ -114,8 +114,8 @@ def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
 
 
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
-    expected = "add scale negate4 biased reverse static_scratch store load limited exponentials part_one part_two"
-    assert sorted(library.library.function_names) == sorted(expected.split())
+    expected = "add scale negate4 biased reverse static_scratch store load limited exponentials"
+    assert sorted(library.library.function_names) == sorted([*expected.split(), "part_one", "part_two"])
 
 
 def test_a_text_that_does_not_compile_is_an_error(metal_testing: Any, device: Any) -> None:
