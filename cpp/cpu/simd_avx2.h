@@ -20,7 +20,7 @@ struct Simd {
   static constexpr int kLanes = 8;
   // 16 registers. Products of bytes: an integer and a float sum for each token, codes, a nibble mask and
   // temporaries. A second row vector would halve the tokens that share the unpacking of a nibble.
-  static constexpr int kInt8Rows = 1;
+  static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 4;
 #ifdef __AVXVNNI__
   static constexpr int kInt8Tokens = 4;
 #else

@@ -15,7 +15,7 @@ struct Simd {
   static constexpr const char* kName = "neon";
   static constexpr int kLanes = 4;
   // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and what their widening takes.
-  static constexpr int kInt8Rows = 2, kInt8Tokens = 4;
+  static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;

@@ -41,7 +41,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
   constexpr bool kHalves = kHasHalves<Block>;
   constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
-  constexpr bool kParts = kTokens == 1 && !kHalves;
+  constexpr bool kParts = kTokens == 1 && !kHalves && kRows < 4;
   constexpr int kChains = kParts ? 2 : kSums;
   constexpr bool kHalfwords = Block::kBits == 4 && SumsHalfwords<S>;
   const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
@@ -130,7 +130,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 2
           for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 1
-            for (int step = 4 * half; step < 4 * half + 4; ++step) add_step(half, r, step);
+            for (int step = 4 * half; step < 4 * half + 4; ++step) add_step(kHalves ? half : 0, r, step);
           }
         }
       }
@@ -192,9 +192,11 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 template <class Block, int kTokens>
 void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
                  std::size_t stride, Fetch fetch) {
-  for (int v = 0; v < kGroupRows / Simd::kLanes; v += Simd::kInt8Rows)
-    int8_tile<Simd, Block, Simd::kInt8Rows, kTokens>(block, n_blocks, v, x, token, out, stride,
-                                                     v == 0 ? fetch : Fetch{});
+  // A single token reads all of a block at once: in passes over parts of it, memory would wait for products.
+  constexpr int kRows = kTokens == 1 ? Simd::kInt8RowsOfOne : Simd::kInt8Rows;
+  for (int v = 0; v < kGroupRows / Simd::kLanes; v += kRows)
+    int8_tile<Simd, Block, kRows, kTokens>(block, n_blocks, v, x, token, out, stride,
+                                           v == 0 ? fetch : Fetch{});
 }
 
 // int8_tokens with as many tokens as `count` says, 1 to kTokens.
