@@ -197,7 +197,7 @@ def _tensor(parts: Parts, random: Random) -> None:
     choice = random.randrange(6)
     if choice == 0:
         name = random.choice(("", "x" * 65, parts.tensors[0][0], "output.weight", "rope_freqs.weight"))
-    elif choice == 1:
+    elif choice == 1 and dims:  # a change before may have left none
         dims = list(dims)
         dims[random.randrange(len(dims))] = random.choice((*INTEGERS, dims[0] * 2, dims[0] + 32))
     elif choice == 2:
