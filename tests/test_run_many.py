@@ -375,3 +375,12 @@ def test_a_terminal_shows_a_bar_and_the_results_go_where_they_belong(uneven: Pat
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == SPEAKERS
     assert b"5/5 prompts" in shown
     assert b"continuation" not in shown
+
+
+def test_a_prompt_that_can_never_fit_the_memory_leaves_the_others_alone() -> None:
+    prompts = [Prompt("ROMEO:" * 40), Prompt("ROMEO:")]
+    with Model(device="cpu", kv_memory=1, prefix_memory=0) as model:  # one page of 64 positions
+        long, short = in_order(Scheduler(model), iter(prompts), {"max_tokens": 4})
+    assert "exceeds kv_memory" in long.error
+    assert short.error == ""
+    assert "".join(short.answers[0].pieces) == alone("ROMEO:", 4)

@@ -30,13 +30,12 @@ from metal_prefill.errors import (
     ClosedError,
     DeviceError,
     GGUFError,
-    KVMemoryError,
     MetalPrefillError,
     StateError,
 )
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
-from metal_prefill.scheduler import Scheduler, Stream
+from metal_prefill.scheduler import REFUSALS, Scheduler, Stream
 from metal_prefill.session import Logits, Piece, Progress, Session, TokenIds
 
 if TYPE_CHECKING:
@@ -1033,7 +1032,7 @@ def _stream_many(
             try:
                 streams = scheduler.submit_answers(prompt, n, **{**common, **own})
                 indices.update(zip(streams, range(begun, begun + n), strict=True))
-            except (TypeError, ValueError, KVMemoryError) as error:
+            except REFUSALS as error:
                 named = type(error)(f"prompt {begun // n}: {error}")
                 if errors == "raise":
                     raise named from None

@@ -159,6 +159,10 @@ def make_streams(
     return streams
 
 
+# What `Scheduler.submit` raises of a prompt: further prompts are not concerned.
+REFUSALS = (TypeError, ValueError, KVMemoryError)
+
+
 class Scheduler:
     """Computes many streams together.
 

@@ -16,7 +16,7 @@ from metal_prefill._commands.result_lines import Prompt, continued, read_prompts
 from metal_prefill._continuation import split_stops
 from metal_prefill.errors import MetalPrefillError
 from metal_prefill.sampling import Options, core_sampler
-from metal_prefill.scheduler import Scheduler, Stream
+from metal_prefill.scheduler import REFUSALS, Scheduler, Stream
 
 # Results that may wait for an earlier prompt, which is slower than they were: bounds their memory.
 MOST_WAITING = 1024
@@ -103,7 +103,7 @@ def in_order(
                 for stream in _submit(scheduler, prompt, answers, options):
                     result.answers.append(Answer())
                     under_way[stream] = result, result.answers[-1]
-            except (TypeError, ValueError) as error:
+            except REFUSALS as error:
                 result.error = str(error)
         for stream, piece in scheduler.step():
             under_way[stream][1].pieces.append(piece)
