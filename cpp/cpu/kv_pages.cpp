@@ -114,21 +114,26 @@ void copy_elements(int rows, int columns, const Matrix& from, const Matrix& to) 
 
 using Row = std::uint16_t __attribute__((vector_size(16)));
 
-// Elements of a and b in turns, of their first halves and of their second ones. GCC has the builtin of clang
-// since version 12.
-Row zip_low(Row a, Row b) {
+// The elements of a and b, counted together, with these numbers. GCC has the builtin of clang since version
+// 12.
+template <int... kNumbers>
+Row shuffled(Row a, Row b) {
 #if defined(__clang__)
-  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  return __builtin_shufflevector(a, b, kNumbers...);
 #else
-  return __builtin_shuffle(a, b, Row{0, 8, 1, 9, 2, 10, 3, 11});
+  return __builtin_shuffle(a, b, Row{kNumbers...});
 #endif
 }
+
+// Elements of a and b in turns, of their first halves and of their second ones; and back.
+Row zip_low(Row a, Row b) {
+  return shuffled<0, 8, 1, 9, 2, 10, 3, 11>(a, b);
+}
 Row zip_high(Row a, Row b) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-  return __builtin_shuffle(a, b, Row{4, 12, 5, 13, 6, 14, 7, 15});
-#endif
+  return shuffled<4, 12, 5, 13, 6, 14, 7, 15>(a, b);
+}
+Row evens(Row a, Row b) {
+  return shuffled<0, 2, 4, 6, 8, 10, 12, 14>(a, b);
 }
 
 // 8x8 elements of two bytes, from contiguous rows to contiguous columns: three perfect shuffles transpose
@@ -157,14 +162,6 @@ void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
 // Eight elements as 32-bit integers, four at a time.
 using Words = std::uint32_t __attribute__((vector_size(16)));
 using Floats = float __attribute__((vector_size(16)));
-
-Row evens(Row a, Row b) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-#else
-  return __builtin_shuffle(a, b, Row{0, 2, 4, 6, 8, 10, 12, 14});
-#endif
-}
 
 // `mask` is all ones or zero, as comparisons give it.
 template <typename Mask>

@@ -120,7 +120,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
       };
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        if constexpr (kChains == 2 && !kHalves) {
+        if constexpr (kParts) {
 #pragma GCC unroll 1
           for (int step = 0; step < 8; step += 2) {
             add_step(0, r, step);

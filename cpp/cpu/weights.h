@@ -35,8 +35,8 @@ struct Forms {
 
 class Weights {
  public:
-  // Packs what is quantized (unless `compute` is f32) on all threads, and lets go of the file's pages after
-  // it; or takes Model::packed in place of that, if it has the right size. The model must outlive it.
+  // Packs what is quantized (unless `compute` is f32) on all threads; then the file's pages may leave
+  // memory. Or takes Model::packed in place of that, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, Team& team);
 
   std::vector<CpuLayer> layers;

@@ -227,7 +227,8 @@ def generate_beams(
     if length_of(ids) > context:
         raise ContextOverflowError(f"a prompt of {length_of(ids)} tokens exceeds the context of {context}")
     ids = token_array(ids, vocab_size)
-    model._core_engine().check_fits(len(ids))
+    engine = model._core_engine()
+    engine.check_fits(len(ids))
     room = context - len(ids) + 1  # the last token needs none
     stop_ids = model.tokenizer.stop_ids | frozenset(stops)
     empty = _Text(model.tokenizer, strings, min_tokens)
@@ -241,7 +242,6 @@ def generate_beams(
         min_tokens,
         None if texts is None else texts.stops,
     )
-    engine = model._core_engine()
     samplers = [sampling.core_sampler(sampling.Options(), 0, ()) for _ in range(num_beams)]
     for sampler in samplers:
         sampler.report(min(search.width, vocab_size))

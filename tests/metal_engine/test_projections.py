@@ -16,9 +16,21 @@ from support.kernel_harness import (
     ceil_div,
     close,
     make_args,
-    near,
 )
-from support.matmul_harness import ACTIVATIONS, GELU, SILU, TILES, activation, columns, matmul
+from support.matmul_harness import (
+    ACTIVATIONS,
+    GELU,
+    SILU,
+    TILES,
+    activation,
+    check_edges,
+    check_longer_rows,
+    check_product,
+    check_swiglu,
+    check_swiglu_keeps_nan,
+    columns,
+    matmul,
+)
 from support.small_models import COMMON_TYPES, TYPES
 
 OTHER_TYPES = [kind for kind in TYPES if kind not in COMMON_TYPES]
@@ -175,62 +187,29 @@ def test_a_token_gets_the_same_bits_alone_and_with_others(run: Run, kind: str, l
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("tile", TILES)
 def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
-    rng = np.random.default_rng(6)
     for cols in (8, 40, 256):  # 40: a last step of eight columns
-        cols = columns(kind, cols)
-        w = Weights(rng, kind, [70], cols)
-        x = rng.standard_normal((33, cols), np.float32)
-        y = Output([33, 70])
-        matmul(run, "matmul", tile, w, x, y, 70)
-        near(y.check(), x.astype(np.float64) @ w.values.T)
+        check_product(run, "matmul", tile, kind, 70, columns(kind, cols), 33, seed=6)
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 64, 65])
 def test_matmul_at_the_edges_of_its_tiles(run: Run, tokens: int, tile: str) -> None:
-    rng = np.random.default_rng(tokens)
-    for rows in ([64], [1], [63], [40, 20, 5]):
-        w = Weights(rng, "Q4_0", rows, 64)
-        x = rng.standard_normal((tokens, 64), np.float32)
-        before = rng.standard_normal((tokens, sum(rows)), np.float32)
-        expected = x.astype(np.float64) @ w.values.T
-        y = Output([tokens, sum(rows)])
-        matmul(run, "matmul", tile, w, x, y, sum(rows))
-        near(y.check(), expected)
-        y = Output([tokens, sum(rows)], initial=before)
-        matmul(run, "matmul", tile, w, x, y, sum(rows), accumulate=1)
-        near(y.check(), before + expected)
+    check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 20, 5]))
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("cols", "rows"), [(576, 192), (1536, 96), (2048, 64)])
 def test_matmul_over_long_rows(run: Run, cols: int, rows: int, tile: str) -> None:
-    rng = np.random.default_rng(cols)
-    w = Weights(rng, "Q4_0", [rows], cols)
-    x = rng.standard_normal((70, cols), np.float32)
-    y = Output([70, rows])
-    matmul(run, "matmul", tile, w, x, y, rows)
-    near(y.check(), x.astype(np.float64) @ w.values.T)
+    check_product(run, "matmul", tile, "Q4_0", rows, cols, 70, seed=cols)
 
 
 def test_matmul_of_512_tokens(run: Run) -> None:
-    rng = np.random.default_rng(7)
-    w = Weights(rng, "Q4_0", [66], 64)
-    x = rng.standard_normal((512, 64), np.float32)
-    y = Output([512, 66])
-    matmul(run, "matmul", "wide", w, x, y, 66)
-    near(y.check(), x.astype(np.float64) @ w.values.T)
+    check_product(run, "matmul", "wide", "Q4_0", 66, 64, 512, seed=7)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_matmul_leaves_the_rest_of_a_longer_row(run: Run, tile: str) -> None:
-    rng = np.random.default_rng(8)
-    w = Weights(rng, "Q4_0", [40], 64)
-    x = rng.standard_normal((40, 64), np.float32)
-    y = Output([40, 100], initial=np.full((40, 100), 3.0))
-    matmul(run, "matmul", tile, w, x, y, 40)
-    near(y.check()[:, :40], x.astype(np.float64) @ w.values.T)
-    assert (y.array[:, 40:] == 3).all()
+    check_longer_rows(run, "matmul", tile)
 
 
 @pytest.mark.parametrize(
@@ -238,15 +217,7 @@ def test_matmul_leaves_the_rest_of_a_longer_row(run: Run, tile: str) -> None:
     [*product(COMMON_TYPES, TILES, ACTIVATIONS), *product(OTHER_TYPES, ["narrow"], ["silu"])],
 )
 def test_matmul_swiglu(run: Run, kind: str, tile: str, act: str) -> None:
-    rng = np.random.default_rng(9)
-    cols = columns(kind, 64)
-    for tokens, rows in ((33, 45), (65, 64), (3, 8)):
-        w = Weights(rng, kind, [rows, rows], cols)
-        x = rng.standard_normal((tokens, cols), np.float32)
-        y = Output([tokens, rows], np.float16)
-        matmul(run, "matmul_swiglu", tile, w, x, y, rows, activation=ACTIVATIONS[act])
-        gate, up = np.split(x.astype(np.float64) @ w.values.T, 2, axis=1)
-        near(y.check(), activation(gate, ACTIVATIONS[act]) * up)
+    check_swiglu(run, "matmul_swiglu", tile, kind, act)
 
 
 def test_swiglu_stays_finite_in_half(run: Run) -> None:
@@ -265,12 +236,7 @@ def test_swiglu_stays_finite_in_half(run: Run) -> None:
 
 
 def test_swiglu_in_half_does_not_hide_what_is_not_a_number(run: Run) -> None:
-    w = Weights(np.random.default_rng(10), "F32", [8, 8], 8)
-    x = np.zeros((2, 8), np.float32)
-    x[1, 3] = np.nan
-    y = Output([2, 8], np.float16)
-    matmul(run, "matmul_swiglu", "narrow", w, x, y, 8)
-    assert np.isnan(y.check()).tolist() == [[False] * 8, [True] * 8]
+    check_swiglu_keeps_nan(run, "matmul_swiglu")
 
     gate_up = np.zeros((1, 8), np.float32)
     gate_up[0, 2] = np.nan

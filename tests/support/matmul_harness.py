@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .kernel_harness import (
@@ -14,6 +16,7 @@ from .kernel_harness import (
     block_columns,
     ceil_div,
     make_args,
+    near,
 )
 
 SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
@@ -59,3 +62,65 @@ def matmul(
         groups=(ceil_div(out_dim, tile_rows), ceil_div(tokens, size)),
         threads=(CONSTANTS["MATMUL_THREADS"],),
     )
+
+
+def check_product(
+    run: Run, kernel: str, tile: str, kind: str, rows: int, cols: int, tokens: int, seed: int
+) -> None:
+    """Compare a product with that of the dequantized weights in float64."""
+    rng = np.random.default_rng(seed)
+    w = Weights(rng, kind, [rows], cols)
+    x = rng.standard_normal((tokens, cols), np.float32)
+    y = Output([tokens, rows])
+    matmul(run, kernel, tile, w, x, y, rows)
+    near(y.check(), x.astype(np.float64) @ w.values.T)
+
+
+def check_edges(run: Run, kernel: str, tile: str, tokens: int, stacks: Sequence[list[int]]) -> None:
+    """Compare products of stacks of matrices, by their rows, which take the place of results or are added."""
+    rng = np.random.default_rng(tokens)
+    for rows in stacks:
+        w = Weights(rng, "Q4_0", rows, 64)
+        x = rng.standard_normal((tokens, 64), np.float32)
+        before = rng.standard_normal((tokens, sum(rows)), np.float32)
+        expected = x.astype(np.float64) @ w.values.T
+        y = Output([tokens, sum(rows)])
+        matmul(run, kernel, tile, w, x, y, sum(rows))
+        near(y.check(), expected)
+        y = Output([tokens, sum(rows)], initial=before)
+        matmul(run, kernel, tile, w, x, y, sum(rows), accumulate=1)
+        near(y.check(), before + expected)
+
+
+def check_longer_rows(run: Run, kernel: str, tile: str) -> None:
+    """See that what follows the results in a row of the output stays."""
+    rng = np.random.default_rng(8)
+    w = Weights(rng, "Q4_0", [40], 64)
+    x = rng.standard_normal((40, 64), np.float32)
+    y = Output([40, 100], initial=np.full((40, 100), 3.0))
+    matmul(run, kernel, tile, w, x, y, 40)
+    near(y.check()[:, :40], x.astype(np.float64) @ w.values.T)
+    assert (y.array[:, 40:] == 3).all()
+
+
+def check_swiglu(run: Run, kernel: str, tile: str, kind: str, act: str) -> None:
+    """Compare products of gate and up that an activation joins, in whole tiles and parts of them."""
+    rng = np.random.default_rng(9)
+    cols = columns(kind, 64)
+    for tokens, rows in ((33, 45), (65, 64), (3, 8)):
+        w = Weights(rng, kind, [rows, rows], cols)
+        x = rng.standard_normal((tokens, cols), np.float32)
+        y = Output([tokens, rows], np.float16)
+        matmul(run, kernel, tile, w, x, y, rows, activation=ACTIVATIONS[act])
+        gate, up = np.split(x.astype(np.float64) @ w.values.T, 2, axis=1)
+        near(y.check(), activation(gate, ACTIVATIONS[act]) * up)
+
+
+def check_swiglu_keeps_nan(run: Run, kernel: str) -> None:
+    """See that a token that is not a number has no results that are."""
+    w = Weights(np.random.default_rng(10), "F32", [8, 8], 8)
+    x = np.zeros((2, 8), np.float32)
+    x[1, 3] = np.nan
+    y = Output([2, 8], np.float16)
+    matmul(run, kernel, "narrow", w, x, y, 8)
+    assert np.isnan(y.check()).tolist() == [[False] * 8, [True] * 8]

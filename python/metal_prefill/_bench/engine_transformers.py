@@ -43,17 +43,12 @@ class Transformers(TextEngine):
         self._pooling = head.pooling
         self._threads = options.threads or available_threads()
         torch.set_num_threads(self._threads)
-        loaded: Any = transformers.AutoModel.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
-        )
-        self._model = loaded.eval()
+        self._model = _load(path)
         if options.compute != "f32":
             slow = self._trial()
             self._model.to(torch.bfloat16)
             if self._trial() > slow:
-                self._model = transformers.AutoModel.from_pretrained(
-                    path.parent, gguf_file=path.name, dtype=torch.float32
-                ).eval()
+                self._model = _load(path)
 
     def _trial(self) -> float:
         """Return the seconds that a text takes, the second time."""
@@ -108,6 +103,13 @@ class Transformers(TextEngine):
             pooled = states[torch.arange(len(texts)), lengths - 1].float()
         vectors: Vectors = torch.nn.functional.normalize(pooled, dim=1).numpy()
         return vectors
+
+
+def _load(path: Path) -> Any:
+    loaded: Any = transformers.AutoModel.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return loaded.eval()
 
 
 def load(options: Options) -> TextEngine:

@@ -34,45 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", type=Path, metavar="FILE", help="keys, one a line, of which requests bring one"
     )
     limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-streams",
-        type=common.positive,
-        default=Settings.max_streams,
-        metavar="N",
-        help="texts that are written at a time (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--max-queue",
-        type=common.not_negative,
-        default=Settings.max_queue,
-        metavar="N",
-        help="texts that wait; requests beyond it get status 429 (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--max-seconds",
-        type=float,
-        default=Settings.max_seconds,
-        metavar="X",
-        help="time that an answer may take, waiting included (default: %(default)g)",
-    )
-    limits.add_argument(
-        "--max-connections",
-        type=common.positive,
-        default=Settings.max_connections,
-        metavar="N",
-        help="that may be open; requests on further ones get status 503 (default: %(default)s)",
-    )
-    for name, what, seconds in (
-        ("header", "send the headers of a request", Settings.header_seconds),
-        ("body", "send the rest of it", Settings.body_seconds),
-        ("send", "receive a piece of an answer", Settings.send_seconds),
+    positive, not_negative = common.positive, common.not_negative
+    for option, kind, metavar, what in (
+        ("max_streams", positive, "N", "texts that are written at a time"),
+        ("max_queue", not_negative, "N", "texts that wait; requests beyond it get status 429"),
+        ("max_seconds", float, "X", "time that an answer may take, waiting included"),
+        ("max_connections", positive, "N", "that may be open; requests on further ones get status 503"),
+        ("header_seconds", float, "X", "time that a client may take to send the headers of a request"),
+        ("body_seconds", float, "X", "time that a client may take to send the rest of it"),
+        ("send_seconds", float, "X", "time that a client may take to receive a piece of an answer"),
     ):
         limits.add_argument(
-            f"--{name}-seconds",
-            type=float,
-            default=seconds,
-            metavar="X",
-            help=f"time that a client may take to {what} (default: %(default)g)",
+            f"--{option.replace('_', '-')}",
+            type=kind,
+            default=getattr(Settings, option),
+            metavar=metavar,
+            help=f"{what} (default: %(default)g)",
         )
     limits.add_argument(
         "--max-body",
