@@ -46,9 +46,12 @@ bool debug_requested();
 
 class Device {
  public:
-  // `no_matmul_tensor`: see EngineOptions. Throws DeviceError where there is no GPU of Apple's seventh family
-  // or later, nor one that passes the trial.
-  explicit Device(std::string no_matmul_tensor = {});
+  // Throws DeviceError where there is no GPU of Apple's seventh family or later, nor one that passes the
+  // trial.
+  Device();
+  // The same of an engine: matrix units are used where the GPU has them and they pass a trial, which compiles
+  // kernels. `no_matmul_tensor`: see EngineOptions.
+  static Device of_engine(const std::string& no_matmul_tensor);
 
   // The same device, with its allocations and commands counted in `counters`, which must outlive it.
   Device counting(CallCounters& counters) const;
@@ -59,7 +62,7 @@ class Device {
   bool debug() const { return debug_; }
   std::string name() const;
   std::string families() const;  // such as Apple7, Metal3
-  // Why a GPU with matrix units does without them; empty: it uses them, or has none.
+  // Of an engine: why a GPU with matrix units does without them; empty: it uses them, or has none.
   const std::string& no_matmul_tensor() const { return no_matmul_tensor_; }
 
   // Throws DeviceError naming the buffer and its size.

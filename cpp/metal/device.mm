@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <utility>
 
 #include "trial.h"
 
@@ -77,17 +76,24 @@ bool debug_requested() {
   return is_set("METAL_PREFILL_DEBUG") || is_set("GPU_DEBUG");
 }
 
-Device::Device(std::string no_matmul_tensor) : device_(find_device()), debug_(debug_requested()) {
+Device::Device() : device_(find_device()), debug_(debug_requested()) {
   if (!device_) throw DeviceError("no Metal device was found; use device='cpu'");
   queue_ = [device_ newCommandQueue];
   fence_ = [device_ newFence];
   if (!queue_ || !fence_)
     throw DeviceError("the Metal device '" + name() + "' gave no command queue or no fence");
   tuning_ = tuning_of(device_, queue_);
-  if (!tuning_.matmul_tensor) return;
-  no_matmul_tensor_ =
-      no_matmul_tensor.empty() ? failure_of_tensor_trial(device_, queue_) : std::move(no_matmul_tensor);
-  tuning_.matmul_tensor = no_matmul_tensor_.empty();
+}
+
+Device Device::of_engine(const std::string& no_matmul_tensor) {
+  Device device;
+  Tuning& tuning = device.tuning_;
+  if (!tuning.matmul_tensor) return device;
+  std::string& failure = device.no_matmul_tensor_;
+  failure =
+      no_matmul_tensor.empty() ? failure_of_tensor_trial(device.device_, device.queue_) : no_matmul_tensor;
+  tuning.matmul_tensor = failure.empty();
+  return device;
 }
 
 Device Device::counting(CallCounters& counters) const {

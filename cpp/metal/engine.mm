@@ -26,7 +26,7 @@ class MetalEngine final : public Engine, private PassInspector {
  public:
   MetalEngine(Model model, const EngineOptions& options)
       : Engine(std::move(model), options),
-        device_(options.no_matmul_tensor),
+        device_(Device::of_engine(options.no_matmul_tensor)),
         padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
         weights_(device_, padded_),
         forward_(device_.tuning(), padded_, options_, weights_),
@@ -516,11 +516,8 @@ std::map<std::string, std::string> metal_device() {
   const metal::AutoreleasePool pool;
   try {
     const metal::Device device;
-    const bool tensors = device.tuning().matmul_tensor;
     return {{"name", device.name()},
-            {"matmul_tensor", tensors                             ? "used"
-                              : device.no_matmul_tensor().empty() ? "not for this GPU"
-                                                                  : device.no_matmul_tensor()},
+            {"matmul_tensor", device.tuning().matmul_tensor ? "where it passes a trial" : "not for this GPU"},
             {"families", device.families()},
             {"tuned_as_family", std::to_string(device.tuning().family)},
             {"max_buffer_bytes", std::to_string(device.mtl().maxBufferLength)},

@@ -71,39 +71,41 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
 
 void Kernels::build(const Device& device, const std::vector<id<MTLFunction>>& functions,
                     NSArray<id<MTLBinaryArchive>>* archives) {
-  std::vector<std::string> failures(functions.size());
+  struct Outcome {
+    id<MTLComputePipelineState> pipeline;  // null: there is an error
+    NSError* error;
+    double seconds;
+  };
+  std::vector<Outcome> outcomes(functions.size());
   run_concurrently(functions.size(), [&](std::size_t i, const auto& done) {
-    id<MTLComputePipelineState> __strong* slot =
-        &pipelines_[std::size_t(keys_[i].kernel)][std::size_t(keys_[i].type)];
-    PipelineInfo* info = &built_[i];
-    std::string* failure = &failures[i];
-    const auto finish = [slot, info, failure, begin = Clock::now(), &done](id<MTLComputePipelineState> state,
-                                                                           NSError* error) {
-      *slot = state;
-      info->seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-      const std::size_t width = state ? state.threadExecutionWidth : kSimdWidth;
-      if (!state)
-        *failure = "the kernel '" + info->kernel + "' cannot be built: " + describe(error);
-      else
-        info->max_threads = state.maxTotalThreadsPerThreadgroup;
-      if (width != kSimdWidth)
-        *failure = "the kernel '" + info->kernel + "' runs in simdgroups of " + std::to_string(width) +
-                   " threads; the shaders need " + std::to_string(kSimdWidth);
-      done("");
-    };
     MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
     descriptor.computeFunction = functions[i];
     descriptor.binaryArchives = archives;
+    const auto finish = [outcome = &outcomes[i], begin = Clock::now(), &done](
+                            id<MTLComputePipelineState> pipeline, NSError* error) {
+      *outcome = {pipeline, error, std::chrono::duration<double>(Clock::now() - begin).count()};
+      done("");
+    };
     [device.mtl() newComputePipelineStateWithDescriptor:descriptor
                                                 options:archives ? MTLPipelineOptionFailOnBinaryArchiveMiss
                                                                  : MTLPipelineOptionNone
-                                      completionHandler:^(id<MTLComputePipelineState> state,
+                                      completionHandler:^(id<MTLComputePipelineState> pipeline,
                                                           MTLComputePipelineReflection*, NSError* error) {
-                                        finish(state, error);
+                                        finish(pipeline, error);
                                       }];
   });
-  for (std::size_t i = 0; i < failures.size(); ++i)
-    if (!failures[i].empty()) fail(keys_[i], failures[i]);
+  for (std::size_t i = 0; i < outcomes.size(); ++i) {
+    const auto& [pipeline, error, seconds] = outcomes[i];
+    PipelineInfo& info = built_[i];
+    const std::string kernel = "the kernel '" + info.kernel + "' ";
+    if (!pipeline) fail(keys_[i], kernel + "cannot be built: " + describe(error));
+    if (pipeline.threadExecutionWidth != kSimdWidth)
+      fail(keys_[i], kernel + "runs in simdgroups of " + std::to_string(pipeline.threadExecutionWidth) +
+                         " threads; the shaders need " + std::to_string(kSimdWidth));
+    info.seconds = seconds;
+    info.max_threads = pipeline.maxTotalThreadsPerThreadgroup;
+    pipelines_[std::size_t(keys_[i].kernel)][std::size_t(keys_[i].type)] = pipeline;
+  }
 }
 
 void Kernels::check(const KernelThreads& used) const {

@@ -64,11 +64,21 @@ def test_an_m5_multiplies_on_tensors(path: Path, plain: np.ndarray[Any, Any]) ->
     gpu.set_limits(gpu.Limits(apple_family=M5))
     logits, kernels, used = logits_of(path)
     assert used == 1
-    assert _core.metal_device()["matmul_tensor"] == "used"
+    assert _core.metal_device()["matmul_tensor"] == "where it passes a trial"
     products = {kernel for kernel in kernels if kernel.startswith("matmul")}
     assert products == {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
     # Both multiply halves and add in float32, in another order.
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
+
+
+def test_the_trial_is_made_once_for_a_model(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=M5))
+    gpu.forget_compiled_libraries()
+    _core.metal_device()
+    assert gpu.compiled_libraries() == []
+    with Model(path, device="metal"):
+        compiled = [library.name for library in gpu.compiled_libraries()]
+    assert compiled.count("matmul_tensor.metal") == 2  # that of the trial, and that of the model's types
 
 
 def test_all_of_its_kernels_agree_with_float64(path: Path) -> None:

@@ -218,7 +218,7 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/device.mm",
-        "tuning_.matmul_tensor = no_matmul_tensor_.empty();",
+        "tuning.matmul_tensor = failure.empty();",
         "",
         "matrix units are used whatever the trial found",
         ("tests/metal_engine/test_newest_macs.py", "-k", "without_what_fails"),
