@@ -105,7 +105,7 @@ struct Chunk {
   std::span<const TokenId> drafts;   // kSampled: the tokens after the first row with an output
   int drafts_before = 0;             // kSampled: of those, how many earlier chunks had
   bool more = false;                 // kGreedy: a pass with the chosen token follows, at the next position,
-                                     // for which the cache has room
+                                     // for which the cache has room, together with those of the other chunks
   Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
   std::exception_ptr error;          // kSampled: why there is no token
 

@@ -87,6 +87,7 @@ class MetalEngine final : public Engine, private PassInspector {
 
   class MetalCache;
   class SentPass;
+  struct AskedPass;
   struct Ahead;
   void require_unforked() const {
     if (forked_)
@@ -96,7 +97,9 @@ class MetalEngine final : public Engine, private PassInspector {
   }
   void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
-  std::unique_ptr<SentPass> send_after(const Chunk& chunk, KvPages::Hold& pages, const SentPass& before);
+  std::vector<AskedPass> passes_for(std::span<Chunk* const> chunks, KvPages::Hold& pages);
+  std::shared_ptr<SentPass> send_after(std::span<Chunk* const> chunks, KvPages::Hold& pages,
+                                       const SentPass& before);
   static void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks);
   void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
   void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
@@ -149,11 +152,18 @@ class MetalEngine::SentPass {
   // `choices`: of a pass that was sent before it, which finds its tokens; null: the chunks have them.
   SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages, id<MTLBuffer> choices);
 
-  // Waits for it. Throws DeviceError when the GPU failed.
+  // Waits for it and counts it, once. Throws DeviceError when the GPU failed, each time.
   void finish(KvPages::Hold& pages, CallCounters& counters) {
-    encoder_.finish();
-    pages.finished(last_);
-    counters += counters_;
+    if (!std::exchange(is_finished_, true)) {
+      try {
+        encoder_.finish();
+        pages.finished(last_);
+        counters += counters_;
+      } catch (...) {
+        failure_ = std::current_exception();
+      }
+    }
+    if (failure_) std::rethrow_exception(failure_);
   }
   const PassRows& rows() const { return rows_; }
   const Batch& batch() const { return *lease_; }
@@ -166,15 +176,25 @@ class MetalEngine::SentPass {
   const RopeTables::ByLayer rope_tables_;
   const PassRows rows_;
   id<MTLCommandBuffer> last_;
+  bool is_finished_ = false;
+  std::exception_ptr failure_;
   MetalEncoder encoder_;  // the last member: it waits for the GPU before the others are gone
 };
 
-// The pass with the token after those of a session, which the GPU began before the caller knew the token.
+// A pass, and by its chunks those of a call; null: nobody asks for that one any more.
+struct MetalEngine::AskedPass {
+  std::shared_ptr<SentPass> pass;
+  std::vector<Chunk*> chunks;
+};
+
+// A pass with the token after those of a session, and perhaps those of others, which the GPU began before the
+// caller knew the token.
 struct MetalEngine::Ahead {
+  std::shared_ptr<SentPass> pass;
+  std::size_t chunk;  // of the pass: that of the session
   int position;
   TokenId token;  // the choice that it computes with
   std::vector<PageId> pages;
-  std::unique_ptr<SentPass> pass;
 };
 
 // The pages of a session, and, when debugging, the intermediate results of its last pass.
@@ -204,8 +224,10 @@ class MetalEngine::MetalCache final : public PagedCache {
   void write(int layer, bool values, int positions, const std::byte* in) override;
 
   void keep_ahead(Ahead ahead) { ahead_ = std::make_unique<Ahead>(std::move(ahead)); }
-  // The pass of the chunk, where it was sent ahead; null: it was not, and none is on its way any more.
-  std::unique_ptr<SentPass> take_ahead(const Chunk& chunk);
+  // What computes the chunk, where it was sent ahead; null: it was not, and nothing is on its way any more.
+  std::unique_ptr<Ahead> take_ahead(const Chunk& chunk);
+  // The GPU may be at work on it still, and write to a page that another session takes now: passes and blits
+  // that come later wait for it (see KvPages::Hold).
   void drop_ahead() {
     // A forked process has no GPU to wait for.
     if (ahead_ && metal_.forked_) static_cast<void>(ahead_.release());
@@ -269,24 +291,53 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
 void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
   const AutoreleasePool pool;
   if (chunks[0]->trace) return trace_pass(chunks, counters);
-  std::unique_ptr<SentPass> pass, next;
-  for (Chunk* chunk : chunks) {
-    std::unique_ptr<SentPass> ahead = static_cast<MetalCache&>(*chunk->cache).take_ahead(*chunk);
-    if (chunks.size() == 1) pass = std::move(ahead);
-  }
   KvPages::Hold pages(store_);
-  if (!pass) pass = std::make_unique<SentPass>(*this, chunks, pages, nil);
-  if (chunks.size() == 1 && chunks[0]->more) next = send_after(*chunks[0], pages, *pass);
-  pass->finish(pages, counters);
-  if (device_.debug()) keep_intermediates(pass->rows(), chunks, pass->batch());
-  deliver(pass->rows(), chunks, pass->batch());
+  const std::vector<AskedPass> passes = passes_for(chunks, pages);
+  std::shared_ptr<SentPass> next;
+  const bool goes_on =
+      std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) { return chunk->more; });
+  // Its rows are those that the pass after it finds the tokens of.
+  if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
+    next = send_after(chunks, pages, *passes[0].pass);
+  for (const auto& [pass, asking] : passes) {
+    pass->finish(pages, counters);
+    if (device_.debug()) keep_intermediates(pass->rows(), asking, pass->batch());
+    deliver(pass->rows(), asking, pass->batch());
+  }
   if (!next) return;
-  const std::span<const PageId> held = chunks[0]->cache->pages();
-  static_cast<MetalCache&>(*chunks[0]->cache)
-      .keep_ahead({chunks[0]->position + int(chunks[0]->tokens.size()),
-                   chunks[0]->chosen[0],
-                   {held.begin(), held.end()},
-                   std::move(next)});
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    const std::span<const PageId> held = chunks[i]->cache->pages();
+    static_cast<MetalCache&>(*chunks[i]->cache)
+        .keep_ahead({next,
+                     i,
+                     chunks[i]->position + int(chunks[i]->tokens.size()),
+                     chunks[i]->chosen[0],
+                     {held.begin(), held.end()}});
+  }
+}
+
+// Those of the chunks that were sent ahead, and one with the others.
+std::vector<MetalEngine::AskedPass> MetalEngine::passes_for(std::span<Chunk* const> chunks,
+                                                            KvPages::Hold& pages) {
+  std::vector<AskedPass> passes;
+  std::vector<Chunk*> others;
+  for (Chunk* chunk : chunks) {
+    const std::unique_ptr<Ahead> ahead = static_cast<MetalCache&>(*chunk->cache).take_ahead(*chunk);
+    if (!ahead) {
+      others.push_back(chunk);
+      continue;
+    }
+    auto asked = std::find_if(passes.begin(), passes.end(),
+                              [&](const AskedPass& other) { return other.pass == ahead->pass; });
+    if (asked == passes.end()) {
+      const std::size_t n = std::size_t(ahead->pass->rows().all.count);  // chunks of one token
+      asked = passes.insert(passes.end(), {ahead->pass, std::vector<Chunk*>(n)});
+    }
+    asked->chunks[ahead->chunk] = chunk;
+  }
+  if (!others.empty())
+    passes.push_back({std::make_shared<SentPass>(*this, others, pages, nil), std::move(others)});
+  return passes;
 }
 
 void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
@@ -304,34 +355,37 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
   deliver(rows, chunks, *lease);
 }
 
-// The pass with the token that `before` chooses. An error of it is not one of the call that sends it: null.
-std::unique_ptr<MetalEngine::SentPass> MetalEngine::send_after(const Chunk& chunk, KvPages::Hold& pages,
-                                                               const SentPass& before) {
+// The pass with the tokens that `before` chooses. An error of it is not one of the call that sends it: null.
+std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* const> chunks,
+                                                               KvPages::Hold& pages, const SentPass& before) {
   static constexpr TokenId kUnknown[] = {0};  // the host writes no tokens that a kernel reads
-  Chunk next;
-  next.tokens = kUnknown;
-  next.position = chunk.position + int(chunk.tokens.size());
-  next.cache = chunk.cache;
-  next.output = Output::kGreedy;
-  next.output_rows = 1;
-  Chunk* const chunks[] = {&next};
+  std::vector<Chunk> next(chunks.size());
+  std::vector<Chunk*> pointers;
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    next[i].tokens = kUnknown;
+    next[i].position = chunks[i]->position + int(chunks[i]->tokens.size());
+    next[i].cache = chunks[i]->cache;
+    next[i].output = Output::kGreedy;
+    next[i].output_rows = 1;
+    pointers.push_back(&next[i]);
+  }
   try {
-    return std::make_unique<SentPass>(*this, chunks, pages, before.batch().peek(BufferName::kResult));
+    return std::make_shared<SentPass>(*this, pointers, pages, before.batch().peek(BufferName::kResult));
   } catch (const DeviceError&) {
     return nullptr;
   }
 }
 
-std::unique_ptr<MetalEngine::SentPass> MetalEngine::MetalCache::take_ahead(const Chunk& chunk) {
+std::unique_ptr<MetalEngine::Ahead> MetalEngine::MetalCache::take_ahead(const Chunk& chunk) {
   if (!ahead_) return nullptr;
-  const std::unique_ptr<Ahead> ahead = std::move(ahead_);
   const std::span<const PageId> held = pages();
-  const bool same_pages = held.size() >= ahead->pages.size() &&
-                          std::equal(ahead->pages.begin(), ahead->pages.end(), held.begin());
-  const bool is_it = chunk.tokens.size() == 1 && chunk.tokens[0] == ahead->token &&
-                     chunk.position == ahead->position && chunk.output == Output::kGreedy &&
+  const bool same_pages = held.size() >= ahead_->pages.size() &&
+                          std::equal(ahead_->pages.begin(), ahead_->pages.end(), held.begin());
+  const bool is_it = chunk.tokens.size() == 1 && chunk.tokens[0] == ahead_->token &&
+                     chunk.position == ahead_->position && chunk.output == Output::kGreedy &&
                      chunk.output_rows == 1 && same_pages;
-  return is_it ? std::move(ahead->pass) : nullptr;
+  if (!is_it) drop_ahead();
+  return std::move(ahead_);
 }
 
 template <typename T>
@@ -366,6 +420,7 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
   const auto contents = [&](BufferName name) { return batch.peek(name).contents; };
   const std::size_t vocab_size = std::size_t(config().vocab_size);
   for (const RowRun& run : rows.wanted.runs) {
+    if (!chunks[std::size_t(run.chunk)]) continue;
     Chunk& chunk = *chunks[std::size_t(run.chunk)];
     switch (chunk.output) {
       case Output::kNone:
@@ -424,7 +479,8 @@ void MetalEngine::keep_intermediates(const PassRows& rows, std::span<Chunk* cons
       kept.assign(values, values + wanted.elements);
     }
   }
-  for (Chunk* chunk : chunks) static_cast<MetalCache&>(*chunk->cache).intermediates = all;
+  for (Chunk* chunk : chunks)
+    if (chunk) static_cast<MetalCache&>(*chunk->cache).intermediates = all;
 }
 
 std::vector<float> MetalEngine::intermediate(const Cache& cache, const std::string& name) const {

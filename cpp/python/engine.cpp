@@ -23,12 +23,13 @@ namespace {
 
 // For each session what its output is: an id, an array, None, or the exception that ended it. `rows`: of how
 // many of its last tokens the output is wanted; by default of the last one, and log probabilities of all.
-// With it ids come as lists. `drafts`: the tokens after the first of those rows are guesses.
+// With it ids come as lists. `drafts`: the tokens after the first of those rows are guesses. `more`: the ids
+// that are chosen greedily will be appended next, all in one call.
 nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Session*>& sessions,
                                            const std::vector<TokenArray>& tokens,
                                            const std::vector<Output>& outputs, bool reuse,
                                            nb::object progress, const std::vector<Sampler*>& samplers,
-                                           const std::vector<int>& rows, bool drafts) {
+                                           const std::vector<int>& rows, bool drafts, bool more) {
   if (sessions.size() != tokens.size() || sessions.size() != outputs.size() ||
       (!rows.empty() && rows.size() != sessions.size()))
     throw std::invalid_argument("a batch needs tokens and an output for each session");
@@ -47,6 +48,7 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Ses
     request.output = outputs[i];
     if (!rows.empty()) request.output_rows = rows[i];
     request.are_drafts = drafts;
+    request.more = more;
     if (outputs[i] == Output::kLogits) {
       arrays[i] = std::make_unique<FloatResult>(vocab_size);
       request.logits = arrays[i]->data();
@@ -103,12 +105,14 @@ void bind_engines(nb::module_& m) {
       .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "sessions"_a, "tokens"_a, "outputs"_a, "reuse"_a = false,
            "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>(), "rows"_a = std::vector<int>(),
-           "drafts"_a = false)
+           "drafts"_a = false, "more"_a = false)
       .def("check_fits", &Engine::check_fits, "positions"_a,
            "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
       .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")
       .def_prop_ro("exact_rows", &Engine::exact_rows,
                    "Most tokens of a sequence in a pass that get the bits that they get one by one.")
+      .def_prop_ro("runs_ahead", &Engine::runs_ahead,
+                   "Whether it begins with the token after a greedy one before the caller has seen that.")
       .def_prop_ro("device_name", &Engine::device_name)
       .def_prop_ro("backend", &Engine::backend)
       .def(

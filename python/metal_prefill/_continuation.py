@@ -258,7 +258,9 @@ class Continuation:
         self._next: list[int] = []  # tokens of the text that are not computed
         self.ended: FinishReason | None = None
 
-    def next_tokens(self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0) -> NextTokens:
+    def next_tokens(
+        self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0, *, sent: bool = False
+    ) -> NextTokens:
         """Return the tokens to compute next, with guesses at those after them.
 
         Parameters
@@ -270,6 +272,9 @@ class Continuation:
         rows, tokens
             Of the pass without guesses and tokens that were forced: its rows, and the tokens that it is
             expected to bring.
+        sent
+            The engine was told that this token follows (`goes_on_greedily`), and may have sent its pass: it
+            gets no guesses. They begin a token later, and nothing is computed in vain.
         """
         forced = max(len(self._next) - 1, 0)
         most = min(room - 1 - forced, self._most - self._made - 1, self._context - self._position - 1)
@@ -280,7 +285,7 @@ class Continuation:
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
         allow = None if self._guide is None else self._allow
-        drafts = self._speculation.drafts(max(most, 0), cost, rows + forced, tokens, allow)
+        drafts = self._speculation.drafts(max(most, 0), cost, rows + forced, tokens, allow, sent)
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 
@@ -337,8 +342,13 @@ class Continuation:
 
     @property
     def goes_on_greedily(self) -> bool:
-        """Whether the next token is the largest logit's, and a pass without guesses may follow."""
-        return self.sampler is None and self._speculation is None and self._made + 1 < self._most
+        """Whether the next pass chooses the largest logit's token, and one without guesses may follow it.
+
+        As far as is known when the tokens of the next pass are: while no guess is at hand, there will be none
+        for the pass after that.
+        """
+        guesses = self._speculation is not None and self._speculation.at_hand
+        return self.sampler is None and not guesses and self._made + 1 < self._most
 
     @property
     def _position(self) -> int:

@@ -226,6 +226,11 @@ class Speculation:
 
     A guess that costs time is tried again after some tokens, each time after twice as many, once it does not
     pay. One that is free is compared with what is chosen even while it is not used.
+
+    Attributes
+    ----------
+    at_hand : bool
+        Whether there are guesses at what follows the tokens so far that would pay, or may be.
     """
 
     def __init__(self, drafter: Drafter, ids: npt.NDArray[np.int32]) -> None:
@@ -236,6 +241,7 @@ class Speculation:
         self._shadow: list[int] = []  # the first guess, used or not
         self._seconds = 0.0  # that a guess takes until it is in a pass
         self._wait = self._patience = 8  # tokens until a guess is tried again
+        self.at_hand = False
 
     def drafts(
         self,
@@ -244,6 +250,7 @@ class Speculation:
         rows: int,
         tokens: float,
         allow: Callable[[list[int]], int] | None = None,
+        sent: bool = False,
     ) -> list[int]:
         """Make guesses for a pass.
 
@@ -257,6 +264,8 @@ class Speculation:
             Of the pass without them: its rows, and the tokens that it is expected to bring.
         allow
             Returns how many of them a constraint allows; the next one is wrong.
+        sent
+            The pass is on its way without guesses: there are none.
         """
         self._acceptance = self._drafter.acceptance
         count = self._best_count(most, cost, rows, tokens)
@@ -270,8 +279,9 @@ class Speculation:
                 self._wait -= 1
                 if self._wait <= 0:
                     count = min(most, LENGTHS[2])
-            guesses = self._drafter.draft(count) if count else []
-        self._drafts = guesses[:count]
+            guesses = self._drafter.draft(count) if count and not sent else []
+        self.at_hand = count > 0 and bool(guesses or (sent and not self._drafter.free))
+        self._drafts = [] if sent else guesses[:count]
         allowed = allow(self._drafts) if self._drafts and allow is not None else count
         if self._drafts and (allow is not None or not self._drafter.free):
             seconds = (time.perf_counter() - start) / len(self._drafts)

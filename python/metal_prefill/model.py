@@ -324,6 +324,10 @@ class Model:
         return self._core_engine().exact_rows
 
     @cached_property
+    def _runs_ahead(self) -> bool:
+        return self._core_engine().runs_ahead
+
+    @cached_property
     def _row_cost(self) -> RowCost:
         """Seconds that passes take, for all texts."""
         return RowCost()

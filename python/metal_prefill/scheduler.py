@@ -198,6 +198,7 @@ class Scheduler:
         self._active: deque[Stream] = deque()
         self._calls: list[PendingCall] = []
         self._calls_first = False
+        self._sent = False  # the next tokens of those that are writing may be on their way, without guesses
         self.passes = 0
         self.last_pass = PassRows(0, 0, 0, 0.0)
 
@@ -307,6 +308,8 @@ class Scheduler:
         chosen = self._next_tokens(writing, prompt_rows + _rows_of(calls)) + pieces
         if not chosen and not calls:
             return []
+        alone = self._engine.runs_ahead and not pieces and not calls
+        more = alone and all(s._text.goes_on_greedily for s, _ in chosen)
         outputs = [self._output(s, tokens.ids) for s, tokens in chosen]
         samplers = [
             s._text.sampler
@@ -322,7 +325,9 @@ class Scheduler:
             samplers=[sampler for sampler in samplers if sampler is not None],
             rows=[tokens.drafts + 1 for _, tokens in chosen] + [n for call in arguments for n in call.rows],
             drafts=True,
+            more=more,
         )
+        self._sent = more
         seconds = time.perf_counter() - start
         rows = sum(len(tokens.ids) for _, tokens in chosen)
         if not any(tokens.forced for _, tokens in chosen[: len(writing)]):
@@ -358,7 +363,9 @@ class Scheduler:
         for stream in writing:
             most = min(self._engine.exact_rows, self._engine.pass_rows - rows + 1)
             try:
-                tokens = stream._text.next_tokens(most, self._model._row_cost, rows, expected)
+                tokens = stream._text.next_tokens(
+                    most, self._model._row_cost, rows, expected, sent=self._sent
+                )
             except Exception as error:  # of the user's function
                 stream._fail(error)
                 continue

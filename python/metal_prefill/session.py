@@ -56,6 +56,10 @@ class _SharedModel(Protocol):
     def _exact_rows(self) -> int:
         """Most tokens of a pass that get the bits that they get one by one."""
 
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether it begins with the token after a greedy one before anyone has seen that."""
+
 
 # One for each generator: see `Claim` in cpp/engine.h.
 _claims = itertools.count(1)
@@ -421,8 +425,9 @@ logit_bias
         claim = next(_claims)  # ends when another call changes the session
 
         core, cost = self._open(), self._model._row_cost
+        sent = self._model._runs_ahead and text.goes_on_greedily
         if text.sampler is None:
-            token = core.forward_prompt(text.ids, True, progress, claim, text.goes_on_greedily)
+            token = core.forward_prompt(text.ids, True, progress, claim, sent)
         else:
             token = core.forward_prompt_sampled(text.ids, text.sampler, True, progress, claim)
         computed = len(text.ids)  # position of the session
@@ -431,11 +436,10 @@ logit_bias
             position += 1
             yield piece
         while text.ended is None:
-            following = text.next_tokens(self._model._exact_rows, cost)
+            following = text.next_tokens(self._model._exact_rows, cost, sent=sent)
+            sent = self._model._runs_ahead and text.goes_on_greedily
             core, start = self._open(), time.perf_counter()
-            chosen = core.forward_drafts(
-                following.ids, following.drafts, text.sampler, claim, text.goes_on_greedily
-            )
+            chosen = core.forward_drafts(following.ids, following.drafts, text.sampler, claim, sent)
             if not following.forced:
                 cost.note(len(following.ids), time.perf_counter() - start)
             computed += len(following.ids) - following.drafts + len(chosen) - 1

@@ -102,24 +102,13 @@ def test_nothing_is_sent_after_the_last_token(session: Session) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"speculate": "lookup"}, {"temperature": 0.7, "seed": 1}, {"logprobs": 0}, {"min_tokens": 3}],
+    [{"temperature": 0.7, "seed": 1}, {"logprobs": 0}, {"min_tokens": 3}],
     ids=lambda options: next(iter(options)),
 )
 def test_texts_that_need_the_host_between_tokens_are_not_ahead(
     session: Session, options: dict[str, Any]
 ) -> None:
     assert set(ahead(lambda: tokens_of(session, 6, **options))) == {0}
-
-
-def test_streams_are_not_ahead_of_each_other(model: Model, wanted: list[int]) -> None:
-    texts: dict[int, list[int]] = {0: [], 1: []}
-    prompts = [(PROMPT, ONE_BY_ONE), (PROMPT[:7], ONE_BY_ONE)]
-
-    def run() -> None:
-        for i, _ in model.generate_many(prompts, 6):
-            texts[i].append(0)
-
-    assert set(ahead(run)) == {0}
 
 
 def test_what_a_stop_leaves_is_thrown_away(model: Model, session: Session, wanted: list[int]) -> None:

@@ -264,6 +264,27 @@ METAL = (
         ("tests/metal_engine/test_running_ahead.py", "-k", "two_sessions"),
     ),
     Mutant(
+        "cpp/metal/engine.mm",
+        "asked->chunks[ahead->chunk] = chunk;",
+        "asked->chunks[0] = chunk;",
+        "a session is given another's row of the pass on its way",
+        ("tests/metal_engine/test_batches_ahead.py", "-k", "one_by_one or stop"),
+    ),
+    Mutant(
+        "cpp/metal/engine.mm",
+        "if (failure_) std::rethrow_exception(failure_);",
+        "if (auto failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);",
+        "a failed pass is told to the first of its sessions alone",
+        ("tests/metal_engine/test_batches_ahead.py", "-k", "told_of_the_failure"),
+    ),
+    Mutant(
+        "cpp/metal/engine.mm",
+        "if (goes_on &&",
+        "if (goes_on || ",
+        "the pass after one is sent although its tokens are in other rows",
+        ("tests/metal_engine/test_batches_ahead.py", "-k", "stop"),
+    ),
+    Mutant(
         "cpp/metal/pipeline_archive.mm",
         "if (fs::path(path).stem() != wanted) continue;",
         "",

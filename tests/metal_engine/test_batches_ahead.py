@@ -1,0 +1,386 @@
+"""Batches of greedy text, and texts with guesses, of which the GPU begins the next tokens early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from support.small_models import SmallModel, with_tensor, write
+
+from metal_prefill import DeviceError, Model, Scheduler, _core, synth
+from metal_prefill._speculation import Acceptance, LookupDrafter, RowCost
+from metal_prefill.scheduler import Stream
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+VOCAB = 320
+PROMPTS = [[(5 + i + 7 * k) % VOCAB for k in range(n)] for i, n in enumerate([40, 11, 58])]
+TOKENS = 12  # of each text; the third one gets a second page
+GREEDY: Any = {"speculate": "off"}
+
+
+@pytest.fixture(autouse=True)
+def own_device() -> Iterator[None]:
+    yield
+    gpu.clear_faults()
+    gpu.set_history_depth(0)
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = synth.synthesize(tmp_path_factory.mktemp("ahead") / "m.gguf", preset="tiny", layers=2, vocab=VOCAB)
+    with Model(path, device="metal", prefix_memory=0) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Model) -> list[list[int]]:
+    """Of each prompt, the tokens that follow, each computed alone once the one before is known."""
+    texts = []
+    for prompt in PROMPTS:
+        with model.session() as session:
+            text = [session.forward_prompt(prompt)]
+            while len(text) < 2 * TOKENS:
+                text.append(session.forward_token_greedy(text[-1]))
+        texts.append(text)
+    return texts
+
+
+class Pass(NamedTuple):
+    """What the label of a command buffer says of its pass, and how far it was ahead of the host."""
+
+    tokens: int
+    sequences: int
+    position: int  # -1: of several sequences
+    ahead: int
+
+
+def passes_of(run: Callable[[], object]) -> list[Pass]:
+    gpu.set_history_depth(0)
+    gpu.set_history_depth(256)
+    run()
+    passes = []
+    for buffer in gpu.history():  # "3 tokens of 3 sequences", "1 tokens at position 7"
+        words = buffer.label.split()
+        several = words[2] == "of"
+        passes.append(
+            Pass(
+                int(words[0]),
+                int(words[3]) if several else 1,
+                -1 if several else int(words[4]),
+                buffer.ahead_of_host,
+            )
+        )
+    return passes
+
+
+def finish(scheduler: Scheduler, streams: Sequence[Stream], texts: list[list[int]] | None = None) -> Any:
+    """Compute until all streams have ended, and return their tokens."""
+    texts = [[] for _ in streams] if texts is None else texts
+    while scheduler.busy:
+        step(scheduler, streams, texts)
+    return texts
+
+
+def step(scheduler: Scheduler, streams: Sequence[Stream], texts: list[list[int]]) -> None:
+    for stream, piece in scheduler.step_pieces():
+        texts[streams.index(stream)].append(piece.token)
+
+
+def submit(scheduler: Scheduler, *options: dict[str, Any], tokens: int = TOKENS) -> list[Stream]:
+    """Enter a stream of each prompt, all with options of their own."""
+    chosen = options or ({},) * len(PROMPTS)
+    return [
+        scheduler.submit(prompt, **{"max_tokens": tokens, **GREEDY, **own})
+        for prompt, own in zip(PROMPTS, chosen, strict=True)
+    ]
+
+
+def first_of(text: list[int], least: int) -> int:
+    """Return where a token occurs that did not before, `least` or later."""
+    return next(i for i in range(least, len(text)) if text[i] not in text[:i])
+
+
+def test_batches_have_the_tokens_of_each_alone_and_are_ahead_of_the_host(
+    model: Model, wanted: list[list[int]]
+) -> None:
+    scheduler, texts = Scheduler(model), None
+    streams = submit(scheduler)
+
+    def run() -> None:
+        nonlocal texts
+        texts = finish(scheduler, streams)
+
+    prompts = sum(map(len, PROMPTS))
+    before = gpu.counters()
+    assert passes_of(run) == [
+        Pass(prompts, 3, -1, 0),
+        Pass(3, 3, -1, 0),
+        *[Pass(3, 3, -1, 1)] * (TOKENS - 2),
+    ]
+    assert gpu.counters().waits - before.waits == TOKENS
+    assert texts == [text[:TOKENS] for text in wanted]
+
+
+def test_a_stop_leaves_the_others_what_was_sent_for_them(model: Model, wanted: list[list[int]]) -> None:
+    """The next pass of the rest is not ahead; those after it are."""
+    n = first_of(wanted[1], 3)
+    scheduler, texts = Scheduler(model), []
+    streams = submit(scheduler, {}, {"stop": wanted[1][n]}, {})
+    passes = passes_of(lambda: texts.extend(finish(scheduler, streams)))
+    assert texts == [wanted[0][:TOKENS], wanted[1][: n + 1], wanted[2][:TOKENS]]
+    assert streams[1].finish_reason == "stop"
+    assert passes[1:] == [
+        Pass(3, 3, -1, 0),
+        *[Pass(3, 3, -1, 1)] * n,  # the last of them was on its way at the stop
+        Pass(2, 2, -1, 0),
+        *[Pass(2, 2, -1, 1)] * (TOKENS - n - 3),
+    ]
+
+
+def test_nothing_is_sent_after_a_last_token_that_is_known_to_be_one(
+    model: Model, wanted: list[list[int]]
+) -> None:
+    scheduler, texts = Scheduler(model), []
+    streams = submit(scheduler, {}, {"max_tokens": 5}, {})
+    passes = passes_of(lambda: texts.extend(finish(scheduler, streams)))
+    assert texts == [wanted[0][:TOKENS], wanted[1][:5], wanted[2][:TOKENS]]
+    rows = [p.tokens for p in passes[1:]]
+    assert rows == [3] * 4 + [2] * (TOKENS - 5)
+
+
+def test_a_cancelled_stream_gives_its_memory_back_and_the_others_continue(
+    model: Model, wanted: list[list[int]]
+) -> None:
+    scheduler = Scheduler(model)
+    texts: list[list[int]] = [[], [], []]
+    streams = submit(scheduler)
+    for _ in range(5):
+        step(scheduler, streams, texts)
+    held = model.stats()["kv_pool_bytes"]
+    streams[2].cancel()
+    step(scheduler, streams, texts)
+    assert model.stats()["kv_pool_bytes"] < held
+    finish(scheduler, streams, texts)
+    assert texts == [wanted[0][:TOKENS], wanted[1][:TOKENS], wanted[2][:5]]
+
+
+@pytest.mark.parametrize("late", [PROMPTS[1], PROMPTS[1][:5]], ids=["long", "short"])
+def test_a_prompt_that_enters_finds_the_others_on_their_way(
+    model: Model, wanted: list[list[int]], late: list[int]
+) -> None:
+    """Also one of a few tokens, which would share the pass of theirs."""
+    with model.session() as session:
+        alone = [session.forward_prompt(late)]
+        while len(alone) < TOKENS:
+            alone.append(session.forward_token_greedy(alone[-1]))
+    scheduler = Scheduler(model)
+    texts: list[list[int]] = [[], [], [], []]
+    streams = submit(scheduler)
+    for _ in range(4):
+        step(scheduler, streams, texts)
+    streams.append(scheduler.submit(late, TOKENS, **GREEDY))
+    passes = passes_of(lambda: step(scheduler, streams, texts))
+    # A long one waits for them; a short one is sent at once.
+    assert passes == [Pass(3, 3, -1, 1), Pass(len(late), 1, 0, int(len(late) <= 8))]
+    finish(scheduler, streams, texts)
+    assert texts == [*(text[:TOKENS] for text in wanted), alone]
+
+
+def test_a_failure_is_that_of_the_pass_it_concerns(model: Model, wanted: list[list[int]]) -> None:
+    scheduler = Scheduler(model)
+    texts: list[list[int]] = [[], [], []]
+    streams = submit(scheduler)
+    for _ in range(3):
+        step(scheduler, streams, texts)
+    gpu.fail_command_buffer(1, message="the GPU had enough")  # the one after that on its way
+    step(scheduler, streams, texts)
+    assert texts == [text[:4] for text in wanted]
+    step(scheduler, streams, texts)
+    for stream in streams:
+        assert isinstance(stream.error, DeviceError)
+        assert str(stream.error) == "the GPU failed in 3 tokens of 3 sequences: the GPU had enough"
+    assert finish(scheduler, again := submit(scheduler)) == [text[:TOKENS] for text in wanted]
+    assert all(stream.error is None for stream in again)
+
+
+def test_no_memory_for_running_ahead_is_no_error(model: Model, wanted: list[list[int]]) -> None:
+    scheduler = Scheduler(model)
+    texts: list[list[int]] = [[], [], []]
+    streams = submit(scheduler)
+    step(scheduler, streams, texts)
+    gpu.fail_allocation(30)
+    assert finish(scheduler, streams, texts) == [text[:TOKENS] for text in wanted]
+
+
+def test_logits_of_nan_end_their_own_stream(tmp_path: Path) -> None:
+    """The row that was sent after them has no token, and is thrown away with the stream."""
+    small = SmallModel(heads=3, kv_heads=3, dim=96, types={"*": "F32"}, embedding="F32")
+    whole = write(tmp_path / "whole.gguf", small)
+    bad = 7
+
+    def spoil(values: np.ndarray[Any, Any]) -> None:
+        values.reshape(small.vocab, -1)[bad] = np.nan
+
+    path = with_tensor(tmp_path / "m.gguf", whole, "token_embd.weight", spoil)
+    with Model(path, device="metal", prefix_memory=0) as model:
+        expected = [piece.token for piece in model.session().stream([1, 2, 3], 6, **GREEDY)]
+        assert bad not in expected
+        scheduler = Scheduler(model)
+        streams = [scheduler.submit(prompt, 6, **GREEDY) for prompt in ([1, 2, 3], [1, bad, 3])]
+        texts = finish(scheduler, streams)
+    assert texts == [expected, []]
+    assert "is NaN" in str(streams[1].error)
+
+
+class Batch:
+    """Sessions after a batch whose next tokens are on their way."""
+
+    def __init__(self, model: Model) -> None:
+        self.sessions = [model.session() for _ in PROMPTS]
+        self.cores = [session._open() for session in self.sessions]
+        engine = model._core_engine()
+        self.tokens = engine.forward_batch(
+            self.cores,
+            [np.array(prompt, np.int32) for prompt in PROMPTS],
+            [_core.Output.GREEDY] * len(PROMPTS),
+            more=True,
+        )
+
+
+@pytest.fixture
+def batch(model: Model) -> Iterator[Batch]:
+    batch = Batch(model)
+    yield batch
+    for session in batch.sessions:
+        session.close()
+
+
+def test_sessions_take_their_rows_one_by_one(batch: Batch, wanted: list[list[int]]) -> None:
+    before = gpu.counters().command_buffers
+    for core, token, text in zip(batch.cores, batch.tokens, wanted, strict=True):
+        assert core.forward_token_greedy(token) == text[1]
+    assert gpu.counters().command_buffers == before  # nothing else is computed
+
+
+def test_threads_take_their_rows_at_once(batch: Batch, wanted: list[list[int]]) -> None:
+    def follow(i: int) -> list[int]:
+        text = [batch.tokens[i]]
+        while len(text) < 6:
+            text.append(batch.cores[i].forward_token_greedy(text[-1]))
+        return text
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(follow, range(3))) == [text[:6] for text in wanted]
+
+
+def test_each_session_is_told_of_the_failure(model: Model, wanted: list[list[int]]) -> None:
+    gpu.fail_command_buffer(2, message="the GPU had enough")
+    batch = Batch(model)
+    for core, token, prompt in zip(batch.cores[:2], batch.tokens, PROMPTS, strict=False):
+        with pytest.raises(DeviceError, match="the GPU had enough"):
+            core.forward_token_greedy(token)
+        assert core.position == len(prompt)
+    batch.sessions[2].close()  # its row is nobody's
+    for core, text in zip(batch.cores[:2], wanted, strict=False):
+        assert core.forward_token_greedy(text[0]) == text[1]
+
+
+def test_sessions_that_do_otherwise_do_not_disturb_the_rest(
+    model: Model, batch: Batch, wanted: list[list[int]]
+) -> None:
+    """One takes another token, one is forked and writes, one is closed and its pages are taken."""
+    one, two, _ = batch.cores
+    fork = two.fork()
+    batch.sessions[2].close()
+    with model.session() as other, model.session() as alone:
+        assert other.forward_prompt(PROMPTS[2]) == wanted[2][0]
+        another = (wanted[0][0] + 1) % VOCAB
+        alone.forward_prompt(PROMPTS[0])
+        assert one.forward_token_greedy(another) == alone.forward_token_greedy(another)
+        for core in (two, fork):
+            assert core.forward_token_greedy(wanted[1][0]) == wanted[1][1]
+        assert other.forward_token_greedy(wanted[2][0]) == wanted[2][1]
+
+
+def test_groups_that_were_sent_apart_join(model: Model, batch: Batch, wanted: list[list[int]]) -> None:
+    """Rows of two passes on their way, and one of neither, in one call."""
+    other = Batch(model)
+    with model.session() as fresh:
+        token = fresh.forward_prompt(PROMPTS[0])
+        cores = [other.cores[1], fresh._open(), batch.cores[2], other.cores[0]]
+        tokens = [other.tokens[1], token, batch.tokens[2], other.tokens[0]]
+        before = gpu.counters().command_buffers
+        found = model._core_engine().forward_batch(
+            cores, [np.array([t], np.int32) for t in tokens], [_core.Output.GREEDY] * 4
+        )
+    assert found == [wanted[1][1], wanted[0][1], wanted[2][1], wanted[0][1]]
+    assert gpu.counters().command_buffers == before + 1
+    for session in other.sessions:
+        session.close()
+
+
+@pytest.fixture
+def steady_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes seem to take what they take on a GPU, whatever the emulator takes."""
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1 + 0.1 * (rows - 1))
+
+
+@pytest.mark.usefixtures("steady_cost")
+def test_texts_are_ahead_while_no_guess_is_at_hand(
+    model: Model, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses begin a token later than they might: what is on its way is not thrown away."""
+    prompt, truth = PROMPTS[0], wanted[0]
+
+    class Scripted(LookupDrafter):
+        """Guesses rightly after 6 tokens, until there are 14."""
+
+        acceptance = Acceptance(0.9)
+        made = -len(prompt)
+
+        def append(self, tokens: Any, forced: bool = False) -> None:
+            self.made += len(tokens)
+
+        def draft(self, count: int) -> list[int]:
+            return truth[self.made :][:count] if 6 <= self.made < 14 else []
+
+    monkeypatch.setattr("metal_prefill._speculation.LookupDrafter", Scripted)
+    text: list[int] = []
+    with model.session() as session:
+        passes = passes_of(lambda: text.extend(piece.token for piece in session.stream(prompt, 20)))
+    n = len(prompt)
+    assert passes == [
+        Pass(n, 1, 0, 0),
+        *[Pass(1, 1, n + made - 1, 1) for made in range(1, 7)],
+        Pass(8, 1, n + 6, 0),  # 7 tokens are made: this brings 8
+        Pass(1, 1, n + 14, 0),
+        *[Pass(1, 1, n + made - 1, 1) for made in range(16, 20)],
+    ]
+    assert text == truth[:20]
+
+
+@pytest.mark.usefixtures("steady_cost")
+def test_guesses_change_no_text_and_throw_no_pass_away(model: Model, wanted: list[list[int]]) -> None:
+    """The second text repeats itself."""
+    text: list[int] = []
+    with model.session() as session:
+        passes = passes_of(lambda: text.extend(p.token for p in session.stream(PROMPTS[1], 2 * TOKENS)))
+    assert text == wanted[1]
+    positions = [p.position for p in passes]
+    assert positions == sorted(set(positions))  # none is computed twice
+    assert any(p.tokens > 1 and p.ahead == 0 for p in passes[1:])
+    assert any(p.ahead for p in passes)
+    scheduler = Scheduler(model)
+    assert finish(scheduler, [scheduler.submit(prompt, TOKENS) for prompt in PROMPTS]) == [
+        text[:TOKENS] for text in wanted
+    ]
