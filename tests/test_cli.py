@@ -160,9 +160,11 @@ def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_run_prints_the_best_text_of_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     with Model(device="cpu") as model:
-        beams = model.generate_beams(PROMPT, 12, num_beams=3, stop="the", min_tokens=2, length_penalty=0.5)
-    options = ["run", "-p", PROMPT, "-n", "12", "--device", "cpu", "--beams", "3", "--stop", "the"]
-    options += ["--min-tokens", "2", "--length-penalty", "0.5"]
+        beams = model.generate_beams(PROMPT, 12, num_beams=3, stop=",", min_tokens=6, length_penalty=0.5)
+    assert "," in beams[0].text  # which would end there, but for min_tokens
+    assert {beam.finish_reason for beam in beams} == {"stop", "length"}
+    options = ["run", "-p", PROMPT, "-n", "12", "--device", "cpu", "--beams", "3", "--stop", ","]
+    options += ["--min-tokens", "6", "--length-penalty", "0.5"]
     assert cli.main(options) == 0
     assert capsys.readouterr().out == f"{PROMPT}{beams[0].text}\n"
     assert cli.main([*options, "--answers", "2"]) == 0

@@ -66,13 +66,18 @@ def test_several_prompts_print_what_each_prints_alone(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == expected
 
 
-def test_several_answers_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"temperature": 1.0, "seed": 5}
+def all_answers(prompt: str, max_tokens: int, n: int) -> list[str]:
+    """Return what `Model.generate` gives as answers, at temperature 1 and with seed 5."""
+    texts = [""] * n
     with Model(device="cpu") as model:
-        texts = [""] * 2
-        for answer, piece in model.generate(SPEAKERS[0], 12, n=2, temperature=1.0, seed=5):
+        for answer, piece in model.generate(prompt, max_tokens, n=n, temperature=1.0, seed=5):
             texts[answer] += piece
-    assert texts[0] == alone(SPEAKERS[0], 12, **options) != texts[1]
+    return texts
+
+
+def test_several_answers_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = all_answers(SPEAKERS[0], 12, 2)
+    assert texts[0] == alone(SPEAKERS[0], 12, temperature=1.0, seed=5) != texts[1]
     assert run("-p", SPEAKERS[0], "-n", "12", "--answers", "2", "--temperature", "1", "--seed", "5") == 0
     expected = [f"--- answer {i + 1} of 2\n{SPEAKERS[0]}{text}\n" for i, text in enumerate(texts)]
     assert capsys.readouterr().out == "".join(expected)
@@ -103,7 +108,8 @@ def test_several_answers_are_one_line_of_results_and_of_what_is_done(tmp_path: P
             "continuation": alone(speaker, 6, temperature=1.0, seed=5),
             "finish_reason": "length",
         }
-        assert len(others) == 2
+        assert [answer["continuation"] for answer in others] == all_answers(speaker, 6, 3)[1:]
+        assert others[0] != first
     assert "empty" in lines[2]["error"]
     out.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
     assert run(*options) == 0
