@@ -9,7 +9,7 @@ namespace {
 constexpr Kernels bf16_table() {
   Kernels table = with_pairs(kTable, 2);
   table.name = "avx512bf16";
-  table.attention = attention_bf16;
+  table.attention = attention_of_pairs<VectorTiles>;
   return table;
 }
 

@@ -296,10 +296,6 @@ void attention_of_pairs(const AttentionHead& head, int first, int count) {
     bf16_strip<Tiles>(head, row, std::min(most, end - row), strip);
 }
 
-void attention_bf16(const AttentionHead& head, int first, int count) {
-  attention_of_pairs<VectorTiles>(head, first, count);
-}
-
 double run_bfloat16(int rounds) {
   const auto start = [](const std::uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); };
   const auto load = [](const std::uint8_t* p) { return _mm512_load_si512(p); };
