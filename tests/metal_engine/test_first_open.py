@@ -164,6 +164,7 @@ def test_archives_that_were_not_used_for_longest_are_deleted(
     os.utime(used, (0, 0))
     notes = folder / "pipelines" / "older" / "notes.txt"
     notes.write_text("not ours")
+    os.utime(notes, (0, 0))
     monkeypatch.setattr(_cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
     assert compiled_by_opening(path)[0] == 0  # it is read, and so it is the one that was used last
     assert archives(folder) == sorted([used, others[2]])
