@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from metal_prefill.architecture import collect_tensors, read_config
 from metal_prefill.gguf_file import GGUFFile
 
 pytestmark = pytest.mark.skipif(not SETS, reason="this is an Arm machine: the other tests run the kernels")
+
+Logits = Callable[[str, str], npt.NDArray[np.float32]]
 
 FIELDS = [
     "n_layers",
@@ -79,17 +82,36 @@ def ids(demo_path: Path) -> list[int]:
         return list(model.tokenizer.encode(TEXT))
 
 
+@pytest.fixture(scope="module")
+def logits_of(demo_path: Path, ids: list[int]) -> Logits:
+    """Return the logits of the prompt in one chunk on two threads, by set and type of compute."""
+
+    @cache
+    def logits(isa: str, compute: str) -> npt.NDArray[np.float32]:
+        with processor(PROCESSORS[isa]) as machine:
+            return forward_prompt(machine, demo_path, ids, compute=compute)
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def expected(demo_path: Path, ids: list[int]) -> npt.NDArray[np.float64]:
+    """Logits of the prompt in float64."""
+    last: npt.NDArray[np.float64] = ReferenceModel(demo_path).forward(ids).logits[-1]
+    return last
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "sets"),
     [
         ("max", ["neon_i8mm", "neon_dotprod", "neon", "scalar"]),
         ("neoverse-n1", ["neon_dotprod", "neon", "scalar"]),
         ("cortex-a72", ["neon", "scalar"]),
     ],
 )
-def test_each_processor_runs_the_sets_that_it_has(name: str, expected: list[str]) -> None:
+def test_each_processor_runs_the_sets_that_it_has(name: str, sets: list[str]) -> None:
     with processor(name) as machine:
-        assert machine.call("kernel_sets") == expected
+        assert machine.call("kernel_sets") == sets
 
 
 @pytest.mark.parametrize("isa", PROCESSORS)
@@ -113,11 +135,9 @@ def test_a_set_can_be_named_and_one_that_the_processor_lacks_is_an_error(demo_pa
 @pytest.mark.parametrize("compute", ["int8", "f32"])
 @pytest.mark.parametrize("isa", PROCESSORS)
 def test_the_bundled_model_agrees_with_the_reference(
-    isa: str, compute: str, demo_path: Path, ids: list[int]
+    isa: str, compute: str, logits_of: Logits, expected: npt.NDArray[np.float64]
 ) -> None:
-    expected = ReferenceModel(demo_path).forward(ids).logits[-1]
-    with processor(PROCESSORS[isa]) as machine:
-        logits = forward_prompt(machine, demo_path, ids, compute=compute)
+    logits = logits_of(isa, compute)
     assert np.argmax(logits) == np.argmax(expected)
     assert np.corrcoef(logits, expected)[0, 1] > 0.9999
     if compute == "f32":
@@ -125,31 +145,29 @@ def test_the_bundled_model_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("isa", PROCESSORS)
-def test_neither_split_nor_threads_change_a_bit(isa: str, demo_path: Path, ids: list[int]) -> None:
+def test_neither_split_nor_threads_change_a_bit(
+    isa: str, logits_of: Logits, demo_path: Path, ids: list[int]
+) -> None:
+    whole = logits_of(isa, "int8")
     with processor(PROCESSORS[isa]) as machine:
-        whole = forward_prompt(machine, demo_path, ids)
         for chunk_tokens, threads in ((1, 1), (5, 3)):
             split = forward_prompt(machine, demo_path, ids, chunk_tokens=chunk_tokens, threads=threads)
             np.testing.assert_array_equal(split, whole, err_msg=f"chunks of {chunk_tokens}")
 
 
-def test_sets_with_the_same_vectors_give_the_same_bits(demo_path: Path, ids: list[int]) -> None:
-    results = []
-    for isa in PROCESSORS:
-        with processor(PROCESSORS[isa]) as machine:
-            results.append(forward_prompt(machine, demo_path, ids))
+def test_sets_with_the_same_vectors_give_the_same_bits(logits_of: Logits) -> None:
+    results = [logits_of(isa, "int8") for isa in PROCESSORS]
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])
 
 
 def test_arm_and_the_scalar_kernels_of_this_machine_agree(
-    demo_path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch
+    logits_of: Logits, demo_path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
     with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32") as model:
         expected = model.forward_prompt_logits(ids)
     for isa in PROCESSORS:
-        with processor(PROCESSORS[isa]) as machine:
-            logits = forward_prompt(machine, demo_path, ids, compute="f32")
+        logits = logits_of(isa, "f32")
         # float32 sums in another order, through 8 layers
         assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()

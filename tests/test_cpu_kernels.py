@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ def normal(*shape: int, seed: int = 0) -> Floats:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+@cache
 def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8], Floats]:
     """Random blocks of a type, every code in use, and the values that they stand for."""
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
@@ -162,7 +164,7 @@ def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> 
 @pytest.mark.parametrize("kind", EXTREME_CODES, ids=lambda t: t.name)
 def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
     """All codes at either end against activations at either end: the largest sums that can occur."""
-    raw, _ = random_weight(kind, 32, 256)
+    raw = random_weight(kind, 32, 256)[0].copy()
     blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
     for code in (0x00, 0xFF, 0x80, 0x7F):
         blocks[:, EXTREME_CODES[kind]] = code
@@ -185,10 +187,12 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -
     raw, _ = random_weight(kind, 64, cols)
     # Of many tokens the other types multiply the same wide blocks; they differ in products of a few.
     batches = BATCHES if kind in COMMON else (*BATCHES[:7], 17, 33)
-    x = normal(batches[-1], cols)
-    single = np.empty((len(x), 64), np.float32)
-    for t in range(len(x)):
-        cpu.multiply_int8(isa, int(kind), raw, 64, x[t : t + 1], 0, single[t : t + 1])
+    # 37 different tokens, over and over: a prime, so that no two tiles of a batch begin with the same one.
+    tokens = normal(37, cols)
+    alone = np.empty((len(tokens), 64), np.float32)
+    for t in range(len(tokens)):
+        cpu.multiply_int8(isa, int(kind), raw, 64, tokens[t : t + 1], 0, alone[t : t + 1])
+    x, single = (np.resize(rows, (batches[-1], rows.shape[1])) for rows in (tokens, alone))
     for batch in batches:
         for first in (0, 5):
             out = guarded(batch, 64)
@@ -311,6 +315,21 @@ def reference_attention(
     return out.reshape(tokens, -1)
 
 
+@cache
+def attention_case(
+    half: bool, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
+) -> tuple[Floats, Floats, Floats, npt.NDArray[np.float64]]:
+    """Return queries of 37 tokens, keys and values of 203 positions, and attention in float64."""
+    q, keys, values = (
+        normal(37, heads * key_dim),
+        normal(203, key_dim, seed=1),
+        normal(203, value_dim, seed=2),
+    )
+    if half:  # what the cache holds is what counts
+        keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
+    return q, keys, values, reference_attention(q, keys, values, heads, window, key_dim**-0.5, both_ways)
+
+
 @each_set
 @pytest.mark.parametrize("half", [True, False], ids=["f16", "f32"])
 @pytest.mark.parametrize(
@@ -332,21 +351,10 @@ def reference_attention(
 def test_attention(
     isa: str, half: bool, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
 ) -> None:
-    positions, tokens = 203, 37
-    q, keys, values = (
-        normal(tokens, heads * key_dim),
-        normal(positions, key_dim, seed=1),
-        normal(positions, value_dim, seed=2),
-    )
-    if half:  # what the cache holds is what counts
-        keys, values = (
-            keys.astype(np.float16).astype(np.float32),
-            values.astype(np.float16).astype(np.float32),
-        )
+    q, keys, values, expected = attention_case(half, heads, key_dim, value_dim, window, both_ways)
     scale = key_dim**-0.5
-    expected = reference_attention(q, keys, values, heads, window, scale, both_ways)
-    single = np.full((tokens, heads * value_dim), np.nan, np.float32)
-    for t in range(tokens):
+    single = np.full(expected.shape, np.nan, np.float32)
+    for t in range(len(q)):
         cpu.attention(isa, q, keys, values, half, window, scale, t, 1, single, both_ways=both_ways)
     assert np.abs(single - expected).max() <= ATTENTION_ERROR[isa if half else "f32"] * np.abs(expected).max()
     for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):

@@ -90,12 +90,12 @@ def check(source: Path, metal_version: int, flags: list[str], compiler: list[str
         return [str(error)]
     cpp = folder / (source.stem + ".check.cpp")
     cpp.write_text(text, encoding="utf-8")
-    result = subprocess.run([*compiler, *WARNINGS, str(cpp)], capture_output=True, text=True, check=False)
+    command = [*compiler, *WARNINGS, "-Xclang", "-ast-dump=json", str(cpp)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     messages += diagnostics(result.stderr.splitlines())
     if any(": error: " in message or "fatal error" in message for message in messages):
         return messages
-    dump = [*compiler, "-w", "-Xclang", "-ast-dump=json", str(cpp)]
-    tree = json.loads(subprocess.run(dump, capture_output=True, text=True, check=True).stdout)
+    tree = json.loads(result.stdout)
     messages += [f"{file}:{line}: error: {message}" for file, line, message in Checker(str(SHIM)).check(tree)]
     return messages
 

@@ -11,41 +11,39 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-import apple_metadata
 import check_metal_api
+from apple_metadata import Framework
 
 NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the wheels that tell Apple's API."""
+def apple(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Framework]:
+    """Apple's API, as wheels from PyPI tell it."""
     folder = tmp_path_factory.mktemp("wheels")
     try:
         if not any(shutil.which(name) for name in check_metal_api.COMPILERS):
             raise RuntimeError("no clang++")
-        for package in apple_metadata.WHEELS.values():
-            apple_metadata.download(package, folder)
+        return check_metal_api.read_apple(folder)
     except RuntimeError as error:
         if os.environ.get("METAL_EMULATOR_REQUIRED"):
             pytest.fail(f"{NEEDED}: {error}")
         pytest.skip(f"{NEEDED}: {error}")
-    return folder
 
 
-def problems_after(wheels: Path, folder: Path, header: str, old: str, new: str) -> str:
+def problems_after(apple: dict[str, Framework], folder: Path, header: str, old: str, new: str) -> str:
     """Return what the check says when a header is changed."""
     include = folder / "include"
     shutil.copytree(check_metal_api.INCLUDE, include)
     text = (include / header).read_text()
     assert text.count(old) == 1
     (include / header).write_text(text.replace(old, new))
-    problems, _ = check_metal_api.check(include, wheels)
+    problems, _ = check_metal_api.check(include, apple)
     return "\n".join(problems)
 
 
-def test_all_declarations_are_apples(wheels: Path) -> None:
-    problems, summary = check_metal_api.check(check_metal_api.INCLUDE, wheels)
+def test_all_declarations_are_apples(apple: dict[str, Framework]) -> None:
+    problems, summary = check_metal_api.check(check_metal_api.INCLUDE, apple)
     assert not problems, "\n".join(problems)
     methods, enums = int(summary.split()[0]), int(summary.split("protocols, ")[1].split()[0])
     assert methods > 100
@@ -114,6 +112,6 @@ def test_all_declarations_are_apples(wheels: Path) -> None:
     ],
 )
 def test_a_difference_is_found(
-    wheels: Path, tmp_path: Path, header: str, old: str, new: str, expected: str
+    apple: dict[str, Framework], tmp_path: Path, header: str, old: str, new: str, expected: str
 ) -> None:
-    assert expected in problems_after(wheels, tmp_path, header, old, new)
+    assert expected in problems_after(apple, tmp_path, header, old, new)

@@ -269,9 +269,13 @@ def check_values(declared: Declared, apple: dict[str, Framework]) -> list[str]:
     return problems
 
 
-def check(include: Path, cache: Path) -> tuple[list[str], str]:
+def read_apple(cache: Path) -> dict[str, Framework]:
+    """Return what Apple's frameworks have; the folder keeps the wheels that tell."""
+    return {name: read_framework(download(package, cache), name) for name, package in WHEELS.items()}
+
+
+def check(include: Path, apple: dict[str, Framework]) -> tuple[list[str], str]:
     """Return the differences and a summary of what was compared."""
-    apple = {name: read_framework(download(package, cache), name) for name, package in WHEELS.items()}
     declared = read_headers(include)
     problems = (
         check_protocols(declared, apple) + check_classes(declared, apple) + check_values(declared, apple)
@@ -293,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder that keeps the downloaded wheels")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        problems, summary = check(options.include, options.cache or Path(temporary))
+        problems, summary = check(options.include, read_apple(options.cache or Path(temporary)))
     print("\n".join(problems) if problems else f"all as in Apple's frameworks: {summary}")
     return 1 if problems else 0
 

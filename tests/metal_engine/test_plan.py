@@ -28,7 +28,7 @@ gpu = _core.emulator
 FAMILIES = (7, 8, 9)
 
 MODELS: dict[str, dict[str, Any]] = {
-    "as SmolLM": {"preset": "smollm-135m", "layers": 2, "vocab": 512},
+    "as SmolLM": {"preset": "smollm-135m", "layers": 1, "vocab": 512},
     "another type of V": {"preset": "tiny", "overrides": {"*.attn_v.weight": "Q8_0"}, "vocab": 512},
     "F16": {"preset": "tiny", "tensor_type": "F16", "vocab": 512},
     "gate and up of two types": {"preset": "tiny", "overrides": {"*.ffn_up.weight": "Q5_0"}, "vocab": 512},
@@ -100,7 +100,8 @@ def test_a_plan_is_what_reaches_the_gpu(tmp_path: Path, name: str, family: int) 
     claim_family(family)
     for options in OPTIONS:
         with Model(path, device="metal", **options) as model:
-            for tokens in (1, 2, 8, 9, 33, 100):
+            # 65 have as many wide tiles as 100, which are three chunks of 40.
+            for tokens in (1, 2, 8, 9, 33, 100 if "chunk_tokens" in options else 65):
                 model.reset()
                 expected = comparable(planned(shape, tokens, family=family, **options))
                 assert encoded(model, tokens) == expected, f"{tokens} tokens, {options}"
