@@ -231,6 +231,37 @@ def test_the_goals_on_an_m4(smollm: Shape) -> None:
     assert predict(m4, plan(smollm, 1, position=128), 1).tokens_per_second > 600
 
 
+def table_of(page: str, heading: str) -> tuple[list[str], dict[str, list[float]]]:
+    """Return the columns of a table of the page, and its rows as numbers by their names."""
+    lines = page[page.index(heading) :].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    end = next(i for i, line in enumerate(lines) if not line.startswith("|"))
+    return rows[0][1:], {row[0]: [float(cell.replace(",", "")) for cell in row[1:]] for row in rows[2:end]}
+
+
+def test_the_page_has_what_the_model_predicts(smollm: Shape) -> None:
+    """A change of the kernels changes the predictions: then the tables of the page are written anew."""
+    page = (Path(__file__).parents[1] / "docs" / "cost_model.md").read_text()
+    columns, rows = table_of(page, "| chip | decode")
+    assert len(rows) == 5
+    for name, values in rows.items():
+        chip = find_chip(name.lower().replace(" ", "-"))
+        for column, value in zip(columns, values, strict=True):
+            decode = column == "decode"
+            n = 1 if decode else int(column.removesuffix(" tokens"))
+            dispatches = plan(smollm, n, position=128 if decode else 0, family=chip.family)
+            predicted = predict(chip, dispatches, n).tokens_per_second
+            assert value == pytest.approx(predicted, rel=0.01), f"{name}, {column}"
+    columns, rows = table_of(page, "| products | 32 tokens")
+    m5 = find_chip("m5")
+    for units, values in zip((True, False), rows.values(), strict=True):
+        for column, value in zip(columns, values, strict=True):
+            n = int(column.removesuffix(" tokens"))
+            dispatches = plan(smollm, n, family=m5.family, matmul_tensor=units)
+            predicted = predict(m5, dispatches, n).tokens_per_second
+            assert value == pytest.approx(predicted, rel=0.01), f"M5, {units}, {column}"
+
+
 def test_by_kernel_is_the_whole(smollm: Shape) -> None:
     prediction = predict(find_chip("m2"), plan(smollm, 100), 100)
     rows = prediction.by_kernel()
