@@ -1,9 +1,10 @@
 """Measure what guesses and forced tokens save: interleaved pairs, in time of the processor and of the clock.
 
 Each text is made twice, with and without, in changing order, from a prompt that is already computed. The
-texts must be the same. Prints a line for each kind of task::
+texts must be the same. Prints a line for each kind of task, of several rounds the median and range::
 
     python tools/measure_texts.py smollm2 --threads 2
+    python tools/measure_texts.py smollm2 --threads 2 -r 5 --only record
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from metal_prefill import Model
@@ -83,6 +85,27 @@ class Sum:
     clock: float = 0.0
 
 
+@dataclass(frozen=True)
+class Task:
+    """Prompts, and two sets of options that must make the same texts of them.
+
+    Attributes
+    ----------
+    name : str
+    prompts : list of list of int
+    tokens : int
+        At most, of a text.
+    fast, slow : dict
+        Options of `Session.stream`.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    tokens: int
+    fast: dict[str, Any]
+    slow: dict[str, Any]
+
+
 def copying_tasks(model: Model) -> list[list[int]]:
     """Rewrite with a change, extract, continue a table, repeat code with an edit: five of each."""
     tasks = []
@@ -111,21 +134,51 @@ def timed(model: Model, ids: list[int], n: int, spent: Sum, **options: Any) -> l
     return tokens
 
 
-def compare(model: Model, what: str, prompts: list[list[int]], n: int, fast: Any, slow: Any) -> None:
+def compare(model: Model, task: Task, rounds: int) -> None:
     """Print the time of `slow` texts as a multiple of that of `fast` ones."""
-    with_it, without, made = Sum(), Sum(), 0
-    timed(model, prompts[0], 8, Sum(), **fast)
-    for i, ids in enumerate(prompts):
-        runs = [(with_it, fast), (without, slow)]
-        texts = [timed(model, ids, n, spent, **options) for spent, options in runs[:: 1 if i % 2 else -1]]
-        assert texts[0] == texts[1], f"{what}: the texts of prompt {i} differ"
-        made += len(texts[0])
+    ratios: list[tuple[float, float]] = []
+    timed(model, task.prompts[0], 8, Sum(), **task.fast)
+    for _ in range(rounds):
+        with_it, without, made = Sum(), Sum(), 0
+        for i, ids in enumerate(task.prompts):
+            runs = [(with_it, task.fast), (without, task.slow)]
+            runs = runs[:: 1 if (i + len(ratios)) % 2 else -1]
+            texts = [timed(model, ids, task.tokens, spent, **options) for spent, options in runs]
+            assert texts[0] == texts[1], f"{task.name}: the texts of prompt {i} differ"
+            made += len(texts[0])
+        ratios.append((without.processor / with_it.processor, without.clock / with_it.clock))
+    processor, clock = (
+        f"{median(r):.2f}x" + (f" ({min(r):.2f} to {max(r):.2f})" if rounds > 1 else "")
+        for r in zip(*ratios, strict=True)
+    )
     print(
-        f"{what}: {len(prompts)} prompts, {made} tokens, "
-        f"{without.processor / with_it.processor:.2f}x by the processor, "
-        f"{without.clock / with_it.clock:.2f}x by the clock",
+        f"{task.name}: {len(task.prompts)} prompts, {made} tokens, "
+        f"{processor} by the processor, {clock} by the clock",
         flush=True,
     )
+
+
+def all_tasks(model: Model, tokens: int) -> list[Task]:
+    """Return each kind of text with two sets of options that must make the same of it."""
+    off = {"speculate": "off"}
+    free = [_asked(model, f"Write a few sentences about {topic}.") for topic in TOPICS]
+    sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
+    wrong = {"speculate": lambda tokens: [3] * 31}
+    people = [_asked(model, f"Make up record {i} of a person as JSON.") for i in range(5)]
+    constrained = {"json_schema": RECORD, "temperature": 0.8, "seed": 2}
+    # Log probabilities are of every token, so each is computed by itself then.
+    one_by_one = {**constrained, "logprobs": 0, **off}
+    copies = [_asked(model, f"Repeat this record as JSON:\n\n{record}") for record in RECORDS]
+    copied = {"json_schema": RECORD}
+    return [
+        Task("copying tasks", copying_tasks(model), tokens, {}, off),
+        Task("free text", free, tokens, {}, off),
+        Task("free text, sampled", free, tokens, sampled, {**off, **sampled}),
+        Task("guesses that are always wrong", free, tokens, wrong, off),
+        Task("record of 12 fields", people, 400, constrained, one_by_one),
+        Task("record of 12 fields, guesses", people, 400, constrained, {**constrained, **off}),
+        Task("record of 12 fields, copied, guesses", copies, 400, copied, {**copied, **off}),
+    ]
 
 
 def main() -> None:
@@ -134,24 +187,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("-n", type=int, default=96, help="tokens of a text")
+    parser.add_argument("-r", "--rounds", type=int, default=1, help="times that a line's texts are made")
+    parser.add_argument("--only", default="", help="lines whose names have this in them")
     arguments = parser.parse_args()
-    off = {"speculate": "off"}
     with Model(arguments.model, device="cpu", threads=arguments.threads) as model:
-        free = [_asked(model, f"Write a few sentences about {topic}.") for topic in TOPICS]
-        compare(model, "copying tasks", copying_tasks(model), arguments.n, {}, off)
-        compare(model, "free text", free, arguments.n, {}, off)
-        sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
-        compare(model, "free text, sampled", free, arguments.n, sampled, {**off, **sampled})
-        wrong = {"speculate": lambda tokens: [3] * 31}
-        compare(model, "guesses that are always wrong", free, arguments.n, wrong, off)
-        people = [_asked(model, f"Make up record {i} of a person as JSON.") for i in range(5)]
-        # Log probabilities are of every token, so each is computed by itself then.
-        constrained = {"json_schema": RECORD, "temperature": 0.8, "seed": 2}
-        compare(model, "record of 12 fields", people, 400, constrained, {**constrained, "logprobs": 0, **off})
-        compare(model, "record of 12 fields, guesses", people, 400, constrained, {**constrained, **off})
-        copies = [_asked(model, f"Repeat this record as JSON:\n\n{record}") for record in RECORDS]
-        copied = {"json_schema": RECORD}
-        compare(model, "record of 12 fields, copied, guesses", copies, 400, copied, {**copied, **off})
+        for task in all_tasks(model, arguments.n):
+            if arguments.only in task.name:
+                compare(model, task, arguments.rounds)
 
 
 if __name__ == "__main__":

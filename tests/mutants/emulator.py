@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 _HAZARDS, _ENDS = "emulator/tests/test_hazards.py", "emulator/tests/test_buffer_ends.py"
+_REFUSED = "emulator/tests/test_metal_objects.py", "-k", "commit_that_is_refused"
 
 MUTANTS = (
     Mutant(
@@ -48,6 +49,20 @@ MUTANTS = (
         "",
         "a product of a threadgroup needs only one of its simdgroups",
         ("emulator/tests/test_tensors.py", "-k", "mistake"),
+    ),
+    Mutant(
+        "emulator/metal/command_buffer.mm",
+        "if (const auto refusal = State::get().next_commit_refusal()) throw",
+        "if (const auto refusal = State::get().next_commit_refusal(); false) throw",
+        "a commit is not refused where a test asks for that",
+        _REFUSED,
+    ),
+    Mutant(
+        "emulator/metal/state.cpp",
+        "if (commit_refusal_countdown_ == 0 || --commit_refusal_countdown_ > 0) return std::nullopt;",
+        "if (std::exchange(commit_refusal_countdown_, 0) == 0) return std::nullopt;",
+        "the first commit is refused in place of the one that a test names",
+        _REFUSED,
     ),
     Mutant(
         "emulator/metal/encoded.cpp",

@@ -289,4 +289,32 @@ COMMANDS = (
         "Ctrl-C while NumPy is imported speaks of a bad installation",
         ("tests/test_arguments.py", "-k", "interruption"),
     ),
+    Mutant(
+        f"{_P}/_cache_folder.py",
+        "listed = sorted(files)",
+        "listed = sorted(files, reverse=True)",
+        "the pipelines that were used last are deleted first",
+        ("tests/metal_engine/test_first_open.py", "-k", "not_used_for_longest"),
+    ),
+    Mutant(
+        f"{_P}/_cache_folder.py",
+        'glob("*/*.pipelines")',
+        'glob("*/*")',
+        "files of others are deleted with old pipelines",
+        ("tests/metal_engine/test_first_open.py", "-k", "not_used_for_longest"),
+    ),
+    Mutant(
+        f"{_P}/_commands/run_beams.py",
+        "min_tokens=arguments.min_tokens,",
+        "",
+        "--min-tokens does nothing in a beam search",
+        ("tests/test_cli.py", "-k", "best_text"),
+    ),
+    Mutant(
+        f"{_P}/_commands/run_many.py",
+        "entries = [answer.entry() for answer in self.answers]",
+        "entries = [self.answers[0].entry() for _ in self.answers]",
+        "a line of results repeats its first answer",
+        ("tests/test_run_many.py", "-k", "one_line_of_results"),
+    ),
 )
