@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.missing import REQUIRE_METAL, fail_or_skip
-from support.small_models import MODELS, write
+from support.small_models import MODELS, first_layers, write
 
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core
@@ -81,8 +81,27 @@ def smollm2_path() -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def short_demo_path(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of the first two of the bundled model's eight layers."""
+    return first_layers(tmp_path_factory.mktemp("short") / "demo.gguf", demo_path, 2)
+
+
 @pytest.fixture
-def demo(device: str, demo_path: Path) -> Iterator[Model]:
-    """Open the bundled model on each device."""
+def fast_demo_path(device: str, demo_path: Path, short_demo_path: Path) -> Path:
+    """Path of the bundled model, or of its first layers for Metal: an emulated GPU is slow."""
+    return short_demo_path if device == "metal" else demo_path
+
+
+@pytest.fixture
+def demo(device: str, fast_demo_path: Path) -> Iterator[Model]:
+    """Open the bundled model on each device; on Metal, its first layers."""
+    with Model(fast_demo_path, device=device) as model:
+        yield model
+
+
+@pytest.fixture
+def whole_demo(device: str, demo_path: Path) -> Iterator[Model]:
+    """Open all of the bundled model on each device."""
     with Model(demo_path, device=device) as model:
         yield model

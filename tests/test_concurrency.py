@@ -42,9 +42,9 @@ def within_time(call: Callable[[], T]) -> T:
 
 
 @pytest.fixture
-def model(device: str, demo_path: Path) -> Iterator[Model]:
+def model(device: str, fast_demo_path: Path) -> Iterator[Model]:
     """Open the bundled model, with small chunks."""
-    with Model(demo_path, device=device, chunk_tokens=CHUNK) as model:
+    with Model(fast_demo_path, device=device, chunk_tokens=CHUNK) as model:
         yield model
 
 

@@ -44,7 +44,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_scores_are_those_of_each_prompt_alone(demo: Model) -> None:
+def test_scores_are_those_of_each_prompt_alone(whole_demo: Model) -> None:
+    demo = whole_demo
     together = demo.score_many(PROMPTS)
     for prompt, scores in zip(PROMPTS, together, strict=True):
         alone = demo.score(prompt)

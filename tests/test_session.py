@@ -121,8 +121,8 @@ def test_a_single_token_outside_the_vocabulary_is_refused(demo: Model, token: in
     assert demo.position == 0
 
 
-def test_overflow_of_the_context_changes_nothing(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device, max_context=48) as model:
+def test_overflow_of_the_context_changes_nothing(device: str, fast_demo_path: Path) -> None:
+    with Model(fast_demo_path, device=device, max_context=48) as model:
         first = model.forward_prompt(PROMPT)
         with pytest.raises(ContextOverflowError, match=r"40 \+ 9 .* 48"):
             model.forward_prompt(PROMPT[:9])
@@ -209,8 +209,8 @@ def test_reuse_of_a_prompt_that_is_held_whole_computes_its_last_token(demo: Mode
     assert demo.position == 10
 
 
-def test_reuse_counts_the_whole_prompt_against_the_context(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device, max_context=len(PROMPT)) as model:
+def test_reuse_counts_the_whole_prompt_against_the_context(device: str, fast_demo_path: Path) -> None:
+    with Model(fast_demo_path, device=device, max_context=len(PROMPT)) as model:
         model.forward_prompt(PROMPT)
         with pytest.raises(ContextOverflowError, match=r"0 \+ 41"):
             model.forward_prompt([*PROMPT, 1], reuse=True)
@@ -233,19 +233,19 @@ def test_score_is_the_log_softmax_of_the_logits(demo: Model) -> None:
         demo.score([5])
 
 
-def test_progress_reports_every_chunk(device: str, demo_path: Path) -> None:
+def test_progress_reports_every_chunk(device: str, fast_demo_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    with Model(demo_path, device=device, chunk_tokens=16) as model:
+    with Model(fast_demo_path, device=device, chunk_tokens=16) as model:
         model.forward_prompt(PROMPT, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(16, 40), (32, 40), (40, 40)]
 
 
-def test_an_exception_in_the_callback_keeps_the_finished_chunks(device: str, demo_path: Path) -> None:
+def test_an_exception_in_the_callback_keeps_the_finished_chunks(device: str, fast_demo_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         if done >= 32:
             raise RuntimeError("enough")
 
-    with Model(demo_path, device=device, chunk_tokens=16) as model:
+    with Model(fast_demo_path, device=device, chunk_tokens=16) as model:
         expected = model.forward_prompt(PROMPT)
         model.reset()
         with pytest.raises(RuntimeError, match="enough"):
@@ -254,12 +254,12 @@ def test_an_exception_in_the_callback_keeps_the_finished_chunks(device: str, dem
         assert model.forward_prompt(PROMPT[32:]) == expected
 
 
-def test_ctrl_c_stops_between_chunks(device: str, demo_path: Path) -> None:
+def test_ctrl_c_stops_between_chunks(device: str, fast_demo_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         if done == 16:
             signal.raise_signal(signal.SIGINT)
 
-    with Model(demo_path, device=device, chunk_tokens=16) as model:
+    with Model(fast_demo_path, device=device, chunk_tokens=16) as model:
         with pytest.raises(KeyboardInterrupt):
             model.forward_prompt(PROMPT, progress=interrupt)
         assert 16 <= model.position < 40
@@ -378,7 +378,8 @@ def test_the_environment_chooses_the_device(
         Model(demo_path, device="cpu")
 
 
-def test_generate_streams_text_and_stops(demo: Model) -> None:
+def test_generate_streams_text_and_stops(whole_demo: Model) -> None:
+    demo = whole_demo  # which writes words
     pieces = list(demo.generate("ROMEO:", 24))
     text = "".join(pieces)
     assert len(pieces) > 5

@@ -40,6 +40,12 @@ def states() -> dict[str, bytes]:
 
 
 @pytest.fixture
+def demo(whole_demo: Model) -> Model:
+    """Return the model whose fingerprint is in the stored file."""
+    return whole_demo
+
+
+@pytest.fixture
 def saved(demo: Model, device: str, states: dict[str, bytes], tmp_path: Path) -> Path:
     """State of the demo model after PROMPT."""
     path = tmp_path / "prompt.session"

@@ -6,6 +6,7 @@ catalogue; `write` makes the file of one.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from gguf import GGUFReader
 from metal_prefill import _synth_file, _synth_model
 from metal_prefill._synth_blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill._synth_model import TIED, ModelShape, Role, Tensor
+from support.gguf_mutator import take_apart
 
 TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
@@ -292,6 +294,20 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
         return np.geomspace(1.0, 8.0, tensor.count, dtype=np.float32).view(np.uint8)
     return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
+
+
+def first_layers(path: Path, whole: Path, layers: int) -> Path:
+    """Write a copy of a file that has fewer layers, and everything around them."""
+    parts = take_apart(whole)
+    parts.metadata = [
+        (key, kind, struct.pack("<I", layers) if key.endswith(b".block_count") else value)
+        for key, kind, value in parts.metadata
+    ]
+    parts.tensors = [
+        t for t in parts.tensors if not t[0].startswith("blk.") or int(t[0].split(".")[1]) < layers
+    ]
+    path.write_bytes(parts.assemble())
+    return path
 
 
 def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:
