@@ -8,6 +8,18 @@
 
 namespace metal_prefill {
 
+TensorType tensor_type(KvType type) {
+  switch (type) {
+    case KvType::kF16:
+      return TensorType::kF16;
+    case KvType::kF32:
+      return TensorType::kF32;
+    case KvType::kQ8_0:
+      return TensorType::kQ8_0;
+  }
+  throw std::invalid_argument("there is no cache of type " + std::to_string(int(type)));
+}
+
 CallCounters& CallCounters::operator+=(const CallCounters& other) {
   passes += other.passes;
   multiply_adds += other.multiply_adds;
@@ -225,8 +237,8 @@ std::unique_ptr<Session> Session::fork() {
 
 std::size_t Session::kv_row_bytes(bool values) const {
   const Config& c = engine_->config();
-  const std::size_t element = engine_->options().kv_type == KvType::kF16 ? 2 : 4;
-  return std::size_t(c.n_kv_heads) * std::size_t(values ? c.value_dim : c.key_dim) * element;
+  return std::size_t(c.n_kv_heads) *
+         row_bytes(tensor_type(engine_->options().kv_type), std::size_t(values ? c.value_dim : c.key_dim));
 }
 
 std::vector<TokenId> Session::export_state(const KvSink& sink) {
@@ -274,6 +286,15 @@ Stats Session::stats() const {
   stats["tokens_reused"] = double(reused_);
   engine_->add_call_stats(counters_, stats);
   return stats;
+}
+
+void Engine::check_cache(const Config& config, KvType type) {
+  const TypeInfo& info = type_info(tensor_type(type));
+  for (const int dim : {config.key_dim, config.value_dim})
+    if (std::size_t(dim) % info.block_values != 0)
+      throw UnsupportedModelError("a KV cache in q8_0 has blocks of " + std::to_string(info.block_values) +
+                                  " dimensions, which heads of " + std::to_string(dim) +
+                                  " are not a multiple of: use kv_dtype='f16'");
 }
 
 void Engine::check_token(TokenId token, std::size_t index) const {

@@ -54,7 +54,10 @@ enum class Compute {
   kInt8,
   kF32
 };  // activations against quantized weights: 8 bits per block of 32, or float32
-enum class KvType { kF16, kF32 };
+enum class KvType { kF16, kF32, kQ8_0 };
+
+// The type whose rows a cache of this type has.
+TensorType tensor_type(KvType type);
 
 struct EngineOptions {
   int threads = 0;  // 0: one per available core
@@ -139,7 +142,7 @@ class Cache {
   virtual std::span<const PageId> pages() const = 0;
   // Replaces its pages by these, of which the caller already holds one reference for it.
   virtual void adopt(std::vector<PageId> pages) = 0;
-  // Canonical layout [position][kv_head][head_dim], elements of kv_type.
+  // Canonical layout [position][kv_head][head_dim], elements or blocks of kv_type.
   virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
   virtual void write(int layer, bool values, int positions, const std::byte* in) = 0;
   virtual std::size_t bytes() const = 0;
@@ -220,8 +223,8 @@ class Session {
   // A new session with the same cache contents and position; they share pages where the engine has them.
   std::unique_ptr<Session> fork();
   // State out and in. K (values = false) and V (true) of a layer travel in canonical layout
-  // [position][kv_head][head_dim] with elements of kv_type. The caller gives the memory that rows are written
-  // to or read from; an import may reuse one buffer for all of them.
+  // [position][kv_head][head_dim] with elements or blocks of kv_type. The caller gives the memory that rows
+  // are written to or read from; an import may reuse one buffer for all of them.
   using KvSink = std::function<std::byte*(int layer, bool values, std::size_t bytes)>;
   using KvSource = std::function<const std::byte*(int layer, bool values, std::size_t bytes)>;
   std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
@@ -279,6 +282,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Config& config() const { return model_.config; }
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
+  // Throws UnsupportedModelError where the heads of a model do not fit a cache of this type.
+  static void check_cache(const Config& config, KvType type);
   // Throws std::invalid_argument for an id outside the vocabulary.
   void check_token(TokenId token, std::size_t index) const;
   virtual std::string device_name() const = 0;  // never presents an emulator as Metal

@@ -315,9 +315,17 @@ def reference_attention(
     return out.reshape(tokens, -1)
 
 
+def as_cached(rows: Floats, kv_dtype: str) -> Floats:
+    """Values of the numbers that a cache holds, by NumPy and by `gguf`."""
+    if kv_dtype == "q8_0":
+        blocks = quants.quantize(rows, Type.Q8_0)
+        return quants.dequantize(blocks, Type.Q8_0).astype(np.float32)
+    return rows.astype({"f16": np.float16, "f32": np.float32}[kv_dtype]).astype(np.float32)
+
+
 @cache
 def attention_case(
-    half: bool, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
+    kv_dtype: str, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
 ) -> tuple[Floats, Floats, Floats, npt.NDArray[np.float64]]:
     """Return queries of 37 tokens, keys and values of 203 positions, and attention in float64."""
     q, keys, values = (
@@ -325,13 +333,12 @@ def attention_case(
         normal(203, key_dim, seed=1),
         normal(203, value_dim, seed=2),
     )
-    if half:  # what the cache holds is what counts
-        keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
-    return q, keys, values, reference_attention(q, keys, values, heads, window, key_dim**-0.5, both_ways)
+    cached = (as_cached(rows, kv_dtype) for rows in (keys, values))
+    return q, keys, values, reference_attention(q, *cached, heads, window, key_dim**-0.5, both_ways)
 
 
 @each_set
-@pytest.mark.parametrize("half", [True, False], ids=["f16", "f32"])
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
 @pytest.mark.parametrize(
     ("heads", "key_dim", "value_dim", "window", "both_ways"),
     [
@@ -340,6 +347,8 @@ def attention_case(
         (8, 32, 32, 0, False),
         (3, 80, 40, 0, False),
         (2, 128, 128, 0, False),
+        (1, 32, 96, 0, False),
+        (5, 256, 256, 70, False),
         (3, 64, 64, 20, False),
         (4, 48, 16, 130, False),
         (2, 45, 16, 0, False),
@@ -349,17 +358,20 @@ def attention_case(
     ],
 )
 def test_attention(
-    isa: str, half: bool, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
+    isa: str, kv_dtype: str, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
 ) -> None:
-    q, keys, values, expected = attention_case(half, heads, key_dim, value_dim, window, both_ways)
+    if kv_dtype == "q8_0" and (key_dim % 32 or value_dim % 32):
+        pytest.skip("the blocks of q8_0 have 32 dimensions")
+    q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
     scale = key_dim**-0.5
     single = np.full(expected.shape, np.nan, np.float32)
     for t in range(len(q)):
-        cpu.attention(isa, q, keys, values, half, window, scale, t, 1, single, both_ways=both_ways)
-    assert np.abs(single - expected).max() <= ATTENTION_ERROR[isa if half else "f32"] * np.abs(expected).max()
+        cpu.attention(isa, q, keys, values, kv_dtype, window, scale, t, 1, single, both_ways=both_ways)
+    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
+    assert np.abs(single - expected).max() <= error * np.abs(expected).max()
     for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
         out = np.full_like(single, SENTINEL)
-        cpu.attention(isa, q, keys, values, half, window, scale, first, count, out, both_ways=both_ways)
+        cpu.attention(isa, q, keys, values, kv_dtype, window, scale, first, count, out, both_ways=both_ways)
         np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
         assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL)
 
@@ -369,6 +381,11 @@ def test_attention(
 ATTENTION_ERROR = dict.fromkeys([*SETS, "f32"], 1e-5) | dict.fromkeys(["avx512bf16", "amx"], 2**-7)
 
 
+# Queries and weights of the softmax keep 15 bits and their sign there: half a unit is 2^-16 of the largest.
+# The errors of a query's dimensions add up in a score, with a deviation of some 2^-15.
+Q8_ATTENTION_ERROR = 2**-13
+
+
 @each_set
 def test_attention_is_exact_where_asked_for(isa: str) -> None:
     q, keys, values = normal(70, 192), normal(70, 64, seed=1), normal(70, 64, seed=2)
@@ -376,7 +393,7 @@ def test_attention_is_exact_where_asked_for(isa: str) -> None:
     expected = reference_attention(q, keys, values, 3, 0, 0.125)
     out = np.empty_like(q)
     for first in range(0, 70, 32):
-        cpu.attention(isa, q, keys, values, True, 0, 0.125, first, min(32, 70 - first), out, exact=True)
+        cpu.attention(isa, q, keys, values, "f16", 0, 0.125, first, min(32, 70 - first), out, exact=True)
     assert np.abs(out - expected).max() <= ATTENTION_ERROR["f32"] * np.abs(expected).max()
 
 
@@ -386,8 +403,8 @@ def test_dimensions_that_fill_keys_up_change_nothing(isa: str, key_dim: int) -> 
     """AMX multiplies 32 dimensions at a time. Memory that was not written is NaN here, as 0 * NaN is."""
     q, keys, values = normal(37, 2 * key_dim), normal(203, key_dim, seed=1), normal(203, 16, seed=2)
     plain, filled = np.full((2, 37, 32), SENTINEL)
-    cpu.attention(isa, q, keys, values, True, 0, 0.125, 0, 32, plain)
-    cpu.attention(isa, q, keys, values, True, 0, 0.125, 0, 32, filled, key_multiple=32)
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, plain)
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, filled, key_multiple=32)
     np.testing.assert_array_equal(filled, plain)
 
 
@@ -395,9 +412,9 @@ def test_dimensions_that_fill_keys_up_change_nothing(isa: str, key_dim: int) -> 
 def test_attention_does_not_see_what_follows(isa: str) -> None:
     q, keys, values = normal(70, 64), normal(70, 64, seed=1), normal(70, 64, seed=2)
     out, changed = np.empty((70, 64), np.float32), np.empty((70, 64), np.float32)
-    cpu.attention(isa, q, keys, values, True, 0, 0.125, 48, 16, out)
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 48, 16, out)
     keys[60:], values[60:] = 1e3, -1e3
-    cpu.attention(isa, q, keys, values, True, 0, 0.125, 48, 16, changed)
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 48, 16, changed)
     np.testing.assert_array_equal(out[48:60], changed[48:60])
     assert not np.array_equal(out[60:64], changed[60:64])
 

@@ -26,6 +26,7 @@ void check_heads(const Config& config) {
 }
 
 KvLayout kv_layout(const Kernels& kernels, const EngineOptions& options) {
+  if (options.kv_type == KvType::kQ8_0) return KvLayout::kQ8;
   if (options.kv_type == KvType::kF32) return KvLayout::kFloat;
   return options.compute == Compute::kF32 ? KvLayout::kHalf : kernels.half_layout;
 }
@@ -135,6 +136,7 @@ namespace metal_prefill {
 
 std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options) {
   cpu::check_heads(model.config);
+  Engine::check_cache(model.config, options.kv_type);
   return std::make_shared<cpu::CpuEngine>(std::move(model), options);
 }
 

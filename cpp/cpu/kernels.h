@@ -67,7 +67,23 @@ enum class KvLayout {
   // What was rounded to f16, as bfloat16, in pairs of dimensions and of positions: keys
   // [kKeySpan / 16][key_stride / 2][16][2], values [kKeySpan / 2][value_stride][2].
   kPairs,
+  // Blocks of Q8_0, of 32 dimensions: their codes, each 128 more than in Q8_0, in fours of dimensions and of
+  // positions, then their scales in f16: keys [kKeySpan / 16][key_dim / 4][16][4], [key_dim / 32][kKeySpan],
+  // values [kKeySpan / 4][value_dim][4], [value_dim / 32][kKeySpan].
+  kQ8,
 };
+// In kQ8: bytes from the keys to the first four codes of a position, and to those of the next dimensions;
+// from the values to the first code of a position; from either to the scale of a block.
+constexpr std::size_t kQ8KeyStep = 4 * kKeyBlock;
+static constexpr std::size_t q8_key(int dim, int position) {
+  return std::size_t(position / kKeyBlock * kKeyBlock * dim + position % kKeyBlock * 4);
+}
+static constexpr std::size_t q8_value(int dim, int position) {
+  return std::size_t(position / 4 * 4 * dim + position % 4);
+}
+static constexpr std::size_t q8_scale(int dim, int block, int position) {
+  return std::size_t(kKeySpan * dim) + std::size_t(block * kKeySpan + position) * sizeof(std::uint16_t);
+}
 
 // Attention of the query heads that share one key-value head. Rows of q and out are tokens.
 struct AttentionHead {
@@ -126,9 +142,10 @@ struct Kernels {
   void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
-  // One position into the cache: its key into a lane of a block, its value into a row.
-  void (*store_key)(const float* key, int dim, KvLayout layout, void* block, int lane);
-  void (*store_value)(const float* value, int dim, KvLayout layout, void* row);
+  // The key, or the value, of a position of a page into the keys, or the values, of a head there; `stride` is
+  // key_stride or value_stride.
+  void (*store_key)(const float* key, int dim, int stride, KvLayout layout, void* keys, int position);
+  void (*store_value)(const float* value, int dim, int stride, KvLayout layout, void* values, int position);
   // The layout in which attention is fastest where the cache is in f16. All sets take the others, too, with
   // products in float32. Keys are filled up with zeros to a multiple in pairs.
   KvLayout half_layout = KvLayout::kHalf;

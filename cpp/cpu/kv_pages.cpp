@@ -18,9 +18,14 @@ KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, bool p
       value_dim_(config.value_dim),
       key_stride_(layout == KvLayout::kPairs ? round_up(config.key_dim, key_multiple) : config.key_dim),
       value_stride_(round_up(config.value_dim, kFloatPad)),
-      key_bytes_(std::size_t(kPagePositions) * std::size_t(key_stride_) * element()),
-      head_bytes_(key_bytes_ + std::size_t(kPagePositions) * std::size_t(value_stride_) * element()),
+      key_bytes_(bytes_of(key_stride_)),
+      head_bytes_(key_bytes_ + bytes_of(value_stride_)),
       page_bytes_(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64)) {}
+
+std::size_t KvPages::bytes_of(int stride) const {
+  return layout_ == KvLayout::kQ8 ? q8_scale(stride, stride / kBlockCols, 0)
+                                  : std::size_t(kPagePositions) * std::size_t(stride) * element();
+}
 
 void KvPages::grow(std::size_t pages) {
   const std::scoped_lock lock(mutex_);
@@ -36,8 +41,9 @@ void KvPages::grow(std::size_t pages) {
 void KvPages::copy(PageId from, PageId to, int positions) {
   std::byte* pages[2];
   addresses(std::array{from, to}, pages);
-  const std::size_t keys = key_block(round_up(positions, kKeyBlock)),
-                    values = value_row(round_up(positions, 2));
+  const bool q8 = layout_ == KvLayout::kQ8;  // scales follow the codes of all positions
+  const std::size_t keys = q8 ? key_bytes_ : key_block(round_up(positions, kKeyBlock)),
+                    values = q8 ? head_bytes_ - key_bytes_ : value_row(round_up(positions, 2));
   for (int layer = 0; layer < n_layers_; ++layer) {
     for (int head = 0; head < n_heads_; ++head) {
       const std::size_t k = this->keys(layer, head), v = this->values(layer, head);
@@ -219,6 +225,45 @@ struct PairsRow {
 using KeyRow = PairsRow<2, 4 * kKeyBlock>;
 using ValueRow = PairsRow<1, 4>;
 
+// The first code of a position, and how many codes lie together, kStep bytes from there to the next ones.
+struct KeyCodes {
+  static constexpr int kTogether = 4;
+  static constexpr std::size_t kStep = kQ8KeyStep;
+  static std::size_t first(int dim, int position) { return q8_key(dim, position); }
+};
+struct ValueCodes {
+  static constexpr int kTogether = 1;
+  static constexpr std::size_t kStep = 4;
+  static std::size_t first(int dim, int position) { return q8_value(dim, position); }
+};
+
+// The blocks of Q8_0 of a position: in canonical layout as in a model file, the scale before the signed
+// codes.
+template <typename Codes>
+struct Q8Row {
+  static constexpr std::size_t kScale = sizeof(std::uint16_t);
+  static constexpr auto kSign = std::byte(128);  // of codes that count from 128
+
+  static void gather(const std::byte* head, int dim, int position, std::byte* out) {
+    const std::byte* own = head + Codes::first(dim, position);
+    for (int block = 0; block < dim / kBlockCols; ++block) {
+      std::memcpy(out, head + q8_scale(dim, block, position), kScale);
+      out += kScale;
+      for (int i = 0; i < kBlockCols; i += Codes::kTogether, own += Codes::kStep)
+        for (int j = 0; j < Codes::kTogether; ++j) *out++ = own[j] ^ kSign;
+    }
+  }
+  static void scatter(const std::byte* in, int dim, int position, std::byte* head) {
+    std::byte* own = head + Codes::first(dim, position);
+    for (int block = 0; block < dim / kBlockCols; ++block) {
+      std::memcpy(head + q8_scale(dim, block, position), in, kScale);
+      in += kScale;
+      for (int i = 0; i < kBlockCols; i += Codes::kTogether, own += Codes::kStep)
+        for (int j = 0; j < Codes::kTogether; ++j) own[j] = *in++ ^ kSign;
+    }
+  }
+};
+
 void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from, const Matrix& to) {
   if (from.column == element && to.column == element) {
     for (int r = 0; r < rows; ++r)
@@ -243,50 +288,74 @@ KvPages::Matrix KvPages::matrix(std::byte* own, bool values) const {
 template <typename Copy>
 void KvPages::each_piece(std::span<const PageId> pages, int layer, bool values, int positions,
                          std::byte* canonical, Copy copy) const {
-  const std::size_t head_bytes = std::size_t(values ? value_dim_ : key_dim_) * element();
+  const int dim = values ? value_dim_ : key_dim_;
+  const std::size_t head_bytes = layout_ == KvLayout::kQ8 ? row_bytes(TensorType::kQ8_0, std::size_t(dim))
+                                                          : std::size_t(dim) * element();
   const std::size_t row_bytes = std::size_t(n_heads_) * head_bytes;
   for (int position = 0; position < positions; position += kKeyBlock) {
     std::byte* page;
     addresses({&pages[std::size_t(position) / kPagePositions], 1}, &page);
     const int in_page = position % kPagePositions, rows = std::min(kKeyBlock, positions - position);
     for (int head = 0; head < n_heads_; ++head)
-      copy(rows, canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes, row_bytes,
-           page + (values ? this->values(layer, head) + value_row(in_page)
-                          : keys(layer, head) + key_block(in_page)));
+      copy(in_page, rows, canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes,
+           row_bytes, page + (values ? this->values(layer, head) : keys(layer, head)));
+  }
+}
+
+void KvPages::read_rows(int first, int rows, bool values, std::byte* canonical, std::size_t row_bytes,
+                        std::byte* head) const {
+  const int dim = values ? value_dim_ : key_dim_;
+  if (layout_ == KvLayout::kQ8) {
+    for (int r = 0; r < rows; ++r, canonical += row_bytes)
+      values ? Q8Row<ValueCodes>::gather(head, dim, first + r, canonical)
+             : Q8Row<KeyCodes>::gather(head, dim, first + r, canonical);
+    return;
+  }
+  std::byte* own = head + (values ? value_row(first) : key_block(first));
+  if (layout_ != KvLayout::kPairs)
+    return copy_matrix(rows, dim, element(), matrix(own, values), {canonical, row_bytes, element()});
+  std::byte row[2 * kMaxHeadDim];
+  for (int r = 0; r < rows; ++r, canonical += row_bytes) {
+    values ? ValueRow::gather(own + value_row(r), dim, row)
+           : KeyRow::gather(own + KeyRow::kPiece * std::size_t(r), dim, row);
+    convert_row<half_of>(row, dim, canonical);
+  }
+}
+
+void KvPages::write_rows(int first, int rows, bool values, const std::byte* canonical, std::size_t row_bytes,
+                         std::byte* head) const {
+  const int dim = values ? value_dim_ : key_dim_;
+  if (layout_ == KvLayout::kQ8) {
+    for (int r = 0; r < rows; ++r, canonical += row_bytes)
+      values ? Q8Row<ValueCodes>::scatter(canonical, dim, first + r, head)
+             : Q8Row<KeyCodes>::scatter(canonical, dim, first + r, head);
+    return;
+  }
+  std::byte* own = head + (values ? value_row(first) : key_block(first));
+  if (layout_ != KvLayout::kPairs)
+    return copy_matrix(rows, dim, element(), {const_cast<std::byte*>(canonical), row_bytes, element()},
+                       matrix(own, values));
+  std::byte row[2 * kMaxHeadDim];
+  for (int r = 0; r < rows; ++r, canonical += row_bytes) {
+    convert_row<bfloat16_of>(canonical, dim, row);
+    values ? ValueRow::scatter(row, dim, own + value_row(r))
+           : KeyRow::scatter(row, dim, own + KeyRow::kPiece * std::size_t(r));
   }
 }
 
 void KvPages::read(std::span<const PageId> pages, int layer, bool values, int positions,
                    std::byte* out) const {
-  const int dim = values ? value_dim_ : key_dim_;
   each_piece(pages, layer, values, positions, out,
-             [&](int rows, std::byte* canonical, std::size_t row_bytes, std::byte* own) {
-               if (layout_ != KvLayout::kPairs)
-                 return copy_matrix(rows, dim, element(), matrix(own, values),
-                                    {canonical, row_bytes, element()});
-               std::byte row[2 * kMaxHeadDim];
-               for (int r = 0; r < rows; ++r) {
-                 values ? ValueRow::gather(own + value_row(r), dim, row)
-                        : KeyRow::gather(own + KeyRow::kPiece * std::size_t(r), dim, row);
-                 convert_row<half_of>(row, dim, canonical + std::size_t(r) * row_bytes);
-               }
+             [&](int first, int rows, std::byte* canonical, std::size_t row_bytes, std::byte* head) {
+               read_rows(first, rows, values, canonical, row_bytes, head);
              });
 }
 
 void KvPages::write(std::span<const PageId> pages, int layer, bool values, int positions,
                     const std::byte* in) {
-  const int dim = values ? value_dim_ : key_dim_;
   each_piece(pages, layer, values, positions, const_cast<std::byte*>(in),  // only read from
-             [&](int rows, std::byte* canonical, std::size_t row_bytes, std::byte* own) {
-               if (layout_ != KvLayout::kPairs)
-                 return copy_matrix(rows, dim, element(), {canonical, row_bytes, element()},
-                                    matrix(own, values));
-               std::byte row[2 * kMaxHeadDim];
-               for (int r = 0; r < rows; ++r) {
-                 convert_row<bfloat16_of>(canonical + std::size_t(r) * row_bytes, dim, row);
-                 values ? ValueRow::scatter(row, dim, own + value_row(r))
-                        : KeyRow::scatter(row, dim, own + KeyRow::kPiece * std::size_t(r));
-               }
+             [&](int first, int rows, std::byte* canonical, std::size_t row_bytes, std::byte* head) {
+               write_rows(first, rows, values, canonical, row_bytes, head);
              });
 }
 

@@ -33,28 +33,38 @@ class KvPages final : public PageStore {
   // Bytes from the beginning of a page to the keys, and to the values, of a head.
   std::size_t keys(int layer, int head) const;
   std::size_t values(int layer, int head) const;
-  // From there to the block with a position's key (its lane is position % 16), and to its first value.
-  std::size_t key_block(int position) const;
-  std::size_t value_row(int position) const;
 
   // Where each page begins; stays valid as long as the page exists.
   void addresses(std::span<const PageId> pages, std::byte** out) const;
 
   struct Matrix;
 
-  // Canonical layout [position][head][dim], f16 or float32, of the first `positions` of a block table.
+  // Canonical layout [position][head][dim], of f16, float32 or blocks of Q8_0, of the first `positions` of a
+  // block table.
   void read(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* out) const;
   void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
 
  private:
-  std::size_t element() const { return layout_ == KvLayout::kFloat ? 4 : 2; }
+  std::size_t element() const { return layout_ == KvLayout::kFloat ? 4 : 2; }  // not in kQ8
+  // Bytes of a page's keys, or values, of one head.
+  std::size_t bytes_of(int stride) const;
+  // In the other layouts, bytes from there to the block with a position's key (its lane is position % 16),
+  // and to its first value.
+  std::size_t key_block(int position) const;
+  std::size_t value_row(int position) const;
   void clear_padding(std::byte* page) const;
   Matrix matrix(std::byte* own, bool values) const;
-  // Calls copy(rows, canonical, row_bytes, own) for each head of each block of positions: `own` is in the
-  // page, and in `canonical` rows are `row_bytes` apart.
+  // Calls copy(first, rows, canonical, row_bytes, head) for each head of each block of positions, which
+  // begins at `first` in its page: `head` is where the page has the head, and in `canonical` rows are
+  // `row_bytes` apart.
   template <typename Copy>
   void each_piece(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical,
                   Copy copy) const;
+  // One block of positions of a head.
+  void read_rows(int first, int rows, bool values, std::byte* canonical, std::size_t row_bytes,
+                 std::byte* head) const;
+  void write_rows(int first, int rows, bool values, const std::byte* canonical, std::size_t row_bytes,
+                  std::byte* head) const;
 
   const KvLayout layout_;
   const bool poison_;

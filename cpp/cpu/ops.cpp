@@ -118,10 +118,10 @@ void append_to_cache(const Context& c, const AttentionStep& step, std::span<cons
     const int in_page = row.position % kPagePositions;
     for (int h = 0; h < config.n_kv_heads; ++h) {
       c.kernels.store_key(step.k.row(i) + std::size_t(h) * std::size_t(config.key_dim), config.key_dim,
-                          cache.layout(), page + cache.keys(step.layer, h) + cache.key_block(in_page),
-                          in_page % kKeyBlock);
+                          cache.key_stride(), cache.layout(), page + cache.keys(step.layer, h), in_page);
       c.kernels.store_value(step.v.row(i) + std::size_t(h) * std::size_t(config.value_dim), config.value_dim,
-                            cache.layout(), page + cache.values(step.layer, h) + cache.value_row(in_page));
+                            cache.value_stride(), cache.layout(), page + cache.values(step.layer, h),
+                            in_page);
     }
   });
 }

@@ -23,7 +23,9 @@ struct Simd {
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 4;
 #ifdef __AVXVNNI__
   static constexpr int kInt8Tokens = 4;
+  static constexpr bool kOneDot = true;  // dot() is one instruction
 #else
+  static constexpr bool kOneDot = false;
   static constexpr int kInt8Tokens = 6;  // by count 8.0 cycles each instead of 8.5
 #endif
   static constexpr int kFloatRows = 4, kFloatTokens = 2;
@@ -86,6 +88,11 @@ struct Simd {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
   }
+  static void store_low_bytes(std::int8_t* p, I a) {  // the lowest byte of each lane
+    const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(255));
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  }
   static std::int32_t reduce_add(I a) {
     __m128i x = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     x = _mm_add_epi32(x, _mm_unpackhi_epi64(x, x));
@@ -124,7 +131,15 @@ struct Simd {
     return _mm256_set1_epi32(x);
   }
   static I sub_int(I a, I b) { return _mm256_sub_epi32(a, b); }
-  static I shift_left_4(I a) { return _mm256_slli_epi32(a, 4); }
+  static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+  template <int kBits>
+  static I shift_left(I a) {
+    return _mm256_slli_epi32(a, kBits);
+  }
+  template <int kByte>
+  static I byte_of(I a) {  // of each lane, as it is counted from 0
+    return _mm256_and_si256(_mm256_srli_epi32(a, 8 * kByte), _mm256_set1_epi32(255));
+  }
 
 #ifdef __AVXVNNI__
   template <int kZero>

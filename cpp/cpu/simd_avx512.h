@@ -20,6 +20,7 @@ struct Simd {
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 2;
+  static constexpr bool kOneDot = true;  // dot() is one instruction
 
   using F = __m512;
   using I = __m512i;
@@ -95,6 +96,7 @@ struct Simd {
   static void store_int8(std::int8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }
+  static void store_low_bytes(std::int8_t* p, I a) { store_int8(p, a); }  // the lowest byte of each lane
   static std::int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
 
   // Products of 8-bit integers: four bytes to a lane.
@@ -127,7 +129,15 @@ struct Simd {
     return _mm512_set1_epi32(x);
   }
   static I sub_int(I a, I b) { return _mm512_sub_epi32(a, b); }
-  static I shift_left_4(I a) { return _mm512_slli_epi32(a, 4); }
+  static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+  template <int kBits>
+  static I shift_left(I a) {
+    return _mm512_slli_epi32(a, kBits);
+  }
+  template <int kByte>
+  static I byte_of(I a) {  // of each lane, as it is counted from 0
+    return _mm512_and_si512(_mm512_srli_epi32(a, 8 * kByte), _mm512_set1_epi32(255));
+  }
   template <int kZero>
   static constexpr bool kStartsFromSum = kZero != 0;
   template <int kZero>

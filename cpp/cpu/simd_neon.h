@@ -20,6 +20,11 @@ struct Simd {
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 8;
+#ifdef __ARM_FEATURE_DOTPROD
+  static constexpr bool kOneDot = true;  // dot() is one instruction
+#else
+  static constexpr bool kOneDot = false;
+#endif
 
   using F = float32x4_t;
   using I = int32x4_t;
@@ -61,6 +66,7 @@ struct Simd {
     const std::int32_t bytes = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(words, words))), 0);
     std::memcpy(p, &bytes, 4);
   }
+  static void store_low_bytes(std::int8_t* p, I a) { store_int8(p, a); }  // the lowest byte of each lane
   static std::int32_t reduce_add(I a) { return vaddvq_s32(a); }
 
   // Products of 8-bit integers: four bytes to a lane.
@@ -99,7 +105,16 @@ struct Simd {
     return vdupq_n_s32(x);
   }
   static I sub_int(I a, I b) { return vsubq_s32(a, b); }
-  static I shift_left_4(I a) { return vshlq_n_s32(a, 4); }
+  static I add_int(I a, I b) { return vaddq_s32(a, b); }
+  template <int kBits>
+  static I shift_left(I a) {
+    return vshlq_n_s32(a, kBits);
+  }
+  template <int kByte>
+  static I byte_of(I a) {  // of each lane, as it is counted from 0
+    const uint32x4_t shifted = vshlq_u32(vreinterpretq_u32_s32(a), vdupq_n_s32(-8 * kByte));
+    return vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(255)));
+  }
 
   // Codes up to 127 are their own signed bytes; those that count from 128 become signed by their highest bit.
   // The sum of two products fits 16 bits: 2 * 128 * 127 < 2^15.

@@ -21,6 +21,7 @@ struct Simd {
   static constexpr int kFloatRows = 2, kFloatTokens = 2;
   static constexpr int kAttentionRows = 2, kAttentionVectors = 2;
   static constexpr int kNarrowVectors = 1;  // unrolled, all eight take the compiler half a minute
+  static constexpr bool kOneDot = false;    // dot() is one instruction
 
   struct F {
     float v[kLanes];
@@ -116,6 +117,7 @@ struct Simd {
   static void store_int8(std::int8_t* p, I a) {
     for (int i = 0; i < kLanes; ++i) p[i] = std::int8_t(a.v[i]);
   }
+  static void store_low_bytes(std::int8_t* p, I a) { store_int8(p, a); }  // the lowest byte of each lane
   static std::int32_t reduce_add(I a) { return a.v[0] + a.v[1] + a.v[2] + a.v[3]; }
 
   // Products of 8-bit integers: four bytes to a lane.
@@ -164,8 +166,18 @@ struct Simd {
     for (int i = 0; i < kLanes; ++i) a.v[i] -= b.v[i];
     return a;
   }
-  static I shift_left_4(I a) {
-    for (std::int32_t& v : a.v) v *= 16;
+  static I add_int(I a, I b) {
+    for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
+    return a;
+  }
+  template <int kBits>
+  static I shift_left(I a) {
+    for (std::int32_t& v : a.v) v *= 1 << kBits;
+    return a;
+  }
+  template <int kByte>
+  static I byte_of(I a) {  // of each lane, as it is counted from 0
+    for (std::int32_t& v : a.v) v = std::int32_t(std::uint32_t(v) >> (8 * kByte) & 255);
     return a;
   }
   // Whether dot() multiplies codes as they are, so that -kZero * sum(x) must be in the accumulator's start

@@ -52,9 +52,10 @@ inline void round_values(const float* values, int at, int dim, std::uint16_t (&o
                       reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Simd::load_half(half))));
 }
 
-void store_key_pairs(const float* key, int dim, KvLayout layout, void* block, int lane) {
-  if (layout != KvLayout::kPairs) return store_key(key, dim, layout, block, lane);
-  auto* out = static_cast<std::uint16_t*>(block) + 2 * lane;
+void store_key_pairs(const float* key, int dim, int stride, KvLayout layout, void* keys, int position) {
+  if (layout != KvLayout::kPairs) return store_key(key, dim, stride, layout, keys, position);
+  auto* out = static_cast<std::uint16_t*>(keys) + position / kKeyBlock * kKeyBlock * stride +
+              position % kKeyBlock * 2;
   std::uint16_t lanes[Simd::kLanes];
   for (int d = 0; d < dim; d += Simd::kLanes) {
     round_values(key, d, dim, lanes);
@@ -63,9 +64,9 @@ void store_key_pairs(const float* key, int dim, KvLayout layout, void* block, in
   }
 }
 
-void store_value_pairs(const float* value, int dim, KvLayout layout, void* row) {
-  if (layout != KvLayout::kPairs) return store_value(value, dim, layout, row);
-  auto* out = static_cast<std::uint16_t*>(row);
+void store_value_pairs(const float* value, int dim, int stride, KvLayout layout, void* values, int position) {
+  if (layout != KvLayout::kPairs) return store_value(value, dim, stride, layout, values, position);
+  auto* out = static_cast<std::uint16_t*>(values) + position / 2 * 2 * stride + position % 2;
   std::uint16_t lanes[Simd::kLanes];
   for (int d = 0; d < dim; d += Simd::kLanes) {
     round_values(value, d, dim, lanes);

@@ -76,7 +76,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
           start[0] = first_half;
         }
         if constexpr (Block::kZero == 128)
-          for (int h = 0; h < kSums; ++h) start[h] = Simd::shift_left_4(start[h]);
+          for (int h = 0; h < kSums; ++h) start[h] = Simd::shift_left<4>(start[h]);
       }
 #pragma GCC unroll 2
       for (int h = 0; h < kChains; ++h)

@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -227,32 +228,73 @@ double sum_exp(const float* x, float shift, int n) {
   return total;
 }
 
-void store_key(const float* key, int dim, KvLayout layout, void* block, int lane) {
-  if (layout == KvLayout::kHalf) {
-    auto* out = static_cast<std::uint16_t*>(block) + lane;
-    std::uint16_t lanes[Simd::kLanes];
-    for (int d = 0; d < dim; d += Simd::kLanes) {
-      Simd::store_half(lanes, load_part(key + d, dim - d));
-      for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[(d + i) * kKeyBlock] = lanes[i];
-    }
-  } else {
-    auto* out = static_cast<float*>(block) + lane;
-    for (int d = 0; d < dim; ++d) out[d * kKeyBlock] = key[d];
+// Every kColumn-th element from `out` on.
+template <int kColumn>
+inline void store_floats(const float* x, int dim, float* out) {
+  for (int d = 0; d < dim; ++d) out[d * kColumn] = x[d];
+}
+template <int kColumn>
+inline void store_halves(const float* x, int dim, std::uint16_t* out) {
+  std::uint16_t lanes[Simd::kLanes];
+  for (int d = 0; d < dim; d += Simd::kLanes) {
+    Simd::store_half(lanes, load_part(x + d, dim - d));
+    for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[(d + i) * kColumn] = lanes[i];
   }
 }
 
-void store_value(const float* value, int dim, KvLayout layout, void* row) {
-  if (layout == KvLayout::kHalf) {
-    auto* out = static_cast<std::uint16_t*>(row);
-    std::uint16_t lanes[Simd::kLanes];
-    for (int d = 0; d < dim; d += Simd::kLanes) {
-      Simd::store_half(lanes, load_part(value + d, dim - d));
-      for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[d + i] = lanes[i];
-    }
-  } else {
-    auto* out = static_cast<float*>(row);
-    for (int d = 0; d < dim; ++d) out[d] = value[d];
+// A block as Q8_0 has it: the largest magnitude becomes 127, halves are rounded away from zero. Codes are 128
+// more than there. Returns the scale, which is NaN where the block has NaN or infinity.
+inline std::uint16_t round_to_q8(const float* x, std::uint8_t (&codes)[kBlockCols]) {
+  std::uint32_t largest = 0;
+  for (int i = 0; i < kBlockCols; ++i) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(x[i]) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
   }
+  const float magnitude = std::bit_cast<float>(largest), scale = magnitude / 127.0f;
+  const bool finite = magnitude <= std::numeric_limits<float>::max();
+  const std::uint16_t half = float_to_half(finite ? scale : std::numeric_limits<float>::quiet_NaN());
+  const float inverse = finite && half != 0 ? 1.0f / scale : 0.0f;
+  for (int i = 0; i < kBlockCols; ++i) {
+    const float value = finite ? x[i] * inverse : 0.0f, size = std::fabs(value);
+    const int whole = int(size), code = whole + int(2.0f * (size - float(whole)));
+    codes[i] = std::uint8_t(128 + (value < 0 ? -code : code));
+  }
+  return half;
+}
+
+// Blocks of `row`; put(d, codes) takes the codes of dimensions [d, d + 32). The scales are kKeySpan apart.
+template <typename Put>
+inline void store_q8(const float* row, int dim, std::byte* scales, Put&& put) {
+  for (int d = 0; d < dim; d += kBlockCols, scales += kKeySpan * sizeof(std::uint16_t)) {
+    std::uint8_t codes[kBlockCols];
+    const std::uint16_t scale = round_to_q8(row + d, codes);
+    std::memcpy(scales, &scale, sizeof scale);
+    put(d, codes);
+  }
+}
+
+void store_key(const float* key, int dim, int stride, KvLayout layout, void* keys, int position) {
+  const int first = position / kKeyBlock * kKeyBlock * stride + position % kKeyBlock;
+  if (layout == KvLayout::kFloat) return store_floats<kKeyBlock>(key, dim, static_cast<float*>(keys) + first);
+  if (layout == KvLayout::kHalf)
+    return store_halves<kKeyBlock>(key, dim, static_cast<std::uint16_t*>(keys) + first);
+  auto* head = static_cast<std::byte*>(keys);
+  std::byte* out = head + q8_key(dim, position);
+  store_q8(key, dim, head + q8_scale(dim, 0, position), [&](int d, const std::uint8_t* codes) {
+    for (int i = 0; i < kBlockCols; i += 4) std::memcpy(out + (d + i) / 4 * kQ8KeyStep, codes + i, 4);
+  });
+}
+
+void store_value(const float* value, int dim, int stride, KvLayout layout, void* values, int position) {
+  const int first = position * stride;
+  if (layout == KvLayout::kFloat) return store_floats<1>(value, dim, static_cast<float*>(values) + first);
+  if (layout == KvLayout::kHalf)
+    return store_halves<1>(value, dim, static_cast<std::uint16_t*>(values) + first);
+  auto* head = static_cast<std::byte*>(values);
+  std::byte* out = head + q8_value(dim, position);
+  store_q8(value, dim, head + q8_scale(dim, 0, position), [&](int d, const std::uint8_t* codes) {
+    for (int i = 0; i < kBlockCols; ++i) out[(d + i) * 4] = std::byte(codes[i]);
+  });
 }
 
 }  // namespace

@@ -81,6 +81,9 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
                config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
       activation_(config_.activation == Activation::kGelu ? ACTIVATION_GELU : ACTIVATION_SILU) {
+  if (options.kv_type == KvType::kQ8_0)
+    throw UnsupportedModelError(
+        "the Metal engine has no KV cache in q8_0: use kv_dtype='f16', or device='cpu'");
   static_cast<void>(cache_shape_.decode_size());  // throws for heads that are too large
   if (config_.logit_scale != 1.0f)
     head_norm_.weight = weights.concatenate(BufferName::kHeadNorm, {{{&model.output_norm, config_.dim}}},

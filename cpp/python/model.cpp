@@ -104,7 +104,10 @@ void bind_model(nb::module_& m) {
       .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads)
       .value("ROWS", QkNormPlace::kRows);
   nb::enum_<Compute>(m, "Compute").value("INT8", Compute::kInt8).value("F32", Compute::kF32);
-  nb::enum_<KvType>(m, "KvType").value("F16", KvType::kF16).value("F32", KvType::kF32);
+  nb::enum_<KvType>(m, "KvType")
+      .value("F16", KvType::kF16)
+      .value("F32", KvType::kF32)
+      .value("Q8_0", KvType::kQ8_0);
 
   nb::class_<Config>(m, "Config", "Hyperparameters as the engines read them.")
       .def(nb::init<>())

@@ -8,10 +8,15 @@ The file holds ``tokens`` (int32 ``[n]``) and, for each layer i, ``layer.i.key``
 ``version``        of this layout, ``1``
 ``model``          :func:`fingerprint` of the GGUF file
 ``model_file``     its name, for messages
-``kv_dtype``       ``f16`` or ``f32``
+``kv_dtype``       ``f16``, ``f32`` or ``q8_0``
 ``notes``          what the user put in ``Session.notes``
 ``checksum``       XXH64 of all tensors and of the other metadata, 16 hexadecimal digits
 =================  =============================================================================
+
+Rows in ``q8_0`` are the blocks of Q8_0 that the cache holds, as a model file has them: 32 numbers in 17 words
+of two bytes, of which the first is the scale, in f16, and the others hold the signed codes, two each. Their
+tensors have dtype F16 and shape ``[n, n_kv_heads, head_dim / 32 * 17]``, which every reader of version 1 can
+parse: one that knows no ``q8_0`` refuses the file by its ``kv_dtype``.
 
 The layout knows no engine: what one device saved, another continues.
 """
@@ -44,7 +49,16 @@ VERSION = "1"
 CHECKSUM = "checksum"
 TOKENS = "tokens"
 
-_KV_DTYPES = {"f16": "F16", "f32": "F32"}
+
+class _Rows(NamedTuple):
+    """How a tensor holds the rows of a cache: `words` of a dtype for every `values` numbers."""
+
+    dtype: str
+    values: int = 1
+    words: int = 1
+
+
+_KV_DTYPES = {"f16": _Rows("F16"), "f32": _Rows("F32"), "q8_0": _Rows("F16", 32, 17)}
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
@@ -88,7 +102,7 @@ class Owner:
     ----------
     config : ModelConfig
     kv_dtype : str
-        ``f16`` or ``f32``.
+        ``f16``, ``f32`` or ``q8_0``.
     fingerprint : str
         Of the model file.
     name : str
@@ -102,10 +116,10 @@ class Owner:
 
     def tensors(self, n: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of every tensor of a state of `n` tokens: keys and values of each layer in turn."""
-        c, dtype = self.config, _KV_DTYPES[self.kv_dtype]
+        c, rows = self.config, _KV_DTYPES[self.kv_dtype]
         kinds = (("key", c.key_dim), ("value", c.value_dim))
         return {
-            f"layer.{layer}.{kind}": (dtype, (n, c.n_kv_heads, dim))
+            f"layer.{layer}.{kind}": (rows.dtype, (n, c.n_kv_heads, dim // rows.values * rows.words))
             for layer in range(c.n_layers)
             for kind, dim in kinds
         }
@@ -119,7 +133,8 @@ class State(NamedTuple):
     tokens : numpy.ndarray
         Ids in the cache, int32 ``[n]``.
     rows : list of numpy.ndarray
-        Bytes of K and V of each layer in turn, in canonical layout ``[n, n_kv_heads, head_dim]``.
+        Bytes of K and V of each layer in turn, in canonical layout ``[n, n_kv_heads, head_dim]``, of numbers
+        or of the blocks of ``q8_0``.
     notes : str
         The user's own.
     """

@@ -51,7 +51,7 @@ _log = logging.getLogger("metal_prefill")
 _announced_fallback = False
 
 _COMPUTE = {"int8": _core.Compute.INT8, "f32": _core.Compute.F32}
-_KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32}
+_KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvType.Q8_0}
 
 
 def default_model_path() -> Path:
@@ -117,7 +117,9 @@ class Model:
         ``"int8"``: activations are rounded to 8 bits per block of 32 where they meet quantized weights.
         ``"f32"``: they stay in float32.
     kv_dtype
-        Element type of the KV cache, ``"f16"`` or ``"f32"``.
+        Number format of the KV cache: ``"f16"``, ``"f32"``, or on the CPU ``"q8_0"``, blocks of 32 numbers in
+        8 bits with a scale, in about half of the memory of ``"f16"``. Heads must then have a multiple of 32
+        dimensions.
     chunk_tokens
         Most tokens that go through the layers together; bounds the memory of activations. The CPU engine
         takes 256 at most.
@@ -165,7 +167,7 @@ class Model:
         max_context: int | None = None,
         threads: int | None = None,
         compute: Literal["int8", "f32"] | str = "int8",
-        kv_dtype: Literal["f16", "f32"] | str = "f16",
+        kv_dtype: Literal["f16", "f32", "q8_0"] | str = "f16",
         chunk_tokens: int = 512,
         kv_memory: int | None = None,
         prefix_memory: int = 256 << 20,

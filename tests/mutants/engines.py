@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 _ENGINE, _BATCH, _SAMPLING = "tests/test_engine.py", "tests/test_batch.py", "tests/test_native_sampling.py"
+_Q8 = "tests/test_q8_cache.py"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
 
@@ -144,6 +145,27 @@ CPU = (
         "key_block(positions)",
         "a copied page lacks the keys of its last block",
         (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/kernels.h",
+        "std::size_t(block * kKeySpan + position) * sizeof(std::uint16_t)",
+        "std::size_t(position) * sizeof(std::uint16_t)",
+        "all blocks of a head in q8_0 have the scale of the one stored last",
+        (f"{_Q8}::test_the_cache_holds_the_blocks_that_the_format_defines",),
+    ),
+    Mutant(
+        "cpp/cpu/kv_pages.cpp",
+        "q8 ? key_bytes_ :",
+        "q8 ? q8_scale(key_dim_, 0, 0) :",
+        "a copied page in q8_0 keeps the scales of the keys that it had before",
+        (f"{_Q8}::test_forks_rewinds_and_prefixes_are_those_of_a_session_alone",),
+    ),
+    Mutant(
+        "cpp/cpu/tile_attention_q8.h",
+        "values->scales[block]",
+        "values->scales[0]",
+        "weights of all blocks are multiplied by the scales of the first one",
+        (f"{_Q8}::test_logits_are_those_of_a_cache_that_was_rounded",),
     ),
     Mutant(
         "cpp/cpu/linear.cpp",

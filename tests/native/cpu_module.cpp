@@ -101,8 +101,8 @@ void bind_kernels(nb::module_& m) {
   m.def("sum_exp", on_arrays(calls::sum_exp), "set"_a, "x"_a, "shift"_a, "Sum of exp(x - shift).");
   m.def("half_to_float", on_arrays(calls::half_to_float), "set"_a, "values"_a, "bfloat16"_a, "out"_a,
         "Conversion of 16-bit floats.");
-  m.def("attention", on_arrays(calls::attention), "set"_a, "q"_a, "keys"_a, "values"_a, "half"_a, "window"_a,
-        "scale"_a, "first"_a, "count"_a, "out"_a, "exact"_a = false, "both_ways"_a = false,
+  m.def("attention", on_arrays(calls::attention), "set"_a, "q"_a, "keys"_a, "values"_a, "kv_dtype"_a,
+        "window"_a, "scale"_a, "first"_a, "count"_a, "out"_a, "exact"_a = false, "both_ways"_a = false,
         "key_multiple"_a = 0, "Attention of one group of heads.");
   m.def("product_workload", product_workload, "set"_a, "type"_a, "rows"_a, "cols"_a, "tokens"_a, "threads"_a,
         "A matrix by a chunk of activations, weights from memory.");

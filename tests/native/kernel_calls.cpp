@@ -138,9 +138,9 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
   (bfloat16 ? kernels.bfloat16_to_float : kernels.half_to_float)(in.data(), out.data(), int(in.shape(0)));
 }
 
-void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
-               int window, float scale, int first, int count, OutMatrix out, bool exact, bool both_ways,
-               int key_multiple) {
+void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
+               const std::string& kv_dtype, int window, float scale, int first, int count, OutMatrix out,
+               bool exact, bool both_ways, int key_multiple) {
   const Kernels& kernels = kernels_named(set);
   const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
   const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
@@ -151,7 +151,10 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
   Config config;
   config.n_layers = config.n_kv_heads = 1;
   config.key_dim = key_dim, config.value_dim = value_dim;
-  const KvLayout layout = !half ? KvLayout::kFloat : exact ? KvLayout::kHalf : kernels.half_layout;
+  const KvLayout layout = kv_dtype == "f32"    ? KvLayout::kFloat
+                          : kv_dtype == "q8_0" ? KvLayout::kQ8
+                          : exact              ? KvLayout::kHalf
+                                               : kernels.half_layout;
   KvPages cache(config, layout, key_multiple > 0 ? key_multiple : kernels.key_multiple, true);
   // Pages in no order, with nothing but NaN where no position was stored.
   const int n_pages = (positions + kKeySpan - 1) / kKeySpan;
@@ -164,10 +167,10 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
   for (int p = 0; p < positions; ++p) {
     std::byte* page = pages[std::size_t(p / kKeySpan)];
     const int in_page = p % kKeySpan;
-    kernels.store_key(keys.data() + std::size_t(p) * std::size_t(key_dim), key_dim, layout,
-                      page + cache.keys(0, 0) + cache.key_block(in_page), p % kKeyBlock);
-    kernels.store_value(values.data() + std::size_t(p) * std::size_t(value_dim), value_dim, layout,
-                        page + cache.values(0, 0) + cache.value_row(in_page));
+    kernels.store_key(keys.data() + std::size_t(p) * std::size_t(key_dim), key_dim, cache.key_stride(),
+                      layout, page + cache.keys(0, 0), in_page);
+    kernels.store_value(values.data() + std::size_t(p) * std::size_t(value_dim), value_dim,
+                        cache.value_stride(), layout, page + cache.values(0, 0), in_page);
   }
   kernels.attention({.q = q.data(),
                      .q_stride = q.shape(1),

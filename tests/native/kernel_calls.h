@@ -51,10 +51,11 @@ void gated(const std::string& set, const Vector& gate, const Vector& up, bool ge
 double sum_exp(const std::string& set, const Vector& x, float shift);
 void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out);
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and
-// values [positions, dim]. Tokens [first, first + count) are answered into out [tokens, heads * value_dim].
-// Keys are filled up to a multiple of `key_multiple` dimensions; 0: that of the set.
-void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values, bool half,
-               int window, float scale, int first, int count, OutMatrix out, bool exact, bool both_ways,
-               int key_multiple);
+// values [positions, dim], in a cache of "f32", "f16" or "q8_0". Tokens [first, first + count) are answered
+// into out [tokens, heads * value_dim]. Keys are filled up to a multiple of `key_multiple` dimensions; 0:
+// that of the set.
+void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
+               const std::string& kv_dtype, int window, float scale, int first, int count, OutMatrix out,
+               bool exact, bool both_ways, int key_multiple);
 
 }  // namespace metal_prefill::cpu::calls

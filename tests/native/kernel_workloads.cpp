@@ -137,10 +137,10 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
     std::byte* page = w.pages[std::size_t(t / kPagePositions)];
     const int in_page = t % kPagePositions;
     for (int h = 0; h < kv_heads; ++h) {
-      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, kernels.half_layout,
-                        page + w.cache->keys(0, h) + w.cache->key_block(in_page), t % kKeyBlock);
-      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, kernels.half_layout,
-                          page + w.cache->values(0, h) + w.cache->value_row(in_page));
+      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, w.cache->key_stride(), kernels.half_layout,
+                        page + w.cache->keys(0, h), in_page);
+      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, w.cache->value_stride(), kernels.half_layout,
+                          page + w.cache->values(0, h), in_page);
     }
   }
   w.scratch.resize(std::size_t(threads));

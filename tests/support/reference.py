@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, quants
+from gguf import GGMLQuantizationType, GGUFReader, quants
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -59,10 +59,11 @@ class ReferenceModel:
     path
         GGUF file.
     kv_dtype
-        Type that keys and values are rounded to before attention reads them, as in a KV cache of that type.
+        Type that keys and values are rounded to before attention reads them, as in a KV cache of that type;
+        ``"q8_0"`` for blocks of that format.
     """
 
-    def __init__(self, path: str | Path, kv_dtype: npt.DTypeLike = np.float64) -> None:
+    def __init__(self, path: str | Path, kv_dtype: npt.DTypeLike | Literal["q8_0"] = np.float64) -> None:
         reader = GGUFReader(path)
         self.kv_dtype = kv_dtype
         self.metadata = {key: field.contents() for key, field in reader.fields.items()}
@@ -240,6 +241,9 @@ class ReferenceModel:
                 self.tensors[f"blk.{layer}.{name}.weight"] = weight
 
     def _cached(self, rows: Array) -> Array:
+        if self.kv_dtype == "q8_0":
+            blocks = quants.quantize(rows.astype(np.float32), GGMLQuantizationType.Q8_0)
+            return quants.dequantize(blocks, GGMLQuantizationType.Q8_0).astype(np.float64)
         return rows.astype(self.kv_dtype).astype(np.float64)
 
     def _normed(self, layer: int, name: str, x: Array) -> Array:

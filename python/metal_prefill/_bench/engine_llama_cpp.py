@@ -31,7 +31,7 @@ from metal_prefill._bench.errors import BenchError
 from metal_prefill._bench.llama_cpp_texts import ALL_LAYERS, FLASH_ATTENTION_ON, Embedder, Evaluator
 from metal_prefill._bench.machine import available_threads, counted, cpu_name
 
-GGML_TYPE_F32, GGML_TYPE_F16 = 0, 1
+GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
 # Of what llama.cpp says it was built with, what decides the speed of its products; the best comes first.
 FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MATMUL_INT8", "DOTPROD", "NEON")
 MOST_ROWS = 1024  # of a batch of several sequences, unless there are more of them
@@ -73,7 +73,7 @@ class _Context:
         params.n_batch = params.n_ubatch = rows
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = FLASH_ATTENTION_ON
-        params.type_k = params.type_v = GGML_TYPE_F32 if options.kv_dtype == "f32" else GGML_TYPE_F16
+        params.type_k = params.type_v = GGML_TYPES[options.kv_dtype]
         self._context = llama.llama_init_from_model(model, params)
         if not self._context:
             raise BenchError(

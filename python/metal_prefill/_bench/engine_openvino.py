@@ -91,6 +91,8 @@ class OpenVino(Engine):
             config |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
         if options.kv_dtype == "f32":
             config["KV_CACHE_PRECISION"] = "f32"
+        elif options.kv_dtype == "q8_0":
+            config["KV_CACHE_PRECISION"] = "u8"
         model = core.read_model(convert(Path(options.path)))
         _keep_last_token(model)
         self._compiled = core.compile_model(model, self._device, config)

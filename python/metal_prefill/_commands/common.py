@@ -85,9 +85,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--kv-dtype",
-        choices=("f16", "f32"),
+        choices=("f16", "f32", "q8_0"),
         default="f16",
-        help="number format of the KV cache (default: f16)",
+        help="number format of the KV cache; q8_0, in 8 bits, takes half of the memory of f16 (default: f16)",
     )
 
 

@@ -1,0 +1,251 @@
+// Attention with online softmax, in terms of the vectors of one instruction set (Simd, included
+// before).
+//
+// A tile holds a few query rows: tokens times the heads of a group, which all read the same keys and values.
+// Keys come in spans of 64 positions aligned to multiples of 64, so that the softmax of a row proceeds in the
+// same steps whatever the tile; a span in which a row sees nothing leaves it untouched.
+#pragma once
+
+#include <type_traits>
+
+#include "tile_rows.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+inline F load_element(const float* p) {
+  return Simd::load(p);
+}
+inline F load_element(const std::uint16_t* p) {
+  return Simd::load_half(p);
+}
+
+// The positions that a token sees. Neither end goes back from one token to the next.
+struct Sight {
+  int begin, end;
+};
+inline Sight sight_of(const AttentionHead& head, int token) {
+  const int own = head.position + token;
+  const int before = head.window == 0 ? own : head.length == 0 ? head.window - 1 : head.window / 2;
+  const int after = head.length == 0 ? 0 : head.window == 0 ? head.length : head.window / 2;
+  const int last = head.length > 0 && own + after >= head.length ? head.length - 1 : own + after;
+  return {own > before ? own - before : 0, last + 1};
+}
+
+template <int kRows>
+struct AttentionTile {
+  float q[kRows][kMaxHeadDim];    // scaled so that scores are base-2 logarithms
+  float acc[kRows][kMaxHeadDim];  // sum of p * v
+  float p[kRows][kKeySpan];       // scores, then weights of the current span
+  float max[kRows], sum[kRows], rescale[kRows];
+  int begin[kRows], end[kRows];  // positions that the row sees
+};
+
+// p[r][key] = q[r] . k[key] for the positions of a span.
+template <int kRows, typename Element>
+void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kRows>& tile) {
+  constexpr int kVectors = Simd::kAttentionVectors;
+  const std::size_t block_size = std::size_t(head.key_stride) * kKeyBlock;
+  for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
+    F acc[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
+    const Element* column[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      const int position = first + v * Simd::kLanes;
+      column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
+    }
+    for (int d = 0; d < head.key_dim; ++d) {
+      F k[kVectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) k[v] = load_element(column[v] + std::size_t(d) * kKeyBlock);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const F q = Simd::set(tile.q[r][d]);
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::fma(q, k[v], acc[r][v]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) Simd::store(tile.p[r] + first + v * Simd::kLanes, acc[r][v]);
+  }
+}
+
+// Scores to weights; the running maximum and sum move on, rescale is what earlier results are to be
+// multiplied by.
+template <int kRows>
+void softmax_span(int span, AttentionTile<kRows>& tile) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (int r = 0; r < kRows; ++r) {
+    float* p = tile.p[r];
+    const int begin = tile.begin[r] - span * kKeySpan, end = tile.end[r] - span * kKeySpan;
+    if (begin >= kKeySpan || end <= 0) {
+      for (int i = 0; i < kKeySpan; ++i) p[i] = 0;
+      tile.rescale[r] = 1;
+      continue;
+    }
+    for (int i = 0; i < begin; ++i) p[i] = -kInfinity;
+    for (int i = end; i < kKeySpan; ++i) p[i] = -kInfinity;
+    F largest = Simd::set(-kInfinity);
+    for (int i = 0; i < kKeySpan; i += Simd::kLanes) largest = Simd::max(largest, Simd::load(p + i));
+    const float before = tile.max[r];
+    const float span_max = Simd::reduce_max(largest);
+    tile.max[r] = span_max > before ? span_max : before;
+    const F shift = Simd::set(tile.max[r]);
+    F sum = Simd::set(0);
+    for (int i = 0; i < kKeySpan; i += Simd::kLanes) {
+      const F weight = exp2(Simd::sub(Simd::load(p + i), shift));
+      Simd::store(p + i, weight);
+      sum = Simd::add(sum, weight);
+    }
+    float rescale[Simd::kLanes];
+    Simd::store(rescale, exp2(Simd::sub(Simd::set(before), shift)));
+    tile.rescale[r] = rescale[0];
+    tile.sum[r] = tile.sum[r] * rescale[0] + Simd::reduce_add(sum);
+  }
+}
+
+// acc = acc * rescale + p * v over `n` positions, for kVectors vectors of columns.
+template <int kRows, int kVectors, typename Element>
+void value_columns(const Element* values, std::size_t stride, int n, int column, AttentionTile<kRows>& tile) {
+  F acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v)
+      acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
+  const Element* row = values + column;
+  for (int i = 0; i < n; ++i, row += stride) {
+    F value[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) value[v] = load_element(row + v * Simd::kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const F weight = Simd::set(tile.p[r][i]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::fma(weight, value[v], acc[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) Simd::store(tile.acc[r] + column + v * Simd::kLanes, acc[r][v]);
+}
+
+template <int kRows, typename Element>
+void value_span(const AttentionHead& head, const Element* values, int n, AttentionTile<kRows>& tile) {
+  constexpr int kVectors = Simd::kAttentionVectors;
+  const std::size_t stride = std::size_t(head.value_stride);
+  int column = 0;
+  for (; column + kVectors * Simd::kLanes <= head.value_stride; column += kVectors * Simd::kLanes)
+    value_columns<kRows, kVectors>(values, stride, n, column, tile);
+  for (; column < head.value_stride; column += Simd::kLanes)
+    value_columns<kRows, 1>(values, stride, n, column, tile);
+}
+
+// Query rows [row, row + kRows) of the item; row = token * heads + head.
+template <int kRows>
+void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) {
+  for (int r = 0; r < kRows; ++r) {
+    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
+    const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
+    for (int d = 0; d < head.key_dim; ++d) tile.q[r][d] = q[d] * (head.scale * kLog2E);
+    for (int d = 0; d < head.value_stride; ++d) tile.acc[r][d] = 0;
+    tile.max[r] = -std::numeric_limits<float>::infinity();
+    tile.sum[r] = 0;
+    const Sight sight = sight_of(head, token);
+    tile.begin[r] = sight.begin;
+    tile.end[r] = sight.end;
+  }
+}
+
+template <int kRows>
+void end_tile(const AttentionHead& head, int row, const AttentionTile<kRows>& tile) {
+  for (int r = 0; r < kRows; ++r) {
+    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
+    float* out =
+        head.out + std::size_t(token) * head.out_stride + std::size_t(h) * std::size_t(head.value_dim);
+    for (int d = 0; d < head.value_dim; ++d) out[d] = tile.acc[r][d] / tile.sum[r];
+  }
+}
+
+// Keys and values of a span as tiles read them: where they are stored, or, for several tiles, a copy in
+// float32.
+template <typename Element>
+struct StoredSpan {
+  template <int kRows>
+  using Tile = AttentionTile<kRows>;
+
+  const Element* keys(const AttentionHead& head, int span) {
+    return static_cast<const Element*>(head.keys_of(span));
+  }
+  const Element* values(const AttentionHead& head, int span, int) {
+    return static_cast<const Element*>(head.values_of(span));
+  }
+};
+struct WidenedSpan {
+  template <int kRows>
+  using Tile = AttentionTile<kRows>;
+  float elements[kKeySpan * kMaxHeadDim];
+
+  const float* keys(const AttentionHead& head, int span) {
+    return widened(head.keys_of(span), kKeySpan * head.key_stride);
+  }
+  const float* values(const AttentionHead& head, int span, int) {
+    return widened(head.values_of(span), kKeySpan * head.value_stride);
+  }
+
+ private:
+  const float* widened(const void* from, int count) {
+    const auto* halves = static_cast<const std::uint16_t*>(from);
+    for (int i = 0; i < count; i += Simd::kLanes) Simd::store(elements + i, Simd::load_half(halves + i));
+    return elements;
+  }
+};
+
+// kTiles tiles of kRows query rows, from `row` on, go through the keys together.
+template <int kRows, int kTiles, typename Span>
+void attention_tiles(const AttentionHead& head, int row) {
+  using Tile = typename Span::template Tile<kRows>;
+  Tile tiles[kTiles];
+  Span elements;
+  for (int i = 0; i < kTiles; ++i) begin_tile(head, row + i * kRows, tiles[i]);
+  const int end = tiles[kTiles - 1].end[kRows - 1];
+  for (int span = tiles[0].begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
+    const auto sees = [&](const Tile& tile) {
+      return tile.begin[0] < (span + 1) * kKeySpan && span * kKeySpan < tile.end[kRows - 1];
+    };
+    const auto seen = [&](const Tile& tile) {  // positions of the span up to the last one
+      const int left = tile.end[kRows - 1] - span * kKeySpan;
+      return left < kKeySpan ? left : kKeySpan;
+    };
+    const auto keys = elements.keys(head, span);
+    for (Tile& tile : tiles) {
+      if (!sees(tile)) continue;
+      score_span(head, keys, tile);
+      softmax_span<kRows>(span, tile);
+    }
+    const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
+    for (Tile& tile : tiles)
+      if (sees(tile)) value_span(head, values, seen(tile), tile);
+  }
+  for (int i = 0; i < kTiles; ++i) end_tile<kRows>(head, row + i * kRows, tiles[i]);
+}
+
+template <typename SpanOfOne, typename SpanOfMany>
+void attention_rows(const AttentionHead& head, int row, int end) {
+  constexpr int kRows = Simd::kAttentionRows, kTiles = 8;
+  for (; row + kTiles * kRows <= end; row += kTiles * kRows)
+    attention_tiles<kRows, kTiles, SpanOfMany>(head, row);
+  for (; row + kRows <= end; row += kRows) attention_tiles<kRows, 1, SpanOfOne>(head, row);
+  for (; row + kRows / 2 <= end; row += kRows / 2) attention_tiles<kRows / 2, 1, SpanOfOne>(head, row);
+  for (; row < end; ++row) attention_tiles<1, 1, SpanOfOne>(head, row);
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,240 @@
+// Attention over a cache in Q8_0 (KvLayout::kQ8), by the tiles of tile_attention_f32.h.
+//
+// Where dot() is one instruction, products are of bytes. The other factor, queries and weights of the
+// softmax, is split into two signed digits of a byte, so that it keeps 15 bits and its sign: what the result
+// loses is what the cache lost. By count a position of 64 dimensions takes a query row 4 dots of 512 bits,
+// where products of bfloat16 pairs take 4 and of float32 8, and half of the bytes are read. Sums of integers
+// are exact in any order.
+//
+// Elsewhere codes become float32, times their scales, which is exact, and are multiplied as such.
+#pragma once
+
+#include <bit>
+#include <type_traits>
+
+#include "tile_attention_f32.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr float kMostDigits = 127 * 256;  // magnitude of the numbers that are split
+
+// Scales of a block for the first `n` positions of a span, zeros after them: what was not stored may be NaN.
+inline void load_scales(const std::byte* scales, int n, float (&out)[kKeySpan]) {
+  const auto* halves = reinterpret_cast<const std::uint16_t*>(scales);
+  for (int i = 0; i < kKeySpan; i += Simd::kLanes) {
+    if (i < n) Simd::store(out + i, Simd::load_half(halves + i));
+  }
+  for (int i = n; i < kKeySpan; ++i) out[i] = 0;
+}
+
+// Codes of Q8_0 as float32: keys [kKeySpan / 16][key_dim][16] and values [kKeySpan][value_dim].
+struct WidenedQ8Span {
+  template <int kRows>
+  using Tile = AttentionTile<kRows>;
+  float elements[kKeySpan * kMaxHeadDim];
+
+  const float* keys(const AttentionHead& head, int span) {
+    const auto* codes = static_cast<const std::byte*>(head.keys_of(span));
+    const int dim = head.key_dim;
+    for (int block = 0; block < dim / kBlockCols; ++block) {
+      float scales[kKeySpan];
+      load_scales(codes + q8_scale(dim, block, 0), kKeySpan, scales);
+      for (int d = block * kBlockCols; d < (block + 1) * kBlockCols; d += 4)
+        for (int position = 0; position < kKeySpan; position += Simd::kLanes) {
+          const F scale = Simd::load(scales + position);
+          float* out = elements + (position / kKeyBlock * dim + d) * kKeyBlock + position % kKeyBlock;
+          widen(codes + q8_key(dim, position) + d / 4 * kQ8KeyStep,
+                [&](int i, F code) { Simd::store(out + i * kKeyBlock, scaled(code, scale)); });
+        }
+    }
+    return elements;
+  }
+  // The first `n` positions.
+  const float* values(const AttentionHead& head, int span, int n) {
+    const auto* codes = static_cast<const std::byte*>(head.values_of(span));
+    const int dim = head.value_dim;
+    for (int block = 0; block < dim / kBlockCols; ++block) {
+      float scales[kKeySpan];
+      load_scales(codes + q8_scale(dim, block, 0), n, scales);
+      for (int position = 0; position < n; position += 4)
+        for (int d = block * kBlockCols; d < (block + 1) * kBlockCols; d += Simd::kLanes) {
+          float* out = elements + position * dim + d;
+          widen(codes + q8_value(dim, position) + 4 * d, [&](int i, F code) {
+            Simd::store(out + i * dim, scaled(code, Simd::set(scales[position + i])));
+          });
+        }
+    }
+    return elements;
+  }
+
+ private:
+  // Exact: a code has 8 bits, a scale 11.
+  static F scaled(F code, F scale) { return Simd::mul(Simd::sub(code, Simd::set(128)), scale); }
+  // Calls put(i, i-th codes) for the four codes of each lane.
+  template <typename Put>
+  static void widen(const std::byte* codes, Put&& put) {
+    const I lanes = Simd::load_codes(reinterpret_cast<const std::uint8_t*>(codes));
+    unrolled<4>([&](auto i) { put(i, Simd::to_float(Simd::template byte_of<i>(lanes))); });
+  }
+};
+
+// Numbers n = 256 * high + low of two signed digits. `start` is what their products with codes that count
+// from 128 begin with, for each kBlock places: -128 * sum(n) where dot() counts codes from 0.
+template <int kPlaces, int kBlock>
+struct Digits {
+  std::int8_t high[kPlaces], low[kPlaces];
+  std::int32_t start[kPlaces / kBlock];
+
+  // Takes `count` values, of which the largest becomes kMostDigits. Returns the unit, which is NaN where
+  // there is one; sums may wrap then, and nothing depends on them.
+  float split(const float* x, int count) {
+    I largest = Simd::set_int(0);
+    for (int i = 0; i < count; i += Simd::kLanes)
+      largest = Simd::max_int(largest, Simd::magnitude_bits(Simd::load(x + i)));
+    const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
+    const F inverse = Simd::set(magnitude > 0 ? kMostDigits / magnitude : 0.0f);
+    for (int block = 0; block < count; block += kBlock) {
+      I sum = Simd::set_int(0);
+#pragma GCC unroll 16
+      for (int i = block; i < block + kBlock; i += Simd::kLanes) {
+        const I whole = Simd::round(Simd::mul(Simd::load(x + i), inverse));
+        // The low byte is the low digit, with its sign; what is left is a multiple of 256.
+        Simd::store_low_bytes(low + i, whole);
+        Simd::store_low_bytes(high + i, Simd::template byte_of<1>(Simd::add_int(whole, Simd::set_int(128))));
+        sum = Simd::add_int(sum, whole);
+      }
+      if constexpr (Simd::template kStartsFromSum<128>)
+        start[block / kBlock] = std::int32_t(0u - 128u * std::uint32_t(Simd::reduce_add(sum)));
+      else
+        start[block / kBlock] = 0;
+    }
+    return magnitude / kMostDigits;
+  }
+};
+
+// Calls take(r, v, sum) with the sums of products of codes and of the numbers at [first, first + count),
+// which are in one block, of each row of digits. The codes of four places, for a vector, are followed by
+// those of the next vector after `vector_step` bytes, and by those of the next places after `step` bytes.
+template <int kRows, int kVectors, int kPlaces, int kBlock, typename Take>
+inline __attribute__((always_inline)) void multiply_digits(const Digits<kPlaces, kBlock>* digits, int first,
+                                                           int count, const std::byte* codes,
+                                                           std::size_t vector_step, std::size_t step,
+                                                           Take&& take) {
+  I high[kRows * kVectors], low[kRows * kVectors];
+  unrolled<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+    high[i] = Simd::set_int(0);
+    low[i] = Simd::set_int(digits[i / kVectors].start[first / kBlock]);
+  });
+  for (int place = first; place < first + count; place += 4, codes += step) {
+    I code[kVectors];
+    unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
+      code[v] = Simd::load_codes(reinterpret_cast<const std::uint8_t*>(codes + std::size_t(v) * vector_step));
+    });
+    unrolled<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+      constexpr int r = i / kVectors, v = i % kVectors;
+      high[i] = Simd::template dot<128>(high[i], code[v], Simd::broadcast4(digits[r].high + place));
+      low[i] = Simd::template dot<128>(low[i], code[v], Simd::broadcast4(digits[r].low + place));
+    });
+  }
+  unrolled<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+    const I sum = Simd::add_int(Simd::template shift_left<8>(high[i]), low[i]);
+    take(i / kVectors, i % kVectors, Simd::to_float(sum));
+  });
+}
+
+template <int kRows>
+struct Q8Tile : AttentionTile<kRows> {
+  Digits<kMaxHeadDim, kBlockCols> q_digits[kRows];
+  float q_unit[kRows];
+};
+
+template <int kRows>
+void begin_tile(const AttentionHead& head, int row, Q8Tile<kRows>& tile) {
+  begin_tile<kRows>(head, row, static_cast<AttentionTile<kRows>&>(tile));
+  for (int r = 0; r < kRows; ++r) tile.q_unit[r] = tile.q_digits[r].split(tile.q[r], head.key_dim);
+}
+
+struct Q8Span {
+  template <int kRows>
+  using Tile = Q8Tile<kRows>;
+  struct Keys {
+    const std::byte* codes;
+  };
+  struct Values {
+    const std::byte* codes;
+    float scales[kMaxHeadDim / kBlockCols][kKeySpan];
+  };
+  Values stored;
+
+  Keys keys(const AttentionHead& head, int span) {
+    return {static_cast<const std::byte*>(head.keys_of(span))};
+  }
+  const Values* values(const AttentionHead& head, int span, int n) {
+    stored.codes = static_cast<const std::byte*>(head.values_of(span));
+    for (int block = 0; block < head.value_dim / kBlockCols; ++block)
+      load_scales(stored.codes + q8_scale(head.value_dim, block, 0), n, stored.scales[block]);
+    return &stored;
+  }
+};
+
+// Vectors of sums of each digit, for a number of rows: enough to hide the latency of a product, with
+// registers left for GCC, which needs some for copies of sums.
+template <int kRows>
+constexpr int kDigitVectors = kRows >= Simd::kAttentionRows ? 1 : 2;
+
+// p[r][key] = q[r] . k[key] for the positions of a span.
+template <int kRows>
+void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& tile) {
+  constexpr int kVectors = kDigitVectors<kRows>;
+  const int dim = head.key_dim;
+  for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
+    const std::size_t at = q8_key(dim, first), vector_step = q8_key(dim, first + Simd::kLanes) - at;
+    for (int block = 0; block < dim / kBlockCols; ++block) {
+      F scale[kVectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v)
+        scale[v] = Simd::load_half(reinterpret_cast<const std::uint16_t*>(
+            keys.codes + q8_scale(dim, block, first + v * Simd::kLanes)));
+      multiply_digits<kRows, kVectors>(
+          tile.q_digits, block * kBlockCols, kBlockCols,
+          keys.codes + at + std::size_t(block) * (kBlockCols / 4) * kQ8KeyStep, vector_step, kQ8KeyStep,
+          [&](int r, int v, F sum) __attribute__((always_inline)) {
+            float* score = tile.p[r] + first + v * Simd::kLanes;
+            const F before = block == 0 ? Simd::set(0) : Simd::load(score);
+            Simd::store(score, Simd::fma(Simd::mul(sum, Simd::set(tile.q_unit[r])), scale[v], before));
+          });
+    }
+  }
+}
+
+// acc = acc * rescale + p * v over the first `n` positions.
+template <int kRows>
+void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, Q8Tile<kRows>& tile) {
+  constexpr int kVectors = kDigitVectors<kRows>;
+  const int dim = head.value_dim;
+  for (int block = 0; block < dim / kBlockCols; ++block) {
+    Digits<kKeySpan, kKeySpan> weights[kRows];
+    float unit[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      float scaled[kKeySpan];
+      for (int i = 0; i < kKeySpan; i += Simd::kLanes)
+        Simd::store(scaled + i, Simd::mul(Simd::load(tile.p[r] + i), Simd::load(values->scales[block] + i)));
+      unit[r] = weights[r].split(scaled, kKeySpan);
+    }
+    for (int column = block * kBlockCols; column < (block + 1) * kBlockCols;
+         column += kVectors * Simd::kLanes)
+      multiply_digits<kRows, kVectors>(
+          weights, 0, n, values->codes + 4 * std::size_t(column), 4 * Simd::kLanes, 4 * std::size_t(dim),
+          [&](int r, int v, F sum) __attribute__((always_inline)) {
+            float* out = tile.acc[r] + column + v * Simd::kLanes;
+            const F before = Simd::mul(Simd::load(out), Simd::set(tile.rescale[r]));
+            Simd::store(out, Simd::fma(sum, Simd::set(unit[r]), before));
+          });
+  }
+}
+
+using CachedQ8 = std::conditional_t<Simd::kOneDot, Q8Span, WidenedQ8Span>;
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,256 @@
+"""A KV cache in Q8_0 against the float64 reference, against itself, and through all that touches pages.
+
+The oracle rounds keys and values by `gguf.quants`, which is where the format is defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from safetensors.numpy import load_file
+from support.reference import ReferenceModel
+from support.small_models import MODELS, SmallModel, write
+
+from metal_prefill import Model, StateError, UnsupportedModelError, _core
+
+Logits = npt.NDArray[np.float32]
+
+# Of a normalized squared error, where codes become float32, which is exact.
+NMSE_F32 = 1e-9
+
+SUITED = [
+    *(
+        "smollm shape",
+        "gqa 1",
+        "gqa 8",
+        "head_dim 128",
+        "values wider than keys",
+        "values narrower than keys",
+    ),
+    *("gemma3", "qwen3", "smollm3", "olmo2"),
+]
+
+
+def prompt(n: int, vocab: int = 320, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, vocab, n)
+
+
+def opened(path: Path, **options: Any) -> Model:
+    """Open a model with a cache in Q8_0."""
+    return Model(path, **{"device": "cpu", "kv_dtype": "q8_0", **options})
+
+
+def rows_of(model: Model) -> list[npt.NDArray[np.uint8]]:
+    """Bytes of K and V of each layer in turn, of the default session."""
+    rows: list[npt.NDArray[np.uint8]] = model._open()._open().export_state()[1]
+    return rows
+
+
+@pytest.mark.parametrize("name", SUITED)
+def test_logits_are_those_of_a_cache_that_was_rounded(name: str, model_path: Callable[[str], Path]) -> None:
+    """By prompt and by single tokens, over more than one page.
+
+    Arithmetic may add a tenth to the squared error of the cache. It has 15 bits on some sets, and now and
+    then carries a number to another code than the reference's, which later layers see.
+    """
+    ids = prompt(75, MODELS[name].vocab)
+    expected = ReferenceModel(model_path(name), kv_dtype="q8_0").forward(ids).logits
+    unrounded = ReferenceModel(model_path(name)).forward(ids).logits
+    with opened(model_path(name), compute="f32") as model:
+        outcomes = [model.forward_prompt_logits(ids[:63])]
+        outcomes += [model.forward_token(int(token)) for token in ids[63:]]
+
+    def error(wanted: npt.NDArray[np.float64]) -> float:
+        return float(np.square(np.array(outcomes) - wanted[62:]).sum() / np.square(wanted[62:]).sum())
+
+    assert error(expected) <= 0.1 * error(unrounded) <= 1e-4
+
+
+@pytest.mark.parametrize("isa", sorted({"scalar", "avx2", "neon"} & set(_core.cpu.kernel_sets())))
+def test_logits_are_exact_where_codes_become_float32(
+    isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    ids = prompt(70)
+    expected = ReferenceModel(model_path("smollm shape"), kv_dtype="q8_0").forward(ids).logits[-1]
+    with opened(model_path("smollm shape"), compute="f32") as model:
+        logits = model.forward_prompt_logits(ids)
+    assert np.square(logits - expected).sum() <= NMSE_F32 * np.square(expected).sum()
+
+
+@pytest.mark.parametrize("head_dim", [32, 256])
+def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head_dim: int) -> None:
+    """What the first layer caches depends on no cache: it is that of float32, rounded."""
+    path = write(tmp_path / "m.gguf", SmallModel(layers=1, key_dim=head_dim))
+    ids = prompt(70)
+    with opened(path) as model, Model(path, device="cpu", kv_dtype="f32") as exact:
+        for m in (model, exact):
+            m.forward_prompt(ids)
+        for blocks, numbers in zip(rows_of(model), rows_of(exact), strict=True):
+            expected = quants.quantize(numbers.view(np.float32), Type.Q8_0)
+            np.testing.assert_array_equal(blocks, expected.reshape(-1))
+
+
+@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+def test_every_set_gives_the_same_bits_however_a_prompt_is_split(
+    isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    ids = prompt(150)
+    outcomes = []
+    for threads, chunk_tokens, cuts in [(1, 512, [150]), (3, 16, [150]), (2, 512, [1, 64, 30] + [1] * 55)]:
+        with opened(model_path("gqa 3"), threads=threads, chunk_tokens=chunk_tokens) as model:
+            for end in np.cumsum(cuts):
+                logits = model.forward_prompt_logits(ids[model.position : end])
+            outcomes.append([logits, *rows_of(model)])
+    for outcome in outcomes[1:]:
+        for actual, expected in zip(outcome, outcomes[0], strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["gqa 3", "gemma3"])
+def test_nothing_is_read_that_was_not_written(
+    name: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are NaN before they are used, the scales above all. A window begins inside a page."""
+
+    class Poisoned(_core.EngineOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.poison_cache = True
+
+    ids = prompt(140, MODELS[name].vocab)
+    outcomes = []
+    for poisoned in (False, True):
+        if poisoned:
+            monkeypatch.setattr(_core, "EngineOptions", Poisoned)
+        with opened(model_path(name)) as model:
+            logits = [model.forward_prompt_logits(ids[:n]) for n in (3, 70, 65)]
+            logits += [model.forward_token(int(token)) for token in ids[138:]]
+            outcomes.append(logits)
+    np.testing.assert_array_equal(outcomes[1], outcomes[0])
+    assert np.all(np.isfinite(outcomes[0]))
+
+
+def test_forks_rewinds_and_prefixes_are_those_of_a_session_alone(model_path: Callable[[str], Path]) -> None:
+    """A fork inside a page, a page that is taken back and written again, pages that another session left."""
+    ids, others = prompt(150), prompt(40, seed=1)
+    with opened(model_path("gqa 3")) as model:
+
+        def alone(tokens: npt.NDArray[np.int64]) -> Logits:
+            with model.session() as session:
+                return session.forward_prompt_logits(tokens)
+
+        with model.session() as session:
+            session.forward_prompt(ids[:75])
+            with session.fork() as fork:
+                logits = fork.forward_prompt_logits(others)
+                np.testing.assert_array_equal(logits, alone(np.concatenate([ids[:75], others])))
+            np.testing.assert_array_equal(session.forward_prompt_logits(ids[75:]), alone(ids))
+            session.rewind(66)
+            changed = np.concatenate([ids[:66], others])
+            np.testing.assert_array_equal(session.forward_prompt_logits(others), alone(changed))
+        with model.session() as session:
+            session.forward_prompt(ids, reuse=True)
+        with model.session() as session:
+            logits = session.forward_prompt_logits(np.append(ids, 7), reuse=True)
+            assert session.stats()["tokens_reused"] >= 128
+            np.testing.assert_array_equal(logits, alone(np.append(ids, 7)))
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone(model_path: Callable[[str], Path]) -> None:
+    prompts = [prompt(n, seed=n) for n in (5, 70, 64, 1)]
+    with opened(model_path("gqa 3")) as model:
+        alone = []
+        for ids in prompts:
+            with model.session() as session:
+                alone.append(session.forward_prompt(ids))
+        assert list(model.forward_prompts(prompts)) == alone
+
+
+@pytest.mark.parametrize("n", [1, 16, 70])
+def test_a_saved_session_continues_with_the_same_bits(
+    model_path: Callable[[str], Path], tmp_path: Path, n: int
+) -> None:
+    """Its tensors are those of the format: a scale in f16, then 32 signed codes."""
+    path = tmp_path / "s.session"
+    with opened(model_path("values wider than keys"), compute="f32") as model:
+        model.forward_prompt(prompt(n))
+        model._open().save(path)
+        with model.load_session(path) as loaded:
+            np.testing.assert_array_equal(loaded.forward_token(5), model.forward_token(5))
+    arrays = load_file(path)
+    assert arrays["layer.1.key"].shape == (n, 2, 17)
+    assert arrays["layer.1.value"].shape == (n, 2, 34)
+    blocks = arrays["layer.1.value"].view(np.uint8).reshape(n * 2, 68)
+    values = quants.dequantize(blocks, Type.Q8_0).reshape(n, 2, 64)
+    expected = (
+        ReferenceModel(model_path("values wider than keys"), kv_dtype="q8_0").forward(prompt(n)).values[1]
+    )
+    assert np.square(values - expected).sum() <= 1e-4 * np.square(expected).sum()
+
+
+def test_states_of_other_caches_are_refused_by_name(demo_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "s.session"
+    with opened(demo_path) as model, Model(demo_path, device="cpu") as other:
+        for m in (model, other):
+            m.forward_prompt([1, 2, 3])
+        model._open().save(path)
+        with pytest.raises(StateError, match="saved with kv_dtype 'q8_0', this model has 'f16'"):
+            other.load_session(path)
+        other._open().save(path)
+        with pytest.raises(StateError, match="saved with kv_dtype 'f16', this model has 'q8_0'"):
+            model.load_session(path)
+
+
+def test_it_takes_17_bytes_where_f16_takes_32(model_path: Callable[[str], Path]) -> None:
+    used = {}
+    for kv_dtype in ("f16", "q8_0"):
+        with opened(model_path("gqa 3"), kv_dtype=kv_dtype) as model:
+            model.forward_prompt(prompt(130))
+            stats = model.stats()
+            assert stats["kv_cache_bytes"] == stats["kv_pool_bytes"]
+            used[kv_dtype] = stats["kv_cache_bytes"]
+    assert used["q8_0"] * 32 == used["f16"] * 17
+
+
+@pytest.mark.parametrize(
+    "dims", [{"key_dim": 48, "value_dim": 32}, {"key_dim": 32, "value_dim": 16}], ids=str
+)
+def test_heads_that_fill_no_block_are_refused_by_name(tmp_path: Path, dims: dict[str, int]) -> None:
+    path = write(tmp_path / "m.gguf", replace(SmallModel(types={"*": "F32"}), **dims))
+    wrong = next(n for n in dims.values() if n % 32)
+    with pytest.raises(UnsupportedModelError, match=f"blocks of 32 dimensions, which heads of {wrong}"):
+        opened(path)
+
+
+def test_metal_refuses_it_by_name(metal: None, demo_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="Metal engine has no KV cache in q8_0"):
+        opened(demo_path, device="metal")
+
+
+def test_perplexity_is_within_a_thousandth_of_a_cache_of_f16(demo_path: Path) -> None:
+    """On verse, of a model that was trained. docs/accuracy.md has a larger model and a longer text."""
+    text = (
+        "Our revels now are ended. These our actors,\nAs I foretold you, were all spirits and\n"
+        "Are melted into air, into thin air:\nAnd, like the baseless fabric of this vision,\n"
+        "The cloud-capp'd towers, the gorgeous palaces,\nThe solemn temples, the great globe itself,\n"
+        "Yea, all which it inherit, shall dissolve\nAnd, like this insubstantial pageant faded,\n"
+        "Leave not a rack behind. We are such stuff\nAs dreams are made on, and our little life\n"
+        "Is rounded with a sleep.\n"
+    )
+    scores = {}
+    for kv_dtype in ("f16", "q8_0"):
+        with opened(demo_path, kv_dtype=kv_dtype, compute="f32") as model:
+            scores[kv_dtype] = model.score(model.tokenizer.encode(text))
+    assert abs(np.mean(scores["q8_0"]) - np.mean(scores["f16"])) <= 1e-3
+    assert not np.array_equal(scores["q8_0"], scores["f16"])
