@@ -260,11 +260,11 @@ def test_scores_of_the_cpu_do_not_depend_on_the_chunk(model_path: Callable[[str]
     np.testing.assert_array_equal(scores[0], scores[1])
 
 
-def test_all_devices_write_the_same_text(metal: None, demo_path: Path) -> None:
+def test_all_devices_write_the_same_text(metal: None, short_demo_path: Path) -> None:
     """For 200 tokens, or until the two best logits differ by less than those of the engines."""
     with (
-        Model(demo_path, device="cpu", compute="f32") as cpu,
-        Model(demo_path, device="metal") as gpu,
+        Model(short_demo_path, device="cpu", compute="f32") as cpu,
+        Model(short_demo_path, device="metal") as gpu,
     ):
         ids = cpu.tokenizer.encode("JULIET:\n")
         a, b = cpu.forward_prompt_logits(ids), gpu.forward_prompt_logits(ids)

@@ -245,7 +245,7 @@ def test_results_that_are_there_are_not_computed_again(
 def test_a_killed_run_continues_where_its_file_ends(tmp_path: Path) -> None:
     prompts = write_lines(
         tmp_path / "prompts.jsonl",
-        *({"prompt": f"{SPEAKERS[i % 5]}{i} ", "max_tokens": 20 + i % 37} for i in range(600)),
+        *({"prompt": f"{SPEAKERS[i % 5]}{i} ", "max_tokens": 20 + i % 37} for i in range(150)),
     )
     killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     command = [*COMMAND, "--prompts", str(prompts), "-o"]
@@ -255,12 +255,12 @@ def test_a_killed_run_continues_where_its_file_ends(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     lines = killed.read_bytes().count(b"\n")
-    assert 5 <= lines < 600
+    assert 5 <= lines < 150
     again = subprocess.run([*command, str(killed)], capture_output=True, text=True, check=True)
     assert f"{lines} prompts done before" in again.stderr
     subprocess.run([*command, str(whole)], stderr=subprocess.DEVNULL, check=True)
     assert killed.read_bytes() == whole.read_bytes()
-    assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(600)]
+    assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(150)]
 
 
 def test_an_interrupted_run_keeps_what_is_done(

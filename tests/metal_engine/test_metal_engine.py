@@ -294,6 +294,7 @@ def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
 ) -> None:
     shape: dict[str, Any] = {
         "preset": "tiny",
+        "layers": 1,
         "dim": 256,
         "heads": 4,
         "head_dim": 64,
