@@ -79,6 +79,11 @@ class RowCost:
         return max(self._seconds[nearest] + _ROW_SHARE * one * (key - nearest), one)
 
 
+def time_of_pass(session: _core.Session, seconds: float, sent: bool) -> float:
+    """Return what a pass took: if it was `sent` before it was asked for, the host saw only the rest of it."""
+    return max(seconds, session.stats()["gpu_seconds"]) if sent else seconds
+
+
 def _bucket(rows: int) -> int:
     """Round up to a number of rows that is measured: steps of an eighth at least."""
     step = 1 << max(rows.bit_length() - 4, 0)

@@ -20,7 +20,7 @@ from metal_prefill import _core
 from metal_prefill._arguments import TokenIds, integer, length_of, token_array
 from metal_prefill._batch_call import BatchCall
 from metal_prefill._continuation import Continuation, NextTokens, Piece, TextOptions
-from metal_prefill._speculation import RowCost
+from metal_prefill._speculation import RowCost, time_of_pass
 from metal_prefill._stream import Stream
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import ConstraintError, ContextOverflowError, KVMemoryError
@@ -327,11 +327,12 @@ class Scheduler:
             drafts=True,
             more=more,
         )
-        self._sent = more
         seconds = time.perf_counter() - start
         rows = sum(len(tokens.ids) for _, tokens in chosen)
         if not any(tokens.forced for _, tokens in chosen[: len(writing)]):
-            self._model._row_cost.note(rows + _rows_of(calls), seconds)
+            taken = time_of_pass(chosen[0][0]._session, seconds, self._sent) if chosen else seconds
+            self._model._row_cost.note(rows + _rows_of(calls), taken)
+        self._sent = more
         self.passes += 1
         at = len(chosen)
         for pending in calls:

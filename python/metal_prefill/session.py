@@ -16,7 +16,7 @@ from metal_prefill import _state
 from metal_prefill._arguments import Logits, Progress, TokenIds, integer, token_array, token_id
 from metal_prefill._continuation import Continuation, Piece, TextOptions
 from metal_prefill._dispatches import Dispatch, from_core
-from metal_prefill._speculation import RowCost
+from metal_prefill._speculation import RowCost, time_of_pass
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 
@@ -437,11 +437,11 @@ logit_bias
             yield piece
         while text.ended is None:
             following = text.next_tokens(self._model._exact_rows, cost, sent=sent)
-            sent = self._model._runs_ahead and text.goes_on_greedily
+            was_sent, sent = sent, self._model._runs_ahead and text.goes_on_greedily
             core, start = self._open(), time.perf_counter()
             chosen = core.forward_drafts(following.ids, following.drafts, text.sampler, claim, sent)
             if not following.forced:
-                cost.note(len(following.ids), time.perf_counter() - start)
+                cost.note(len(following.ids), time_of_pass(core, time.perf_counter() - start, was_sent))
             computed += len(following.ids) - following.drafts + len(chosen) - 1
             try:
                 for i, piece in enumerate(text.take(chosen)):

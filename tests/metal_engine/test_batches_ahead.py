@@ -384,3 +384,28 @@ def test_guesses_change_no_text_and_throw_no_pass_away(model: Model, wanted: lis
     assert finish(scheduler, [scheduler.submit(prompt, TOKENS) for prompt in PROMPTS]) == [
         text[:TOKENS] for text in wanted
     ]
+
+
+def test_a_pass_that_is_done_before_it_is_asked_for_costs_what_the_gpu_took(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else single tokens would seem to take no time, and guesses never to pay."""
+    noted: list[float] = []
+    monkeypatch.setattr(RowCost, "note", lambda self, rows, seconds: noted.append(seconds))
+    with model.session() as session:
+        for _ in session.stream(PROMPTS[0], 6, **GREEDY):
+            if noted:
+                assert noted[-1] >= session.stats()["gpu_seconds"] > 0
+            gpu.live_objects()  # waits until nothing runs
+    assert len(noted) == 5
+    scheduler = Scheduler(model)
+    streams = submit(scheduler)
+    for _ in range(5):
+        scheduler.step_pieces()
+        gpu.live_objects()
+    core = streams[0]._core
+    assert core is not None
+    assert noted[-1] >= core.stats()["gpu_seconds"] > 0
+    for stream in streams:
+        stream.cancel()
+    finish(scheduler, streams)
