@@ -301,8 +301,8 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/engine.mm",
-        "if (goes_on &&",
-        "if (goes_on || ",
+        "passes[0].chunks.begin(), passes[0].chunks.end()))",
+        "chunks.begin(), chunks.end()))",
         "the pass after one is sent although its tokens are in other rows",
         ("tests/metal_engine/test_batches_ahead.py", "-k", "stop"),
     ),
