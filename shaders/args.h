@@ -41,9 +41,22 @@ typedef std::uint64_t u64_t;
 // cached elements for each block.
 #define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
 
+// Whether the queries of attention_prefill stay in threadgroup memory: where output (two registers of a lane
+// for each 8x8 block) and queries (two cached elements) would take more than 64 of the 128 registers of a
+// lane.
+#define PREFILL_STAGES_QUERY(dims, element_bytes) \
+  (PREFILL_ROW_BLOCKS(dims, element_bytes) * ((dims) / 8) * (2 + (element_bytes) / 2) > 64)
+
+// Bytes of a query there: 16 more than it has, so that eight rows of a block fall in distinct banks.
+#define PREFILL_QUERY_BYTES(dims, element_bytes) ((dims) * (element_bytes) + 16)
+
 // Floats of threadgroup memory that one simdgroup of attention_prefill needs: scores [rows][PREFILL_KEYS],
-// one diagonal 8x8 matrix for each 8 rows, and an 8x8 block of V at the end of the cache.
-#define PREFILL_SCRATCH(row_blocks) ((row_blocks) * (8 * PREFILL_KEYS + 64) + 64)
+// one diagonal 8x8 matrix for each 8 rows, an 8x8 block of V at the end of the cache, and staged queries.
+#define PREFILL_SCRATCH(dims, element_bytes)                                                     \
+  (PREFILL_ROW_BLOCKS(dims, element_bytes) * (8 * PREFILL_KEYS + 64) + 64 +                      \
+   (PREFILL_STAGES_QUERY(dims, element_bytes)                                                    \
+        ? PREFILL_ROW_BLOCKS(dims, element_bytes) * 2 * PREFILL_QUERY_BYTES(dims, element_bytes) \
+        : 0))
 
 // clang-format off
 #define ARGS_STRUCT(name) struct name {

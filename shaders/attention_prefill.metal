@@ -26,12 +26,17 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   constexpr ushort kRows = 8 * kRowBlocks;
   constexpr ushort kRowLanes = 32 / kRows;  // lanes that share a row of the scores
   constexpr ushort kLaneKeys = PREFILL_KEYS / kRowLanes;
+  constexpr ushort kDims = 8 * kDimBlocks;
+  constexpr bool kStaged = PREFILL_STAGES_QUERY(kDims, sizeof(T));
+  constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
   typedef simdgroup_matrix<T, 8, 8> Block;
 
-  threadgroup float* scores = scratch + simdgroup * PREFILL_SCRATCH(kRowBlocks);  // [kRows][PREFILL_KEYS]
-  threadgroup T* weights = (threadgroup T*)scores;                     // takes the place of the scores
-  threadgroup float* diagonal = scores + kRows * PREFILL_KEYS;         // [kRowBlocks][8][8]
-  threadgroup T* tail = (threadgroup T*)(diagonal + kRowBlocks * 64);  // [8][8]
+  threadgroup float* scores =
+      scratch + simdgroup * PREFILL_SCRATCH(kDims, sizeof(T));                // [kRows][PREFILL_KEYS]
+  threadgroup T* weights = (threadgroup T*)scores;                            // takes the place of the scores
+  threadgroup float* diagonal = scores + kRows * PREFILL_KEYS;                // [kRowBlocks][8][8]
+  threadgroup T* tail = (threadgroup T*)(diagonal + kRowBlocks * 64);         // [8][8]
+  threadgroup T* staged = (threadgroup T*)(diagonal + kRowBlocks * 64 + 64);  // [kRows][kQueryRow]
 
   const uint g = args.n_heads / args.n_kv_heads, rows = g * tile.tokens, first_row = tile.first;
   device const uint* block_table = pages + tile.pages;
@@ -48,30 +53,33 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   const uint my_first = my_position > before ? my_position - before : 0,
              my_last = min(my_position + after, tile.end - 1);
 
-  // Queries, scaled for exp2, in registers.
+  // Queries, scaled for exp2: in registers, or in threadgroup memory where there would be too many.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
                value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
   device const float* my_query =
       q + (tile.row + my_token) * args.q_stride + (kv_head * g + my_row % g) * args.key_dim;
-  Block query[kRowBlocks][kDimBlocks];
+  Block query[kStaged ? 1 : kRowBlocks][kStaged ? 1 : kDimBlocks];
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {
     if (c < key_blocks) {
+      threadgroup T* chunk = kStaged ? staged + row * kQueryRow + c * 8 : weights + row * PREFILL_KEYS;
       for (ushort i = 0; i < kLaneKeys; ++i) {
         const ushort d = c * 8 + part + i;
-        weights[row * PREFILL_KEYS + part + i] =
-            d < args.key_dim ? T(my_query[d] * (args.scale * M_LOG2E_F)) : T(0);
+        chunk[part + i] = d < args.key_dim ? T(my_query[d] * (args.scale * M_LOG2E_F)) : T(0);
       }
+      if (kStaged) continue;
       simdgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
       for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
         for (ushort b = 0; b < 4; ++b)
           if (c + b < kDimBlocks)
-            simdgroup_load(query[r][c + b], weights + r * 8 * PREFILL_KEYS + b * 8, PREFILL_KEYS);
+            simdgroup_load(query[kStaged ? 0 : r][kStaged ? 0 : c + b],
+                           weights + r * 8 * PREFILL_KEYS + b * 8, PREFILL_KEYS);
       simdgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
+  if (kStaged) simdgroup_barrier(mem_flags::mem_threadgroup);
 
   simdgroup_float8x8 output[kRowBlocks][kDimBlocks];
 #pragma unroll
@@ -105,8 +113,11 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
             Block keys;
             simdgroup_load(keys, k_block + b * 8, k_stride, ulong2(0), true);
 #pragma unroll
-            for (ushort r = 0; r < kRowBlocks; ++r)
-              simdgroup_multiply_accumulate(score[r], query[r][b], keys, score[r]);
+            for (ushort r = 0; r < kRowBlocks; ++r) {
+              Block own = query[kStaged ? 0 : r][kStaged ? 0 : b];
+              if (kStaged) simdgroup_load(own, staged + r * 8 * kQueryRow + b * 8, kQueryRow);
+              simdgroup_multiply_accumulate(score[r], own, keys, score[r]);
+            }
           }
         }
 #pragma unroll

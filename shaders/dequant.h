@@ -26,16 +26,12 @@ struct PlainItems {
   static uint first(uint i) { return i * 8; }
 };
 
-// Low and high nibbles of four bytes, given as two pairs.
-static inline void nibbles(ushort p, ushort q, thread ushort4& low, thread ushort4& high) {
-  low = ushort4(p & 0xF, (p >> 8) & 0xF, q & 0xF, (q >> 8) & 0xF);
-  high = ushort4((p >> 4) & 0xF, p >> 12, (q >> 4) & 0xF, q >> 12);
-}
-
-// The same of the four bytes at an even address.
+// Low and high nibbles of the four bytes at an even address.
 static inline void nibbles(device const u8_t* bytes, thread ushort4& low, thread ushort4& high) {
   device const ushort* pairs = (device const ushort*)bytes;
-  nibbles(pairs[0], pairs[1], low, high);
+  const ushort p = pairs[0], q = pairs[1];
+  low = ushort4(p & 0xF, (p >> 8) & 0xF, q & 0xF, (q >> 8) & 0xF);
+  high = ushort4((p >> 4) & 0xF, p >> 12, (q >> 4) & 0xF, q >> 12);
 }
 
 // Of the four bytes at an even address the bits that `mask` selects, from bit `shift` of each on.
@@ -55,31 +51,34 @@ static inline uint word(device const u8_t* bytes) {
   return uint(pairs[0]) | (uint(pairs[1]) << 16);
 }
 
+// Nibbles of four bytes as numbers, less `bias`. They are put into the mantissa of halves, which takes
+// neither conversions nor, for the high nibbles, shifts: from 1024 to 2047 its last bit is worth 1, from 64
+// to 127 1/16. Exact.
+static inline half4 as_numbers(uint even, uint odd, half less) {
+  const half2 e = as_type<half2>(even) - less, o = as_type<half2>(odd) - less;
+  return half4(e.x, o.x, e.y, o.y);
+}
+static inline half4 low_nibbles(uint bytes, half bias) {
+  return as_numbers((bytes & 0x000F000F) | 0x64006400, ((bytes >> 8) & 0x000F000F) | 0x64006400,
+                    1024.0h + bias);
+}
+static inline half4 high_nibbles(uint bytes, half bias) {
+  return as_numbers((bytes & 0x00F000F0) | 0x54005400, ((bytes >> 8) & 0x00F000F0) | 0x54005400,
+                    64.0h + bias);
+}
+
 // Bit 4 of four adjacent quants, whose fifth bits are the lowest four of `bits`.
 static inline ushort4 fifth_bits(uint bits) {
   return ushort4((bits & 1) << 4, (bits & 2) << 3, (bits & 4) << 2, (bits & 8) << 1);
 }
 
 struct Q4_0 : PairedItems {
-  // An item as it is in memory, for kernels that load it before they need it.
-  struct Packed {
-    ushort p, q;
-    fp16_t d;
-  };
-  static Packed fetch(device const uchar* row, uint i) {
-    device const block_q4_0* block = (device const block_q4_0*)row + (i >> 2);
-    device const ushort* pairs = (device const ushort*)(block->qs + (i & 3) * 4);
-    return {pairs[0], pairs[1], block->d};
-  }
-  static void unpack(Packed item, thread float4& a, thread float4& b) {
-    const float d = float(item.d);
-    ushort4 low, high;
-    nibbles(item.p, item.q, low, high);
-    a = d * (float4(low) - 8.0f);
-    b = d * (float4(high) - 8.0f);
-  }
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
-    unpack(fetch(row, i), a, b);
+    device const block_q4_0* block = (device const block_q4_0*)row + (i >> 2);
+    const float d = float(block->d);
+    const uint bytes = word(block->qs + (i & 3) * 4);
+    a = d * float4(low_nibbles(bytes, 8.0h));
+    b = d * float4(high_nibbles(bytes, 8.0h));
   }
 };
 
@@ -87,10 +86,9 @@ struct Q4_1 : PairedItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const block_q4_1* block = (device const block_q4_1*)row + (i >> 2);
     const float d = float(block->d), m = float(block->m);
-    ushort4 low, high;
-    nibbles(block->qs + (i & 3) * 4, low, high);
-    a = d * float4(low) + m;
-    b = d * float4(high) + m;
+    const uint bytes = word(block->qs + (i & 3) * 4);
+    a = d * float4(low_nibbles(bytes, 0.0h)) + m;
+    b = d * float4(high_nibbles(bytes, 0.0h)) + m;
   }
 };
 
@@ -167,11 +165,9 @@ struct Q4_K : PlainItems {
     const float2 s = scale_and_min(block->scales, group);
     const float d = float(block->d) * s.x, m = float(block->dmin) * s.y;
     device const u8_t* qs = block->qs + (v >> 6) * 32 + (v & 31);
-    ushort4 low, high;
-    nibbles(qs, low, high);
-    a = d * float4(group & 1 ? high : low) - m;
-    nibbles(qs + 4, low, high);
-    b = d * float4(group & 1 ? high : low) - m;
+    const ushort shift = (group & 1) * 4;
+    a = d * float4(low_nibbles(word(qs) >> shift, 0.0h)) - m;
+    b = d * float4(low_nibbles(word(qs + 4) >> shift, 0.0h)) - m;
   }
 };
 
@@ -396,5 +392,52 @@ struct BF16 : PlainItems {
     device const ushort4* values = (device const ushort4*)row + i * 2;
     a = as_type<float4>(uint4(values[0]) << 16);
     b = as_type<float4>(uint4(values[1]) << 16);
+  }
+};
+
+// An item as a matmul holds it from its load to its store, while the products of the step before run: its
+// values, which are made of what was loaded before these products begin.
+template <typename W>
+struct Held {
+  float4 a, b;
+  void load(device const uchar* row, uint i) { W::load(row, i, a, b); }
+  void unpack(thread half4& first, thread half4& second) const {
+    first = half4(a);
+    second = half4(b);
+  }
+};
+
+// As it is in memory: fewer registers, and nothing waits for the load before the store. The product is in
+// float, since a GPU may take half operands below 6e-5, as scales often are, for zeros.
+template <>
+struct Held<Q4_0> {
+  ushort2 pairs;
+  fp16_t d;
+  void load(device const uchar* row, uint i) {
+    device const block_q4_0* block = (device const block_q4_0*)row + (i >> 2);
+    device const ushort* in = (device const ushort*)(block->qs + (i & 3) * 4);
+    pairs = ushort2(in[0], in[1]);
+    d = block->d;
+  }
+  void unpack(thread half4& first, thread half4& second) const {
+    const uint bytes = as_type<uint>(pairs);
+    first = half4(float(d) * float4(low_nibbles(bytes, 8.0h)));
+    second = half4(float(d) * float4(high_nibbles(bytes, 8.0h)));
+  }
+};
+
+template <>
+struct Held<Q8_0> {
+  ushort4 pairs;
+  fp16_t d;
+  void load(device const uchar* row, uint i) {
+    device const block_q8_0* block = (device const block_q8_0*)row + (i >> 2);
+    device const ushort* in = (device const ushort*)(block->qs + (i & 3) * 8);
+    pairs = ushort4(in[0], in[1], in[2], in[3]);
+    d = block->d;
+  }
+  void unpack(thread half4& first, thread half4& second) const {
+    first = half4(float(d) * float4(float2(as_type<char2>(pairs.x)), float2(as_type<char2>(pairs.y))));
+    second = half4(float(d) * float4(float2(as_type<char2>(pairs.z)), float2(as_type<char2>(pairs.w))));
   }
 };

@@ -60,13 +60,13 @@ static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow>& stage,
 // y[t][row] (+)= w[row] . x[t]. Threadgroup: MATMUL_THREADS. Grid: (rows / kRows, tokens / kTokens), rounded
 // up.
 template <typename W, ushort kTokens, ushort kRows>
-kernel void matmul(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
-                   device const half* x [[buffer(1)]],   // [tokens][in_dim]
-                   device float* y [[buffer(2)]],        // [tokens][out_stride]
-                   constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
-                   ushort thread_index [[thread_index_in_threadgroup]],
-                   ushort lane [[thread_index_in_simdgroup]],
-                   ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul(
+    device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
+    device const half* x [[buffer(1)]],   // [tokens][in_dim]
+    device float* y [[buffer(2)]],        // [tokens][out_stride]
+    constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
   threadgroup half staged[2 * (kTokens + kRows) * kStagedRow];
   const Place<kTokens, kRows> place(simdgroup);
@@ -124,14 +124,13 @@ kernel void matmul(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
 // holds kRows / 2 rows of each in alternating blocks of 8, so that a simdgroup has both sums of a result.
 // Grid: (rows / (kRows / 2), tokens / kTokens), rounded up.
 template <typename W, ushort kTokens, ushort kRows>
-kernel void matmul_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
-                          device const half* x [[buffer(1)]],   // [tokens][in_dim]
-                          device half* y [[buffer(2)]],         // [tokens][out_stride]
-                          constant MatmulArgs& args [[buffer(3)]],
-                          uint2 group [[threadgroup_position_in_grid]],
-                          ushort thread_index [[thread_index_in_threadgroup]],
-                          ushort lane [[thread_index_in_simdgroup]],
-                          ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_swiglu(
+    device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
+    device const half* x [[buffer(1)]],   // [tokens][in_dim]
+    device half* y [[buffer(2)]],         // [tokens][out_stride]
+    constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
   threadgroup half staged[2 * (kTokens + kRows) * kStagedRow];
   const Place<kTokens, kRows> place(simdgroup);

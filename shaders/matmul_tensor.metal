@@ -51,12 +51,12 @@ static inline threadgroup const float* multiply(thread Stage<W, kTokens, kRows, 
 // y[t][row] (+)= w[row] . x[t]. Threadgroup: MATMUL_THREADS. Grid: (rows / kRows, tokens / kTokens), rounded
 // up.
 template <typename W, ushort kTokens, ushort kRows>
-kernel void matmul_tensor(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
-                          device const half* x [[buffer(1)]],   // [tokens][in_dim]
-                          device float* y [[buffer(2)]],        // [tokens][out_stride]
-                          constant MatmulArgs& args [[buffer(3)]],
-                          uint2 group [[threadgroup_position_in_grid]],
-                          ushort thread_index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_tensor(
+    device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
+    device const half* x [[buffer(1)]],   // [tokens][in_dim]
+    device float* y [[buffer(2)]],        // [tokens][out_stride]
+    constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]]) {
   threadgroup half staged[2 * (kTokens + kRows) * MATMUL_K];  // two steps, then the results
   const uint token = group.y * kTokens, row = group.x * kRows;
   Stage<W, kTokens, kRows, MATMUL_K> stage;
@@ -78,12 +78,12 @@ kernel void matmul_tensor(device const uchar* w [[buffer(0)]],  // stacked matri
 // y[t][row] = activation(gate[row] . x[t]) * (up[row] . x[t]); the stacked matrices are gate and up. Grid:
 // (rows / (kRows / 2), tokens / kTokens), rounded up.
 template <typename W, ushort kTokens, ushort kRows>
-kernel void matmul_tensor_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
-                                 device const half* x [[buffer(1)]],   // [tokens][in_dim]
-                                 device half* y [[buffer(2)]],         // [tokens][out_stride]
-                                 constant MatmulArgs& args [[buffer(3)]],
-                                 uint2 group [[threadgroup_position_in_grid]],
-                                 ushort thread_index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_tensor_swiglu(
+    device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
+    device const half* x [[buffer(1)]],   // [tokens][in_dim]
+    device half* y [[buffer(2)]],         // [tokens][out_stride]
+    constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]]) {
   threadgroup half staged[2 * (kTokens + kRows) * MATMUL_K];  // two steps, then the results
   constexpr ushort kOutputs = kRows / 2;                      // of a token
   const uint token = group.y * kTokens, row = group.x * kOutputs;

@@ -5,6 +5,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "dequant.h"
 #include "projection.h"
 
 using namespace metal;
@@ -16,7 +17,8 @@ template <typename W, ushort kRows, ushort kStagedRow>
 struct WeightTile {
   static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
   device const uchar* row[kItems];
-  float4 values[kItems][2];
+  Held<W> items[kItems];
+  bool inside;  // false: columns beyond a row whose length is not a multiple of MATMUL_K
 
   // Rows of the stacked matrices from `first` on.
   void begin(device const uchar* w, constant MatmulArgs& args, uint first, ushort thread_index) {
@@ -38,18 +40,10 @@ struct WeightTile {
   }
 
   void load(ushort thread_index, uint k, uint in_dim) {
+    const uint item = k / 8 + thread_index % 4, count = in_dim / 8;
+    inside = item < count;
 #pragma unroll
-    for (ushort i = 0; i < kItems; ++i) {
-      const uint item = k / 8 + thread_index % 4;
-      if (W::first(item) < in_dim) {
-        float4 a, b;
-        W::load(row[i], item, a, b);
-        values[i][0] = a;
-        values[i][1] = b;
-      } else {  // columns beyond a row whose length is not a multiple of MATMUL_K
-        values[i][0] = values[i][1] = 0.0f;
-      }
-    }
+    for (ushort i = 0; i < kItems; ++i) items[i].load(row[i], min(item, count - 1));
   }
 
   void store(threadgroup half* staged, ushort thread_index) const {
@@ -57,8 +51,10 @@ struct WeightTile {
     for (ushort i = 0; i < kItems; ++i) {
       const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4);
       threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + W::first(thread_index % 4));
-      out[0] = half4(values[i][0]);
-      out[W::kSecond / 4] = half4(values[i][1]);
+      half4 first, second;
+      items[i].unpack(first, second);
+      out[0] = inside ? first : half4(0.0h);
+      out[W::kSecond / 4] = inside ? second : half4(0.0h);
     }
   }
 };

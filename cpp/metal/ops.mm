@@ -9,6 +9,7 @@ namespace metal_prefill::metal {
 namespace {
 
 constexpr std::size_t kSimd = 32;
+constexpr std::size_t kThreadgroupBytes = 32 << 10;  // that Metal gives a threadgroup
 
 }  // namespace
 
@@ -288,25 +289,32 @@ void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv
   attention_combine(e, sequences, output, args.attention);
 }
 
+namespace {
+
+int element_bytes(const CacheShape& cache) {
+  return cache.type == KvType::kF16 ? 2 : 4;
+}
+
+}  // namespace
+
 TileShape tile_shape(const CacheShape& cache, int heads_per_kv_head) {
-  return {heads_per_kv_head,
-          8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), cache.type == KvType::kF16 ? 2 : 4)};
+  return {heads_per_kv_head, 8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), element_bytes(cache))};
 }
 
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& out, AttentionArgs args) {
-  const std::size_t row_blocks =
-      std::size_t(tile_shape(e.cache(), int(args.n_heads / args.n_kv_heads)).rows) / 8;
-  const std::size_t simdgroups =
-      allowed_threads(e, Kernel::kAttentionPrefill, std::size_t(e.tuning().prefill_simdgroups) * kSimd) /
-      kSimd;
+  // Threadgroup memory of a simdgroup.
+  const std::size_t bytes =
+      std::size_t(PREFILL_SCRATCH(e.cache().prefill_size(), element_bytes(e.cache()))) * sizeof(float);
+  const std::size_t most = std::min(std::size_t(e.tuning().prefill_simdgroups), kThreadgroupBytes / bytes);
+  const std::size_t simdgroups = allowed_threads(e, Kernel::kAttentionPrefill, most * kSimd) / kSimd;
   args.tiles = u32_t(sequences.part.n_tiles);
   e.dispatch(Kernel::kAttentionPrefill, {q, sequences.tiles, sequences.pages, cache.keys, cache.values, out},
              args,
              {.x = ceil_div(args.tiles, simdgroups),
               .y = args.n_kv_heads,
               .threads = simdgroups * kSimd,
-              .threadgroup_bytes = simdgroups * PREFILL_SCRATCH(row_blocks) * sizeof(float),
+              .threadgroup_bytes = simdgroups * bytes,
               .work = attention_work(args, sequences.part)},
              sequences.part.runs);
 }

@@ -136,6 +136,14 @@ void bind_recordings(nb::module_& m) {
       "prefill_row_blocks",
       [](int dims, int element_bytes) { return PREFILL_ROW_BLOCKS(dims, element_bytes); }, "dims"_a,
       "element_bytes"_a, "Blocks of 8 queries that a simdgroup of attention_prefill owns.");
+  m.def(
+      "prefill_stages_query",
+      [](int dims, int element_bytes) { return PREFILL_STAGES_QUERY(dims, element_bytes); }, "dims"_a,
+      "element_bytes"_a, "Whether the queries of attention_prefill stay in threadgroup memory.");
+  m.def(
+      "prefill_scratch_bytes",
+      [](int dims, int element_bytes) { return PREFILL_SCRATCH(dims, element_bytes) * sizeof(float); },
+      "dims"_a, "element_bytes"_a, "Threadgroup memory of a simdgroup of attention_prefill.");
   m.attr("args_structs") = args_structs();  // name: (bytes, [(field, type, offset, count)])
   m.attr("shader_constants") = kConstants;
   m.def(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.kernel_harness import (
-    CONSTANTS,
     STRUCTS,
     Array,
     Doubles,
@@ -20,6 +19,8 @@ from support.kernel_harness import (
     near,
 )
 from support.paged import PAGE, Pages
+
+from metal_prefill import _core
 
 
 class Case:
@@ -131,6 +132,8 @@ class Case:
             row += tokens
         np.random.default_rng(0).shuffle(tiles)  # their order says who starts first, and nothing else
         out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
+        scratch = _core.prefill_scratch_bytes(size, self.k[0].dtype.itemsize)
+        simdgroups = min(simdgroups, (32 << 10) // scratch)
         run(
             f"attention_prefill_{self.name}_{size}",
             self.q,
@@ -142,7 +145,7 @@ class Case:
             self.args(tiles=len(tiles)),
             groups=(ceil_div(len(tiles), simdgroups), self.n_kv),
             threads=(32 * simdgroups,),
-            threadgroup_bytes=4 * simdgroups * (blocks * (8 * CONSTANTS["PREFILL_KEYS"] + 64) + 64),
+            threadgroup_bytes=simdgroups * scratch,
         )
         return out.check()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from metal_kernels import KernelLibrary
 from support.kernel_harness import (
     CONSTANTS,
     Array,
@@ -189,6 +190,15 @@ def test_a_token_gets_the_same_bits_alone_and_with_others(run: Run, kind: str, l
 def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
     for cols in (8, 40, 256):  # 40: a last step of eight columns
         check_product(run, "matmul", tile, kind, 70, columns(kind, cols), 33, seed=6)
+
+
+@pytest.mark.parametrize("stem", ["matmul", "matmul_swiglu"])
+def test_matmul_says_with_how_many_threads_it_runs(libraries: dict[str, KernelLibrary], stem: str) -> None:
+    """So that a compiler need not save registers for more."""
+    for tile in TILES:
+        kernel = f"{stem}_q4_0_{tile}"
+        pipeline = libraries[kernel].pipeline(kernel)
+        assert pipeline.max_threads == CONSTANTS["MATMUL_THREADS"]
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -89,12 +89,12 @@ class Work:
 
 # By tensor type, for an item of 8 values: bytes that a thread loads, and instructions to dequantize it.
 _ITEMS: dict[str, tuple[float, Ops]] = {
-    "q4_0": (6, Ops(alu=19, slow=14, memory=3)),
-    "q4_1": (8, Ops(alu=12, slow=14, memory=4)),
+    "q4_0": (6, Ops(alu=25, slow=2, memory=3)),  # nibbles become halves without conversions
+    "q4_1": (8, Ops(alu=25, slow=2, memory=4)),
     "q5_0": (10, Ops(alu=36, slow=25, memory=5)),
     "q5_1": (12, Ops(alu=29, slow=25, memory=6)),
     "q8_0": (10, Ops(alu=9, slow=12, memory=5)),  # pairs of bytes: blocks begin at even addresses
-    "q4_k": (14.5, Ops(alu=34, slow=26, memory=8)),
+    "q4_k": (14.5, Ops(alu=40, slow=12, memory=8)),
     "q5_k": (22.5, Ops(alu=50, slow=42, memory=12)),
     "q6_k": (19, Ops(alu=50, slow=38, memory=10)),
     "f32": (32, Ops(memory=2)),
@@ -423,8 +423,11 @@ def _attention_prefill(d: Dispatch) -> Work:
     around = (Ops(alu=8, rcp=1, memory=5) * (lane_keys * dim_blocks / 4)) + Ops(
         memory=dim_blocks * row_blocks
     )
+    # Queries in threadgroup memory are loaded for each product, those in registers never.
+    queries = blocks * row_blocks * key_blocks if _core.prefill_stages_query(size, element) else 0
+    step += Ops(memory=queries)
     kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
-    scores = rows * PREFILL_KEYS * (3 * _FLOAT + 2 * element)
+    scores = rows * PREFILL_KEYS * (3 * _FLOAT + 2 * element) + queries * _BLOCK * element
     keys = sum(position + n for position, n in d.runs)
     kv = keys * a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
     q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
