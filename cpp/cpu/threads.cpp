@@ -22,6 +22,10 @@ namespace {
 // taken.
 constexpr int kSpins = 2000;
 
+// Spins before a thread takes items of others, 1 to 2 µs: items that are of equal length end together, and to
+// look into the shares of others while they end would slow them down.
+constexpr int kPatience = 30;
+
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
   _mm_pause();
@@ -55,44 +59,48 @@ int available_cores() {
 
 }  // namespace
 
-void Worker::begin() {
-  ++phase_;
-  victim_ = 0;
-}
-
 // The share of thread t is [items * t / n, items * (t + 1) / n).
-int Worker::claim(int items) {
+int Worker::claim(int owner, int items) {
   const int n = team_.size_;
-  for (; victim_ < n; ++victim_) {
-    const int owner = (index_ + victim_) % n;
-    const auto first = std::uint32_t(std::int64_t(items) * owner / n);
-    const auto end = std::uint32_t(std::int64_t(items) * (owner + 1) / n);
-    std::atomic<std::uint64_t>& next = team_.shares_[std::size_t(owner)].next;
-    std::uint64_t seen = next.load(std::memory_order_relaxed);
-    for (;;) {
-      const auto ahead = std::int32_t(std::uint32_t(seen >> 32) - phase_);
-      if (ahead > 0) return -1;  // the others have left this phase behind
-      const std::uint32_t item = ahead == 0 ? std::uint32_t(seen) : first;
-      if (item >= end) break;
-      if (next.compare_exchange_weak(seen, std::uint64_t(phase_) << 32 | (item + 1),
-                                     std::memory_order_relaxed))
-        return int(item);
-    }
+  const auto first = std::uint32_t(std::int64_t(items) * owner / n);
+  const auto end = std::uint32_t(std::int64_t(items) * (owner + 1) / n);
+  std::atomic<std::uint64_t>& next = team_.shares_[std::size_t(owner)].next;
+  std::uint64_t seen = next.load(std::memory_order_relaxed);
+  for (;;) {
+    const auto ahead = std::int32_t(std::uint32_t(seen >> 32) - phase_);
+    if (ahead > 0) return -1;  // the others have left this phase behind
+    const std::uint32_t item = ahead == 0 ? std::uint32_t(seen) : first;
+    if (item >= end) return -1;
+    if (next.compare_exchange_weak(seen, std::uint64_t(phase_) << 32 | (item + 1), std::memory_order_relaxed))
+      return int(item);
   }
-  return -1;
 }
 
-void Worker::end(int items, int done) {
-  if (items == 0) return;  // nothing to wait for; the next phase that has items counts for this one too
-  if (done == items ||
-      (done > 0 &&
-       team_.finished_.fetch_add(std::uint32_t(done), std::memory_order_acq_rel) + std::uint32_t(done) ==
-           std::uint32_t(items))) {
-    team_.finished_.store(0, std::memory_order_relaxed);
-    team_.phase_.store(phase_, std::memory_order_release);
-    team_.phase_.notify_all();
-    return;
+bool Worker::report(int done, int items) {
+  if (done == 0) return is_over();
+  if (done != items &&
+      team_.finished_.fetch_add(std::uint32_t(done), std::memory_order_acq_rel) + std::uint32_t(done) !=
+          std::uint32_t(items))
+    return false;
+  team_.finished_.store(0, std::memory_order_relaxed);
+  team_.phase_.store(phase_, std::memory_order_release);
+  team_.phase_.notify_all();
+  return true;
+}
+
+bool Worker::is_over() const {
+  return std::int32_t(team_.phase_.load(std::memory_order_acquire) - phase_) >= 0;
+}
+
+bool Worker::is_over_soon() const {
+  for (int i = 0; i < kPatience; ++i) {
+    if (is_over()) return true;
+    pause();
   }
+  return false;
+}
+
+void Worker::wait() const {
   wait_until(team_.phase_, [this](std::uint32_t over) { return std::int32_t(over - phase_) >= 0; });
 }
 

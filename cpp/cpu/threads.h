@@ -1,8 +1,9 @@
 // A persistent team of threads that runs a function on all of its members at once.
 //
 // Inside, work is divided by `for_each`: every thread begins with its own contiguous share of the items and,
-// once that is done, takes single items from the shares of others. So all finish together though one may be
-// slower, and memory is walked in order. Which thread computes an item never changes its value.
+// once that is done and the others are not about to finish, takes single items from the shares of others. So
+// all finish together though one may be slower, and memory is walked in order. Which thread computes an item
+// never changes its value.
 //
 // A phase (one for_each) is over when its items are done, not when all threads have arrived: a thread that
 // the system has taken off its core holds up the others only if it sits on an item. When it comes back it
@@ -33,23 +34,31 @@ class Worker {
   // threads must make the same calls in the same order.
   template <typename F>
   void for_each(int items, F&& body) {
-    begin();
-    int done = 0;
-    for (int item; (item = claim(items)) >= 0; ++done) body(item);
-    end(items, done);
+    ++phase_;
+    if (items == 0) return;  // the next phase that has items counts for this one too
+    for (int distance = 0; distance < count(); ++distance) {
+      const int owner = (index_ + distance) % count();
+      int done = 0;
+      for (int item; (item = claim(owner, items)) >= 0; ++done) body(item);
+      if (report(done, items) || (distance == 0 && is_over_soon())) return;
+    }
+    wait();
   }
 
  private:
   friend class Team;
   Worker(Team& team, int index, std::uint32_t phase) : team_(team), index_(index), phase_(phase) {}
-  void begin();
-  int claim(int items);
-  void end(int items, int done);
+  // The next item of a thread's share, or -1.
+  int claim(int owner, int items);
+  // Items that this thread has done; whether all are done now.
+  bool report(int done, int items);
+  bool is_over() const;
+  bool is_over_soon() const;
+  void wait() const;
 
   Team& team_;
   const int index_;
   std::uint32_t phase_;
-  int victim_ = 0;  // distance to the thread whose share is being worked on
 };
 
 class Team {
