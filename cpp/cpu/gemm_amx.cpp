@@ -6,11 +6,13 @@
 // up in float32, with the same operations in the same order as on AVX-512, so that results are equal to the
 // bit.
 //
-// Per step the matrix unit works for 16 cycles, though only half of a 64-byte row of A is used; storing C
-// takes 16, and converting, scaling and adding 16 vectors 24 on the two vector pipes, with 56 loads next to
-// them: these bound the speed. docs/cpu_kernels.md has what was measured. So the sums stay in 16 registers
-// over all columns, and steps alternate between buffers so that the matrix unit runs ahead of the vector
-// pipes. Codes are unpacked to signed bytes once for all tokens of a call.
+// Of these instructions a tile load takes longest (26 cycles, a product 16, a store 17; measured), so the
+// weights of a block stay in tiles for all tokens of a call, and each load of A serves two panels. The sums
+// in float32 stay in the L1 cache, 16 loads and 16 stores a product, next to 48 operations on the two vector
+// pipes. Neighbouring places alternate between tiles and buffers, so that the matrix unit runs ahead of the
+// vector pipes. Codes are unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has
+// what was measured.
+#include <algorithm>
 #include <type_traits>
 
 #include "amx_tiles.h"
@@ -24,8 +26,7 @@ namespace {
 constexpr int kMinTokens = 16;  // in a call: for fewer, unpacking the weights costs more than it saves
 constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit too empty
 
-// Columns that are unpacked at a time: 16 rows of them and the tokens of a tile stay in the L1 cache.
-constexpr int kSlabBlocks = 32;
+constexpr int kMostTokens = 192;  // whose results stay in the L1 cache
 
 constexpr int kCacheLine = 64;
 
@@ -66,130 +67,97 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
 }
 
 using Sums = std::int32_t[kTileTokens][kPanelRows];
+using Results = float[kMostTokens][kGroupRows];
 
-// Neighbouring steps use different A and B.
+// A block's half, or all of it, and a tile of tokens: what is multiplied at once, with both panels.
+struct Place {
+  int block = 0, half = 0, tile = 0;
+
+  void advance(int halves, int tiles) {
+    if (++tile < tiles) return;
+    tile = 0;
+    if (++half < halves) return;
+    half = 0;
+    ++block;
+  }
+};
+
+// B stays in tiles 6 and 7, a panel each, for all tokens. Neighbouring places use different A and C.
 template <int kSlot, int kDepth>
-inline __attribute__((always_inline)) void multiply_step(const std::int8_t* tokens,
-                                                         const std::int8_t* weights) {
-  constexpr int kA = 4 + kSlot % 2, kB = 6 + kSlot % 2;
-  zero_tile<kSlot>();
+inline __attribute__((always_inline)) void multiply_place(const std::int8_t* tokens) {
+  constexpr int kA = 4 + kSlot, kC = 2 * kSlot;
   load_tile<kA, kTileTokens, kDepth, kBlockCols>(tokens);
-  load_tile<kB, kDepth / 4, kTileRowBytes>(weights);
-  multiply_tiles<kSlot, kA, kB>();
+  zero_tile<kC>();
+  multiply_tiles<kC, kA, 6>();
+  zero_tile<kC + 1>();
+  multiply_tiles<kC + 1, kA, 7>();
 }
 
-// The instructions name their tiles, so each slot is written out.
-template <int kDepth>
-inline __attribute__((always_inline)) void start_step(int slot, const std::int8_t* tokens,
-                                                      const std::int8_t* weights) {
-  switch (slot) {
-    case 0:
-      return multiply_step<0, kDepth>(tokens, weights);
-    case 1:
-      return multiply_step<1, kDepth>(tokens, weights);
-    case 2:
-      return multiply_step<2, kDepth>(tokens, weights);
-    default:
-      return multiply_step<3, kDepth>(tokens, weights);
-  }
-}
-
-inline __attribute__((always_inline)) void store_step(int slot, Sums& sums) {
-  switch (slot) {
-    case 0:
-      return store_tile<0>(sums);
-    case 1:
-      return store_tile<1>(sums);
-    case 2:
-      return store_tile<2>(sums);
-    default:
-      return store_tile<3>(sums);
-  }
-}
-
-// acc[t] += sums[t] * (weight scale * token scale), and the minimum with the last step of a block.
+// to[t] += sums[t] * (weight scale * token scale), and the minimum with the last step of a block.
 template <class Block>
-inline void add_step(const Sums& sums, const SignedPanel& panel, int half, const ActivationTile& x,
-                     F (&acc)[kTileTokens]) {
+inline __attribute__((always_inline)) void add_sums(const Sums& sums, const SignedPanel& panel, int half,
+                                                    const ActivationTile& x, float* to) {
   const F scale = Simd::load(panel.scale[half]);
+  [[maybe_unused]] F min;
+  if constexpr (kHasMin<Block> || kHasHalfMins<Block>) min = Simd::load(panel.min[half]);
 #pragma GCC unroll 16
   for (int t = 0; t < kTileTokens; ++t) {
-    acc[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])), Simd::mul(scale, Simd::set(x.scale[t])),
-                       acc[t]);
-  }
-  if constexpr (kHasMin<Block> || kHasHalfMins<Block>) {
-    const F min = Simd::load(panel.min[half]);
-#pragma GCC unroll 16
-    for (int t = 0; t < kTileTokens; ++t) {
-      const float sum = kStepsOfBlock<Block> == 2 ? scaled_half_sum(x, t, half) : x.scaled_sum[t];
-      acc[t] = Simd::fma(min, Simd::set(sum), acc[t]);
+    F sum = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])),
+                      Simd::mul(scale, Simd::set(x.terms[t].scale)), Simd::load(to + t * kGroupRows));
+    if constexpr (kHasMin<Block> || kHasHalfMins<Block>) {
+      const float scaled = kStepsOfBlock<Block> == 2 ? scaled_half_sum(x, t, half) : x.terms[t].scaled_sum;
+      sum = Simd::fma(min, Simd::set(scaled), sum);
     }
+    Simd::store(to + t * kGroupRows, sum);
   }
 }
 
-// One panel by the 16 tokens of a tile, over the blocks of a slab. Sums of earlier slabs are in `out`.
+// A group by `tiles` tiles of tokens, added to `out`. `x` is the first tile, `next` what is fetched
+// meanwhile.
 template <class Block>
-void panel_tile(const SignedPanel* panel, int n_blocks, const ActivationTile* x, bool first_slab, int count,
-                float* out, std::size_t stride) {
-  constexpr int kSteps = kStepsOfBlock<Block>, kDepth = kBlockCols / kSteps;
-  // A step is multiplied, stored two steps later and added one step after that: the latency of each is
-  // hidden.
-  constexpr int kStoreLag = 2, kAddLag = 3;
-  alignas(64) Sums sums[4];
-  F acc[kTileTokens];
-#pragma GCC unroll 16
-  for (int t = 0; t < kTileTokens; ++t)
-    acc[t] = first_slab || t >= count ? Simd::set(0) : Simd::load(out + std::size_t(t) * stride);
-
-  const int n_steps = n_blocks * kSteps;
-  const auto four_steps = [&](int first, auto check) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-    for (int slot = 0; slot < 4; ++slot) {
-      const int step = first + slot, to_store = step - kStoreLag, to_add = step - kAddLag;
-      const auto exists = [&](int i)
-                              __attribute__((always_inline)) { return !check || (i >= 0 && i < n_steps); };
-      if (exists(step)) {
-        start_step<kDepth>(slot, x[step / kSteps].q[0] + step % kSteps * kDepth,
-                           panel[step / kSteps].codes[step % kSteps * 4][0]);
+void amx_tokens(const Block* block, int n_blocks, const ActivationTile* x, int tiles, Results& out) {
+  constexpr int kHalves = kStepsOfBlock<Block>, kDepth = kBlockCols / kHalves;
+  SignedPanel panels[2][2];  // of every other block
+  alignas(64) Sums sums[2][2];
+  Place to_multiply, to_add;
+  const int places = n_blocks * kHalves * tiles;
+  const std::ptrdiff_t line_step = ceil_div(std::ptrdiff_t(sizeof(Block)), kHalves * tiles * kCacheLine);
+  const auto tile_at = [&](const Place& at) -> const ActivationTile& {
+    return x[std::size_t(at.tile) * std::size_t(n_blocks) + std::size_t(at.block)];
+  };
+  // Products of a place are stored while those of the next are computed, and added one place after that.
+  const auto visit = [&]<int kSlot>(int i,
+                                    std::integral_constant<int, kSlot>) __attribute__((always_inline)) {
+    if (i >= 2) {
+      for (int panel = 0; panel < 2; ++panel)
+        add_sums<Block>(sums[kSlot][panel], panels[to_add.block % 2][panel], to_add.half, tile_at(to_add),
+                        out[to_add.tile * kTileTokens] + panel * kPanelRows);
+      to_add.advance(kHalves, tiles);
+    }
+    if (i < places) {
+      SignedPanel(&pair)[2] = panels[to_multiply.block % 2];
+      if (to_multiply.tile == 0) {
+        if (to_multiply.half == 0)
+          for (int panel = 0; panel < 2; ++panel) unpack(block[to_multiply.block], panel, pair[panel]);
+        load_tile<6, kDepth / 4, kTileRowBytes>(pair[0].codes[to_multiply.half * 4]);
+        load_tile<7, kDepth / 4, kTileRowBytes>(pair[1].codes[to_multiply.half * 4]);
       }
-      if (exists(to_store)) store_step((slot + 2) % 4, sums[(slot + 2) % 4]);
-      if (exists(to_add))
-        add_step<Block>(sums[(slot + 1) % 4], panel[to_add / kSteps], to_add % kSteps, x[to_add / kSteps],
-                        acc);
+      // The same block of the next group, a part with each place.
+      const auto* next = reinterpret_cast<const char*>(block + n_blocks + to_multiply.block);
+      for (std::ptrdiff_t line = 0; line < line_step; ++line)
+        _mm_prefetch(next + ((to_multiply.half * tiles + to_multiply.tile) * line_step + line) * kCacheLine,
+                     _MM_HINT_T1);
+      multiply_place<kSlot, kDepth>(tile_at(to_multiply).q[0] + to_multiply.half * kDepth);
+      to_multiply.advance(kHalves, tiles);
+    }
+    if (i >= 1 && i <= places) {
+      store_tile<2 * (1 - kSlot)>(sums[1 - kSlot][0]);
+      store_tile<2 * (1 - kSlot) + 1>(sums[1 - kSlot][1]);
     }
   };
-  four_steps(0, std::true_type());
-  int first = 4;
-  for (; first + 4 <= n_steps; first += 4) four_steps(first, std::false_type());
-  for (; first < n_steps + kAddLag; first += 4) four_steps(first, std::true_type());
-#pragma GCC unroll 16
-  for (int t = 0; t < kTileTokens; ++t)
-    if (t < count) Simd::store(out + std::size_t(t) * stride, acc[t]);
-}
-
-template <class Block>
-void amx_group(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
-               std::size_t stride) {
-  const int n_blocks = weight.blocks_per_row();
-  const auto* block = reinterpret_cast<const Block*>(weight.group(group));
-  // The next group is fetched meanwhile, a part with each tile of tokens.
-  const std::byte* next = weight.group(group + 1);
-  const std::byte* const end = next + std::size_t(n_blocks) * sizeof(Block);
-  const int n_tiles = ceil_div(count, kTileTokens) * 2 * ceil_div(n_blocks, kSlabBlocks);
-  const std::ptrdiff_t part = round_up(ceil_div(end - next, n_tiles), kCacheLine);
-  SignedPanel panels[kSlabBlocks];
-  for (int slab = 0; slab < n_blocks; slab += kSlabBlocks) {
-    const int n = n_blocks - slab < kSlabBlocks ? n_blocks - slab : kSlabBlocks;
-    for (int panel = 0; panel < 2; ++panel) {
-      for (int b = 0; b < n; ++b) unpack(block[slab + b], panel, panels[b]);
-      for (int t = 0; t < count; t += kTileTokens) {
-        for (const std::byte* stop = next + part; next < end && next < stop; next += kCacheLine)
-          _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
-        const int tokens = count - t < kTileTokens ? count - t : kTileTokens;
-        panel_tile<Block>(panels, n, x.tile(first + t) + slab, slab == 0, tokens,
-                          out + std::size_t(t) * stride + panel * kPanelRows, stride);
-      }
-    }
+  for (int i = 0; i < places + 2; i += 2) {
+    visit(i, std::integral_constant<int, 0>());
+    if (i + 1 < places + 2) visit(i + 1, std::integral_constant<int, 1>());
   }
 }
 
@@ -197,19 +165,37 @@ template <class Block>
 void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                 std::size_t stride) {
   keep_tile_config<kBlockCols / kStepsOfBlock<Block>>();
-  amx_group<Block>(weight, group, x, first, count, out, stride);
+  const auto* block = reinterpret_cast<const Block*>(weight.group(group));
+  for (int done = 0; done < count; done += kMostTokens) {
+    const int n = std::min(count - done, kMostTokens), tiles = ceil_div(n, kTileTokens);
+    alignas(64) Results results;
+    std::fill_n(results[0], tiles * kTileTokens * kGroupRows, 0.0f);
+    amx_tokens<Block>(block, weight.blocks_per_row(), x.tile(first + done), tiles, results);
+    for (int t = 0; t < n; ++t) std::copy_n(results[t], kGroupRows, out + std::size_t(done + t) * stride);
+  }
+}
+
+// A single token, with the next group fetched meanwhile: left to itself, this processor reads memory at 5/6
+// of the speed.
+template <class Block>
+void amx_token(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out) {
+  constexpr Fetch kEveryBlock = {.begin = 0, .every = 1};
+  int8_tokens<Block, 1>(reinterpret_cast<const Block*>(weight.group(group)), weight.blocks_per_row(),
+                        x.tile(token), token % kTileTokens, out, kGroupRows, kEveryBlock);
 }
 
 void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                        float* out, std::size_t stride) {
-  if (count < kMinTokens || first % kTileTokens != 0)
-    return multiply_int8(weight, group, x, first, count, out, stride);
-  if (const int tail = count % kTileTokens; tail < kMinTail) {
-    count -= tail;
-    multiply_int8(weight, group, x, first + count, tail, out + std::size_t(count) * stride, stride);
-  }
   visit_wide(weight.packing, [&]<class Block>(std::type_identity<Block>) {
-    amx_blocks<Block>(weight, group, x, first, count, out, stride);
+    if (count == 1) return amx_token<Block>(weight, group, x, first, out);
+    if (count < kMinTokens || first % kTileTokens != 0)
+      return int8_blocks<Block>(weight, group, x, first, count, out, stride);
+    const int tail = count % kTileTokens, by_vectors = tail < kMinTail ? tail : 0;
+    const int by_tiles = count - by_vectors;
+    amx_blocks<Block>(weight, group, x, first, by_tiles, out, stride);
+    if (by_vectors > 0)
+      int8_blocks<Block>(weight, group, x, first + by_tiles, by_vectors, out + std::size_t(by_tiles) * stride,
+                         stride);
   });
 }
 

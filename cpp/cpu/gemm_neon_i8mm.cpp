@@ -39,12 +39,13 @@ void zip_tokens(const ActivationTile& x, int token, int count, PairTile& out) {
       vst1q_s8(out.q[pair][2 * half][0], vreinterpretq_s8_s64(vzip1q_s64(first, second)));
       vst1q_s8(out.q[pair][2 * half + 1][0], vreinterpretq_s8_s64(vzip2q_s64(first, second)));
     }
-    vst1q_f32(out.scale[pair], vcombine_f32(vdup_n_f32(x.scale[a]), vdup_n_f32(x.scale[b])));
+    vst1q_f32(out.scale[pair], vcombine_f32(vdup_n_f32(x.terms[a].scale), vdup_n_f32(x.terms[b].scale)));
     for (int half = 0; half < 2; ++half) {
       vst1q_f32(out.half_sum[pair][half], vcombine_f32(vdup_n_f32(scaled_half_sum(x, a, half)),
                                                        vdup_n_f32(scaled_half_sum(x, b, half))));
     }
-    vst1q_f32(out.scaled_sum[pair], vcombine_f32(vdup_n_f32(x.scaled_sum[a]), vdup_n_f32(x.scaled_sum[b])));
+    vst1q_f32(out.scaled_sum[pair],
+              vcombine_f32(vdup_n_f32(x.terms[a].scaled_sum), vdup_n_f32(x.terms[b].scaled_sum)));
   }
 }
 

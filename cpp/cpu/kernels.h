@@ -21,17 +21,22 @@ constexpr int kTileTokens = 16;  // tokens in a tile of quantized activations
 // 32 columns of 16 tokens in 8 bits, x = scale * q, with what else a product needs to know. Tokens lie
 // together so that a product reads one linear stream, whether it takes them one by one or as a matrix.
 struct alignas(64) ActivationTile {
+  struct Terms {
+    float scale;
+    float scaled_sum;         // scale * sum(q), multiplies the minimum of a weight block
+    std::int32_t start;       // -8 * sum(q): where the integer sum begins when codes count from -8
+    std::int32_t start_half;  // the same over the first 16 columns
+  };
+
   std::int8_t q[kTileTokens][kBlockCols];
-  float scale[kTileTokens];
-  float scaled_sum[kTileTokens];         // scale * sum(q), multiplies the minimum of a weight block
-  std::int32_t start[kTileTokens];       // -8 * sum(q): where the integer sum begins when codes count from -8
-  std::int32_t start_half[kTileTokens];  // the same over the first 16 columns
+  Terms terms[kTileTokens];  // of a token together: threads that fill neighbouring tokens share few lines
 };
 
 // Scale * sum of the q of half a block.
 inline float scaled_half_sum(const ActivationTile& x, int token, int half) {
-  const auto first = std::uint32_t(x.start_half[token]), both = std::uint32_t(x.start[token]);
-  return x.scale[token] * (float(std::int32_t(half == 0 ? first : both - first)) * -0.125f);
+  const ActivationTile::Terms& terms = x.terms[token];
+  const auto first = std::uint32_t(terms.start_half), both = std::uint32_t(terms.start);
+  return terms.scale * (float(std::int32_t(half == 0 ? first : both - first)) * -0.125f);
 }
 
 // Activations in 8 bits. Every tile is there in full, though only some of its tokens may be in use.

@@ -69,9 +69,9 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
     for (int t = 0; t < kTokens; ++t) {
       I start[2] = {Simd::set_int(0), Simd::set_int(0)};
       if constexpr (Simd::kStartsFromSum<Block::kZero>) {
-        start[0] = Simd::set_int(x->start[token + t]);
+        start[0] = Simd::set_int(x->terms[token + t].start);
         if constexpr (kHalves) {
-          const I first_half = Simd::set_int(x->start_half[token + t]);
+          const I first_half = Simd::set_int(x->terms[token + t].start_half);
           start[1] = Simd::sub_int(start[0], first_half);
           start[0] = first_half;
         }
@@ -156,10 +156,11 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         }
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
-          const F both = Simd::mul(scale, Simd::set(x->scale[token + t]));
+          const F both = Simd::mul(scale, Simd::set(x->terms[token + t].scale));
           if constexpr (kHalfwords) {
             if constexpr (kParts) sum[0][r][t] = S::add_halfwords(sum[0][r][t], sum[1][r][t]);
-            const std::int32_t start = S::template kStartsFromSum<Block::kZero> ? x->start[token + t] : 0;
+            const std::int32_t start =
+                S::template kStartsFromSum<Block::kZero> ? x->terms[token + t].start : 0;
             sum[0][r][t] = S::sum_halfwords(S::set_int(start), sum[0][r][t]);
           }
           F total = Simd::to_float(sum[h][r][t]);
@@ -178,7 +179,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         const F min = load_floats(block->min + row);
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t)
-          acc[r][t] = Simd::fma(min, Simd::set(x->scaled_sum[token + t]), acc[r][t]);
+          acc[r][t] = Simd::fma(min, Simd::set(x->terms[token + t].scaled_sum), acc[r][t]);
       }
     }
   }

@@ -96,10 +96,10 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
       prefetch_span(block, span, kFetchAhead);
       std::int32_t start[2] = {0, 0};  // of the sums over the first and the second 16 columns
       if constexpr (Simd::kStartsFromSum<Block::kZero>) {
-        start[0] = x->start_half[token] / 8 * Block::kZero;
-        start[1] = (x->start[token] - x->start_half[token]) / 8 * Block::kZero;
+        start[0] = x->terms[token].start_half / 8 * Block::kZero;
+        start[1] = (x->terms[token].start - x->terms[token].start_half) / 8 * Block::kZero;
       }
-      const F x_scale = Simd::set(x->scale[token]);
+      const F x_scale = Simd::set(x->terms[token].scale);
 #pragma GCC unroll Simd::kNarrowVectors
       for (int v = 0; v < kGroupVectors; ++v) {
         const int row = v * Simd::kLanes, panel = row / kPanelRows, lane = row % kPanelRows;
@@ -123,7 +123,8 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
           const F total = Simd::add(Simd::to_float(sum[0]), Simd::to_float(sum[1]));  // below 2^24: exact
           acc[v] = Simd::fma(total, Simd::mul(narrow_scale(*block, span, 0, row), x_scale), acc[v]);
           if constexpr (kNarrowMin<Block>)
-            acc[v] = Simd::fma(narrow_min(*block, span, 0, row), Simd::set(x->scaled_sum[token]), acc[v]);
+            acc[v] =
+                Simd::fma(narrow_min(*block, span, 0, row), Simd::set(x->terms[token].scaled_sum), acc[v]);
         }
       }
     }

@@ -123,7 +123,7 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
         unrolled<2>([&](auto h) { half_min[h] = vld1q_f32(block->half_min[h] + (quad + q) * kQuadRows); });
       unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
         const int8x16_t first = vld1q_s8(x->q[token + t]), second = vld1q_s8(x->q[token + t] + 16);
-        const float token_scale = x->scale[token + t];
+        const float token_scale = x->terms[token + t].scale;
         int32x4_t sum = vdupq_n_s32(0), sum_second = sum;
         unrolled<4>([&](auto i)
                         __attribute__((always_inline)) { sum = vdotq_laneq_s32(sum, codes[i], first, i); });
@@ -138,7 +138,7 @@ __attribute__((noinline)) void dot_tile(const Block* block, int n_blocks, int qu
         if constexpr (kHasHalves<Block>) {
           to = vfmaq_f32(to, convert<Block>(sum_second), vmulq_n_f32(scale_second, token_scale));
         }
-        if constexpr (kHasMin<Block>) to = vfmaq_n_f32(to, min, x->scaled_sum[token + t]);
+        if constexpr (kHasMin<Block>) to = vfmaq_n_f32(to, min, x->terms[token + t].scaled_sum);
         if constexpr (kHasHalfMins<Block>)
           to = vfmaq_n_f32(to, half_min[1], scaled_half_sum(*x, token + t, 1));
         finish(to);

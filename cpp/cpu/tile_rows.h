@@ -74,10 +74,12 @@ void bfloat16_to_float_row(const std::uint16_t* in, float* out, int n) {
 inline void put_scale(float scale, std::uint32_t first_half, std::uint32_t second_half, int token,
                       ActivationTile& out) {
   const std::uint32_t sum = first_half + second_half;
-  out.scale[token] = scale;
-  out.scaled_sum[token] = scale * float(std::int32_t(sum));
-  out.start[token] = std::int32_t(0u - 8u * sum);
-  out.start_half[token] = std::int32_t(0u - 8u * first_half);
+  out.terms[token] = {
+      .scale = scale,
+      .scaled_sum = scale * float(std::int32_t(sum)),
+      .start = std::int32_t(0u - 8u * sum),
+      .start_half = std::int32_t(0u - 8u * first_half),
+  };
 }
 
 // One block of one token. The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in

@@ -67,12 +67,14 @@ QuantizedRows quantize(const std::string& set, const Matrix& x, int first) {
       .tokens = tokens,
       .blocks = blocks,
       .q = collect(blocks * kBlockCols, code),
-      .scale = collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].scale[t]; }),
-      .scaled_sum =
-          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].scaled_sum[t]; }),
-      .start = collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].start[t]; }),
-      .start_half =
-          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].start_half[t]; }),
+      .scale =
+          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].scale; }),
+      .scaled_sum = collect(
+          blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].scaled_sum; }),
+      .start =
+          collect(blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].start; }),
+      .start_half = collect(
+          blocks, [](const ActivationTile* x, int t, std::size_t b) { return x[b].terms[t].start_half; }),
   };
 }
 
