@@ -219,8 +219,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/threads.cpp",
-        "if (done == items ||",
-        "if (done > 0 ||",
+        "if (done != items &&",
+        "if (done == 0 &&",
         "a phase is over when the first thread has done its share",
         (
             "tests/test_cpu_kernels.py::test_team_computes_each_item_once_and_phases_in_order",
