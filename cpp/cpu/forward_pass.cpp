@@ -76,15 +76,14 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   normalize(c, a.x, stream_norm(m.attn_norm), 0, n, a.normed);
   if (n_wanted == n) {
     multiply(c, {q, k, v}, a.normed, n);
-    append_to_cache(c, step, all_.rows, Rotate::kQueriesAndKeys);
+    append_to_cache(c, step, all_.rows, key_blocks_);
   } else {
     multiply(c, {k, v}, a.normed, n);
-    append_to_cache(c, step, all_.rows, Rotate::kKeys);
+    append_to_cache(c, step, all_.rows, key_blocks_);
     if (n_wanted == 0) return;
     keep_rows(c, a.x, config_.dim, wanted.rows);
     normalize(c, a.x, stream_norm(m.attn_norm), 0, n_wanted, a.normed);
     multiply(c, {q}, a.normed, n_wanted);
-    rotate_queries(c, step, wanted.rows);
   }
   attend(c, step, wanted.tiles, a.att);
   add_block(c, w.wo, a.att, m.post_attn_norm, n_wanted);
@@ -171,6 +170,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   pages_.resize(n_pages);
   all_.rows.clear();
   all_.tiles.clear();
+  key_blocks_.clear();
   wanted_.rows.clear();
   wanted_.tiles.clear();
   outputs_.clear();
@@ -183,7 +183,9 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     cache_.addresses(chunk.cache->pages(), pages);
     for (int i = 0; i < count; ++i)
       all_.rows.push_back({chunk.tokens[std::size_t(i)], chunk.position + i, first + i, pages});
-    add_tiles(all_.tiles, std::span(all_.rows).subspan(std::size_t(first)), first, tile_rows(n));
+    const auto rows = std::span<const Row>(all_.rows).subspan(std::size_t(first));
+    add_tiles(all_.tiles, rows, first, tile_rows(n));
+    add_key_blocks(key_blocks_, rows, first);
     for (int i = 0; i < chunk.output_rows; ++i) {
       wanted_.rows.push_back(all_.rows[std::size_t(first + count - chunk.output_rows + i)]);
       outputs_.push_back({&chunk, i});

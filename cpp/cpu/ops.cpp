@@ -16,22 +16,26 @@ void quantize_row(const Context& c, const Activations& a, int row, int first_blo
                      a.int8.tile(row) + first_block);
 }
 
-// Norms and rotates `heads` heads that follow each other.
-void prepare_heads(const Context& c, const AttentionStep& step, const Tensor& norm, const Row& row,
-                   float* heads, int n) {
-  const int pairs = step.config.rope_dim / 2, dim = step.config.key_dim;
-  const auto norm_at = [&](QkNormPlace place, float* values) {
+// Norms whole rows of queries or keys, where the model has such norms.
+void normalize_heads_together(const Context& c, const AttentionStep& step, const Tensor& norm,
+                              const FloatRows& heads, int rows) {
+  if (!norm || step.config.qk_norm_place != QkNormPlace::kRows) return;
+  c.worker.for_each(rows, [&](int i) {
+    c.kernels.rms_norm(heads.row(i), floats(norm), step.config.norm_eps, norm.cols, heads.row(i));
+  });
+}
+
+// Norms and rotates a head of a row of the pass.
+void prepare_head(const Context& c, const AttentionStep& step, const Tensor& norm, int row, float* head) {
+  const std::size_t pairs = std::size_t(step.config.rope_dim) / 2;
+  const auto norm_at = [&](QkNormPlace place) {
     if (norm && step.config.qk_norm_place == place)
-      c.kernels.rms_norm(values, floats(norm), step.config.norm_eps, norm.cols, values);
+      c.kernels.rms_norm(head, floats(norm), step.config.norm_eps, norm.cols, head);
   };
-  norm_at(QkNormPlace::kRows, heads);
-  for (float* head = heads; head < heads + std::ptrdiff_t(n) * dim; head += dim) {
-    norm_at(QkNormPlace::kHeads, head);
-    if (step.rotations)
-      c.kernels.rope(head, step.rotations + std::size_t(row.index) * 2 * std::size_t(pairs), pairs,
-                     step.config.rope_style);
-    norm_at(QkNormPlace::kRotatedHeads, head);
-  }
+  norm_at(QkNormPlace::kHeads);
+  if (step.rotations)
+    c.kernels.rope(head, step.rotations + std::size_t(row) * 2 * pairs, int(pairs), step.config.rope_style);
+  norm_at(QkNormPlace::kRotatedHeads);
 }
 
 int rows_of(std::span<const QueryTile> tiles) {
@@ -106,29 +110,26 @@ void rope_table(const Context& c, const Rope& rope, std::span<const Row> rows, f
   });
 }
 
-void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows, Rotate rotate) {
+void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows,
+                     std::span<const KeyBlock> blocks) {
   const Config& config = step.config;
   const KvPages& cache = step.cache;
-  c.worker.for_each(int(rows.size()), [&](int i) {
-    const Row& row = rows[std::size_t(i)];
-    if (rotate == Rotate::kQueriesAndKeys)
-      prepare_heads(c, step, step.weights.q_norm, row, step.q.row(i), config.n_heads);
-    prepare_heads(c, step, step.weights.k_norm, row, step.k.row(i), config.n_kv_heads);
-    std::byte* page = row.pages[row.position / kPagePositions];
-    const int in_page = row.position % kPagePositions;
-    for (int h = 0; h < config.n_kv_heads; ++h) {
-      c.kernels.store_key(step.k.row(i) + std::size_t(h) * std::size_t(config.key_dim), config.key_dim,
-                          cache.key_stride(), cache.layout(), page + cache.keys(step.layer, h), in_page);
-      c.kernels.store_value(step.v.row(i) + std::size_t(h) * std::size_t(config.value_dim), config.value_dim,
-                            cache.value_stride(), cache.layout(), page + cache.values(step.layer, h),
-                            in_page);
+  normalize_heads_together(c, step, step.weights.k_norm, step.k, int(rows.size()));
+  c.worker.for_each(int(blocks.size()) * config.n_kv_heads, [&](int item) {
+    const auto [first, count] = blocks[std::size_t(item / config.n_kv_heads)];
+    const int h = item % config.n_kv_heads;
+    for (int i = first; i < first + count; ++i) {
+      const Row& row = rows[std::size_t(i)];
+      float* key = step.k.row(i) + std::size_t(h) * std::size_t(config.key_dim);
+      const float* value = step.v.row(i) + std::size_t(h) * std::size_t(config.value_dim);
+      std::byte* page = row.pages[row.position / kPagePositions];
+      const int in_page = row.position % kPagePositions;
+      prepare_head(c, step, step.weights.k_norm, row.index, key);
+      c.kernels.store_key(key, config.key_dim, cache.key_stride(), cache.layout(),
+                          page + cache.keys(step.layer, h), in_page);
+      c.kernels.store_value(value, config.value_dim, cache.value_stride(), cache.layout(),
+                            page + cache.values(step.layer, h), in_page);
     }
-  });
-}
-
-void rotate_queries(const Context& c, const AttentionStep& step, std::span<const Row> rows) {
-  c.worker.for_each(int(rows.size()), [&](int i) {
-    prepare_heads(c, step, step.weights.q_norm, rows[std::size_t(i)], step.q.row(i), step.config.n_heads);
   });
 }
 
@@ -143,7 +144,16 @@ void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int fir
   for (int i = 0; i < int(rows.size()); i += tile_rows) {
     const Row& row = rows[std::size_t(i)];
     const int count = std::min(tile_rows, int(rows.size()) - i);
-    tiles.push_back({first + i, count, row.position, rows.back().position + 1, row.pages});
+    tiles.push_back({first + i, count, row.index, row.position, rows.back().position + 1, row.pages});
+  }
+}
+
+void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, int first) {
+  for (int i = 0; i < int(rows.size());) {
+    const int left = kKeyBlock - rows[std::size_t(i)].position % kKeyBlock;
+    const int count = std::min(left, int(rows.size()) - i);
+    blocks.push_back({first + i, count});
+    i += count;
   }
 }
 
@@ -156,12 +166,18 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
   const int heads = single && config.n_kv_heads < c.worker.count() ? 1 : group;
   const int n_groups = config.n_heads / heads, columns = heads * config.value_dim;
   const bool whole_blocks = columns % kBlockCols == 0;
+  normalize_heads_together(c, step, step.weights.q_norm, step.q, rows_of(tiles));
   c.for_each(int(tiles.size()) * n_groups, [&](int item) {
     const QueryTile& tile = tiles[std::size_t(item / n_groups)];
     const int first_head = item % n_groups * heads, kv_head = first_head / group;
     const int first_column = first_head * config.value_dim;
+    float* q = step.q.row(tile.first) + std::size_t(first_head) * std::size_t(config.key_dim);
+    for (int i = 0; i < tile.count; ++i)
+      for (int h = 0; h < heads; ++h)
+        prepare_head(c, step, step.weights.q_norm, tile.index + i,
+                     q + std::size_t(i) * step.q.stride + std::size_t(h) * std::size_t(config.key_dim));
     const AttentionHead head = {
-        .q = step.q.row(tile.first) + std::size_t(first_head) * std::size_t(config.key_dim),
+        .q = q,
         .q_stride = step.q.stride,
         .out = out.f32.row(tile.first) + first_column,
         .out_stride = out.f32.stride,

@@ -53,15 +53,22 @@ struct Row {
 // Rows [first, first + count) of one sequence, at consecutive positions: an item of attention.
 struct QueryTile {
   int first, count;
-  int position;  // of the first row
+  int index;     // of the first row, among all of the pass
+  int position;  // likewise
   int end;       // positions of the sequence, after the pass
   std::byte* const* pages;
+};
+// Rows whose keys lie in one block of a page, which one thread fills.
+struct KeyBlock {
+  int first, count;
 };
 // Rows of a tile, for a pass of `total` rows: K and V are read once for all of them, but all threads should
 // have a part.
 int query_tile_rows(int total, int kv_heads, int threads);
 // Cuts the last rows of one sequence into tiles.
 void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows);
+// Cuts rows of one sequence, of which the first is number `first`, where blocks of keys end.
+void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, int first);
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);
 
@@ -114,11 +121,10 @@ struct AttentionStep {
   const float* rotations;  // the layer's rotation table; null where the layer does not rotate
   FloatRows q, k, v;
 };
-enum class Rotate { kKeys, kQueriesAndKeys };
-// Norms and rotates keys, with them queries where asked for, and stores keys and values in the pages.
-void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows, Rotate rotate);
-void rotate_queries(const Context& c, const AttentionStep& step, std::span<const Row> rows);
-// In the forms that `out` asks for.
+// Norms and rotates keys and stores them, and values, in the pages.
+void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows,
+                     std::span<const KeyBlock> blocks);
+// Norms and rotates queries and attends, in the forms that `out` asks for.
 void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
             const Activations& out);
 
