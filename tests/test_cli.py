@@ -21,7 +21,7 @@ from metal_prefill._commands import common
 from metal_prefill._commands.perplexity import perplexity, windows
 from metal_prefill.gguf_file import GGUFFile
 
-COMMAND = [sys.executable, "-m", "metal_prefill.cli"]
+COMMAND = [sys.executable, "-m", "metal_prefill"]
 PROMPT = "ROMEO:\n"
 NO_DEVICE = {k: v for k, v in os.environ.items() if k != "METAL_PREFILL_DEVICE"}
 

@@ -46,7 +46,7 @@ PUBLIC = {
 }
 # Modules that need a package which is not a requirement.
 EXTRAS = {"metal_prefill.ray": "ray", "metal_prefill.lm_eval": "lm_eval", "metal_prefill.sklearn": "sklearn"}
-PROGRAMS = {"metal_prefill.bench.__main__"}  # run by `python -m`
+PROGRAMS = {"metal_prefill.__main__", "metal_prefill.bench.__main__"}  # run by `python -m`
 
 
 @pytest.mark.parametrize("module", PUBLIC)
