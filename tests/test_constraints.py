@@ -128,10 +128,10 @@ def test_guesses_save_passes_under_a_constraint(model: Model, monkeypatch: pytes
     tokens: list[int] = []
     real = Continuation.next_tokens
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(Continuation, "next_tokens", counted)
 
@@ -154,8 +154,8 @@ def test_forced_tokens_do_not_make_guesses_look_cheap(
     passes: list[tuple[int, int]] = []
     real = Continuation.next_tokens
 
-    def counted(*arguments: Any) -> Any:
-        tokens = real(*arguments)
+    def counted(*arguments: Any, **named: Any) -> Any:
+        tokens = real(*arguments, **named)
         passes.append((len(tokens.ids), tokens.drafts))
         return tokens
 
@@ -180,8 +180,8 @@ def test_guesses_and_forced_tokens_together_are_rows_that_are_exact(
     ids, passes, tokens = model.tokenizer.encode(PROMPT), list[tuple[int, int]](), list[int]()
     real = Continuation.next_tokens
 
-    def counted(*arguments: Any) -> Any:
-        found = real(*arguments)
+    def counted(*arguments: Any, **named: Any) -> Any:
+        found = real(*arguments, **named)
         passes.append((len(found.ids), found.drafts))
         return found
 
