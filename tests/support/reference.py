@@ -243,7 +243,8 @@ class ReferenceModel:
     def _cached(self, rows: Array) -> Array:
         if self.kv_dtype == "q8_0":
             blocks = quants.quantize(rows.astype(np.float32), GGMLQuantizationType.Q8_0)
-            return quants.dequantize(blocks, GGMLQuantizationType.Q8_0).astype(np.float64)
+            values: Array = quants.dequantize(blocks, GGMLQuantizationType.Q8_0).astype(np.float64)
+            return values
         return rows.astype(self.kv_dtype).astype(np.float64)
 
     def _normed(self, layer: int, name: str, x: Array) -> Array:
