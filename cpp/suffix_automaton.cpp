@@ -1,12 +1,6 @@
 #include "suffix_automaton.h"
 
-#include <algorithm>
-
 namespace metal_prefill {
-
-void SuffixAutomaton::append(std::span<const TokenId> tokens) {
-  for (const TokenId token : tokens) append(token);
-}
 
 void SuffixAutomaton::append(TokenId token) {
   // The match first, in the automaton of the text without the token: an end of the text is no match of
@@ -58,12 +52,10 @@ void SuffixAutomaton::grow(TokenId token) {
   }
 }
 
-std::vector<TokenId> SuffixAutomaton::following(int count) const {
+std::vector<TokenId> SuffixAutomaton::copy(int place, int count) const {
+  const int n = int(tokens_.size());
   std::vector<TokenId> found;
-  if (matched_ == 0) return found;
-  const std::size_t first = std::size_t(states_[std::size_t(match_)].end), n = tokens_.size();
-  for (std::size_t i = 0; i < std::size_t(std::max(count, 0)); ++i)
-    found.push_back(tokens_[first + i % (n - first)]);
+  for (int i = 0; i < count; ++i) found.push_back(tokens_[std::size_t(place + i % (n - place))]);
   return found;
 }
 

@@ -1,11 +1,10 @@
-// Guesses at the tokens that follow, found in the text itself: what came after the same tokens before.
+// Where the longest end of a text occurred before.
 //
 // A suffix automaton has a state for each set of strings that end at the same places of the text. It grows by
 // a token in constant time on average, and keeps the longest end of the text that occurred before.
 #pragma once
 
 #include <map>
-#include <span>
 #include <vector>
 
 #include "token.h"
@@ -14,12 +13,15 @@ namespace metal_prefill {
 
 class SuffixAutomaton {
  public:
-  void append(std::span<const TokenId> tokens);
+  void append(TokenId token);
+  TokenId token(int number) const { return tokens_[std::size_t(number)]; }
 
   // How many of the last tokens occurred before, as one string.
   int matched() const { return matched_; }
-  // The tokens, at most `count`, that followed it there. Where those end, they are taken to repeat.
-  std::vector<TokenId> following(int count) const;
+  // Number of the token that followed them there.
+  int place() const { return states_[std::size_t(match_)].end; }
+  // The tokens, at most `count`, from a number on. Where the text ends, they are taken to repeat.
+  std::vector<TokenId> copy(int place, int count) const;
 
  private:
   struct State {
@@ -29,7 +31,6 @@ class SuffixAutomaton {
     int end = 0;     // tokens of the text up to the end of a place where it occurs
   };
 
-  void append(TokenId token);
   void grow(TokenId token);
 
   std::vector<TokenId> tokens_;

@@ -254,23 +254,76 @@ def oracle_of(text: list[int], count: int) -> tuple[int, set[tuple[int, ...]]]:
     return 0, {()}
 
 
+def lookup_of(*parts: Sequence[int]) -> _core.Lookup:
+    lookup = _core.Lookup()
+    for part in parts:
+        lookup.append(np.array(part, np.int32))
+    return lookup
+
+
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 30])
 def test_lookup_finds_the_longest_end_that_occurred_before(alphabet: int) -> None:
     rng = random.Random(alphabet)
     for _ in range(6):
-        automaton, text = _core.SuffixAutomaton(), []
+        lookup, text = _core.Lookup(), list[int]()
         for _ in range(60):
             text.append(rng.randrange(alphabet))
-            automaton.append(np.array(text[-1:], np.int32))
+            lookup.append(np.array(text[-1:], np.int32))
             length, continuations = oracle_of(text, 5)
-            assert automaton.matched == length
-            assert tuple(automaton.following(5)) in continuations
+            assert lookup.matched == length
+            assert tuple(lookup.after_match(5)) in continuations
 
 
 def test_lookup_prefers_the_latest_place() -> None:
-    automaton = _core.SuffixAutomaton()
-    automaton.append(np.array([1, 2, 3, 1, 2, 4, 1, 2], np.int32))
-    assert automaton.following(1) == [4]
+    assert lookup_of([1, 2, 3, 1, 2, 4, 1, 2]).after_match(1) == [4]
+
+
+ROW = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+
+
+def test_lookup_continues_where_it_was_after_a_change() -> None:
+    # 98 was never seen, 16 is of the row, and occurred before: what follows it there is no better guess.
+    for change in (98, 16):
+        lookup = lookup_of(ROW, [99], ROW[:5])
+        assert lookup.since_change is None  # the match says the same
+        lookup.append(np.array([change], np.int32))
+        assert lookup.since_change == 0
+        assert lookup.after_change(5) == [16, 17, 18, 19, 99]
+        lookup.append(np.array([16, 17], np.int32))
+        assert lookup.after_change(2) == [18, 19]
+
+
+def test_lookup_counts_no_forced_token_since_a_change() -> None:
+    lookup = lookup_of(ROW, [99], ROW[:5], [98])
+    lookup.append(np.array([16], np.int32), forced=True)
+    assert (lookup.since_change, lookup.matched) == (0, 1)
+    assert lookup.after_change(1) == [17]
+
+
+def test_lookup_leaves_a_place_that_no_longer_fits() -> None:
+    for changes in range(8):
+        lookup = lookup_of(ROW, [99], ROW[:5], range(50, 50 + changes))
+        assert (lookup.since_change is None) == (changes in (0, 5, 6, 7))
+
+
+def test_lookup_keeps_no_place_for_a_short_match() -> None:
+    assert lookup_of(ROW, [99], ROW[:4], [98]).since_change is None
+
+
+def test_lookup_takes_the_place_of_a_longer_match() -> None:
+    other = [30, 31, 32, 33, 34, 35]
+    lookup = lookup_of(ROW, other, [99], ROW[:5], [98], other[:5], [97])
+    assert lookup.since_change == 0
+    assert lookup.after_change(2) == [99, 10]
+
+
+def test_lookups_after_a_change_are_made_while_they_are_the_likelier_ones() -> None:
+    drafter = LookupDrafter()
+    drafter.append(np.array([*ROW, 7, 16, 8, *ROW[:5], 16], np.int32))
+    after_match, after_change = [8], [16]
+    assert drafter.draft(1) == after_change
+    drafter.acceptance.note(0, 20)
+    assert drafter.draft(1) == after_match
 
 
 def steps(speculation: Speculation, cost: RowCost, right: Callable[[list[int]], int], n: int) -> list[int]:
@@ -289,6 +342,25 @@ def measured_cost() -> RowCost:
     for rows in range(1, MOST_DRAFTS + 2):
         cost.note(rows, 1 + 0.16 * (rows - 1))
     return cost
+
+
+def test_passes_that_were_not_measured_cost_what_lies_between_those_that_were() -> None:
+    cost = RowCost()
+    cost.note(1, 2.0)
+    assert cost.seconds(5) == pytest.approx(2 * 1.48)  # until more is known, a row more takes 12%
+    cost.note(12, 8.0)
+    assert cost.seconds(12) == 8.0
+    assert cost.seconds(3) == pytest.approx(2 + 6 * 2 / 11)
+    assert cost.seconds(16) == pytest.approx(8 + 2 * 0.12 * 4)
+
+
+def test_a_pass_never_costs_less_than_one_of_one_row() -> None:
+    cost = RowCost()
+    cost.note(12, 8.0)
+    assert cost.seconds(1) == pytest.approx(8 / (1 + 0.12 * 11))
+    cost.note(1, 7.9)
+    cost.note(16, 8.1)
+    assert 7.9 < cost.seconds(8) < 8.0
 
 
 def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:

@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "../lookup.h"
 #include "../philox.h"
 #include "../rounding.h"
-#include "../suffix_automaton.h"
 #include "arrays.h"
 #include "bindings.h"
 
@@ -86,12 +86,16 @@ void bind_sampling(nb::module_& m) {
           },
           "Of each choice of the last call: its log probability, and ids and log probabilities of the most "
           "probable tokens.");
-  nb::class_<SuffixAutomaton>(m, "SuffixAutomaton", "Guesses at what follows a text, found in the text.")
+  nb::class_<Lookup>(m, "Lookup", "Guesses at what follows a text, looked up in the text.")
       .def(nb::init<>())
       .def(
-          "append", [](SuffixAutomaton& self, TokenArray tokens) { self.append(view(tokens)); }, "tokens"_a)
-      .def_prop_ro("matched", &SuffixAutomaton::matched, "How many of the last tokens occurred before.")
-      .def("following", &SuffixAutomaton::following, "count"_a, "The tokens that followed them there.");
+          "append", [](Lookup& self, TokenArray tokens, bool forced) { self.append(view(tokens), forced); },
+          "tokens"_a, "forced"_a = false)
+      .def_prop_ro("matched", &Lookup::matched, "How many of the last tokens occurred before.")
+      .def_prop_ro("since_change", &Lookup::since_change,
+                   "How many were the same since the last change, where a place was kept; else None.")
+      .def("after_match", &Lookup::after_match, "count"_a, "The tokens that followed the match.")
+      .def("after_change", &Lookup::after_change, "count"_a, "The tokens that followed the place kept.");
   m.def(
       "philox", [](PhiloxCounter counter, PhiloxKey key) { return philox(counter, key); }, "counter"_a,
       "key"_a, "Four random words of a counter and a key.");

@@ -73,10 +73,15 @@ class RowCost:
         key = _bucket(rows)
         if key in self._seconds or not self._seconds:
             return self._seconds.get(key, float(rows))
-        # Of a copy: other threads note their passes.
-        nearest = min(list(self._seconds), key=lambda known: abs(known - key))
-        one = self._seconds.get(1, self._seconds[nearest] / (1 + _ROW_SHARE * (nearest - 1)))
-        return max(self._seconds[nearest] + _ROW_SHARE * one * (key - nearest), one)
+        known = sorted(self._seconds.copy().items())  # other threads note their passes
+        below = next((each for each in reversed(known) if each[0] < key), None)
+        above = next((each for each in known if each[0] > key), None)
+        if below is not None and above is not None:
+            share = (key - below[0]) / (above[0] - below[0])
+            return below[1] + share * (above[1] - below[1])
+        nearest, seconds = below or above or known[0]
+        one = self._seconds.get(1, seconds / (1 + _ROW_SHARE * (nearest - 1)))
+        return max(seconds + _ROW_SHARE * one * (key - nearest), one)
 
 
 def time_of_pass(session: _core.Session, seconds: float, sent: bool) -> float:
@@ -124,29 +129,42 @@ class Drafter(Protocol):
 
 
 class LookupDrafter:
-    """Guesses that what followed the last tokens before follows them again."""
+    """Guesses that what followed the last tokens before follows them again, or with changes (`lookup.h`)."""
 
     free = True
 
     def __init__(self, constrained: bool = False) -> None:
-        self._automaton = _core.SuffixAutomaton()
+        self._lookup = _core.Lookup()
         # By the number of tokens that matched: 1, 2, 3 to 4, 5 to 8, more. Under a constraint, short matches
         # mean little: much of what a text repeats is forced.
         priors = (0.1, 0.2, 0.5, 0.8, 0.9) if constrained else (0.3, 0.5, 0.7, 0.8, 0.9)
-        self._acceptances = [Acceptance(prior) for prior in priors]
-        self._forced = 0  # tokens at the end: that they occurred before says nothing about what follows
+        self._after_match = [Acceptance(prior) for prior in priors]
+        # By the number of tokens since the last change: 0, 1, 2 to 3, 4 to 7, more.
+        self._after_change = [Acceptance(prior) for prior in (0.8, 0.9, 0.9, 0.9, 0.9)]
 
     def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
-        self._automaton.append(tokens)
-        self._forced = self._forced + len(tokens) if forced else 0
+        self._lookup.append(tokens, forced)
 
     def draft(self, count: int) -> list[int]:
-        return self._automaton.following(count)
+        _, draft = self._best
+        return draft(count)
 
     @property
     def acceptance(self) -> Acceptance:
-        matched = max(self._automaton.matched - self._forced, 1)
-        return self._acceptances[min((matched - 1).bit_length(), len(self._acceptances) - 1)]
+        acceptance, _ = self._best
+        return acceptance
+
+    @property
+    def _best(self) -> tuple[Acceptance, Callable[[int], list[int]]]:
+        """The likelier of two places that may continue."""
+        lookup = self._lookup
+        matched, since_change = lookup.matched, lookup.since_change
+        best = self._after_match[min(max(matched - 1, 0).bit_length(), 4)]
+        if since_change is not None:
+            changed = self._after_change[min(since_change.bit_length(), 4)]
+            if not matched or changed.probability > best.probability:
+                return changed, lookup.after_change
+        return best, lookup.after_match
 
 
 class _TextDrafter:

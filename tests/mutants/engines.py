@@ -102,6 +102,13 @@ SHARED = (
         (_SAMPLING,),
     ),
     Mutant(
+        "cpp/lookup.cpp",
+        "since_change_ = same ? since_change_ + int(!forced) : 0;",
+        "since_change_ = same ? since_change_ + 1 : 0;",
+        "tokens that a constraint forces make a guess look better than it is",
+        ("tests/test_speculation.py", "-k", "lookup"),
+    ),
+    Mutant(
         "cpp/suffix_automaton.cpp",
         "while (match_ != 0 && at(at(match_).link).length >= matched_) match_ = at(match_).link;",
         "",
