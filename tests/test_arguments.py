@@ -196,6 +196,31 @@ def test_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> None:
             Scheduler(model).submit([1], 0)
 
 
+@pytest.mark.parametrize("number", [0, 4097, 2**70])
+def test_numbers_of_answers_and_beams_have_limits(demo_path: Path, number: int) -> None:
+    limit = f"must be between 1 and 4096, got {number}"
+    with Model(demo_path, device="cpu") as model:
+        calls: list[Callable[[], object]] = [
+            lambda: model.generate("a", 2, n=number),
+            lambda: model.stream("a", 2, n=number),
+            lambda: next(model.generate_many(["a"], 2, n=number)),
+            lambda: Scheduler(model).submit_answers("a", number, 2),
+            lambda: model.generate_beams("a", 2, num_beams=number),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=rf"^(n|num_beams) {limit}$"):
+                call()
+
+
+@pytest.mark.parametrize("text", [5, b"a", None, ["a"]], ids=lambda text: type(text).__name__)
+def test_what_is_no_text_is_named(demo_path: Path, text: Any) -> None:
+    with (
+        Model(demo_path, device="cpu") as model,
+        pytest.raises(TypeError, match=f"^a text must be a str, got {type(text).__name__}$"),
+    ):
+        model.tokenizer.encode(text)
+
+
 @pytest.mark.parametrize("name", ["layers", "vocab", "context", "ffn"])
 def test_synthetic_models_have_limits(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {name: 99999999999}

@@ -320,7 +320,7 @@ def test_one_answer_has_a_number_too(cpu: Model) -> None:
 
 
 def test_answers_are_refused_before_anything_is_computed(cpu: Model) -> None:
-    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n must be between 1 and 4096, got 0"):
         cpu.generate([1], 2, n=0)
     with pytest.raises(ValueError, match="token id 1048576"):
         cpu.generate([1 << 20], 2, n=2)
@@ -351,7 +351,7 @@ def test_answers_follow_even_where_the_first_ends_at_once(cpu: Model) -> None:
 def test_errors_name_the_prompt_of_answers(cpu: Model) -> None:
     results = list(cpu.generate_many([[1], [1 << 20]], 2, n=2, errors="return"))
     assert {i for i, r in results if isinstance(r, ValueError) and "prompt 1: token id" in str(r)} == {2, 3}
-    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n must be between 1 and 4096, got 0"):
         cpu.generate_many([[1]], 2, n=0)
 
 

@@ -16,6 +16,7 @@ Progress: TypeAlias = Callable[[int, int], object]
 Logits: TypeAlias = npt.NDArray[np.float32]
 
 MAX_INTEGER = 2**63 - 1  # that the engines take, such as sizes of memory
+MOST_ANSWERS = 4096  # to one prompt, and beams of one search: each has memory of its own
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

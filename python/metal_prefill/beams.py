@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from metal_prefill import _core, sampling
-from metal_prefill._arguments import TokenIds, integer, length_of, token_array
+from metal_prefill._arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
 from metal_prefill._continuation import FinishReason, StopFilter, split_stops
 from metal_prefill.errors import ContextOverflowError
 
@@ -215,8 +215,8 @@ def generate_beams(
     echo: bool = False,
 ) -> list[Beam]:
     """Find the most probable texts; see :meth:`metal_prefill.Model.generate_beams`."""
-    max_tokens, num_beams = integer("max_tokens", max_tokens, 1), integer("num_beams", num_beams, 1)
-    min_tokens = integer("min_tokens", min_tokens, 0)
+    max_tokens, min_tokens = integer("max_tokens", max_tokens, 1), integer("min_tokens", min_tokens, 0)
+    num_beams = integer("num_beams", num_beams, 1, MOST_ANSWERS)
     if early_stopping not in (True, False, "never"):
         raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
     if not np.isfinite(length_penalty):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core, _pack_cache, _state
-from metal_prefill._arguments import MAX_INTEGER, integer, one_of
+from metal_prefill._arguments import MAX_INTEGER, MOST_ANSWERS, integer, one_of
 from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
 from metal_prefill._cache_folder import pipeline_folder, remove_old_pipelines
 from metal_prefill._checks import first_contact
@@ -709,7 +709,8 @@ class Model:
         max_tokens
             Upper bound on the number of tokens made of each prompt.
         n
-            Texts to make of each prompt, which is computed once; each has random numbers of its own.
+            Texts to make of each prompt, at most 4,096. The prompt is computed once; each text has random
+            numbers of its own.
         max_streams
             Most texts that are under way at a time.
         errors
@@ -753,7 +754,7 @@ class Model:
         """
         if errors not in ("raise", "return"):
             raise ValueError(f"errors must be 'raise' or 'return', got {errors!r}")
-        n = integer("n", n, 1)
+        n = integer("n", n, 1, MOST_ANSWERS)
         scheduler = Scheduler(self, max_streams=max_streams)
         return _stream_many(
             scheduler, iter(prompts), n, {"max_tokens": max_tokens, **options}, errors, progress
@@ -804,7 +805,7 @@ class Model:
         max_tokens
             Upper bound on the tokens of a text.
         num_beams
-            Beginnings that are followed at a time, and texts that are found.
+            Beginnings that are followed at a time, and texts that are found; at most 4,096.
         length_penalty
             The log probability of a text is divided by its number of tokens to this power: above 0, longer
             texts gain.
@@ -912,9 +913,9 @@ class Model:
         prompt, max_tokens, progress, options
             As in :meth:`Session.generate`; `max_tokens` of each answer.
         n
-            Answers to make. The prompt is computed once, and answers share its pages; each pass has the next
-            token of all. Answer i has the random numbers that belong to `seed` and i: those of answer 0 are
-            the ones without `n`. The default session does not change.
+            Answers to make, at most 4,096. The prompt is computed once, and answers share its pages; each
+            pass has the next token of all. Answer i has the random numbers that belong to `seed` and i: those
+            of answer 0 are the ones without `n`. The default session does not change.
 
         Yields
         ------
@@ -969,7 +970,7 @@ class Model:
         """
         if n is None:
             return self._open().stream(prompt, max_tokens, logprobs=logprobs, progress=progress, **options)
-        scheduler = Scheduler(self, max_streams=integer("n", n, 1))
+        scheduler = Scheduler(self, max_streams=integer("n", n, 1, MOST_ANSWERS))
         streams = scheduler.submit_answers(prompt, n, max_tokens, logprobs=logprobs, **options)
         return _stream_answers(scheduler, streams, progress)
 

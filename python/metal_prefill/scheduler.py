@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._arguments import TokenIds, integer, length_of, token_array
+from metal_prefill._arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
 from metal_prefill._batch_call import BatchCall
 from metal_prefill._continuation import Continuation, NextTokens, Piece, TextOptions
 from metal_prefill._speculation import RowCost, time_of_pass
@@ -128,7 +128,7 @@ def make_streams(
 
     Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`.
     """
-    n = integer("n", n, 1)
+    n = integer("n", n, 1, MOST_ANSWERS)
     tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if length_of(tokens) > model.max_context:
         raise ContextOverflowError(

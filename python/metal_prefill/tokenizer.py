@@ -140,10 +140,14 @@ class Tokenizer:
 
         Raises
         ------
+        TypeError
+            If `text` is not a str.
         ValueError
             If `add_bos` is set and the vocabulary has no such token, the text holds lone surrogates, or, with
             `strict`, the tokens do not stand for the whole text.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"a text must be a str, got {type(text).__name__}")
         ids: list[int] = []
         if self.add_bos if add_bos is None else add_bos:
             if self.bos_id is None:

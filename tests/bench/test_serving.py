@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from metal_prefill import MissingExtraError, Model, bench, cli
 from metal_prefill._bench.servers import SERVERS, ServerOptions, ServerProcess, check_server
@@ -120,6 +123,33 @@ def test_ratios_are_of_rounds_next_to_each_other(demo_path: Path) -> None:
     assert ours.tokens_per_second == pytest.approx([2 * tokens, 0.2 * tokens])
     assert results.speedup(peer).median == pytest.approx(4)
     assert results.sooner(peer).median == pytest.approx(3)
+
+
+def test_the_figures_of_a_row_are_those_of_its_clients_and_rounds(demo_path: Path) -> None:
+    texts = ["a " * n for n in (1, 2, 3, 5, 9)]
+    first_s = [0.9, 0.1, 0.2, 1.5, 0.3]  # median 0.3, mean 0.6
+    rounds = [1, 10, 2, 4, 3]  # each so many times as slow; median 3, mean 4
+    ratios = [4, 2, 9, 3, 7]  # of ours to the peer, round by round; median 4, mean 5
+    ours, peer = ServingRow("metal_prefill", 5), ServingRow("llama-server", 5)
+    with Model(demo_path, device="cpu") as model:
+        tokens = sum(len(model.tokenizer.encode(text, add_bos=False)) for text in texts)
+        for row, scales in ((ours, rounds), (peer, [a * b for a, b in zip(rounds, ratios, strict=True)])):
+            for scale in scales:
+                answers = [Answer(text, s * scale, 2 * scale) for text, s in zip(texts, first_s, strict=True)]
+                row.add(2 * scale, answers, model.tokenizer)
+    assert ours.tokens_per_second == pytest.approx([tokens / (2 * scale) for scale in rounds])
+    assert ours.first_token_s == pytest.approx([0.3 * scale for scale in rounds])
+    assert ours.slowest_first_token_s == pytest.approx([1.5 * scale for scale in rounds])
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(ServingResults([ours, peer], "m.gguf", 2, "a machine"))
+    line, of_peer = (
+        " ".join(re.split(r"[^\w.,()-]+", text)).strip()
+        for text in shown.getvalue().splitlines()
+        if "metal_prefill" in text or "llama-server" in text
+    )
+    speed, low, high = tokens / 6, tokens / 20, tokens / 2
+    assert line == f"metal_prefill 5 {speed:,.1f} ({low:,.1f}-{high:,.1f}) 900 (300-3,000) 4,500"
+    assert of_peer.endswith("4.00x (2.00-9.00) 4.00x (2.00-9.00)")
 
 
 def test_peers_are_started_as_their_users_start_them() -> None:

@@ -210,6 +210,27 @@ FIGURES = (
         ("tests/bench/test_streams.py",),
     ),
     Mutant(
+        f"{_P}/_bench/rows.py",
+        "float(median(samples_ns))",
+        "float(max(samples_ns))",
+        "texts a second are those of the slowest sample",
+        ("tests/bench/test_texts.py", "-k", "median_sample"),
+    ),
+    Mutant(
+        f"{_P}/_bench/serving.py",
+        "self.first_token_s.append(median(",
+        "self.first_token_s.append(min(",
+        "the time to the first token of a server is that of the client that waited least",
+        ("tests/bench/test_serving.py", "-k", "clients_and_rounds"),
+    ),
+    Mutant(
+        f"{_P}/_bench/serving.py",
+        "self.slowest_first_token_s.append(max(",
+        "self.slowest_first_token_s.append(median(",
+        "the slowest first token of a server is the median one",
+        ("tests/bench/test_serving.py", "-k", "clients_and_rounds"),
+    ),
+    Mutant(
         f"{_P}/_bench/summary.py",
         "a / b for a, b in zip(ours, peer, strict=False)",
         "a / b for a, b in zip(sorted(ours), sorted(peer), strict=False)",

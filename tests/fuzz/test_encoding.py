@@ -1,0 +1,89 @@
+"""Random texts, with every way to split text into tokens that there is.
+
+A text comes back from its tokens, whole and piece by piece; its words never become control tokens; and where
+llama.cpp is installed, the ids are llama.cpp's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import comparison
+from support.fuzzing import TIMEOUT, kept, regressions, rounds
+from support.text_writer import write_text
+
+from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+NAMES = tuple(comparison.TOKENIZERS)
+SPACE = "\u2581"  # stands for a space in SentencePiece's vocabularies
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("vocabularies")
+    vocabularies: dict[str, Any] = json.loads(comparison.TOKENS.read_text())["vocabularies"]
+    return {
+        name: comparison.write_vocabulary(folder / f"{i}.gguf", vocabularies[variant.kind], variant)
+        for i, (name, variant) in enumerate(comparison.TOKENIZERS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizers(files: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {name: Tokenizer.from_gguf(GGUFFile(path)) for name, path in files.items()}
+
+
+def ids_of(tokenizers: dict[str, Tokenizer], name: str, text: str) -> list[int]:
+    special = comparison.TOKENIZERS[name].parse_special
+    return tokenizers[name].encode(text, add_bos=False, parse_special=special)
+
+
+def test_texts_come_back_and_write_no_control_token(tokenizers: dict[str, Tokenizer]) -> None:
+    def run(name: str, text: str) -> None:
+        tokenizer, variant = tokenizers[name], comparison.TOKENIZERS[name]
+        with kept("text", text.encode()):
+            ids = ids_of(tokenizers, name, text)
+            decoder = tokenizer.decoder(skip_special=False)
+            streamed = "".join(decoder.step(i) for i in ids) + decoder.flush()
+            whole = tokenizer.decode(ids, skip_special=False)
+            if variant.kind == "llama" and variant.space_prefix:
+                # A stream continues a text: it keeps the spaces that are put before stretches of plain text.
+                assert streamed.replace(" ", "") == whole.replace(" ", "")
+            else:
+                assert streamed == whole
+            if variant.kind == "gpt2" or SPACE not in text:
+                assert whole == text
+            if not variant.parse_special:
+                assert not any(tokenizer.is_special(i) for i in ids)
+                assert tokenizer.encode(text, add_bos=False, strict=True) == ids
+
+    for content in regressions("text"):
+        for name in NAMES:
+            run(name, content.decode())
+    for random in rounds(300):
+        run(random.choice(NAMES), write_text(random))
+
+
+def test_ids_are_those_of_llama_cpp(files: dict[str, Path], tokenizers: dict[str, Tokenizer]) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
+    peers = {name: llama_cpp.Llama(str(path), vocab_only=True, verbose=False) for name, path in files.items()}
+
+    def run(name: str, text: str) -> None:
+        special = comparison.TOKENIZERS[name].parse_special
+        with kept("text", text.encode()):
+            expected = peers[name].tokenize(text.encode(), add_bos=False, special=special)
+            assert ids_of(tokenizers, name, text) == expected
+
+    for content in regressions("text"):
+        for name in NAMES:
+            run(name, content.decode())
+    for random in rounds(300):
+        run(random.choice(NAMES), write_text(random))
+    for peer in peers.values():
+        peer.close()
