@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -262,7 +264,17 @@ def test_an_error_without_a_message_is_named(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_an_interruption_of_an_import_is_an_interruption(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        (["-m", "metal_prefill.cli", "run", "-p", "ROMEO:"], 130, r"interrupted\n"),
+        (["-c", "from metal_prefill import Model"], -signal.SIGINT, r"Traceback.*\nKeyboardInterrupt\n"),
+    ],
+    ids=["command", "library"],
+)
+def test_an_interruption_of_an_import_is_an_interruption(
+    tmp_path: Path, program: list[str], code: int, said: str
+) -> None:
     """NumPy makes an ImportError of it, which speaks of a bad installation."""
     (tmp_path / "numpy.py").write_text(
         "import os, signal\n"
@@ -273,13 +285,26 @@ def test_an_interruption_of_an_import_is_an_interruption(tmp_path: Path) -> None
         "    raise ImportError('your installation of NumPy is bad') from None\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "metal_prefill.cli", "run", "-p", "ROMEO:"]
     done = subprocess.run(
-        command,
+        [sys.executable, *program],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert re.fullmatch(said, done.stderr, re.DOTALL)
+    assert "bad" not in done.stderr
+
+
+def test_notes_are_text(demo_path: Path, tmp_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, model.session() as session:
+        session.forward_prompt([1])
+        session.notes = 5  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=r"^notes must be a str, got int$"):
+            session.save(tmp_path / "a.session")
+        session.notes = "\ud800"
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            session.save(tmp_path / "a.session")
+    assert list(tmp_path.iterdir()) == []

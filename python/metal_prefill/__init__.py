@@ -19,6 +19,7 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():  # before the native mod
         "PYTHON_GIL=1, or use an ordinary build of Python"
     )
 
+from metal_prefill._interruptions import interruptions
 from metal_prefill.errors import (
     ChatTemplateError,
     ClosedError,
@@ -89,7 +90,14 @@ def __getattr__(name: str) -> Any:
 
         value = metadata.version(__name__)
     elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        with interruptions() as interrupted:
+            try:
+                module = importlib.import_module(_HOMES[name])
+            except ImportError:
+                if interrupted:
+                    raise KeyboardInterrupt from None
+                raise
+        value = getattr(module, name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

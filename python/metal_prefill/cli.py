@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from metal_prefill._interruptions import interruptions
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -110,31 +109,6 @@ def drop_unwritable_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def interruptions() -> Iterator[list[int]]:
-    """List the interruptions by Ctrl-C while the block runs. Not all become KeyboardInterrupt.
-
-    NumPy, interrupted while it is imported, raises ImportError and speaks of a bad installation.
-    """
-    heard: list[int] = []
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        signal.default_int_handler(number, frame)
-
-    try:
-        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if ours:
-            signal.signal(signal.SIGINT, hear)
-    except ValueError:  # not the main thread, which alone hears signals
-        ours = False
-    try:
-        yield heard
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -240,7 +240,11 @@ class Session:
             A device, a FIFO or a socket is there.
         OSError
             The file cannot be written.
+        TypeError
+            :attr:`notes` is not a str.
         """
+        if not isinstance(self.notes, str):
+            raise TypeError(f"notes must be a str, got {type(self.notes).__name__}")
         tokens, rows = self._open().export_state()
         _state.write(path, self._model._state_owner, _state.State(tokens, rows, self.notes))
 
