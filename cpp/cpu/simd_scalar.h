@@ -162,17 +162,18 @@ struct Simd {
     std::memcpy(&x, p, 4);
     return set_int(x);
   }
+  // Lanes that hold four bytes wrap around, as those of processors do: unsigned, since signed ones must not.
   static I sub_int(I a, I b) {
-    for (int i = 0; i < kLanes; ++i) a.v[i] -= b.v[i];
+    for (int i = 0; i < kLanes; ++i) a.v[i] = std::int32_t(std::uint32_t(a.v[i]) - std::uint32_t(b.v[i]));
     return a;
   }
   static I add_int(I a, I b) {
-    for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
+    for (int i = 0; i < kLanes; ++i) a.v[i] = std::int32_t(std::uint32_t(a.v[i]) + std::uint32_t(b.v[i]));
     return a;
   }
   template <int kBits>
   static I shift_left(I a) {
-    for (std::int32_t& v : a.v) v *= 1 << kBits;
+    for (std::int32_t& v : a.v) v = std::int32_t(std::uint32_t(v) << kBits);
     return a;
   }
   template <int kByte>
