@@ -18,9 +18,12 @@ struct Simd {
   static constexpr const char* kName = "avx2";
 #endif
   static constexpr int kLanes = 8;
-  // 16 registers. Products of bytes: an integer and a float sum for each token, codes, a nibble mask and
-  // temporaries. A second row vector would halve the tokens that share the unpacking of a nibble.
+  // 16 registers. Products of bytes, few tokens: an integer and a float sum for each token, codes, a nibble
+  // mask and temporaries. A second row vector would halve the tokens that share the unpacking of a nibble.
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 4;
+  // More tokens: 2 vectors of rows by 4 tokens are 8 integer sums; 2 of codes, an activation and temporaries.
+  // With 12 sums GCC loads codes again for each product.
+  static constexpr int kUnpackedRows = 2, kUnpackedTokens = 4;
 #ifdef __AVXVNNI__
   static constexpr int kInt8Tokens = 4;
   static constexpr bool kOneDot = true;  // dot() is one instruction
@@ -88,6 +91,20 @@ struct Simd {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
   }
+  // 32 values within -128..127, and the sums of the first 16 and of the others.
+  static void store_block(std::int8_t* p, const I (&a)[4], std::int32_t (&sums)[2]) {
+    // Packing takes halves of vectors in turns: four bytes each of a[0] to a[3] in either half.
+    const __m256i words[2] = {_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3])};
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]),
+                                                      _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+    __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    fours = _mm256_add_epi32(fours, _mm256_unpackhi_epi64(fours, fours));
+    fours = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 1));
+    sums[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(fours));
+    sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(fours, 1));
+  }
   static void store_low_bytes(std::int8_t* p, I a) {  // the lowest byte of each lane
     const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(255));
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -101,6 +118,11 @@ struct Simd {
 
   // Products of 8-bit integers: four bytes to a lane.
   static I set_int(std::int32_t x) { return _mm256_set1_epi32(x); }
+  // A vector as it stands. GCC would add sums of a block in a tree, and load codes again for each product.
+  static I in_register(I a) {
+    asm("" : "+x"(a));
+    return a;
+  }
   static I load_codes(const std::uint8_t* p) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
   }
@@ -151,7 +173,7 @@ struct Simd {
 #else
   // Sixteen bits hold the products of a block of 4-bit codes: 32 * 15 * 127 / 2 in each half of a lane.
   static I add_pairs(I acc, I codes, I x) {
-    return in_order(_mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, x)));
+    return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, x)));
   }
   static I add_halfwords(I a, I b) { return _mm256_add_epi16(a, b); }
   static I sum_halfwords(I acc, I pairs) {
@@ -171,14 +193,7 @@ struct Simd {
     } else {
       pairs = _mm256_maddubs_epi16(codes, x);
     }
-    return in_order(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
-  }
-
- private:
-  // A sum as it stands. GCC would add in a tree instead, keep all products of a block for it and spill them.
-  static I in_order(I sum) {
-    asm("" : "+x"(sum));
-    return sum;
+    return in_register(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
   }
 #endif
 };

@@ -81,21 +81,29 @@ void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kR
 template <int kRows>
 void softmax_span(int span, AttentionTile<kRows>& tile) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  float change[round_up(kRows, Simd::kLanes)] = {};  // of the maxima
+  const auto begin = [&](int r) { return tile.begin[r] - span * kKeySpan; };
+  const auto end = [&](int r) { return tile.end[r] - span * kKeySpan; };
+  const auto sees = [&](int r) { return begin(r) < kKeySpan && end(r) > 0; };
   for (int r = 0; r < kRows; ++r) {
+    if (!sees(r)) continue;
     float* p = tile.p[r];
-    const int begin = tile.begin[r] - span * kKeySpan, end = tile.end[r] - span * kKeySpan;
-    if (begin >= kKeySpan || end <= 0) {
-      for (int i = 0; i < kKeySpan; ++i) p[i] = 0;
-      tile.rescale[r] = 1;
-      continue;
-    }
-    for (int i = 0; i < begin; ++i) p[i] = -kInfinity;
-    for (int i = end; i < kKeySpan; ++i) p[i] = -kInfinity;
+    for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
+    for (int i = end(r); i < kKeySpan; ++i) p[i] = -kInfinity;
     F largest = Simd::set(-kInfinity);
     for (int i = 0; i < kKeySpan; i += Simd::kLanes) largest = Simd::max(largest, Simd::load(p + i));
-    const float before = tile.max[r];
-    const float span_max = Simd::reduce_max(largest);
+    const float before = tile.max[r], span_max = Simd::reduce_max(largest);
     tile.max[r] = span_max > before ? span_max : before;
+    change[r] = before - tile.max[r];
+  }
+  for (int r = 0; r < kRows; r += Simd::kLanes) Simd::store(change + r, exp2(Simd::load(change + r)));
+  for (int r = 0; r < kRows; ++r) {
+    float* p = tile.p[r];
+    tile.rescale[r] = change[r];
+    if (!sees(r)) {
+      for (int i = 0; i < kKeySpan; ++i) p[i] = 0;
+      continue;
+    }
     const F shift = Simd::set(tile.max[r]);
     F sum = Simd::set(0);
     for (int i = 0; i < kKeySpan; i += Simd::kLanes) {
@@ -103,10 +111,7 @@ void softmax_span(int span, AttentionTile<kRows>& tile) {
       Simd::store(p + i, weight);
       sum = Simd::add(sum, weight);
     }
-    float rescale[Simd::kLanes];
-    Simd::store(rescale, exp2(Simd::sub(Simd::set(before), shift)));
-    tile.rescale[r] = rescale[0];
-    tile.sum[r] = tile.sum[r] * rescale[0] + Simd::reduce_add(sum);
+    tile.sum[r] = tile.sum[r] * change[r] + Simd::reduce_add(sum);
   }
 }
 
@@ -208,6 +213,17 @@ struct WidenedSpan {
   }
 };
 
+// Asks for the keys, or the values, of a span. They are one stretch of memory, but the next ones are
+// elsewhere, where the processor does not look by itself.
+inline void prefetch_span(const void* from, KvLayout layout, int dim, int stride) {
+  const std::size_t elements = std::size_t(kKeySpan) * std::size_t(stride);
+  const std::size_t bytes = layout == KvLayout::kQ8      ? q8_scale(dim, dim / kBlockCols, 0)
+                            : layout == KvLayout::kFloat ? elements * sizeof(float)
+                                                         : elements * sizeof(std::uint16_t);
+  for (std::size_t line = 0; line < bytes; line += 64)
+    __builtin_prefetch(static_cast<const std::byte*>(from) + line);
+}
+
 // kTiles tiles of kRows query rows, from `row` on, go through the keys together.
 template <int kRows, int kTiles, typename Span>
 void attention_tiles(const AttentionHead& head, int row) {
@@ -224,12 +240,15 @@ void attention_tiles(const AttentionHead& head, int row) {
       const int left = tile.end[kRows - 1] - span * kKeySpan;
       return left < kKeySpan ? left : kKeySpan;
     };
+    const bool fetch = kTiles == 1 && (span + 1) * kKeySpan < end;  // few rows are done before memory is
+    if (fetch) prefetch_span(head.keys_of(span + 1), head.layout, head.key_dim, head.key_stride);
     const auto keys = elements.keys(head, span);
     for (Tile& tile : tiles) {
       if (!sees(tile)) continue;
       score_span(head, keys, tile);
       softmax_span<kRows>(span, tile);
     }
+    if (fetch) prefetch_span(head.values_of(span + 1), head.layout, head.value_dim, head.value_stride);
     const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
     for (Tile& tile : tiles)
       if (sees(tile)) value_span(head, values, seen(tile), tile);

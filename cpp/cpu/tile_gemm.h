@@ -2,34 +2,15 @@
 // before).
 #pragma once
 
-#include "tile_rows.h"
+#include "tile_blocks.h"
+#include "tile_unpacked.h"
 
 namespace metal_prefill::cpu {
 namespace {
 
-using F = Simd::F;
-using I = Simd::I;
-
-inline F load_floats(const float* p) {
-  return Simd::load(p);
-}
-inline F load_floats(const std::uint16_t* p) {
-  return Simd::load_half(p);
-}
-inline F load_floats(const Bfloat16* p) {
-  return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
-}
-
 // Every `every`-th block of a group, from `begin` on; none where `every` is 0.
 struct Fetch {
   int begin = 0, every = 0;
-};
-
-// Sets without a product that sums four bytes in 32 bits may sum a whole block of 4-bit codes in 16.
-template <class S>
-concept SumsHalfwords = requires(typename S::I a) {
-  S::add_pairs(a, a, a);
-  S::sum_halfwords(a, a);
 };
 
 // kRows vectors of weight rows (lanes are rows, from vector `v` of the group) by kTokens tokens of a tile.
@@ -39,7 +20,7 @@ template <class S, class Block, int kRows, int kTokens>
 inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationTile* x, int token, float* out,
                       std::size_t stride, Fetch fetch) {
   constexpr bool kHalves = kHasHalves<Block>;
-  constexpr int kSums = kHalves ? 2 : 1;  // integer sums per block, each with a scale
+  constexpr int kSums = kBlockSums<Block>;
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
   constexpr bool kParts = kTokens == 1 && !kHalves && kRows < 4;
   constexpr int kChains = kParts ? 2 : kSums;
@@ -67,17 +48,8 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
     I sum[kChains][kRows][kTokens];
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
-      I start[2] = {Simd::set_int(0), Simd::set_int(0)};
-      if constexpr (Simd::kStartsFromSum<Block::kZero>) {
-        start[0] = Simd::set_int(x->terms[token + t].start);
-        if constexpr (kHalves) {
-          const I first_half = Simd::set_int(x->terms[token + t].start_half);
-          start[1] = Simd::sub_int(start[0], first_half);
-          start[0] = first_half;
-        }
-        if constexpr (Block::kZero == 128)
-          for (int h = 0; h < kSums; ++h) start[h] = Simd::shift_left<4>(start[h]);
-      }
+      I start[2];
+      first_sums<S, Block>(x->terms[token + t], start);
 #pragma GCC unroll 2
       for (int h = 0; h < kChains; ++h)
 #pragma GCC unroll 16
@@ -221,6 +193,8 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
       int8_tokens<Block, 1>(block, n_blocks, x.tile(t), t % kTileTokens, out, stride, Fetch{});
     return;
   }
+  if constexpr (UnpacksBlocks<Simd>)
+    if (count > kFewTokens<Simd>) return unpacked_blocks<Simd>(block, n_blocks, x, first, count, out, stride);
   // The group after this one is needed next. It is prefetched in the last few passes over this one,
   // spread over them: in one pass of few tokens, memory could not keep up. Most single passes leave it to the
   // processor, which does it better; but bytes for several tokens are more streams than it follows, and with

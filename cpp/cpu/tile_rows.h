@@ -82,25 +82,38 @@ inline void put_scale(float scale, std::uint32_t first_half, std::uint32_t secon
   };
 }
 
+// Sets with vectors of eight store a block at once, and sum its halves as bytes.
+template <class S>
+concept StoresBlocks = requires(std::int8_t* p, const typename S::I (&a)[4], std::int32_t (&sums)[2]) {
+  S::store_block(p, a, sums);
+};
+
 // One block of one token. The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in
 // a block makes its scale NaN or infinite, so that it is not lost.
+template <class S>
 inline void quantize_block(const float* x, int token, ActivationTile& out) {
-  constexpr int kVectors = kBlockCols / Simd::kLanes;
+  constexpr int kVectors = kBlockCols / S::kLanes;
   F v[kVectors];
-  I largest = Simd::set_int(0);
+  I largest = S::set_int(0);
   for (int i = 0; i < kVectors; ++i) {
-    v[i] = Simd::load(x + i * Simd::kLanes);
-    largest = Simd::max_int(largest, Simd::magnitude_bits(v[i]));
+    v[i] = S::load(x + i * S::kLanes);
+    largest = S::max_int(largest, S::magnitude_bits(v[i]));
   }
-  const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
-  const F inverse = Simd::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
-  std::uint32_t half_sum[2] = {0, 0};
-  for (int i = 0; i < kVectors; ++i) {
-    const I rounded = Simd::round(Simd::mul(v[i], inverse));
-    Simd::store_int8(out.q[token] + i * Simd::kLanes, rounded);
-    half_sum[i * 2 / kVectors] += std::uint32_t(Simd::reduce_add(rounded));
+  const float magnitude = std::bit_cast<float>(S::reduce_max(largest));
+  const F inverse = S::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
+  I rounded[kVectors];
+  for (int i = 0; i < kVectors; ++i) rounded[i] = S::round(S::mul(v[i], inverse));
+  std::int32_t half_sum[2] = {0, 0};
+  if constexpr (StoresBlocks<S>) {
+    S::store_block(out.q[token], rounded, half_sum);
+  } else {
+    for (int i = 0; i < kVectors; ++i) {
+      S::store_int8(out.q[token] + i * S::kLanes, rounded[i]);
+      std::int32_t& sum = half_sum[i * 2 / kVectors];
+      sum = std::int32_t(std::uint32_t(sum) + std::uint32_t(S::reduce_add(rounded[i])));
+    }
   }
-  put_scale(magnitude / 127.0f, half_sum[0], half_sum[1], token, out);
+  put_scale(magnitude / 127.0f, std::uint32_t(half_sum[0]), std::uint32_t(half_sum[1]), token, out);
 }
 
 // Sets with vectors of sixteen may reduce four of them at once.
@@ -154,7 +167,7 @@ inline void quantize_rows(const float* x, std::size_t stride, int first, int cou
       for (; b + 4 <= n_blocks; b += 4)
         quantize_four<S>(row + std::size_t(b) * kBlockCols, kBlockCols, first + i, 0, out + b, 1);
     }
-    for (; b < n_blocks; ++b) quantize_block(row + std::size_t(b) * kBlockCols, first + i, out[b]);
+    for (; b < n_blocks; ++b) quantize_block<S>(row + std::size_t(b) * kBlockCols, first + i, out[b]);
   }
 }
 

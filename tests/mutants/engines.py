@@ -168,6 +168,13 @@ CPU = (
         (f"{_Q8}::test_forks_rewinds_and_prefixes_are_those_of_a_session_alone",),
     ),
     Mutant(
+        "cpp/cpu/tile_unpacked.h",
+        "S::sum_halfwords(start[h], sum[t][r])",
+        "S::sum_halfwords(S::set_int(0), sum[t][r])",
+        "products of many tokens on AVX2 count codes from 0",
+        ("tests/test_cpu_kernels.py::test_quantized_product_is_the_exact_one", "-k", "avx2"),
+    ),
+    Mutant(
         "cpp/cpu/tile_attention_q8.h",
         "values->scales[block]",
         "values->scales[0]",
