@@ -118,12 +118,16 @@ struct SixBitScales : SuperBlock<B> {  // 6-bit scales and minima of 8 spans
 struct Table {
   std::int8_t values[16];
 };
-// Codes of three bits of level and one of sign.
+// Codes of levels and a bit of sign above them.
 template <int... kMagnitudes>
 constexpr Table signed_levels() {
-  const std::int8_t magnitudes[8] = {kMagnitudes...};
+  constexpr int kLevels = int(std::bit_ceil(sizeof...(kMagnitudes)));
+  const std::int8_t magnitudes[kLevels] = {kMagnitudes...};
   Table table{};
-  for (int i = 0; i < 16; ++i) table.values[i] = std::int8_t(i < 8 ? magnitudes[i] : -magnitudes[i - 8]);
+  for (int i = 0; i < kLevels; ++i) {
+    table.values[i] = magnitudes[i];
+    table.values[i + kLevels] = std::int8_t(-magnitudes[i]);
+  }
   return table;
 }
 
@@ -132,7 +136,8 @@ template <int kCount>
 void signed_codes(unsigned levels, unsigned signs, std::uint8_t* out) {
   constexpr int kLevelBits = kCount == 8 ? 2 : 3;
   for (int i = 0; i < kCount; ++i)
-    out[i] = std::uint8_t((levels >> kLevelBits * i & ((1 << kLevelBits) - 1)) | (signs >> i & 1) << 3);
+    out[i] =
+        std::uint8_t((levels >> kLevelBits * i & ((1 << kLevelBits) - 1)) | (signs >> i & 1) << kLevelBits);
 }
 
 // Seven bits of signs of eight values, with the eighth that makes the number of minuses even.
@@ -263,7 +268,7 @@ struct Q6_K : SuperBlock<block_q6_K> {
 
 template <class B>
 struct IQ2 : SuperBlock<B> {
-  static constexpr int kBits = 4;
+  static constexpr int kBits = 3;
   static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
   static float unit(const B& block) { return half_to_float(block.d) * 0.125f; }
 };

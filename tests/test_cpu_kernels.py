@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from support.arm_machine import Kernels
 from support.cpu_testing import cpu_testing
 from support.small_models import COMMON_TYPES, TYPES, half_fields
 
-from metal_prefill import _core
+from metal_prefill import Model, _core, synth
 from metal_prefill._synth_blocks import BLOCK_FORMATS
 
 cpu = Kernels()
@@ -158,6 +159,36 @@ def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> 
     np.testing.assert_array_equal(actual[:, rows:], 0)  # the group is filled up with zeros
     # Integer sums are exact; what is left is float32 rounding, once per block of 32 columns.
     assert np.abs(actual[:, :rows] - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+# Codes of types with a grid have 3 or 4 bits in place of indices into it, those of TQ1_0 two in place of 1.6;
+# a block of MXFP4 has half a line that is empty.
+MOST_OF_THE_FILE = {
+    Type.IQ2_XXS: 1.64,
+    Type.IQ2_XS: 1.57,
+    Type.IQ2_S: 1.42,
+    Type.IQ3_XXS: 1.43,
+    Type.IQ3_S: 1.28,
+    Type.TQ1_0: 1.23,
+    Type.MXFP4: 1.06,
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
+def test_packed_weights_of_most_types_take_at_most_a_twentieth_more_than_in_the_file(
+    kind: Type, tmp_path: Path
+) -> None:
+    path = synth.synthesize(
+        tmp_path / "model.gguf", preset="tiny", dim=256, head_dim=64, ffn=512, tensor_type=kind.name
+    )
+    with Model(path, device="cpu", threads=1) as model:
+        tensors = model.gguf.tensors.values()
+        in_layers, in_head = (
+            sum(tensor.nbytes for tensor in tensors if tensor.type_name == name)
+            for name in (kind.name, "Q8_0" if kind is not Type.Q8_0 else "")
+        )
+        packed = model.stats()["weight_bytes"] - in_head
+    assert 0 < packed <= MOST_OF_THE_FILE.get(kind, 1.05) * in_layers
 
 
 @each_set

@@ -34,6 +34,8 @@ from metal_prefill import Model, default_model_path, synth
 from metal_prefill._bench.machine import available_threads
 from metal_prefill._commands.perplexity import perplexity, windows
 
+CORRELATED_TOKENS = 64  # after which logits of types are compared
+
 Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
 Tokens: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -166,20 +168,39 @@ def quantized(source: Path, ftype: int, path: Path) -> bool:
     )
 
 
-def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], length: int = 512) -> None:
-    """Print the perplexity of a text by each type that llama.cpp makes of a model, or by some of them."""
-    with Model(source, device="cpu") as model:
-        ids = model.tokenizer.encode(text)[:tokens]
-        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
-    print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
-    print("| type | MiB | metal_prefill, int8 | llama.cpp | metal_prefill, f32 |")
-    print("| --- | --- | --- | --- | --- |")
+def llama_types() -> dict[str, int]:
+    """Return the types of llama.cpp's quantizer, by their names without prefixes."""
     prefix = "LLAMA_FTYPE_"
-    types = {
+    return {
         name.removeprefix(prefix).replace("MOSTLY_", ""): int(getattr(llama_cpp, name))
         for name in dir(llama_cpp)
         if name.startswith(prefix) and "GUESSED" not in name
     }
+
+
+def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], length: int = 512) -> None:
+    """Print what each type that llama.cpp makes of a model, or some of them, makes of a text.
+
+    The perplexity, and how near the logits after each of the first tokens are to those of float32 products
+    with the same weights: the correlation over the vocabulary, its median over the tokens, and the lowest.
+    """
+    with Model(source, device="cpu") as model:
+        ids = model.tokenizer.encode(text)[:tokens]
+        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
+    print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
+    correlation = "correlation with f32, median and lowest"
+    header = [
+        "type",
+        "MiB",
+        "metal_prefill, int8",
+        "llama.cpp",
+        "metal_prefill, f32",
+        correlation,
+        "of llama.cpp",
+    ]
+    print("|", " | ".join(header), "|")
+    print("|", " | ".join("---" for _ in header), "|", flush=True)
+    types = llama_types()
     if unknown := [name for name in only if name not in types]:
         raise SystemExit(f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(types))}")
 
@@ -207,6 +228,10 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
 
                         value = perplexity(score, cut).value
                 cells.append(f"{value:.3f}")
+            first = np.array(ids[:CORRELATED_TOKENS])
+            exact = ours(path, first, "f32", "f32")
+            for logits in (ours(path, first, "int8", "f16"), llama(path, first)):
+                cells.append(", ".join(comparison(logits, exact)[:2]))
             print("|", " | ".join(cells), "|", flush=True)
 
 

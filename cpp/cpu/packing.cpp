@@ -1,5 +1,6 @@
 #include "packing.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -33,15 +34,15 @@ METAL_PREFILL_PACKED(Q3_K, SuperThreeBlock)
 METAL_PREFILL_PACKED(Q4_K, SuperNibbleMinBlock)
 METAL_PREFILL_PACKED(Q5_K, SuperFiveMinBlock)
 METAL_PREFILL_PACKED(Q6_K, SuperSixBlock)
-METAL_PREFILL_PACKED(IQ2_XXS, SuperTableBlock)
-METAL_PREFILL_PACKED(IQ2_XS, SuperTableHalvesBlock)
-METAL_PREFILL_PACKED(IQ2_S, SuperTableHalvesBlock)
+METAL_PREFILL_PACKED(IQ2_XXS, SuperThreeTableBlock)
+METAL_PREFILL_PACKED(IQ2_XS, SuperThreeTableHalvesBlock)
+METAL_PREFILL_PACKED(IQ2_S, SuperThreeTableHalvesBlock)
 METAL_PREFILL_PACKED(IQ3_XXS, SuperTableBlock)
 METAL_PREFILL_PACKED(IQ3_S, SuperTableBlock)
 METAL_PREFILL_PACKED(IQ4_NL, TableBlock)
 METAL_PREFILL_PACKED(IQ4_XS, SuperTableBlock)
-METAL_PREFILL_PACKED(TQ1_0, SuperTwoMinBlock)
-METAL_PREFILL_PACKED(TQ2_0, SuperTwoMinBlock)
+METAL_PREFILL_PACKED(TQ1_0, SuperTwoBlock)
+METAL_PREFILL_PACKED(TQ2_0, SuperTwoBlock)
 METAL_PREFILL_PACKED(MXFP4, TableBfloat16Block)
 #undef METAL_PREFILL_PACKED
 
@@ -81,13 +82,7 @@ template <class Format, class Block>
 void put_scales(const typename Format::Block& from, int span, int r, Block& out, int at) {
   if constexpr (requires { out.scale_and_min; }) {
     for (int half = 0; half < 2; ++half) {
-      const int scale = Format::scale_code(from, span, half);
-      // Without a minimum: scale * (code - zero) = scale * code - scale * zero.
-      int min = 0;
-      if constexpr (HasMin<Format>)
-        min = Format::min_code(from, span, half);
-      else
-        min = scale * Format::kZero;
+      const int scale = Format::scale_code(from, span, half), min = Format::min_code(from, span, half);
       out.scale_and_min[at][half][r] = std::uint8_t(scale | min << 4);
     }
   } else if constexpr (requires { out.scale_code; }) {
@@ -107,12 +102,7 @@ void put_scales(const typename Format::Block& from, int span, int r, Block& out,
     else
       out.scale_unit[r] = Format::scale_bits(from);
   }
-  if constexpr (requires { out.min_unit; }) {
-    if constexpr (HasMin<Format>)
-      out.min_unit[r] = Format::min_bits(from);
-    else
-      out.min_unit[r] = Format::scale_bits(from);
-  }
+  if constexpr (requires { out.min_unit; }) out.min_unit[r] = Format::min_bits(from);
 }
 
 // Row `r` of a group: span `span` of the file's block becomes span `at` of a packed one.
@@ -143,16 +133,27 @@ constexpr std::array<std::uint8_t, kTableCodes> biased(const Table& table) {
   return out;
 }
 
+// Block after block, so that each is written while it is in the L1 cache. The rows of a group follow each
+// other in the file, so those of the next group are fetched meanwhile as one stream.
 template <class Format>
 void pack(const Tensor& tensor, int group, BlockOf<Format>* out) {
   constexpr int kSpans = int(Format::kValues) / kSpan;  // of a block of the file
   constexpr int kPacked = spans_of<BlockOf<Format>>();
-  const int n_spans = tensor.cols / kSpan;
-  for (int r = 0; r < kGroupRows && group * kGroupRows + r < tensor.rows; ++r) {
-    const std::byte* row = tensor.row(group * kGroupRows + r);
-    for (int s = 0; s < n_spans; ++s)
-      put<Format>(block_at<Format>(row, std::size_t(s / kSpans)), s % kSpans, r, out[s / kPacked],
-                  s % kPacked);
+  const int rows = std::min(kGroupRows, tensor.rows - group * kGroupRows);
+  const std::size_t row_bytes = tensor.bytes / std::size_t(tensor.rows);
+  const std::byte* first = tensor.row(group * kGroupRows);
+  const std::byte* next = first + std::size_t(kGroupRows) * row_bytes;
+  const std::byte* end = tensor.data + tensor.bytes;
+  for (int b = 0; b < tensor.cols / int(Format::kValues); ++b) {
+    for (int r = 0; r < rows; ++r) {
+      for (std::size_t line = 0; line < sizeof(typename Format::Block) && next < end; line += 64, next += 64)
+        __builtin_prefetch(next);
+      const auto block = block_at<Format>(first + std::size_t(r) * row_bytes, std::size_t(b));
+      for (int span = 0; span < kSpans; ++span) {
+        const int s = b * kSpans + span;
+        put<Format>(block, span, r, out[s / kPacked], s % kPacked);
+      }
+    }
   }
 }
 

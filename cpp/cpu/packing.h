@@ -23,7 +23,7 @@ constexpr int kGroupRows = 32;
 constexpr int kPanelRows = 16;
 constexpr int kBlockCols = 32;   // columns that share a scale of the activations
 constexpr int kSuperSpans = 8;   // spans of 32 columns in a super-block
-constexpr int kTableCodes = 16;  // integers that a 4-bit code may stand for
+constexpr int kTableCodes = 16;  // integers that a code of 4 bits or fewer may stand for
 
 enum class Packing {
   kNone,
@@ -32,6 +32,7 @@ enum class Packing {
   kNibbleMin,
   kNibbleF16Min,
   kByte,
+  kByteFloat,
   kByteMin,
   kByteHalves,
   kByteHalvesMin,
@@ -40,13 +41,15 @@ enum class Packing {
   kFiveMin,
   kTable,
   kTableBfloat16,
+  kSuperTwo,
   kSuperTwoMin,
   kSuperThree,
   kSuperNibbleMin,
   kSuperFiveMin,
   kSuperSix,
   kSuperTable,
-  kSuperTableHalves,
+  kSuperThreeTable,
+  kSuperThreeTableHalves,
 };
 
 enum class Bfloat16 : std::uint16_t {};
@@ -83,6 +86,13 @@ struct alignas(64) ByteBlock {  // Q8_0
   std::uint16_t scale[kGroupRows];  // f16
 };
 
+struct alignas(64) ByteFloatBlock {
+  static constexpr Packing kPacking = Packing::kByteFloat;
+  static constexpr int kBits = 8, kZero = 128;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float scale[kGroupRows];
+};
+
 struct alignas(64) ByteMinBlock {
   static constexpr Packing kPacking = Packing::kByteMin;
   static constexpr int kBits = 8, kZero = 0;
@@ -108,7 +118,8 @@ struct alignas(64) ByteHalvesMinBlock {
 };
 
 static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
-              sizeof(NibbleF16MinBlock) == 640 && sizeof(ByteBlock) == 1088 && sizeof(ByteMinBlock) == 1280 &&
+              sizeof(NibbleF16MinBlock) == 640 && sizeof(ByteBlock) == 1088 &&
+              sizeof(ByteFloatBlock) == 1152 && sizeof(ByteMinBlock) == 1280 &&
               sizeof(ByteHalvesBlock) == 1280 && sizeof(ByteHalvesMinBlock) == 1536);
 
 // Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
@@ -141,13 +152,17 @@ struct alignas(64) TableBlock : Narrow<Packing::kTable, ByteBlock, 4, 128, 1, tr
   std::uint16_t scale[kGroupRows];                                                     // f16
 };
 struct alignas(64) TableBfloat16Block
-    : Narrow<Packing::kTableBfloat16, ByteHalvesBlock, 4, 128, 1, true> {  // MXFP4
+    : Narrow<Packing::kTableBfloat16, ByteFloatBlock, 4, 128, 1, true> {  // MXFP4
   Bfloat16 scale[kGroupRows];
 };
 
 // In a super-block scales and minima are integers, multiples of a float of the super-block.
+struct alignas(64) SuperTwoBlock
+    : Narrow<Packing::kSuperTwo, ByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
+  std::uint16_t scale[kGroupRows];                                // f16
+};
 struct alignas(64) SuperTwoMinBlock
-    : Narrow<Packing::kSuperTwoMin, ByteHalvesMinBlock, 2, 0, kSuperSpans> {  // Q2_K, TQ1_0, TQ2_0
+    : Narrow<Packing::kSuperTwoMin, ByteHalvesMinBlock, 2, 0, kSuperSpans> {  // Q2_K
   std::uint8_t scale_and_min[kSuperSpans][2][kGroupRows];                     // low and high nibble
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];                 // f16
 };
@@ -171,12 +186,17 @@ struct alignas(64) SuperSixBlock : Narrow<Packing::kSuperSix, ByteHalvesBlock, 6
   std::uint16_t scale_unit[kGroupRows];  // f16
 };
 struct alignas(64) SuperTableBlock
-    : Narrow<Packing::kSuperTable, ByteHalvesBlock, 4, 128, kSuperSpans, true> {  // IQ4_XS, IQ3, IQ2_XXS
+    : Narrow<Packing::kSuperTable, ByteFloatBlock, 4, 128, kSuperSpans, true> {  // IQ4_XS, IQ3
   std::int8_t scale_code[kSuperSpans][1][kGroupRows];
   float scale_unit[kGroupRows];
 };
-struct alignas(64) SuperTableHalvesBlock
-    : Narrow<Packing::kSuperTableHalves, ByteHalvesBlock, 4, 128, kSuperSpans, true> {  // IQ2_XS, IQ2_S
+struct alignas(64) SuperThreeTableBlock
+    : Narrow<Packing::kSuperThreeTable, ByteFloatBlock, 3, 128, kSuperSpans, true> {  // IQ2_XXS
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows];
+  float scale_unit[kGroupRows];
+};
+struct alignas(64) SuperThreeTableHalvesBlock
+    : Narrow<Packing::kSuperThreeTableHalves, ByteHalvesBlock, 3, 128, kSuperSpans, true> {  // IQ2_XS, IQ2_S
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   float scale_unit[kGroupRows];
 };
@@ -206,6 +226,8 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<NibbleF16MinBlock>());
     case Packing::kByte:
       return with_block(std::type_identity<ByteBlock>());
+    case Packing::kByteFloat:
+      return with_block(std::type_identity<ByteFloatBlock>());
     case Packing::kByteMin:
       return with_block(std::type_identity<ByteMinBlock>());
     case Packing::kByteHalves:
@@ -220,6 +242,8 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<TableBlock>());
     case Packing::kTableBfloat16:
       return with_block(std::type_identity<TableBfloat16Block>());
+    case Packing::kSuperTwo:
+      return with_block(std::type_identity<SuperTwoBlock>());
     case Packing::kSuperTwoMin:
       return with_block(std::type_identity<SuperTwoMinBlock>());
     case Packing::kSuperThree:
@@ -232,8 +256,10 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<SuperSixBlock>());
     case Packing::kSuperTable:
       return with_block(std::type_identity<SuperTableBlock>());
-    case Packing::kSuperTableHalves:
-      return with_block(std::type_identity<SuperTableHalvesBlock>());
+    case Packing::kSuperThreeTable:
+      return with_block(std::type_identity<SuperThreeTableBlock>());
+    case Packing::kSuperThreeTableHalves:
+      return with_block(std::type_identity<SuperThreeTableHalvesBlock>());
   }
 }
 
