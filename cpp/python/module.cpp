@@ -1,11 +1,14 @@
 // The module metal_prefill._core.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <cerrno>
+#include <cstring>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "../cpu/python.h"
 #include "../engine.h"
@@ -77,6 +80,20 @@ NB_MODULE(_core, m) {
         return {reinterpret_cast<const std::uint8_t*>(mapping->data()), {bytes}, owner};
       },
       "descriptor"_a, "bytes"_a, "Map the first bytes of a file, read-only.");
+  m.def(
+      "skip_strings",
+      [](const metal_prefill::python::ByteArray& data, std::size_t position, std::size_t count) {
+        const std::size_t size = data.shape(0);
+        std::size_t index = 0;
+        for (std::uint64_t length = 0; index < count && position <= size && size - position >= sizeof length;
+             ++index, position += sizeof length + std::size_t(length)) {
+          std::memcpy(&length, data.data() + position, sizeof length);
+          if (length > size - position - sizeof length) break;
+        }
+        return std::pair(index, position);
+      },
+      "data"_a, "position"_a, "count"_a,
+      "Step over strings of a GGUF file, as far as they are whole: how many are, and where the next begins.");
 #ifdef METAL_PREFILL_EMULATOR
   m.attr("has_emulator") = true;
   nb::module_ emulator = m.def_submodule("emulator", "Introspection of the Metal emulator.");

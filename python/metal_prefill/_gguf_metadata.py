@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
 from metal_prefill.errors import ClosedError, GGUFError
 
 Scalar: TypeAlias = bool | int | float | str
@@ -166,21 +167,12 @@ class Cursor:
         return array
 
     def _skip_strings(self, count: int, what: str) -> None:
-        # A vocabulary has 10^5 strings, and this loop is most of the time that opening a file takes. So it
-        # checks nothing: a length that leads out of the file makes the next read, or the check after the
-        # loop, fail.
-        data, pos, unpack, index = self.data, self.pos, _U64.unpack_from, 0
-        try:
-            for index in range(count):  # noqa: B007
-                pos += 8 + unpack(data, pos)[0]
-            index = count
-        except (struct.error, OverflowError):
-            if pos <= self.size:  # the string before ended in time, but the length of this one does not
-                raise self.error(f"truncated: string {index} of {count} in {what} at byte {pos}") from None
-        if pos > self.size:
-            raise self.error(
-                f"truncated: string {index - 1} of {count} in {what} runs past the end of the file"
-            )
+        # A vocabulary has 10^5 strings: in Python the loop was most of the time that opening a file took.
+        index, pos = _core.skip_strings(self.data, self.pos, count)
+        if index < count and self.size - pos < MIN_STRING_BYTES:
+            raise self.error(f"truncated: string {index} of {count} in {what} at byte {pos}")
+        if index < count:
+            raise self.error(f"truncated: string {index} of {count} in {what} runs past the end of the file")
         self.pos = pos
 
     def decode_array(self, array: Array, what: str) -> npt.NDArray[Any] | list[Any]:
@@ -198,7 +190,7 @@ class Cursor:
         return values
 
     def _decode_strings(self, count: int, what: str) -> list[str]:
-        # As long a loop as that of `_skip_strings`, which has checked the lengths.
+        # `_skip_strings` has checked the lengths.
         data, pos, unpack = self.data, self.pos, _U64.unpack_from
         strings: list[str] = []
         for index in range(count):
