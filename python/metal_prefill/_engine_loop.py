@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 from metal_prefill._batch_call import BatchCall
 from metal_prefill._continuation import Piece
-from metal_prefill.scheduler import PendingCall, Scheduler, SharedEngine, Stream, make_streams
+from metal_prefill._pending_calls import PendingCall
+from metal_prefill._shared_engine import SharedEngine
+from metal_prefill._stream import Stream, make_streams
+from metal_prefill.scheduler import Scheduler
 
 
 class Made(NamedTuple):

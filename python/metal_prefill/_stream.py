@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._continuation import Continuation, FinishReason, Piece
+from metal_prefill._arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
+from metal_prefill._continuation import Continuation, FinishReason, Piece, TextOptions
+from metal_prefill.errors import ContextOverflowError, KVMemoryError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from metal_prefill._shared_engine import SharedEngine
+
+# What `make_streams` raises of a prompt: further prompts are not concerned.
+REFUSALS = (TypeError, ValueError, KVMemoryError)
 
 
 class Stream:
@@ -88,3 +100,72 @@ class Stream:
         self._ids = np.concatenate([self._ids, np.array(self._made, np.int32)])
         self._made = []
         self._core, self._writing = None, False
+
+    def _follows(self) -> bool:
+        """Whether it waits for the stream that computes its prompt; else let it continue from there."""
+        leader = self._leader
+        if leader is None:
+            return False
+        if leader._core is not None and not leader._writing and leader.finish_reason is None:
+            return True
+        self._leader = None
+        if leader._core is not None and leader._writing:
+            self._core = leader._core.fork()
+            self._core.rewind(len(self._ids) - 1)  # the logits after the last token are wanted once more
+        return False
+
+    def _agrees(self, other: Stream, n: int) -> int:
+        """Leading tokens, of `n` at most, in which two prompts agree."""
+        different = np.flatnonzero(self._ids[:n] != other._ids[:n])
+        return int(different[0]) if different.size else n
+
+    def _output(self, tokens: npt.NDArray[np.int32]) -> _core.Output:
+        """Return what a pass with these tokens is to compute for it."""
+        if not self._writing and self._session.position + len(tokens) < len(self._ids):
+            return _core.Output.NONE
+        return _core.Output.GREEDY if self._text.sampler is None else _core.Output.SAMPLED
+
+
+def make_streams(
+    model: SharedEngine,
+    prompt: str | TokenIds,
+    n: int,
+    max_tokens: int,
+    *,
+    logprobs: int | None = None,
+    **options: Unpack[TextOptions],
+) -> list[Stream]:
+    """Make `n` streams of one prompt for a scheduler to enter; all that can be wrong with them is checked.
+
+    Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`, and
+    :meth:`Scheduler.submit` for what it raises.
+    """
+    n = integer("n", n, 1, MOST_ANSWERS)
+    tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if length_of(tokens) > model.max_context:
+        raise ContextOverflowError(
+            f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
+        )
+    ids = token_array(tokens, model.config.vocab_size)
+    # The text may end after min_tokens, and the last token that is chosen needs no room.
+    asked = len(ids) + max(integer("min_tokens", options.get("min_tokens", 0), 0) - 1, 0)
+    model._core_engine().check_fits(min(asked, model.max_context))
+    least = 0 if options.get("prompt_logprobs") and len(ids) > 1 else 1
+    max_tokens = integer("max_tokens", max_tokens, least)
+    streams: list[Stream] = []
+    for answer in range(n):
+        text = Continuation(
+            model.tokenizer,
+            model.config.vocab_size,
+            ids,
+            max_tokens,
+            model.max_context,
+            prompt=prompt if isinstance(prompt, str) else None,
+            logprobs=logprobs,
+            answer=answer,
+            **options,
+        )
+        # Of a prompt with log probabilities every token is computed for each.
+        follows = streams and len(text.ids) == len(ids)
+        streams.append(Stream(text, streams[0] if follows else None))
+    return streams

@@ -20,7 +20,7 @@ from metal_prefill._continuation import FinishReason, StopFilter, split_stops
 from metal_prefill.errors import ContextOverflowError
 
 if TYPE_CHECKING:
-    from metal_prefill.scheduler import SharedEngine
+    from metal_prefill._shared_engine import SharedEngine
     from metal_prefill.tokenizer import Tokenizer
 
 EarlyStopping: TypeAlias = bool | Literal["never"]

@@ -25,6 +25,7 @@ from metal_prefill._packaged import packaged_model
 from metal_prefill._pooled_head import read_head
 from metal_prefill._scoring import check_prompts, groups, score_many
 from metal_prefill._speculation import RowCost
+from metal_prefill._stream import REFUSALS, Stream
 from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
 from metal_prefill.errors import (
     ClosedError,
@@ -35,7 +36,7 @@ from metal_prefill.errors import (
 )
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.hub import fetch
-from metal_prefill.scheduler import REFUSALS, Scheduler, Stream
+from metal_prefill.scheduler import Scheduler
 from metal_prefill.session import Logits, Piece, Progress, Session, TokenIds
 
 if TYPE_CHECKING:

@@ -11,24 +11,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metal_prefill import _core
-from metal_prefill._arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
+from metal_prefill._arguments import TokenIds, integer
 from metal_prefill._batch_call import BatchCall
-from metal_prefill._continuation import Continuation, NextTokens, Piece, TextOptions
-from metal_prefill._speculation import RowCost, time_of_pass
-from metal_prefill._stream import Stream
-from metal_prefill.architecture import ModelConfig
-from metal_prefill.errors import ConstraintError, ContextOverflowError, KVMemoryError
+from metal_prefill._continuation import NextTokens, Piece, TextOptions
+from metal_prefill._pending_calls import PendingCall, PendingCalls, rows_of
+from metal_prefill._shared_engine import SharedEngine
+from metal_prefill._speculation import time_of_pass
+from metal_prefill._stream import Stream, make_streams
+from metal_prefill.errors import ConstraintError, KVMemoryError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from metal_prefill.tokenizer import Tokenizer
 
 __all__ = [
     "LEAST_PROMPT_ROWS",
@@ -44,29 +40,6 @@ __all__ = [
 PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
 LEAST_PROMPT_ROWS = 32  # of a pass, however many streams are writing
 WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computing what another is computing
-
-
-class SharedEngine(Protocol):
-    """The part of a model that its schedulers need."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Hyperparameters."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the file."""
-
-    @property
-    def max_context(self) -> int:
-        """Largest position that a stream may reach."""
-
-    @property
-    def _row_cost(self) -> RowCost:
-        """Seconds that passes of its engine take."""
-
-    def _core_engine(self) -> _core.Engine:
-        """Return the native engine; raises ClosedError."""
 
 
 class PassRows(NamedTuple):
@@ -86,81 +59,6 @@ class PassRows(NamedTuple):
     prompts: int
     calls: int
     seconds: float
-
-
-class PendingCall:
-    """Tokens of sessions that are not the scheduler's, until a pass has computed them.
-
-    Attributes
-    ----------
-    call : BatchCall
-    results : list or None
-        As the native engine gives them; None before the pass.
-    cancelled : bool
-        Set it, and the call is dropped before the next pass.
-    """
-
-    def __init__(self, call: BatchCall) -> None:
-        self.call = call
-        self.results: list[Any] | None = None
-        self.cancelled = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of a pass that it takes."""
-        return sum(map(len, self.call.tokens))
-
-
-def _rows_of(calls: Iterable[PendingCall]) -> int:
-    return sum(pending.rows for pending in calls)
-
-
-def make_streams(
-    model: SharedEngine,
-    prompt: str | TokenIds,
-    n: int,
-    max_tokens: int,
-    *,
-    logprobs: int | None = None,
-    **options: Unpack[TextOptions],
-) -> list[Stream]:
-    """Make `n` streams of one prompt for a scheduler to enter; all that can be wrong with them is checked.
-
-    Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`.
-    """
-    n = integer("n", n, 1, MOST_ANSWERS)
-    tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    if length_of(tokens) > model.max_context:
-        raise ContextOverflowError(
-            f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
-        )
-    ids = token_array(tokens, model.config.vocab_size)
-    # The text may end after min_tokens, and the last token that is chosen needs no room.
-    asked = len(ids) + max(integer("min_tokens", options.get("min_tokens", 0), 0) - 1, 0)
-    model._core_engine().check_fits(min(asked, model.max_context))
-    least = 0 if options.get("prompt_logprobs") and len(ids) > 1 else 1
-    max_tokens = integer("max_tokens", max_tokens, least)
-    streams: list[Stream] = []
-    for answer in range(n):
-        text = Continuation(
-            model.tokenizer,
-            model.config.vocab_size,
-            ids,
-            max_tokens,
-            model.max_context,
-            prompt=prompt if isinstance(prompt, str) else None,
-            logprobs=logprobs,
-            answer=answer,
-            **options,
-        )
-        # Of a prompt with log probabilities every token is computed for each.
-        follows = streams and len(text.ids) == len(ids)
-        streams.append(Stream(text, streams[0] if follows else None))
-    return streams
-
-
-# What `Scheduler.submit` raises of a prompt: further prompts are not concerned.
-REFUSALS = (TypeError, ValueError, KVMemoryError)
 
 
 class Scheduler:
@@ -196,7 +94,7 @@ class Scheduler:
         self._max_streams = max_streams
         self._waiting: deque[Stream] = deque()
         self._active: deque[Stream] = deque()
-        self._calls: list[PendingCall] = []
+        self._calls = PendingCalls()
         self._calls_first = False
         self._sent = False  # the next tokens of those that are writing may be on their way, without guesses
         self.passes = 0
@@ -220,7 +118,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self._waiting or self._active or self._calls)
+        return bool(self._waiting or self._active or len(self._calls))
 
     def submit(
         self,
@@ -270,13 +168,7 @@ class Scheduler:
         All of them go into one pass. Raises ValueError for greedy tokens of several rows, which would be
         taken for guesses.
         """
-        if any(
-            kind == _core.Output.GREEDY and rows > 1 for kind, rows in zip(call.kinds, call.rows, strict=True)
-        ):
-            raise ValueError("a scheduler computes greedy tokens of one row of a session only")
-        pending = PendingCall(call)
-        self._calls.append(pending)
-        return pending
+        return self._calls.add(call)
 
     def step(self) -> list[tuple[Stream, str]]:
         """Compute one pass and return the text it added, by stream; without streams, return an empty list.
@@ -300,29 +192,25 @@ class Scheduler:
         room = max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS)
         # In turn, so that neither keeps the other waiting.
         self._calls_first = not self._calls_first
-        calls = self._fitting_calls(room, 0) if self._calls_first else []
-        pieces = self._prompt_pieces(max(room - _rows_of(calls), 0))
+        calls = self._calls.fitting(room, 0) if self._calls_first else []
+        pieces = self._prompt_pieces(max(room - rows_of(calls), 0))
         prompt_rows = sum(len(piece.ids) for _, piece in pieces)
         if not calls:
-            calls = self._fitting_calls(room, prompt_rows)
-        chosen = self._next_tokens(writing, prompt_rows + _rows_of(calls)) + pieces
+            calls = self._calls.fitting(room, prompt_rows)
+        chosen = self._next_tokens(writing, prompt_rows + rows_of(calls)) + pieces
         if not chosen and not calls:
             return []
         alone = self._engine.runs_ahead and not pieces and not calls
         more = alone and all(s._text.goes_on_greedily for s, _ in chosen)
-        outputs = [self._output(s, tokens.ids) for s, tokens in chosen]
-        samplers = [
-            s._text.sampler
-            for (s, _), output in zip(chosen, outputs, strict=True)
-            if output == _core.Output.SAMPLED
-        ]
+        outputs = [s._output(tokens.ids) for s, tokens in chosen]
+        sampled = [s for (s, _), kind in zip(chosen, outputs, strict=True) if kind == _core.Output.SAMPLED]
         arguments = [c.call for c in calls]
         start = time.perf_counter()
         results = self._engine.forward_batch(
             [s._session for s, _ in chosen] + [s for call in arguments for s in call.sessions],
             [tokens.ids for _, tokens in chosen] + [ids for call in arguments for ids in call.tokens],
             outputs + [kind for call in arguments for kind in call.kinds],
-            samplers=[sampler for sampler in samplers if sampler is not None],
+            samplers=[s._text.sampler for s in sampled if s._text.sampler is not None],
             rows=[tokens.drafts + 1 for _, tokens in chosen] + [n for call in arguments for n in call.rows],
             drafts=True,
             more=more,
@@ -331,31 +219,16 @@ class Scheduler:
         rows = sum(len(tokens.ids) for _, tokens in chosen)
         if not any(tokens.forced for _, tokens in chosen[: len(writing)]):
             taken = time_of_pass(chosen[0][0]._session, seconds, self._sent) if chosen else seconds
-            self._model._row_cost.note(rows + _rows_of(calls), taken)
+            self._model._row_cost.note(rows + rows_of(calls), taken)
         self._sent = more
         self.passes += 1
-        at = len(chosen)
-        for pending in calls:
-            self._calls.remove(pending)
-            pending.results = results[at : at + len(pending.call.sessions)]
-            at += len(pending.call.sessions)
-        del results[len(chosen) :]
-        self.last_pass = PassRows(len(writing), prompt_rows, _rows_of(calls), seconds)
+        self._calls.take_results(calls, results[len(chosen) :])
+        self.last_pass = PassRows(len(writing), prompt_rows, rows_of(calls), seconds)
         made: list[tuple[Stream, Piece]] = []
-        for (stream, _), result in zip(chosen, results, strict=True):
+        for (stream, _), result in zip(chosen, results[: len(chosen)], strict=True):
             made += self._take(stream, result)
         self._drop_ended()
         return made
-
-    def _fitting_calls(self, room: int, taken: int) -> list[PendingCall]:
-        """Choose the calls of a pass, the oldest first; one that is larger than a pass goes alone."""
-        chosen: list[PendingCall] = []
-        for pending in self._calls:
-            if taken and taken + pending.rows > room:
-                break
-            chosen.append(pending)
-            taken += pending.rows
-        return chosen
 
     def _next_tokens(self, writing: list[Stream], prompt_rows: int) -> list[tuple[Stream, NextTokens]]:
         """Choose the next tokens of each stream, and guesses while there is room for them in the pass."""
@@ -376,17 +249,15 @@ class Scheduler:
 
     def _prompt_pieces(self, room: int) -> list[tuple[Stream, NextTokens]]:
         """Choose what of the prompts goes into the pass, those first that waited longest."""
-        prompts = [s for s in self._active if not s._writing and not self._follows(s)]
+        prompts = [s for s in self._active if not s._writing and not s._follows()]
         ends: dict[Stream, int] = {}
         starts: dict[Stream, int] = {}
         for stream in prompts:
             start = stream._session.reuse(stream._ids)  # what other streams have computed since counts too
             end = min(start + PROMPT_TURN, start + room, len(stream._ids))
             stream.passes_waited += 1
-            if end == start or any(
-                _agree(stream._ids, other._ids, min(end, ends[other])) >= start + WORTH_SHARING
-                for other in ends
-            ):
+            worth = start + WORTH_SHARING
+            if end == start or any(stream._agrees(o, min(end, ends[o])) >= worth for o in ends):
                 continue
             starts[stream], ends[stream] = start, end
             stream.passes_waited = 0
@@ -400,24 +271,6 @@ class Scheduler:
             self._active.append(stream)
             stream._computed += ends[stream] - starts[stream]
         return [(s, NextTokens(s._ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
-
-    def _follows(self, stream: Stream) -> bool:
-        """Whether a stream waits for the one that computes its prompt; else let it continue from there."""
-        leader = stream._leader
-        if leader is None:
-            return False
-        if leader in self._active and not leader._writing and leader.finish_reason is None:
-            return True
-        stream._leader = None
-        if leader._core is not None and leader._writing:
-            stream._core = leader._core.fork()
-            stream._core.rewind(len(stream._ids) - 1)  # the logits after the last token are wanted once more
-        return False
-
-    def _output(self, stream: Stream, tokens: npt.NDArray[np.int32]) -> _core.Output:
-        if not stream._writing and stream._session.position + len(tokens) < len(stream._ids):
-            return _core.Output.NONE
-        return _core.Output.GREEDY if stream._text.sampler is None else _core.Output.SAMPLED
 
     def _take(self, stream: Stream, result: Any) -> Iterator[tuple[Stream, Piece]]:
         """Note what a pass brought a stream, and yield its tokens."""
@@ -441,10 +294,4 @@ class Scheduler:
             self._active.remove(stream)
             stream._core = None
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
-        self._calls = [pending for pending in self._calls if not pending.cancelled]
-
-
-def _agree(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32], n: int) -> int:
-    """Leading tokens, of `n` at most, in which two prompts agree."""
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n
+        self._calls.drop_cancelled()

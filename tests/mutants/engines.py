@@ -8,6 +8,7 @@ _ENGINE, _BATCH, _SAMPLING = "tests/test_engine.py", "tests/test_batch.py", "tes
 _Q8 = "tests/test_q8_cache.py"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
+_SEVERAL = f"{_BATCH}::test_prompts_and_tokens_together_are_what_they_are_alone"
 
 SHARED = (
     Mutant(
@@ -208,6 +209,41 @@ CPU = (
         "to[d] = from[d];",
         "the norm of a block overwrites the residual stream",
         (_MODELS, "-k", "gemma3 and cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/forward_pass.cpp",
+        "cache_.addresses(chunk.cache->pages(), pages);",
+        "if (!*pages) cache_.addresses(chunk.cache->pages(), pages);",
+        "a pass reads and writes the pages of the pass before",
+        (_SEVERAL, "-k", "cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/ops.cpp",
+        "row.pages[row.position / kPagePositions];",
+        "row.pages[(row.position + 1) / kPagePositions];",
+        "what is at the last position of a page goes to the next page",
+        (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/ops.cpp",
+        ".pages = tile.pages,",
+        ".pages = tiles[0].pages,",
+        "all sequences of a pass attend to the same one",
+        (_SEVERAL, "-k", "cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/ops.cpp",
+        ".position = tile.position,",
+        ".position = tiles[0].position,",
+        "all sequences of a pass see as far as the same one",
+        (_SEVERAL, "-k", "cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/ops.cpp",
+        "step.rotations + std::size_t(row) * 2 * pairs",
+        "step.rotations + std::size_t(row % 1) * 2 * pairs",
+        "keys and queries of a pass rotate as its first row does",
+        (_SEVERAL, "-k", "cpu"),
     ),
     Mutant(
         "cpp/cpu/packing.cpp",

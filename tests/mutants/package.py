@@ -179,9 +179,9 @@ TEXT = (
         ("tests/test_evaluation.py", "-k", "too_long"),
     ),
     Mutant(
-        f"{_P}/scheduler.py",
-        "stream._core.rewind(len(stream._ids) - 1)",
-        "stream._core.rewind(len(stream._ids) - 2)",
+        f"{_P}/_stream.py",
+        "self._core.rewind(len(self._ids) - 1)",
+        "self._core.rewind(len(self._ids) - 2)",
         "a further answer computes two tokens of the prompt again",
         ("tests/test_scheduler.py",),
     ),

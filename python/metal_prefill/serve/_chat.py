@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from metal_prefill.scheduler import Stream, make_streams
+from metal_prefill._stream import Stream, make_streams
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, Message
 from metal_prefill.serve._reply import Reply

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metal_prefill.scheduler import make_streams
+from metal_prefill._stream import make_streams
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import CompletionForm, TokenOrText
 from metal_prefill.serve._reply import Reply

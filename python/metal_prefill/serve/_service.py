@@ -18,11 +18,11 @@ from metal_prefill import _core
 from metal_prefill._batch_call import BatchCall
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._pooled_head import PooledHead
+from metal_prefill._stream import Stream
 from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import KVMemoryError
 from metal_prefill.gguf_file import GGUFFile
 from metal_prefill.model import Model
-from metal_prefill.scheduler import Stream
 from metal_prefill.serve._bodies import Bodies
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._metrics import Metrics

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metal_prefill._engine_loop import Made
-from metal_prefill.scheduler import Stream
+from metal_prefill._stream import Stream
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import TextForm
 from metal_prefill.serve._reply import Reply
