@@ -72,13 +72,14 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
       .k = a.k,
       .v = a.v,
   };
+  const CacheFetch fetch(step, wanted.tiles);
   const Product q = {w.wq, a.q, &m.bq}, k = {w.wk, a.k, &m.bk}, v = {w.wv, a.v, &m.bv};
   normalize(c, a.x, stream_norm(m.attn_norm), 0, n, a.normed);
   if (n_wanted == n) {
-    multiply(c, {q, k, v}, a.normed, n);
+    multiply(c, {q, k, v}, a.normed, n, &fetch);
     append_to_cache(c, step, all_.rows, key_blocks_);
   } else {
-    multiply(c, {k, v}, a.normed, n);
+    multiply(c, {k, v}, a.normed, n, &fetch);
     append_to_cache(c, step, all_.rows, key_blocks_);
     if (n_wanted == 0) return;
     keep_rows(c, a.x, config_.dim, wanted.rows);

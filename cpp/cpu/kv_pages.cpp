@@ -41,9 +41,7 @@ void KvPages::grow(std::size_t pages) {
 void KvPages::copy(PageId from, PageId to, int positions) {
   std::byte* pages[2];
   addresses(std::array{from, to}, pages);
-  const bool q8 = layout_ == KvLayout::kQ8;  // scales follow the codes of all positions
-  const std::size_t keys = q8 ? key_bytes_ : key_block(round_up(positions, kKeyBlock)),
-                    values = q8 ? head_bytes_ - key_bytes_ : value_row(round_up(positions, 2));
+  const auto [keys, values] = bytes_of_first(positions);
   for (int layer = 0; layer < n_layers_; ++layer) {
     for (int head = 0; head < n_heads_; ++head) {
       const std::size_t k = this->keys(layer, head), v = this->values(layer, head);
@@ -51,6 +49,20 @@ void KvPages::copy(PageId from, PageId to, int positions) {
       std::memcpy(pages[1] + v, pages[0] + v, values);
     }
   }
+}
+
+std::pair<std::size_t, std::size_t> KvPages::bytes_of_first(int positions) const {
+  const bool q8 = layout_ == KvLayout::kQ8;  // scales follow the codes of all positions
+  return {q8 ? key_bytes_ : key_block(round_up(positions, kKeyBlock)),
+          q8 ? head_bytes_ - key_bytes_ : value_row(round_up(positions, 2))};
+}
+
+void KvPages::fetch(const std::byte* page, int layer, int head, int positions) const {
+  constexpr std::size_t kLine = 64;
+  const auto [keys, values] = bytes_of_first(positions);
+  const std::byte *k = page + this->keys(layer, head), *v = page + this->values(layer, head);
+  for (std::size_t at = 0; at < keys; at += kLine) __builtin_prefetch(k + at, 0, 2);
+  for (std::size_t at = 0; at < values; at += kLine) __builtin_prefetch(v + at, 0, 2);
 }
 
 void KvPages::taken(PageId page) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "../engine.h"
@@ -34,6 +35,9 @@ class KvPages final : public PageStore {
   std::size_t keys(int layer, int head) const;
   std::size_t values(int layer, int head) const;
 
+  // Asks for the keys and values of the first positions of a page, which are read soon.
+  void fetch(const std::byte* page, int layer, int head, int positions) const;
+
   // Where each page begins; stays valid as long as the page exists.
   void addresses(std::span<const PageId> pages, std::byte** out) const;
 
@@ -52,6 +56,8 @@ class KvPages final : public PageStore {
   // and to its first value.
   std::size_t key_block(int position) const;
   std::size_t value_row(int position) const;
+  // Bytes of the keys, and of the values, of a head in the first positions of a page.
+  std::pair<std::size_t, std::size_t> bytes_of_first(int positions) const;
   void clear_padding(std::byte* page) const;
   Matrix matrix(std::byte* own, bool values) const;
   // Calls copy(first, rows, canonical, row_bytes, head) for each head of each block of positions, which

@@ -122,12 +122,14 @@ void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int gro
   kernels.multiply_int8(wide_group(weight, scratch), 0, x, first, count, out, stride);
 }
 
-void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows) {
+void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows,
+              const CacheFetch* fetch) {
   int groups = 0;
   for (const Product& p : products) groups += p.weight.packed.groups();
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count());
   const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * blocks.count; };
   c.for_each(groups * blocks.count, [&](int item) {
+    if (fetch) fetch->part(item, groups * blocks.count);
     const Product* p = products.begin();
     for (; item >= items_of(*p); ++p) item -= items_of(*p);
     const int group = item / blocks.count;

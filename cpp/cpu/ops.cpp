@@ -157,6 +157,21 @@ void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, in
   }
 }
 
+void CacheFetch::part(int part, int parts) const {
+  constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor follows what comes after it
+  const int heads = step_.config.n_kv_heads, window = step_.config.window(step_.layer);
+  const auto items = std::int64_t(tiles_.size()) * heads;
+  for (auto item = items * part / parts; item < items * (part + 1) / parts; ++item) {
+    const QueryTile& tile = tiles_[std::size_t(item / heads)];
+    const int begin =
+        window > 0 ? std::max(0, tile.position - window + 1) / kPagePositions * kPagePositions : 0;
+    const int end = std::min(tile.position + tile.count, begin + kMost);
+    for (int position = begin; position < end; position += kPagePositions)
+      step_.cache.fetch(tile.pages[position / kPagePositions], step_.layer, int(item % heads),
+                        std::min(end - position, kPagePositions));
+  }
+}
+
 void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
             const Activations& out) {
   const Config& config = step.config;

@@ -76,6 +76,8 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
 void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int group, const Int8Rows& x,
                      int first, int count, float* out, std::size_t stride, std::byte* scratch);
 
+struct AttentionStep;
+
 // One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`.
 struct Product {
   const Linear& weight;
@@ -83,7 +85,21 @@ struct Product {
   const Tensor* bias = nullptr;
   bool add = false;
 };
-void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows);
+// Attention's share of the cache, asked for while products are computed: those need little of the memory's
+// speed, and attention would wait for it.
+class CacheFetch {
+ public:
+  CacheFetch(const AttentionStep& step, std::span<const QueryTile> tiles) : step_(step), tiles_(tiles) {}
+  // The `part`-th of `parts` of it. Shares of threads are those of attention.
+  void part(int part, int parts) const;
+
+ private:
+  const AttentionStep& step_;
+  const std::span<const QueryTile> tiles_;
+};
+
+void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows,
+              const CacheFetch* fetch = nullptr);
 // h = activation(gate * x) * (up * x), in the forms that h asks for.
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
                     const Activations& x, int rows, const Activations& h);

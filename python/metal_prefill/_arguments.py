@@ -15,6 +15,7 @@ TokenIds: TypeAlias = "npt.NDArray[np.integer[Any]] | Sequence[int] | range"
 Progress: TypeAlias = Callable[[int, int], object]
 Logits: TypeAlias = npt.NDArray[np.float32]
 
+FEW_TOKENS = 8  # that are looked at one by one in less time than NumPy takes for a call
 MAX_INTEGER = 2**63 - 1  # that the engines take, such as sizes of memory
 MOST_ANSWERS = 4096  # to one prompt, and beams of one search: each has memory of its own
 
@@ -119,8 +120,12 @@ def token_array(
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise TypeError(f"token ids must be integers, got {array.dtype}")
-    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if bad.size:
+    bad: Sequence[int] | npt.NDArray[np.intp]
+    if array.size <= FEW_TOKENS:
+        bad = [i for i, token in enumerate(array.tolist()) if not 0 <= token < vocab_size]
+    else:
+        bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(bad):
         raise ValueError(
             f"token id {array[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab_size}"
         )
