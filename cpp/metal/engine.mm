@@ -449,12 +449,11 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
       }
       case Output::kHidden:
       case Output::kResidual: {
-        const bool normed = chunk.output == Output::kHidden;
-        const auto* hidden =
-            static_cast<const float*>(contents(normed ? BufferName::kHidden : BufferName::kX));
-        const std::size_t first = std::size_t(run.row - (normed ? rows.hidden.first : 0));
+        // Rows of the residual stream follow those that are normed.
+        const auto* hidden = static_cast<const float*>(contents(BufferName::kHidden));
+        const std::size_t first = std::size_t(run.row - rows.hidden.first);
         const std::size_t dim = std::size_t(config().dim), padded_dim = std::size_t(padded_.config.dim);
-        const float factor = normed ? 1.0f : config().residual_scale;
+        const float factor = chunk.output == Output::kHidden ? 1.0f : config().residual_scale;
         for (std::size_t i = 0; i < std::size_t(run.count); ++i) {
           const float* x = hidden + (first + i) * padded_dim;
           std::transform(x, x + dim, chunk.hidden + i * dim, [&](float value) { return value * factor; });

@@ -66,7 +66,7 @@ class ForwardPass {
   // Where the host writes the tables of the pass.
   PassTables tables(const PassRows& rows, PassBuffers& buffers) const;
   // Sends the dispatches of the pass to `e`. The results appear in kResult, kHostLogits, kLogProbs and
-  // kHidden, in the order of the rows that they are wanted of; the residual stream is in kX.
+  // kHidden, in the order of the rows that they are wanted of.
   void encode(Encoder& e, const PassRows& rows, PassBuffers& buffers) const;
 
   // Every kernel that a pass can need, and the threads of its largest threadgroup, as far as `limit` leaves a

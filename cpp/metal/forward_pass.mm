@@ -176,12 +176,17 @@ void ForwardPass::deliver_logits(const Pass& pass) const {
 }
 
 void ForwardPass::deliver_hidden(const Pass& pass) const {
-  const auto [first, count] = pass.rows.hidden;
+  const PassRows::Range &hidden = pass.rows.hidden, &residual = pass.rows.residual;
+  const std::size_t count = std::size_t(hidden.count + residual.count);
   if (count == 0) return;
-  const View hidden =
-      pass.buffers.get(BufferName::kHidden, std::size_t(count) * std::size_t(config_.dim) * sizeof(float));
-  ops::rmsnorm(pass.e, output_norm_, pass.a.x.row(std::size_t(first), config_.dim), hidden, count,
-               Precision::kF32);
+  const View out = pass.buffers.get(BufferName::kHidden, count * std::size_t(config_.dim) * sizeof(float));
+  const auto deliver = [&](const Norm& norm, const PassRows::Range& rows, int at) {
+    if (rows.count > 0)
+      ops::rmsnorm(pass.e, norm, pass.a.x.row(std::size_t(rows.first), config_.dim),
+                   out.row(std::size_t(at), config_.dim), rows.count, Precision::kF32);
+  };
+  deliver(output_norm_, hidden, 0);
+  deliver({.weight = {}, .dim = config_.dim, .eps = 0.0f}, residual, hidden.count);  // a copy
 }
 
 }  // namespace metal_prefill::metal

@@ -16,7 +16,7 @@ BufferTraits traits_of(BufferName name) {
     case BufferName::kPages:
       return {"pages", true};
     case BufferName::kX:
-      return {"x", true};
+      return {"x", false};
     case BufferName::kNormed:
       return {"normed", false};
     case BufferName::kQkv:

@@ -11,7 +11,7 @@ enum class BufferName {
   kRows,        // [tokens] PassRow, from the host
   kTiles,       // [tiles] AttentionTile, from the host
   kPages,       // block tables, int32, from the host
-  kX,           // [tokens][dim] f32: the residual stream, to the host
+  kX,           // [tokens][dim] f32: the residual stream
   kNormed,      // [tokens][dim] f16 or f32
   kQkv,         // [tokens][q | k | v] f32
   kPartial,     // attention_decode: the splits that attention_combine joins
@@ -25,7 +25,7 @@ enum class BufferName {
   kResult,      // [rows] Candidate, to the host
   kTargets,     // [rows] int32, from the host
   kLogProbs,    // [rows] f32, to the host
-  kHidden,      // [rows][dim] f32, to the host
+  kHidden,      // [rows][dim] f32, to the host: normed rows, then those of the residual stream
   kActivationCount,
 
   kWeights = kActivationCount,  // of the file

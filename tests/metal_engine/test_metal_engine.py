@@ -29,7 +29,6 @@ HOST_BUFFERS = {
     "result",
     "targets",
     "log_probs",
-    "x",
     "hidden",
     "weights",
     "staging",
@@ -144,6 +143,7 @@ def test_scratch_is_private_and_what_the_host_touches_is_shared(model: Model) ->
     private, shared = private_and_shared()
     assert shared <= HOST_BUFFERS
     assert private == {
+        "x",
         "normed",
         "qkv",
         "partial",
