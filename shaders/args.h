@@ -28,6 +28,7 @@ typedef std::uint64_t u64_t;
 #define MATMUL_K 32            // columns that a matmul stages at a time
 #define MATMUL_NARROW_TILE 32  // tokens and rows of a matmul's tile
 #define MATMUL_WIDE_TILE 64
+#define MATMUL_PARTS 4           // of the columns, in matmul_split: each multiplied by MATMUL_THREADS threads
 #define DECODE_SIMDGROUPS 8      // most simdgroups of an attention_decode threadgroup
 #define PREFILL_KEYS 32          // keys of one step of attention_prefill
 #define ARGMAX_NONE 0xffffffffu  // index where every value was NaN

@@ -24,15 +24,15 @@ struct Place {
   Place(ushort simdgroup) : token(simdgroup / 2 * (kTokens / 2)), row(simdgroup % 2 * (kRows / 2)) {}
 };
 
-// sum += x w^T over all columns.
-template <typename W, ushort kTokens, ushort kRows>
-static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow>& stage,
+// sum += x w^T over all columns of the stage.
+template <typename W, ushort kTokens, ushort kRows, ushort kParts>
+static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow, kParts>& stage,
                             thread simdgroup_float8x8 (&sum)[kTokens / 16][kRows / 16],
                             threadgroup half* staged, thread const Place<kTokens, kRows>& place,
                             bool active) {
   constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
   stage.begin(staged);
-  for (uint k = 0; k < stage.in_dim; k += MATMUL_K) {
+  for (uint k = 0; k < stage.in_dim; k += stage.kStep) {
     const bool more = stage.load_after(k);
     if (active) {
       threadgroup const half* x = stage.tokens_staged() + place.token * kStagedRow;
@@ -120,6 +120,57 @@ template <typename W, ushort kTokens, ushort kRows>
   }
 }
 
+// The same for so few tiles that the GPU has threads to spare: in every tile MATMUL_PARTS groups of four
+// simdgroups multiply a part of the columns each, and their sums are added. Threadgroup: MATMUL_PARTS *
+// MATMUL_THREADS. Grid: (rows / kTile, tokens / kTile), rounded up.
+template <typename W>
+[[max_total_threads_per_threadgroup(MATMUL_PARTS * MATMUL_THREADS)]] kernel void matmul_split(
+    device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
+    device const half* x [[buffer(1)]],   // [tokens][in_dim]
+    device float* y [[buffer(2)]],        // [tokens][out_stride]
+    constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
+  constexpr ushort kTile = MATMUL_NARROW_TILE, kBlocks = kTile / 16;
+  typedef Stage<W, kTile, kTile, kStagedRow, MATMUL_PARTS> PartStage;
+  threadgroup half staged[MATMUL_PARTS * PartStage::kHalves];  // a step of each part, then their sums
+  static_assert(PartStage::kHalves * sizeof(half) >= kTile * kTile * sizeof(float), "sums do not fit");
+  const Place<kTile, kTile> place(simdgroup % 4);
+  const uint token = group.y * kTile, row = group.x * kTile;
+
+  PartStage stage;
+  stage.in_dim = args.in_dim;
+  stage.thread_index = thread_index % MATMUL_THREADS;
+  stage.part = thread_index / MATMUL_THREADS;
+  stage.weights.begin(w, args, row, stage.thread_index);
+  stage.tokens.begin(x, args, token, stage.thread_index);
+  simdgroup_float8x8 sum[kBlocks][kBlocks];
+#pragma unroll
+  for (ushort i = 0; i < kBlocks; ++i)
+#pragma unroll
+    for (ushort j = 0; j < kBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+
+  const bool active = token + place.token < args.tokens && row + place.row < args.out_dim;
+  multiply<W, kTile, kTile>(stage, sum, staged + stage.part * PartStage::kHalves, place, active);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup float* sums = (threadgroup float*)staged;  // [MATMUL_PARTS][kTile][kTile]
+  threadgroup float* mine = sums + (stage.part * kTile + place.token) * kTile + place.row;
+#pragma unroll
+  for (ushort i = 0; i < kBlocks; ++i)
+#pragma unroll
+    for (ushort j = 0; j < kBlocks; ++j) simdgroup_store(sum[i][j], mine + i * 8 * kTile + j * 8, kTile);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (ushort e = thread_index; e < kTile * kTile; e += MATMUL_PARTS * MATMUL_THREADS) {
+    const uint t = token + e / kTile, r = row + e % kTile;
+    if (t >= args.tokens || r >= args.out_dim) continue;
+    float value = sums[e];
+#pragma unroll
+    for (ushort part = 1; part < MATMUL_PARTS; ++part) value += sums[part * kTile * kTile + e];
+    device float& out = y[t * args.out_stride + r];
+    out = args.accumulate ? out + value : value;
+  }
+}
+
 // y[t][row] = activation(gate[row] . x[t]) * (up[row] . x[t]); the stacked matrices are gate and up. The tile
 // holds kRows / 2 rows of each in alternating blocks of 8, so that a simdgroup has both sums of a result.
 // Grid: (rows / (kRows / 2), tokens / kTokens), rounded up.
@@ -173,12 +224,15 @@ template <typename W, ushort kTokens, ushort kRows>
 // Wide tiles do 16 multiplications of 8x8 blocks for 8 loads; narrow tiles do 4 for 4, but fill the GPU with
 // less work.
 typedef decltype(matmul<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_t;
+typedef decltype(matmul_split<F32>) matmul_split_t;
 typedef decltype(matmul_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_swiglu_t;
 #define INSTANTIATE_SIZE(name, W, size, tile)                                              \
   template [[host_name("matmul_" #name "_" #size)]] kernel matmul_t matmul<W, tile, tile>; \
   template                                                                                 \
       [[host_name("matmul_swiglu_" #name "_" #size)]] kernel matmul_swiglu_t matmul_swiglu<W, tile, tile>;
+#define INSTANTIATE_SPLIT(name, W) \
+  template [[host_name("matmul_" #name "_split")]] kernel matmul_split_t matmul_split<W>;
 #define INSTANTIATE(name, W, number)                                    \
   IF_WANTED(name)(INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
-                      INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE))
+                      INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE) INSTANTIATE_SPLIT(name, W))
 EACH_TENSOR_TYPE(INSTANTIATE)

@@ -98,25 +98,32 @@ struct TokenTile {
   }
 };
 
-// The steps of a product over all columns, MATMUL_K at a time:
+// The steps of a product over all columns, MATMUL_K at a time for each group of threads:
 //
 //   stage.begin(staged);
-//   for (uint k = 0; k < stage.in_dim; k += MATMUL_K) {
+//   for (uint k = 0; k < stage.in_dim; k += stage.kStep) {
 //     const bool more = stage.load_after(k);
 //     // multiply stage.tokens_staged() by stage.weights_staged()
 //     if (more) stage.store_next();
 //   }
 //
 // After it no simdgroup reads stage.next any more.
-template <typename W, ushort kTokens, ushort kRows, ushort kStagedRow>
+//
+// With kParts, as many groups of MATMUL_THREADS threads take the steps in turns, each with a Stage and
+// staging memory of its own. A step is then staged in the place of the one before: there are others to run
+// meanwhile. All groups go through the loop equally often; a step beyond the last column is of zeros.
+template <typename W, ushort kTokens, ushort kRows, ushort kStagedRow, ushort kParts = 1>
 struct Stage {
+  static constant constexpr ushort kBuffers = kParts == 1 ? 2 : 1;
+  static constant constexpr uint kStep = kParts * MATMUL_K;                 // columns of all groups
   static constant constexpr uint kHalves = (kTokens + kRows) * kStagedRow;  // of a step
   WeightTile<W, kRows, kStagedRow> weights;
   TokenTile<kTokens, kStagedRow> tokens;
   threadgroup half* current;  // the step that is multiplied
   threadgroup half* next;     // the step that is written meanwhile
   uint in_dim;
-  ushort thread_index;
+  ushort thread_index;  // in the group
+  ushort part = 0;      // the number of the group
 
   threadgroup half* tokens_staged() const { return current; }  // [kTokens][kStagedRow]
   threadgroup half* weights_staged() const { return current + kTokens * kStagedRow; }
@@ -130,22 +137,23 @@ struct Stage {
     weights.store(staged + kTokens * kStagedRow, thread_index);
   }
 
-  // `staged` holds two steps.
+  // `staged` holds kBuffers steps.
   void begin(threadgroup half* staged) {
     current = staged;
-    next = staged + kHalves;
-    load(0);
+    next = staged + (kBuffers - 1) * kHalves;
+    load(part * MATMUL_K);
     store(current);
   }
   // Whether there is a step after that of column k, whose loads have begun then.
   bool load_after(uint k) {
     // All threads have stored `current` and have read the old contents of `next`.
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool more = k + MATMUL_K < in_dim;
-    if (more) load(k + MATMUL_K);
+    const bool more = k + kStep < in_dim;
+    if (more) load(k + kStep + part * MATMUL_K);
     return more;
   }
   void store_next() {
+    if (kBuffers == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // all have read it
     store(next);
     threadgroup half* swap = current;
     current = next;

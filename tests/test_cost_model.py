@@ -249,7 +249,7 @@ def test_the_page_has_what_the_model_predicts(smollm: Shape) -> None:
         for column, value in zip(columns, values, strict=True):
             decode = column == "decode"
             n = 1 if decode else int(column.removesuffix(" tokens"))
-            dispatches = plan(smollm, n, position=128 if decode else 0, family=chip.family)
+            dispatches = plan(smollm, n, position=128 if decode else 0, family=chip.family, gpu=chip.gpu)
             predicted = predict(chip, dispatches, n).tokens_per_second
             assert value == pytest.approx(predicted, rel=0.01), f"{name}, {column}"
     columns, rows = table_of(page, "| products | 32 tokens")

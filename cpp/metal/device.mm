@@ -82,7 +82,7 @@ Device::Device() : device_(find_device()), debug_(debug_requested()) {
   fence_ = [device_ newFence];
   if (!queue_ || !fence_)
     throw DeviceError("the Metal device '" + name() + "' gave no command queue or no fence");
-  tuning_ = tuning_of(device_, queue_);
+  tuning_ = tuned_for(tuning_of(device_, queue_), name());
 }
 
 Device Device::of_engine(const std::string& no_matmul_tensor) {

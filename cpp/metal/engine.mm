@@ -575,6 +575,7 @@ std::map<std::string, std::string> metal_device() {
             {"matmul_tensor", device.tuning().matmul_tensor ? "where it passes a trial" : "not for this GPU"},
             {"families", device.families()},
             {"tuned_as_family", std::to_string(device.tuning().family)},
+            {"tuned_for_cores", std::to_string(device.tuning().cores)},
             {"max_buffer_bytes", std::to_string(device.mtl().maxBufferLength)},
             {"working_set_bytes", std::to_string(device.mtl().recommendedMaxWorkingSetSize)}};
   } catch (const DeviceError& error) {

@@ -55,6 +55,8 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return typed("matmul_") + "_narrow";
     case Kernel::kMatmulWide:
       return typed("matmul_") + "_wide";
+    case Kernel::kMatmulSplit:
+      return typed("matmul_") + "_split";
     case Kernel::kMatmulSwigluNarrow:
       return typed("matmul_swiglu_") + "_narrow";
     case Kernel::kMatmulSwigluWide:

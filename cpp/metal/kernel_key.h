@@ -17,6 +17,7 @@ enum class Kernel {
   kMatvecSwiglu,
   kMatmulNarrow,
   kMatmulWide,
+  kMatmulSplit,
   kMatmulSwigluNarrow,
   kMatmulSwigluWide,
   kMatmulTensorNarrow,

@@ -76,6 +76,8 @@ void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const Vie
                     int tokens);
 void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& gate_up, const View& y,
                                  int tokens, u32_t activation);
+// Most tokens for which a matmul may split its columns.
+inline constexpr int kMostSplitTokens = 64;
 void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write);
 void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);

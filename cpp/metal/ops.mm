@@ -1,6 +1,7 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "../rounding.h"
 
@@ -159,10 +160,18 @@ bool uses_wide_tiles(const Tuning& tuning, std::size_t rows, std::size_t tokens)
   return tokens > MATMUL_NARROW_TILE && tiles >= std::size_t(tuning.wide_groups);
 }
 
+// Where a core has no more than one tile, four times as many threads share it. ForwardPass::kernels relies on
+// this: one number of tokens is like another with as many tiles, and more than kMostSplitTokens never split.
+bool splits_columns(const Tuning& tuning, std::size_t rows, std::size_t tokens) {
+  const std::size_t tiles = ceil_div(rows, MATMUL_NARROW_TILE) * ceil_div(tokens, MATMUL_NARROW_TILE);
+  return !tuning.matmul_tensor && tokens <= kMostSplitTokens && tiles <= std::size_t(tuning.cores);
+}
+
 // Of a product, by the width of its tiles. They differ in how a tile is multiplied, and in nothing else.
 struct MatmulKernels {
   Kernel narrow, wide;
   Kernel tensor_narrow, tensor_wide;
+  std::optional<Kernel> split = std::nullopt;  // narrow, by MATMUL_PARTS times as many threads
 
   Kernel of(const Tuning& tuning, bool is_wide) const {
     if (tuning.matmul_tensor) return is_wide ? tensor_wide : tensor_narrow;
@@ -177,23 +186,25 @@ void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection&
   const std::size_t tile = wide ? MATMUL_WIDE_TILE : MATMUL_NARROW_TILE;
   args.weights = w.stack;
   args.in_dim = u32_t(w.in_dim);
-  e.dispatch({kernels.of(e.tuning(), wide), w.type}, {w.weights, x, y}, args,
+  const bool split = !wide && kernels.split && splits_columns(e.tuning(), rows, args.tokens);
+  e.dispatch({split ? *kernels.split : kernels.of(e.tuning(), wide), w.type}, {w.weights, x, y}, args,
              {.x = ceil_div(rows, tile),
               .y = ceil_div(args.tokens, tile),
-              .threads = MATMUL_THREADS,
+              .threads = std::size_t(split ? MATMUL_PARTS * MATMUL_THREADS : MATMUL_THREADS),
               .work = product_work(w, int(args.tokens))});
 }
 
 }  // namespace
 
 void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {
-  dispatch_matmul(
-      e, {Kernel::kMatmulNarrow, Kernel::kMatmulWide, Kernel::kMatmulTensorNarrow, Kernel::kMatmulTensorWide},
-      w, x, output_of(w, y.view),
-      {.out_dim = u32_t(w.out_dim),
-       .tokens = u32_t(tokens),
-       .out_stride = u32_t(y.stride),
-       .accumulate = write == Write::kAccumulate});
+  dispatch_matmul(e,
+                  {Kernel::kMatmulNarrow, Kernel::kMatmulWide, Kernel::kMatmulTensorNarrow,
+                   Kernel::kMatmulTensorWide, Kernel::kMatmulSplit},
+                  w, x, output_of(w, y.view),
+                  {.out_dim = u32_t(w.out_dim),
+                   .tokens = u32_t(tokens),
+                   .out_stride = u32_t(y.stride),
+                   .accumulate = write == Write::kAccumulate});
 }
 
 void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,

@@ -46,9 +46,9 @@ class ModelShape {
     model_.mapping.bytes += round_up(bytes, 32);
   }
 
-  std::vector<Dispatch> plan(int tokens, int position, Output output, int family,
+  std::vector<Dispatch> plan(int tokens, int position, Output output, int family, const std::string& gpu,
                              const EngineOptions& options) const {
-    return metal::plan(model_, tokens, position, output, family, options);
+    return metal::plan(model_, tokens, position, output, family, gpu, options);
   }
 
  private:
@@ -70,11 +70,11 @@ std::map<std::string, std::tuple<std::size_t, std::vector<FieldRow>>> args_struc
 
 #define CONSTANT(name) {#name, name}
 const std::map<std::string, std::uint32_t> kConstants = {
-    CONSTANT(ACTIVATION_SILU),  CONSTANT(ACTIVATION_GELU),   CONSTANT(ROPE_INTERLEAVED),
-    CONSTANT(ROPE_NEOX),        CONSTANT(MULTI_TOKEN_TILE),  CONSTANT(PAGE_POSITIONS),
-    CONSTANT(MATMUL_THREADS),   CONSTANT(MATMUL_K),          CONSTANT(MATMUL_NARROW_TILE),
-    CONSTANT(MATMUL_WIDE_TILE), CONSTANT(DECODE_SIMDGROUPS), CONSTANT(PREFILL_KEYS),
-    CONSTANT(ARGMAX_NONE)};
+    CONSTANT(ACTIVATION_SILU),  CONSTANT(ACTIVATION_GELU),  CONSTANT(ROPE_INTERLEAVED),
+    CONSTANT(ROPE_NEOX),        CONSTANT(MULTI_TOKEN_TILE), CONSTANT(PAGE_POSITIONS),
+    CONSTANT(MATMUL_THREADS),   CONSTANT(MATMUL_K),         CONSTANT(MATMUL_NARROW_TILE),
+    CONSTANT(MATMUL_WIDE_TILE), CONSTANT(MATMUL_PARTS),     CONSTANT(DECODE_SIMDGROUPS),
+    CONSTANT(PREFILL_KEYS),     CONSTANT(ARGMAX_NONE)};
 #undef CONSTANT
 
 }  // namespace
@@ -130,7 +130,7 @@ void bind_recordings(nb::module_& m) {
   nb::class_<ModelShape>(m, "ModelShape", "A model without weights: types and dimensions of its tensors.")
       .def(nb::init<const Config&>(), "config"_a)
       .def("add", &ModelShape::add, "role"_a, "layer"_a, "type"_a, "rows"_a, "cols"_a)
-      .def("plan", &ModelShape::plan, "tokens"_a, "position"_a, "output"_a, "family"_a, "options"_a,
+      .def("plan", &ModelShape::plan, "tokens"_a, "position"_a, "output"_a, "family"_a, "gpu"_a, "options"_a,
            "The dispatches that the Metal engine would make for a prompt.");
   m.def(
       "prefill_row_blocks",

@@ -53,11 +53,11 @@ const Tuning& tuning_of(int family) {
 }  // namespace
 
 std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output output, int family,
-                           const EngineOptions& options) {
+                           const std::string& gpu, const EngineOptions& options) {
   if (tokens < 1 || position < 0)
     throw std::invalid_argument("cannot plan " + std::to_string(tokens) + " tokens at position " +
                                 std::to_string(position));
-  Tuning tuning = tuning_of(family);
+  Tuning tuning = tuned_for(tuning_of(family), gpu);
   tuning.matmul_tensor = tuning.matmul_tensor && options.no_matmul_tensor.empty();
   validate(shape);
   const Config& c = shape.config;

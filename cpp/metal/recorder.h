@@ -78,9 +78,9 @@ class RecordedWeights final : public WeightViews {
 std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, Output output);
 
 // The dispatches for a model of which only configuration, types and dimensions are known, on a GPU of Apple's
-// `family`. Throws std::invalid_argument for arguments out of range, UnsupportedModelError for dimensions
-// that the engine would have to pad.
+// `family` with the name `gpu`. Throws std::invalid_argument for arguments out of range,
+// UnsupportedModelError for dimensions that the engine would have to pad.
 std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output output, int family,
-                           const EngineOptions& options);
+                           const std::string& gpu, const EngineOptions& options);
 
 }  // namespace metal_prefill::metal

@@ -148,9 +148,10 @@ def benchmark(model: Model) -> list[Report]:
     words = model.device.lower().replace("apple ", "").replace(" ", "-")
     chip = next((name for name in sorted(CHIPS, key=len, reverse=True) if words.startswith(name)), None)
     if chip is not None:
-        shape, family = shape_of(model.gguf), find_chip(chip).family
-        steps = [d for i in range(BENCH_TOKENS) for d in plan(shape, 1, position=prompt + i, family=family)]
-        listed = (list(plan(shape, prompt, family=family)), steps)
+        shape = shape_of(model.gguf)
+        options: dict[str, Any] = {"family": find_chip(chip).family, "gpu": model.device}
+        steps = [d for i in range(BENCH_TOKENS) for d in plan(shape, 1, position=prompt + i, **options)]
+        listed = (plan(shape, prompt, **options), steps)
         for result, dispatches, n in zip(results, listed, (prompt, BENCH_TOKENS), strict=False):
             prediction = predict(find_chip(chip), dispatches, n)
             result |= {"chip": chip, "predicted_tokens_per_second": prediction.tokens_per_second}

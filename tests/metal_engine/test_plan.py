@@ -25,7 +25,7 @@ if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
 
 gpu = _core.emulator
-FAMILIES = (7, 8, 9)
+GPUS = ((7, "Apple M1"), (8, "Apple M2 Max"), (9, "Apple M4"))
 
 MODELS: dict[str, dict[str, Any]] = {
     "as SmolLM": {"preset": "smollm-135m", "layers": 1, "vocab": 512},
@@ -57,8 +57,8 @@ def settled() -> Iterator[None]:
     gpu.set_limits(gpu.Limits())
 
 
-def claim_family(n: int) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=n))
+def claim(family: int, name: str = "") -> None:
+    gpu.set_limits(gpu.Limits(apple_family=family, name=name))
 
 
 def shape_in(path: Path) -> Shape:
@@ -92,18 +92,18 @@ def comparable(dispatches: list[Dispatch]) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "chip"), GPUS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_plan_is_what_reaches_the_gpu(tmp_path: Path, name: str, family: int) -> None:
+def test_a_plan_is_what_reaches_the_gpu(tmp_path: Path, name: str, family: int, chip: str) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", **MODELS[name])
     shape = shape_in(path)
-    claim_family(family)
+    claim(family, chip)
     for options in OPTIONS:
         with Model(path, device="metal", **options) as model:
             # 65 have as many wide tiles as 100, which are three chunks of 40.
             for tokens in (1, 2, 8, 9, 33, 100 if "chunk_tokens" in options else 65):
                 model.reset()
-                expected = comparable(planned(shape, tokens, family=family, **options))
+                expected = comparable(planned(shape, tokens, family=family, gpu=chip, **options))
                 assert encoded(model, tokens) == expected, f"{tokens} tokens, {options}"
 
 
@@ -114,7 +114,7 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
     found = [model for model in small_models.MODELS.values() if model.architecture == name]
     assert found
     path = small_models.write(tmp_path / "m.gguf", found[0])
-    claim_family(9)
+    claim(9)
     with Model(path, device="metal") as model:
         for tokens in (1, 5, 40):
             model.reset()
@@ -122,7 +122,7 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
 
 
 def test_a_session_plans_from_its_position_and_computes_nothing(demo_path: Path) -> None:
-    claim_family(9)
+    claim(9)
     shape = shape_in(demo_path)
     with Model(demo_path, device="metal") as model, model.session() as session:
         session.forward_prompt(range(1, 301))
@@ -170,32 +170,33 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
         positions = range(context) if tokens == 1 else (0, context - tokens)
         for position in positions:
             for output in _core.Output:
-                passes = shape.core.plan(tokens, position, output, options["family"], engine)
+                passes = shape.core.plan(tokens, position, output, options["family"], options["gpu"], engine)
                 found.update(d.kernel for d in passes)
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "chip"), GPUS)
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 8, 9, 40, 512])
 @pytest.mark.parametrize(
     "options", [{}, {"fused_norm": True}, {"fused_silu": True, "kv_dtype": "f32"}], ids=str
 )
 def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(
-    tmp_path: Path, family: int, chunk_tokens: int, options: dict[str, Any]
+    tmp_path: Path, family: int, chip: str, chunk_tokens: int, options: dict[str, Any]
 ) -> None:
     shape: dict[str, Any] = {"dim": 256, "heads": 4, "head_dim": 64, "ffn": 768, "vocab": 320}
     models: list[dict[str, Any]] = [
         {},
         {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q5_K"}},
     ]
-    claim_family(family)
+    claim(family, chip)
     for features in models:
         path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=300, **(shape | features))
         with Model(path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
             built = model.stats()["pipelines"]
         # The engine builds what passes of a few lengths need, which are among these: as many are the same.
         lengths = range(1, min(chunk_tokens, 300) + 1)
-        assert len(kernels_of(shape_in(path), lengths, chunk_tokens, family=family, **options)) == built
+        found = kernels_of(shape_in(path), lengths, chunk_tokens, family=family, gpu=chip, **options)
+        assert len(found) == built
 
 
 def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
@@ -229,6 +230,35 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens)}
         found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens, output="log_probs")}
     assert found | {"trial"} == set(libraries)  # which unknown GPUs run before they are used
+
+
+@pytest.mark.parametrize(
+    ("chip", "of_576_rows", "of_960_rows"),
+    [
+        ("Apple M4", 0, 0),  # 10 cores
+        ("Apple M4 Pro", 32, 0),
+        ("Apple M4 Max", 64, 32),
+        ("Apple M3 Ultra (an emulator)", 64, 64),
+        ("Apple Processor", 0, 0),
+    ],
+)
+def test_columns_are_split_where_products_have_no_more_tiles_than_the_gpu_has_cores(
+    chip: str, of_576_rows: int, of_960_rows: int
+) -> None:
+    """Up to so many tokens. 32 tokens make 18 tiles of 576 rows, as `wo` and `down` have, and 30 of 960."""
+    as_smollm = replace(SMALL, dim=576, n_heads=9, n_kv_heads=3, ffn_dim=1536)
+    shape = uniform_shape(as_smollm, "q4_0", "q4_0")
+    for tokens in (9, 32, 33, 64, 65):
+        passed = plan(shape, tokens, gpu=chip)
+        split = {d.args["out_dim"] for d in passed if d.kernel == "matmul_q4_0_split"}
+        limits = {576: of_576_rows, 960: of_960_rows}
+        assert split == {rows for rows, limit in limits.items() if tokens <= limit}, f"{tokens} tokens"
+
+
+def test_as_many_tiles_as_cores_are_few_enough() -> None:
+    for dim, are_split in ((256, True), (288, False)):  # 8 and 9 tiles, on the 8 cores of an M1
+        passed = plan(uniform_shape(replace(SMALL, dim=dim), "q4_0", "q4_0"), 32, family=7)
+        assert any(d.kernel == "matmul_q4_0_split" for d in passed) == are_split
 
 
 def test_arguments_of_another_size_are_refused() -> None:

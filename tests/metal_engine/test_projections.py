@@ -22,6 +22,7 @@ from support.matmul_harness import (
     ACTIVATIONS,
     GELU,
     SILU,
+    SIZES,
     TILES,
     activation,
     check_edges,
@@ -31,6 +32,7 @@ from support.matmul_harness import (
     check_swiglu_keeps_nan,
     columns,
     matmul,
+    threads_of,
 )
 from support.small_models import COMMON_TYPES, TYPES
 
@@ -186,7 +188,7 @@ def test_a_token_gets_the_same_bits_alone_and_with_others(run: Run, kind: str, l
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", SIZES)
 def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
     for cols in (8, 40, 256):  # 40: a last step of eight columns
         check_product(run, "matmul", tile, kind, 70, columns(kind, cols), 33, seed=6)
@@ -195,29 +197,44 @@ def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
 @pytest.mark.parametrize("stem", ["matmul", "matmul_swiglu"])
 def test_matmul_says_with_how_many_threads_it_runs(libraries: dict[str, KernelLibrary], stem: str) -> None:
     """So that a compiler need not save registers for more."""
-    for tile in TILES:
+    for tile in SIZES if stem == "matmul" else TILES:
         kernel = f"{stem}_q4_0_{tile}"
         pipeline = libraries[kernel].pipeline(kernel)
-        assert pipeline.max_threads == CONSTANTS["MATMUL_THREADS"]
+        assert pipeline.max_threads == threads_of(tile)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", SIZES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 64, 65])
 def test_matmul_at_the_edges_of_its_tiles(run: Run, tokens: int, tile: str) -> None:
     check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 20, 5]))
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", SIZES)
 @pytest.mark.parametrize(("cols", "rows"), [(576, 192), (1536, 96), (2048, 64)])
 def test_matmul_over_long_rows(run: Run, cols: int, rows: int, tile: str) -> None:
     check_product(run, "matmul", tile, "Q4_0", rows, cols, 70, seed=cols)
+
+
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_a_matmul_that_splits_its_columns_multiplies_all_of_them_once(run: Run, steps: int) -> None:
+    """Whole numbers, so that the result is exact: any part of the columns may have a step more or less."""
+    rng = np.random.default_rng(steps)
+    cols = 32 * steps - 8
+    w = Weights(rng, "F32", [40], cols)
+    numbers = rng.integers(-8, 9, (40, cols))
+    w.bytes[32:].view(np.float32)[:] = numbers.ravel()
+    x = rng.integers(-8, 9, (33, cols))
+    before = rng.integers(-8, 9, (33, 40))
+    y = Output([33, 40], initial=before.astype(np.float32))
+    matmul(run, "matmul", "split", w, x.astype(np.float32), y, 40, accumulate=1)
+    np.testing.assert_array_equal(y.check(), before + x @ numbers.T)
 
 
 def test_matmul_of_512_tokens(run: Run) -> None:
     check_product(run, "matmul", "wide", "Q4_0", 66, 64, 512, seed=7)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", SIZES)
 def test_matmul_leaves_the_rest_of_a_longer_row(run: Run, tile: str) -> None:
     check_longer_rows(run, "matmul", tile)
 

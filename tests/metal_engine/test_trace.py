@@ -28,7 +28,9 @@ PROMPT, DECODED = 40, 2
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return synth.synthesize(tmp_path / "m.gguf", preset="tiny", dim=96, heads=3, kv_heads=1, vocab=320)
+    return synth.synthesize(
+        tmp_path / "m.gguf", preset="tiny", dim=96, heads=6, kv_heads=2, head_dim=32, vocab=320
+    )
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_what_is_counted_is_what_shapes_say(model: Model) -> None:
         else:
             continue
         checked.add(d.kernel)
-    assert checked == {"matvec_q4_0", "matmul_q4_0_narrow"}
+    assert checked == {"matvec_q4_0", "matmul_q4_0_narrow", "matmul_q4_0_split"}
 
 
 @pytest.mark.emulator

@@ -74,6 +74,13 @@ MUTANTS = (
         (f"{_PRODUCTS}::test_matmul_at_the_edges_of_its_tiles",),
     ),
     Mutant(
+        "shaders/matmul_tiles.h",
+        "if (more) load(k + kStep + part * MATMUL_K);",
+        "if (more) load(k + kStep);",
+        "all parts of the columns multiply those of the first, but for their first steps",
+        (f"{_PRODUCTS}::test_a_matmul_that_splits_its_columns_multiplies_all_of_them_once",),
+    ),
+    Mutant(
         "shaders/matmul_tensor.metal",
         "out = args.accumulate ? out + results[e] : results[e];",
         "out = results[e];",

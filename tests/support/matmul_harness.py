@@ -22,6 +22,7 @@ from .kernel_harness import (
 SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
 ACTIVATIONS = {"silu": SILU, "gelu": GELU}
 TILES = {"narrow": 32, "wide": 64}
+SIZES = TILES | {"split": 32}  # of a matmul also tiles whose columns are split
 
 
 def activation(x: Doubles, kind: int) -> Doubles:
@@ -36,10 +37,14 @@ def columns(kind: str, wanted: int) -> int:
     return ceil_div(wanted, unit) * unit
 
 
+def threads_of(tile: str) -> int:
+    return CONSTANTS["MATMUL_THREADS"] * (CONSTANTS["MATMUL_PARTS"] if tile == "split" else 1)
+
+
 def matmul(
     run: Run, kernel: str, tile: str, w: Weights, x: Array, y: Output, out_dim: int, **fields: int
 ) -> None:
-    """Dispatch a kernel of such products, its tiles narrow or wide, for ``[tokens][columns]`` in x."""
+    """Dispatch a kernel of such products, its tiles narrow, wide or split, for ``[tokens][columns]`` in x."""
     tokens, stride = len(x), y.array.shape[1]
     given = {"accumulate": 0, "activation": SILU} | fields
     args = make_args(
@@ -51,7 +56,7 @@ def matmul(
         out_stride=stride,
         **given,
     )
-    size = TILES[tile]
+    size = SIZES[tile]
     tile_rows = size // 2 if "swiglu" in kernel else size
     run(
         f"{kernel}_{w.kind.lower()}_{tile}",
@@ -60,7 +65,7 @@ def matmul(
         y.buffer,
         args,
         groups=(ceil_div(out_dim, tile_rows), ceil_div(tokens, size)),
-        threads=(CONSTANTS["MATMUL_THREADS"],),
+        threads=(threads_of(tile),),
     )
 
 

@@ -117,6 +117,7 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     shape = _shape(arguments)
     options: dict[str, Any] = {
         "family": chip.family,
+        "gpu": chip.gpu,
         "kv_type": arguments.kv_dtype,
         "chunk_tokens": arguments.chunk_tokens,
     }

@@ -165,6 +165,11 @@ class Chip:
     threadgroup_bytes: int = 60 << 10  # [MB] "Shared Memory"
     cycles: Cycles = APPLE_CYCLES
 
+    @property
+    def gpu(self) -> str:
+        """The name that Metal gives it."""
+        return "Apple " + self.name.replace("-", " ").title()
+
 
 def _apple(name: str, family: int, cores: int, ghz: float, dram_gbs: float, slc_mib: int) -> Chip:
     # [MB] "SLC BW/Cycle" is twice "RAM BW/Cycle"; "On-GPU Data BW/Cycle" is 32 bytes a core.

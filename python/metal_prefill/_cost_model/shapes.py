@@ -86,6 +86,7 @@ def plan(
     position: int = 0,
     output: str = "greedy",
     family: int = 9,
+    gpu: str = "",
     kv_type: str = "f16",
     chunk_tokens: int = 512,
     fused_norm: bool = False,
@@ -106,6 +107,8 @@ def plan(
         ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring) or ``"none"``.
     family
         Apple GPU family, 7 (M1) to 10 (M5).
+    gpu
+        Its name, as Metal gives it. Those with Pro, Max or Ultra have more cores.
     kv_type, chunk_tokens, fused_norm, fused_silu
         As the options of :class:`metal_prefill.Model`.
     matmul_tensor
@@ -124,4 +127,4 @@ def plan(
     options.fused_norm = fused_norm
     options.fused_silu = fused_silu
     options.no_matmul_tensor = "" if matmul_tensor else "not wanted"
-    return from_core(shape.core.plan(tokens, position, _core.Output[output.upper()], family, options))
+    return from_core(shape.core.plan(tokens, position, _core.Output[output.upper()], family, gpu, options))

@@ -191,10 +191,12 @@ def _matmul(d: Dispatch) -> Work:
     swiglu = "swiglu" in d.kernel
     wide = d.kernel.endswith("wide")
     tile = _core.shader_constants["MATMUL_WIDE_TILE" if wide else "MATMUL_NARROW_TILE"]
-    steps = ceil(a["in_dim"] / _core.shader_constants["MATMUL_K"])
+    split = d.kernel.endswith("split")
+    parts = _core.shader_constants["MATMUL_PARTS"] if split else 1  # of the columns, in one threadgroup
+    steps = ceil(a["in_dim"] / _core.shader_constants["MATMUL_K"] / parts)  # of a part
     blocks = tile // 16  # 8x8 blocks of a simdgroup, each way
     tensors = d.kernel.startswith("matmul_tensor")
-    items = tile * 4 // d.threads  # of weights and of tokens, for each thread
+    items = tile * 4 * parts // d.threads  # of weights and of tokens, for each thread
     step = (dequantize + Ops(memory=2)) * items + Ops(memory=4) * items + _LOOP
     sums = blocks * blocks
     if tensors:
@@ -203,6 +205,9 @@ def _matmul(d: Dispatch) -> Work:
     else:
         step += Ops(mma=4 * sums, memory=4 * 2 * blocks)
         ops = step * steps + Ops(memory=2 * sums, alu=4 * sums)
+    if split:  # the sums of the parts, by way of threadgroup memory
+        outputs = tile * tile // d.threads  # of a thread
+        ops += (Ops(alu=parts + 6, memory=parts + 2) + _LOOP) * outputs
     if swiglu:
         ops += (Ops(alu=6, exp=1, rcp=1, memory=3) + _LOOP) * sums
     rows = a["out_dim"] * (2 if swiglu else 1)
@@ -211,18 +216,21 @@ def _matmul(d: Dispatch) -> Work:
     out = a["tokens"] * a["out_dim"] * (_HALF if swiglu else _FLOAT) * (2 if a["accumulate"] else 1)
     staged = 2 * tile * 32 * _HALF  # bytes of a step, stored once by the group
     loaded = 4 * 4 * 2 * blocks * _BLOCK * _HALF  # and loaded by its four simdgroups
-    fetched = steps * tile * (4 * item_bytes + 32 * _HALF)
+    fetched = parts * steps * tile * (4 * item_bytes + 32 * _HALF)
+    sums_moved = 2 * parts * tile * tile * _FLOAT if split else 0
+    buffers, staged_row = 1 if split else 2, 32 if tensors else 40  # halves, padded for simdgroup_matrix
     return _work(
         d,
         ops=ops,
         trips=steps + 1,
-        local_trips=(2 if tensors else 5) * steps,  # a barrier, and the operands: of 8 columns at a time
+        # A barrier, or two, and the operands: of 8 columns at a time. Then the sums of parts.
+        local_trips=(2 if tensors else 6 if split else 5) * steps + (3 if split else 0),
         covered=True,
         dram=weights,
         cached=x + out,
         fetched=weights * d.grid[1] + x * d.grid[0] + out,
-        core=d.groups * (steps * (staged + loaded) + fetched) + out,
-        threadgroup_bytes=2 * 2 * tile * (32 if tensors else 40) * _HALF,  # padded for simdgroup_matrix
+        core=d.groups * (parts * steps * (staged + loaded) + sums_moved + fetched) + out,
+        threadgroup_bytes=parts * buffers * 2 * tile * staged_row * _HALF,
     )
 
 
@@ -243,8 +251,8 @@ def _rmsnorm(d: Dispatch) -> Work:
     rounds = ceil(d.args["dim"] / 4 / d.threads)
     tokens = d.groups
     row = d.args["dim"] * _FLOAT
-    if not d.args["has_weight"]:  # each row is copied, in another type
-        moved = tokens * row * 3 / 2
+    if not d.args["has_weight"]:  # each row is copied, to a matmul in another type
+        moved = tokens * row * (3 / 2 if d.kernel.endswith("f16") else 2)
         return _work(d, ops=(Ops(alu=2, memory=2) + _LOOP) * rounds, trips=rounds, cached=moved)
     out = row // 2 if d.kernel.endswith("f16") else row * (2 if d.kernel.endswith("add") else 1)
     simdgroups = d.threads // SIMD
