@@ -97,9 +97,9 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
 }
 
 void update(Best& best, const float* values, int n, int index) {
-  bool candidate = false;
-  for (int i = 0; i < n; ++i) candidate |= !(values[i] < best.value);
-  if (!candidate && best.index >= 0) return;
+  unsigned candidates = 0;  // as wide as a float, so that compilers make vectors of the loop
+  for (int i = 0; i < n; ++i) candidates |= unsigned(!(values[i] < best.value));
+  if (candidates == 0 && best.index >= 0) return;
   for (int i = 0; i < n; ++i) {
     if (std::isnan(values[i])) continue;
     const bool better =
