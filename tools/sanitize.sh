@@ -24,6 +24,7 @@ shift
 # The longest come first, so that no core is idle at the end. The rest is about Python, or about what sanitizers leave out.
 mapfile -t files < <(printf '%s\n' tests/metal_engine/test_metal_engine.py \
   tests/test_{session,engine,cpu_kernels,state}.py \
+  tests/test_{speculation,batch,scheduler,q8_cache,concurrency,allocation_faults}.py \
   tests/metal_engine/test_*.py \
   emulator/tests/test_{language,algorithms,buffer_ends,hazards,metal_objects,metal_validation,objective_c}.py |
   awk '!seen[$0]++')
