@@ -23,7 +23,9 @@ concept UnpacksBlocks = requires {
 
 // Up to as many tokens do not pay for what unpacking stores and loads.
 template <class S>
-constexpr int kFewTokens = 2 * S::kUnpackedTokens;
+constexpr int kFewTokens = 0;
+template <UnpacksBlocks S>
+constexpr int kFewTokens<S> = 2 * S::kUnpackedTokens;
 
 // Vectors [v, v + kRows) of a block's rows: codes of four columns a step, scales and minima in float32.
 template <class S, class Block>
