@@ -168,7 +168,7 @@ class Cursor:
 
     def _skip_strings(self, count: int, what: str) -> None:
         # A vocabulary has 10^5 strings: in Python the loop was most of the time that opening a file took.
-        index, pos = _core.skip_strings(self.data, self.pos, count)
+        index, pos = _core.skip_strings(np.frombuffer(self.data, np.uint8), self.pos, count)
         if index < count and self.size - pos < MIN_STRING_BYTES:
             raise self.error(f"truncated: string {index} of {count} in {what} at byte {pos}")
         if index < count:
