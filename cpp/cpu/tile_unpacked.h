@@ -64,7 +64,6 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
                                                              std::size_t stride) {
   constexpr int kRows = S::kUnpackedRows, kSums = kBlockSums<Block>, kSteps = 8 / kSums;
   constexpr bool kHalfwords = Block::kBits == 4 && SumsHalfwords<S>;
-  const auto& q = x.q[token];
   const ActivationTile::Terms* terms = x.terms + token;
 #pragma GCC unroll 2
   for (int h = 0; h < kSums; ++h) {
@@ -83,7 +82,7 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
       for (int r = 0; r < kRows; ++r) codes[r] = S::in_register(block.codes[step][r]);
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; ++t) {
-        const I value = S::broadcast4(q + t * kBlockCols + 4 * step);
+        const I value = S::broadcast4(x.q[token + t] + 4 * step);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           if constexpr (kHalfwords)
