@@ -178,6 +178,26 @@ def llama_types() -> dict[str, int]:
     }
 
 
+def chosen_types(only: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of the types that are named, or of all in the order of their numbers.
+
+    Raises
+    ------
+    SystemExit
+        A name is none of them.
+    """
+    types = llama_types()
+    if unknown := [name for name in only if name not in types]:
+        raise SystemExit(f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(types))}")
+    return {name: types[name] for name in only or sorted(types, key=lambda name: types[name])}
+
+
+def print_header(cells: Sequence[str]) -> None:
+    """Print the first two lines of a table."""
+    print("|", " | ".join(cells), "|")
+    print("|", " | ".join("---" for _ in cells), "|", flush=True)
+
+
 def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], length: int = 512) -> None:
     """Print what each type that llama.cpp makes of a model, or some of them, makes of a text.
 
@@ -189,20 +209,9 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
         cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
     print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
     correlation = "correlation with f32, median and lowest"
-    header = [
-        "type",
-        "MiB",
-        "metal_prefill, int8",
-        "llama.cpp",
-        "metal_prefill, f32",
-        correlation,
-        "of llama.cpp",
-    ]
-    print("|", " | ".join(header), "|")
-    print("|", " | ".join("---" for _ in header), "|", flush=True)
-    types = llama_types()
-    if unknown := [name for name in only if name not in types]:
-        raise SystemExit(f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(types))}")
+    engines = ["metal_prefill, int8", "llama.cpp", "metal_prefill, f32"]
+    types = chosen_types(only)
+    print_header(["type", "MiB", *engines, correlation, "of llama.cpp"])
 
     def of_llama(path: Path) -> Callable[[Sequence[int]], Scores]:
         def score(window: Sequence[int]) -> Scores:
@@ -211,10 +220,10 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
 
         return score
 
-    for name in sorted(only or types, key=lambda name: types[name]):
+    for name, ftype in sorted(types.items(), key=lambda item: item[1]):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            if not quantized(source, types[name], path):
+            if not quantized(source, ftype, path):
                 continue
             cells = [name, f"{path.stat().st_size / 2**20:.0f}"]
             for compute in ("int8", "llama", "f32"):

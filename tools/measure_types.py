@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import llama_cpp
-from compare_accuracy import LOG_CALLBACK, llama_types, quantized
+from compare_accuracy import LOG_CALLBACK, chosen_types, print_header, quantized
 
 from metal_prefill import Model, bench, synth
 from metal_prefill._bench.summary import Spread
@@ -88,13 +88,8 @@ def writer(arguments: argparse.Namespace) -> tuple[list[str], Callable[[str, Pat
 
         return arguments.types or list(synth.TENSOR_TYPES), synthesized
     source = packaged_model(arguments.model) or Path(arguments.model)
-    numbers = llama_types()
-    if unknown := [name for name in arguments.types or [] if name not in numbers]:
-        raise SystemExit(
-            f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(numbers))}"
-        )
-    names = arguments.types or sorted(numbers, key=lambda name: numbers[name])
-    return names, lambda name, path: quantized(source, numbers[name], path)
+    numbers = chosen_types(arguments.types or [])
+    return list(numbers), lambda name, path: quantized(source, numbers[name], path)
 
 
 def main() -> None:
@@ -116,8 +111,7 @@ def main() -> None:
     names, write = writer(arguments)
     tests = [*(f"pp{n}" for n in arguments.prompts), *([f"tg{arguments.tokens}"] if arguments.tokens else [])]
     header = ["type", "MiB", "packed", *tests, "load", "peak MiB", "limit", "degraded samples"]
-    print("|", " | ".join(header), "|")
-    print("|", " | ".join("---" for _ in header), "|", flush=True)
+    print_header(header)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "prefetch.h"
+
 namespace metal_prefill::cpu {
 
 KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, bool poison)
@@ -58,11 +60,9 @@ std::pair<std::size_t, std::size_t> KvPages::bytes_of_first(int positions) const
 }
 
 void KvPages::fetch(const std::byte* page, int layer, int head, int positions) const {
-  constexpr std::size_t kLine = 64;
   const auto [keys, values] = bytes_of_first(positions);
-  const std::byte *k = page + this->keys(layer, head), *v = page + this->values(layer, head);
-  for (std::size_t at = 0; at < keys; at += kLine) __builtin_prefetch(k + at, 0, 2);
-  for (std::size_t at = 0; at < values; at += kLine) __builtin_prefetch(v + at, 0, 2);
+  prefetch<CacheLevel::kL2>(page + this->keys(layer, head), keys);
+  prefetch<CacheLevel::kL2>(page + this->values(layer, head), values);
 }
 
 void KvPages::taken(PageId page) {

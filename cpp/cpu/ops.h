@@ -76,8 +76,6 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
 void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int group, const Int8Rows& x,
                      int first, int count, float* out, std::size_t stride, std::byte* scratch);
 
-struct AttentionStep;
-
 // One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`.
 struct Product {
   const Linear& weight;
@@ -85,19 +83,8 @@ struct Product {
   const Tensor* bias = nullptr;
   bool add = false;
 };
-// Attention's share of the cache, asked for while products are computed: those need little of the memory's
-// speed, and attention would wait for it.
-class CacheFetch {
- public:
-  CacheFetch(const AttentionStep& step, std::span<const QueryTile> tiles) : step_(step), tiles_(tiles) {}
-  // The `part`-th of `parts` of it. Shares of threads are those of attention.
-  void part(int part, int parts) const;
-
- private:
-  const AttentionStep& step_;
-  const std::span<const QueryTile> tiles_;
-};
-
+class CacheFetch;
+// `fetch` is asked for meanwhile, where it is given.
 void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows,
               const CacheFetch* fetch = nullptr);
 // h = activation(gate * x) * (up * x), in the forms that h asks for.
@@ -136,6 +123,18 @@ struct AttentionStep {
   int layer;
   const float* rotations;  // the layer's rotation table; null where the layer does not rotate
   FloatRows q, k, v;
+};
+// Attention's share of the cache, asked for while products are computed: those need little of the memory's
+// speed, and attention would wait for it.
+class CacheFetch {
+ public:
+  CacheFetch(const AttentionStep& step, std::span<const QueryTile> tiles) : step_(step), tiles_(tiles) {}
+  // The `part`-th of `parts` of it. Shares of threads are those of attention.
+  void part(int part, int parts) const;
+
+ private:
+  const AttentionStep& step_;
+  const std::span<const QueryTile> tiles_;
 };
 // Norms and rotates keys and stores them, and values, in the pages.
 void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows,

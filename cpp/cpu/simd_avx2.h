@@ -92,7 +92,7 @@ struct Simd {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
   }
   // 32 values within -128..127, and the sums of the first 16 and of the others.
-  static void store_block(std::int8_t* p, const I (&a)[4], std::int32_t (&sums)[2]) {
+  static void store_block(std::int8_t* p, const I (&a)[4], std::uint32_t (&sums)[2]) {
     // Packing takes halves of vectors in turns: four bytes each of a[0] to a[3] in either half.
     const __m256i words[2] = {_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3])};
     const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]),
@@ -102,8 +102,8 @@ struct Simd {
     __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     fours = _mm256_add_epi32(fours, _mm256_unpackhi_epi64(fours, fours));
     fours = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 1));
-    sums[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(fours));
-    sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(fours, 1));
+    sums[0] = std::uint32_t(_mm_cvtsi128_si32(_mm256_castsi256_si128(fours)));
+    sums[1] = std::uint32_t(_mm_cvtsi128_si32(_mm256_extracti128_si256(fours, 1)));
   }
   static void store_low_bytes(std::int8_t* p, I a) {  // the lowest byte of each lane
     const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(255));

@@ -13,13 +13,6 @@
 namespace metal_prefill::cpu {
 namespace {
 
-inline F load_element(const float* p) {
-  return Simd::load(p);
-}
-inline F load_element(const std::uint16_t* p) {
-  return Simd::load_half(p);
-}
-
 // The positions that a token sees. Neither end goes back from one token to the next.
 struct Sight {
   int begin, end;
@@ -61,7 +54,7 @@ void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kR
     for (int d = 0; d < head.key_dim; ++d) {
       F k[kVectors];
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) k[v] = load_element(column[v] + std::size_t(d) * kKeyBlock);
+      for (int v = 0; v < kVectors; ++v) k[v] = load_floats(column[v] + std::size_t(d) * kKeyBlock);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const F q = Simd::set(tile.q[r][d]);
@@ -128,7 +121,7 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
   for (int i = 0; i < n; ++i, row += stride) {
     F value[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) value[v] = load_element(row + v * Simd::kLanes);
+    for (int v = 0; v < kVectors; ++v) value[v] = load_floats(row + v * Simd::kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const F weight = Simd::set(tile.p[r][i]);
@@ -215,13 +208,12 @@ struct WidenedSpan {
 
 // Asks for the keys, or the values, of a span. They are one stretch of memory, but the next ones are
 // elsewhere, where the processor does not look by itself.
-inline void prefetch_span(const void* from, KvLayout layout, int dim, int stride) {
+inline void prefetch_elements(const void* from, KvLayout layout, int dim, int stride) {
   const std::size_t elements = std::size_t(kKeySpan) * std::size_t(stride);
   const std::size_t bytes = layout == KvLayout::kQ8      ? q8_scale(dim, dim / kBlockCols, 0)
                             : layout == KvLayout::kFloat ? elements * sizeof(float)
                                                          : elements * sizeof(std::uint16_t);
-  for (std::size_t line = 0; line < bytes; line += 64)
-    __builtin_prefetch(static_cast<const std::byte*>(from) + line);
+  prefetch<CacheLevel::kL1>(from, bytes);
 }
 
 // kTiles tiles of kRows query rows, from `row` on, go through the keys together.
@@ -241,14 +233,14 @@ void attention_tiles(const AttentionHead& head, int row) {
       return left < kKeySpan ? left : kKeySpan;
     };
     const bool fetch = kTiles == 1 && (span + 1) * kKeySpan < end;  // few rows are done before memory is
-    if (fetch) prefetch_span(head.keys_of(span + 1), head.layout, head.key_dim, head.key_stride);
+    if (fetch) prefetch_elements(head.keys_of(span + 1), head.layout, head.key_dim, head.key_stride);
     const auto keys = elements.keys(head, span);
     for (Tile& tile : tiles) {
       if (!sees(tile)) continue;
       score_span(head, keys, tile);
       softmax_span<kRows>(span, tile);
     }
-    if (fetch) prefetch_span(head.values_of(span + 1), head.layout, head.value_dim, head.value_stride);
+    if (fetch) prefetch_elements(head.values_of(span + 1), head.layout, head.value_dim, head.value_stride);
     const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
     for (Tile& tile : tiles)
       if (sees(tile)) value_span(head, values, seen(tile), tile);

@@ -6,16 +6,6 @@
 namespace metal_prefill::cpu {
 namespace {
 
-inline F load_floats(const float* p) {
-  return Simd::load(p);
-}
-inline F load_floats(const std::uint16_t* p) {
-  return Simd::load_half(p);
-}
-inline F load_floats(const Bfloat16* p) {
-  return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
-}
-
 // Sets without a product that sums four bytes in 32 bits may sum a whole block of 4-bit codes in 16.
 template <class S>
 concept SumsHalfwords = requires(typename S::I a) {

@@ -8,10 +8,6 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Prefetching brings lines into the L2 cache. More lines than a core waits for at a time would hold up its
-// loads where they should come into L1: with that, 3 to 8 tokens of Q8_0 took twice the time on Zen 4.
-constexpr int kSecondLevel = 2;
-
 // Every `every`-th block of a group, from `begin` on; none where `every` is 0.
 struct Fetch {
   int begin = 0, every = 0;
@@ -41,10 +37,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
   for (int b = 0; b < n_blocks; ++b, ++block, ++x) {
     if (b == next_fetch) {
       next_fetch += fetch.every;
-      const auto* next = reinterpret_cast<const std::byte*>(block + n_blocks);
-#pragma GCC unroll 20
-      for (std::size_t line = 0; line < sizeof(Block); line += 64)
-        __builtin_prefetch(next + line, 0, kSecondLevel);
+      prefetch<CacheLevel::kL2, sizeof(Block)>(block + n_blocks);
     }
     const auto row_codes = [&](int step, int r) __attribute__((always_inline)) {
       const int row = lane + r * Simd::kLanes;

@@ -20,10 +20,8 @@ constexpr std::size_t kFetchAhead = 8192;
 // stream gets.
 template <class Block>
 inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
-  constexpr int kLines = int(ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans));
-  const auto* next = reinterpret_cast<const std::byte*>(block) + ahead + span * kLines * 64;
-#pragma GCC unroll 20
-  for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + line * 64, 0, 2);
+  constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans) * 64;
+  prefetch<CacheLevel::kL2, kBytes>(reinterpret_cast<const std::byte*>(block) + ahead + span * kBytes);
 }
 
 template <class Block>

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels.h"
+#include "prefetch.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -22,6 +23,16 @@ inline __attribute__((always_inline)) void unrolled(Body&& body) {
   [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
     (body(std::integral_constant<int, i>()), ...);
   }(std::make_integer_sequence<int, kCount>());
+}
+
+inline F load_floats(const float* p) {
+  return Simd::load(p);
+}
+inline F load_floats(const std::uint16_t* p) {
+  return Simd::load_half(p);
+}
+inline F load_floats(const Bfloat16* p) {
+  return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
 }
 
 // Zeros after the last full vector take part where a row is not a multiple of the lanes.
@@ -84,7 +95,7 @@ inline void put_scale(float scale, std::uint32_t first_half, std::uint32_t secon
 
 // Sets with vectors of eight store a block at once, and sum its halves as bytes.
 template <class S>
-concept StoresBlocks = requires(std::int8_t* p, const typename S::I (&a)[4], std::int32_t (&sums)[2]) {
+concept StoresBlocks = requires(std::int8_t* p, const typename S::I (&a)[4], std::uint32_t (&sums)[2]) {
   S::store_block(p, a, sums);
 };
 
@@ -103,17 +114,16 @@ inline void quantize_block(const float* x, int token, ActivationTile& out) {
   const F inverse = S::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
   I rounded[kVectors];
   for (int i = 0; i < kVectors; ++i) rounded[i] = S::round(S::mul(v[i], inverse));
-  std::int32_t half_sum[2] = {0, 0};
+  std::uint32_t half_sum[2] = {0, 0};
   if constexpr (StoresBlocks<S>) {
     S::store_block(out.q[token], rounded, half_sum);
   } else {
     for (int i = 0; i < kVectors; ++i) {
       S::store_int8(out.q[token] + i * S::kLanes, rounded[i]);
-      std::int32_t& sum = half_sum[i * 2 / kVectors];
-      sum = std::int32_t(std::uint32_t(sum) + std::uint32_t(S::reduce_add(rounded[i])));
+      half_sum[i * 2 / kVectors] += std::uint32_t(S::reduce_add(rounded[i]));
     }
   }
-  put_scale(magnitude / 127.0f, std::uint32_t(half_sum[0]), std::uint32_t(half_sum[1]), token, out);
+  put_scale(magnitude / 127.0f, half_sum[0], half_sum[1], token, out);
 }
 
 // Sets with vectors of sixteen may reduce four of them at once.

@@ -133,10 +133,7 @@ void unpacked_blocks(const Block* blocks, int n_blocks, const Int8Rows& x, int f
       for (int r = 0; r < kRows; ++r)
         S::store(first_out + std::size_t(t) * stride + r * S::kLanes, S::set(0));
     for (int b = 0; b < n_blocks; ++b) {
-      if (b % kPasses == pass) {
-        const auto* next = reinterpret_cast<const std::byte*>(blocks + b + n_blocks);
-        for (std::size_t line = 0; line < sizeof(Block); line += 64) __builtin_prefetch(next + line);
-      }
+      if (b % kPasses == pass) prefetch<CacheLevel::kL1>(blocks + b + n_blocks, sizeof(Block));
       const UnpackedBlock<S, Block> block(blocks[b], v);
       for (int t = 0; t < count;) {
         const ActivationTile& tile = x.tile(first + t)[b];

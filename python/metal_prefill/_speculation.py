@@ -73,15 +73,15 @@ class RowCost:
         key = _bucket(rows)
         if key in self._seconds or not self._seconds:
             return self._seconds.get(key, float(rows))
-        known = sorted(self._seconds.copy().items())  # other threads note their passes
-        below = next((each for each in reversed(known) if each[0] < key), None)
-        above = next((each for each in known if each[0] > key), None)
+        known = self._seconds.copy()  # other threads note their passes
+        below = max((rows for rows in known if rows < key), default=None)
+        above = min((rows for rows in known if rows > key), default=None)
         if below is not None and above is not None:
-            share = (key - below[0]) / (above[0] - below[0])
-            return below[1] + share * (above[1] - below[1])
-        nearest, seconds = below or above or known[0]
-        one = self._seconds.get(1, seconds / (1 + _ROW_SHARE * (nearest - 1)))
-        return max(seconds + _ROW_SHARE * one * (key - nearest), one)
+            share = (key - below) / (above - below)
+            return known[below] + share * (known[above] - known[below])
+        nearest = max(known) if above is None else min(known)
+        one = known.get(1, known[nearest] / (1 + _ROW_SHARE * (nearest - 1)))
+        return max(known[nearest] + _ROW_SHARE * one * (key - nearest), one)
 
 
 def time_of_pass(session: _core.Session, seconds: float, sent: bool) -> float:
