@@ -214,6 +214,38 @@ def test_numbers_of_answers_and_beams_have_limits(demo_path: Path, number: int) 
                 call()
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"temperature": "1"}, TypeError, "temperature must be a number, got str"),
+        ({"temperature": 10**400}, ValueError, "temperature must be finite and not negative, got 1000"),
+        ({"top_k": 1.5}, TypeError, "top_k must be an integer, got float"),
+        ({"top_p": None}, TypeError, "top_p must be a number, got NoneType"),
+        ({"repeat_penalty": 10**400}, ValueError, "repeat_penalty must be positive and finite, got 1000"),
+        ({"presence_penalty": [1]}, TypeError, "presence_penalty must be a number, got list"),
+        ({"logit_bias": [1]}, TypeError, "logit_bias must be a mapping of token ids to numbers, got list"),
+        ({"logit_bias": {1: "2"}}, TypeError, "logit_bias of token 1 must be a number, got str"),
+        ({"logit_bias": {1.5: 2}}, TypeError, "a token id of logit_bias must be an integer, got float"),
+        ({"logit_bias": {1024: 2}}, ValueError, "token id 1024 is outside the vocabulary of 1024"),
+        ({"seed": "3", "temperature": 1}, TypeError, "seed must be an integer, got str"),
+        ({"stop": 5.5}, TypeError, "stop must be a str, a token id or a sequence of them, got float"),
+        ({"stop": [5.5]}, TypeError, "a token id must be an integer, got float"),
+    ],
+)
+def test_options_of_a_text_are_named(
+    demo_path: Path, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with Model(demo_path, device="cpu") as model, pytest.raises(error, match=f"^{said}"):
+        next(model.generate("a", 2, **options))
+
+
+def test_more_tokens_than_the_context_has_may_be_asked_for(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, model.session(max_context=16) as session:
+        pieces = list(session.stream("ROMEO:", 10**30, min_tokens=10**30))
+        assert pieces[-1].finish_reason == "context"
+        assert session.position == 16
+
+
 @pytest.mark.parametrize("text", [5, b"a", None, ["a"]], ids=lambda text: type(text).__name__)
 def test_what_is_no_text_is_named(demo_path: Path, text: Any) -> None:
     with (

@@ -264,6 +264,22 @@ def errors_know_nothing_of_the_package(sources: Sources) -> list[str]:
     ]
 
 
+def locks_survive_a_fork(sources: Sources) -> list[str]:
+    """Each lock of what a forked process may use has a `ForkHandler`; a child touches nothing of Metal's."""
+    lock = re.compile(r"std::(?:recursive_|shared_)?mutex\s+\w+;")
+    handler = re.compile(r"ForkHandler fork_handler_|void before_fork\(\)")
+    return [
+        f"{path} has a lock without a ForkHandler"
+        for path, text in sources.items()
+        if path.startswith("cpp/") and not path.startswith(("cpp/metal/", "cpp/fork_handler"))
+        if len(lock.findall(text)) > len(handler.findall(text))
+    ] + [
+        f"{path} holds a lock of Python 3.11 while it computes an attribute"
+        for path, text in sources.items()
+        if path.startswith("python/") and re.search(r"functools.*\bcached_property\b(?!`)", text)
+    ]
+
+
 # For each rule, lines that it must find where they are added to a file.
 PLANTED: dict[Rule, list[tuple[str, str]]] = {
     the_engines_do_not_know_each_other: [
@@ -315,6 +331,11 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     the_package_does_not_control_the_emulator: [
         ("python/metal_prefill/_trace.py", "_core.emulator.set_history_depth(1)"),
         ("python/metal_prefill/_trace.py", '_emulator = getattr(_core, "emulator", None)'),
+    ],
+    locks_survive_a_fork: [
+        ("cpp/cpu/kv_pages.h", "mutable std::mutex mutex_;"),
+        ("cpp/lookup.h", "std::mutex mutex_;"),
+        ("python/metal_prefill/model.py", "from functools import cached_property"),
     ],
     errors_know_nothing_of_the_package: [
         ("python/metal_prefill/errors.py", "from metal_prefill import _core"),

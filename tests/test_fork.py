@@ -10,12 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.forked import HANGS, in_child
+from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill import ForkError, Model
+from metal_prefill._cached_property import cached_property
+from metal_prefill._vocabulary import Vocabulary
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
@@ -197,6 +201,49 @@ def test_a_child_generates_though_the_engine_loop_ran_in_its_parent(model: Model
     answers.append(in_child(lambda: asyncio.run(text(8))))
     assert answers[-1] == expected
     assert all(a == expected or a.startswith("ForkError: ") for a in answers), answers
+
+
+def test_a_fork_while_another_thread_prepares_the_tokenizer(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child prepares it, too: it does not wait for a thread that it does not have."""
+    expected = model.tokenizer.encode("ROMEO:")
+    prepared, begun, end = Vocabulary.segmenter, threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def slowly(*arguments: Any) -> Segmenter:
+        if os.getpid() == parent:
+            begun.set()
+            end.wait(HANGS)
+        return prepared(*arguments)
+
+    monkeypatch.setattr(Vocabulary, "segmenter", slowly)
+    with Model(model.path, device="cpu", threads=1) as other:
+        thread = threading.Thread(target=other.tokenizer.encode, args=("JULIET:",))
+        thread.start()
+        begun.wait(HANGS)
+        answer = in_child(lambda: other.tokenizer.encode("ROMEO:"), hangs=20)
+        end.set()
+        thread.join()
+        assert answer == str(expected)
+
+
+def test_threads_that_compute_an_attribute_at_once_get_the_same_one() -> None:
+    class Both:
+        at_once = threading.Barrier(2)
+
+        @cached_property
+        def value(self) -> object:
+            self.at_once.wait(HANGS)
+            return object()
+
+    both, found = Both(), list[object]()
+    threads = [threading.Thread(target=lambda: found.append(both.value)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [both.value, both.value]
 
 
 EXITING_CHILD = """

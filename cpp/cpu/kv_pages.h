@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../engine.h"
+#include "../fork_handler.h"
 #include "../pages.h"
 #include "buffer.h"
 #include "kernels.h"
@@ -79,6 +80,7 @@ class KvPages final : public PageStore {
   mutable std::mutex mutex_;
   std::vector<Buffer> slabs_;
   std::vector<std::byte*> pages_;
+  const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 
 }  // namespace metal_prefill::cpu

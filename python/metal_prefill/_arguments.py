@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,6 +44,22 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
             limit = f"must be at least {least}" if least else "must not be negative"
         raise ValueError(f"{name} {limit}, got {number}")
     return number
+
+
+def number(name: str, value: object) -> float:
+    """Check a real number; one that is too large for a float is infinite.
+
+    Raises
+    ------
+    TypeError
+        It is not a number.
+    """
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # all of them compare
 
 
 def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:

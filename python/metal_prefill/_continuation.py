@@ -91,7 +91,13 @@ def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple
     TypeError
         If something is neither a string nor an integer.
     """
-    stops = [stop] if isinstance(stop, (str, int, np.integer)) else list(stop)
+    if isinstance(stop, (str, int, np.integer)):
+        stop = [stop]
+    try:
+        stops = list(stop)
+    except TypeError:
+        kind = type(stop).__name__
+        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}") from None
     strings = [s for s in stops if isinstance(s, str)]
     if any(not s for s in strings):
         raise ValueError("a stop string is empty")
@@ -115,7 +121,13 @@ class StopFilter:
             ready, self._pending = self._pending[: min(found)], ""
             return ready
         held = max(
-            (n for s in self._stops for n in range(1, len(s)) if self._pending.endswith(s[:n])), default=0
+            (
+                n
+                for s in self._stops
+                for n in range(1, min(len(s), len(self._pending) + 1))
+                if self._pending.endswith(s[:n])
+            ),
+            default=0,
         )
         ready = self._pending[: len(self._pending) - held]
         self._pending = self._pending[len(ready) :]
@@ -218,10 +230,12 @@ class Continuation:
         **how: Unpack[SamplingOptions],
     ) -> None:
         strings, stop_ids = split_stops(stop, vocab_size)
-        bias = how.get("logit_bias") or {}
-        how["logit_bias"] = {token_id(token, vocab_size): value for token, value in bias.items()}
+        if how.get("logit_bias") is None:
+            how.pop("logit_bias", None)
         options = sampling.Options(**how)
-        min_tokens = integer("min_tokens", min_tokens, 0)
+        for token in options.logit_bias:
+            token_id(token, vocab_size)
+        min_tokens = min(integer("min_tokens", min_tokens, 0), context)
         if logprobs is not None:
             logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
         if prompt_logprobs and logprobs is None:

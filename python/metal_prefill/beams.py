@@ -7,6 +7,7 @@ one pass, and forks that share the pages of what they begin with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from metal_prefill import _core, sampling
-from metal_prefill._arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
+from metal_prefill._arguments import MOST_ANSWERS, TokenIds, integer, length_of, number, token_array
 from metal_prefill._continuation import FinishReason, StopFilter, split_stops
 from metal_prefill.errors import ContextOverflowError
 
@@ -219,7 +220,7 @@ def generate_beams(
     num_beams = integer("num_beams", num_beams, 1, MOST_ANSWERS)
     if early_stopping not in (True, False, "never"):
         raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
-    if not np.isfinite(length_penalty):
+    if not math.isfinite(number("length_penalty", length_penalty)):
         raise ValueError(f"length_penalty must be finite, got {length_penalty}")
     vocab_size, context = model.config.vocab_size, model.max_context
     strings, stops = split_stops(stop, vocab_size)

@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,6 +21,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from metal_prefill._cached_property import cached_property
 from metal_prefill._template_budget import TemplateLimitError
 from metal_prefill._template_limits import MAX_SOURCE, LimitedEnvironment, render
 from metal_prefill.errors import ChatTemplateError

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ from metal_prefill import _core, _pack_cache, _state
 from metal_prefill._arguments import MAX_INTEGER, MOST_ANSWERS, integer, one_of
 from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
 from metal_prefill._cache_folder import pipeline_folder, remove_old_pipelines
+from metal_prefill._cached_property import cached_property
 from metal_prefill._checks import first_contact
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model

@@ -13,7 +13,6 @@ may decide differently, each always in the same way.
 from __future__ import annotations
 
 import math
-import operator
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
+from metal_prefill._arguments import integer, number
 
 Ids: TypeAlias = npt.NDArray[np.intp]
 Scores: TypeAlias = npt.NDArray[np.float64]
@@ -64,7 +64,7 @@ class Options:
     ValueError
         If an option is out of range.
     TypeError
-        If `top_k` or an id of `logit_bias` is not an integer.
+        If an option is not a number, `top_k` or an id of `logit_bias` not an integer.
     """
 
     temperature: float = 0.0
@@ -78,25 +78,28 @@ class Options:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= number("temperature", self.temperature) < math.inf:
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
-        if operator.index(self.top_k) < 0:
-            raise ValueError(f"top_k must not be negative, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
+        integer("top_k", self.top_k, 0)
+        if not 0 < number("top_p", self.top_p) <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
+        if not 0 <= number("min_p", self.min_p) <= 1:
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
-        if not 0 < self.repeat_penalty < math.inf:
+        if not 0 < number("repeat_penalty", self.repeat_penalty) < math.inf:
             raise ValueError(f"repeat_penalty must be positive and finite, got {self.repeat_penalty}")
-        if not 0 < self.typical_p <= 1:
+        if not 0 < number("typical_p", self.typical_p) <= 1:
             raise ValueError(f"typical_p must be above 0 and at most 1, got {self.typical_p}")
         for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name)):
+            if not math.isfinite(number(name, getattr(self, name))):
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        if not isinstance(self.logit_bias, Mapping):
+            kind = type(self.logit_bias).__name__
+            raise TypeError(f"logit_bias must be a mapping of token ids to numbers, got {kind}")
         for token, bias in self.logit_bias.items():
-            if operator.index(token) < 0 or token > _LARGEST_ID:
+            if not 0 <= integer("a token id of logit_bias", token) <= _LARGEST_ID:
                 raise ValueError(f"logit_bias names token id {token}, which no vocabulary has")
-            if math.isnan(bias) or bias == math.inf:
+            added = number(f"logit_bias of token {token}", bias)
+            if math.isnan(added) or added == math.inf:
                 raise ValueError(f"logit_bias of token {token} must be finite or -inf, got {bias}")
 
     @property
@@ -125,18 +128,17 @@ def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answ
     core = _core.SamplingOptions()
     core.window = REPEAT_WINDOW
     core.temperature = options.temperature
-    core.top_k = min(operator.index(options.top_k), _LARGEST_ID)
+    core.top_k = min(int(options.top_k), _LARGEST_ID)
     core.typical_p, core.top_p, core.min_p = options.typical_p, options.top_p, options.min_p
     core.repeat_penalty = options.repeat_penalty
     core.frequency_penalty, core.presence_penalty = options.frequency_penalty, options.presence_penalty
-    core.logit_bias = {operator.index(token): float(bias) for token, bias in options.logit_bias.items()}
+    core.logit_bias = {int(token): number("logit_bias", bias) for token, bias in options.logit_bias.items()}
     if seed is None:
         seed = secrets.randbits(64)
-    elif operator.index(seed) < 0:
-        raise ValueError(f"seed must not be negative, got {seed}")
+    seed = integer("seed", seed, 0)
     ids = np.fromiter(recent, dtype=np.int64)
     ids[(ids < 0) | (ids > _LARGEST_ID)] = -1  # as far outside of the vocabulary, and refused when it counts
-    return _core.Sampler(core, operator.index(seed) % 2**64, answer, ids.astype(np.int32))
+    return _core.Sampler(core, seed % 2**64, answer, ids.astype(np.int32))
 
 
 class Sampler:

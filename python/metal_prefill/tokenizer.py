@@ -5,13 +5,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._arguments import token_id as check_token_id
+from metal_prefill._cached_property import cached_property
 from metal_prefill._vocabulary import SPACE, TokenType, Vocabulary
 from metal_prefill.errors import GGUFError
 from metal_prefill.gguf_file import GGUFFile

@@ -10,8 +10,11 @@ from collections.abc import Callable
 HANGS = 60
 
 
-def in_child(work: Callable[[], object]) -> str:
-    """Return what `work` returns in a forked process, or the error that it raises there."""
+def in_child(work: Callable[[], object], hangs: float = HANGS) -> str:
+    """Return what `work` returns in a forked process, or the error that it raises there.
+
+    A child that takes longer than `hangs` seconds is killed.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -22,7 +25,7 @@ def in_child(work: Callable[[], object]) -> str:
         os.write(writing, answer.encode())
         os._exit(0)
     os.close(writing)
-    watchdog = threading.Timer(HANGS, os.kill, (child, signal.SIGKILL))
+    watchdog = threading.Timer(hangs, os.kill, (child, signal.SIGKILL))
     watchdog.start()
     with os.fdopen(reading, "rb") as file:
         answer = file.read().decode()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from gguf import GGMLQuantizationType
 
 from metal_prefill import _core
+from metal_prefill._cached_property import cached_property
 from metal_prefill._dispatches import Dispatch, from_core
 from metal_prefill.architecture import (
     ModelConfig,
