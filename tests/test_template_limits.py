@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ HOSTILE = {
     "method format": "{{ '{:3000000000}'.format(1) }}",
     "argument width of format": "{{ '{:{}}'.format(1, 3000000000) }}",
     "parts of format": "{{ ('{0}' * 99999).format('b' * 999999) }}",
+    "time": "{{ strftime_now('%c' * 999999) }}",
+    "width of a time": "{{ strftime_now('%999999999d') }}",
     "format_map": "{{ '{a:3000000000}'.format_map({'a': 1}) }}",
     "indent": "{{ ('\n' * 99999) | indent(99999) }}",
     "indented JSON": "{{ [[[[[1] * 9999]]]] | tojson(indent=9999999) }}",
@@ -203,6 +206,12 @@ def test_a_message_of_many_megabytes_is_rendered() -> None:
 )
 def test_formatting_works_within_limits(source: str) -> None:
     assert render(source) == "axb"
+
+
+def test_a_time_is_told_within_limits() -> None:
+    now = datetime.now()
+    told = render("{{ strftime_now('Today is %d %b %Y, and not in 1999%%100') }}")
+    assert told in [f"{t:Today is %d %b %Y, and not in 1999%%100}" for t in (now, datetime.now())]
 
 
 def test_the_attributes_of_loops_work() -> None:

@@ -36,6 +36,8 @@ PLAIN_TEMPLATE = r"""{{ bos_token if add_bos else '' -}}
 PLAIN_STOP = "\n\n"  # ends an answer under the plain template
 
 _ROLE = re.compile(r"[\w-]+")
+_MAX_TIME_FORMAT = 1000  # characters
+_WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d{3}")
 _MARKERS = range(0xF0000, 0xFFFFE)  # private use: no character that anybody writes
 
 
@@ -54,6 +56,11 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    # C libraries fill to any width that stands in a format, and Python gives them 256 times its length.
+    if len(format) > _MAX_TIME_FORMAT or _WIDTH.search(format):
+        raise TemplateLimitError(
+            f"a format of strftime_now has more than {_MAX_TIME_FORMAT} characters, or a width of 3 digits"
+        )
     return datetime.now().strftime(format)
 
 
