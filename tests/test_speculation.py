@@ -361,6 +361,10 @@ def test_a_pass_never_costs_less_than_one_of_one_row() -> None:
     cost.note(1, 7.9)
     cost.note(16, 8.1)
     assert 7.9 < cost.seconds(8) < 8.0
+    delayed = RowCost()
+    delayed.note(1, 5.0)
+    delayed.note(4, 1.0)
+    assert delayed.seconds(6) == 5.0
 
 
 def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
