@@ -95,6 +95,13 @@ def flip_in_header(entry: Path) -> None:
         flip(entry, 100)
 
 
+def give_another_header_its_checksum(entry: Path) -> None:
+    whole = entry.read_bytes()
+    header = _pack_cache._decoded(whole[:HEADER])
+    with time_kept(entry):
+        entry.write_bytes(_pack_cache._encoded({**header, "bytes": [1]}) + whole[HEADER:])
+
+
 def flip_in_a_sample(entry: Path) -> None:
     with time_kept(entry):
         flip(entry, HEADER + 10)
@@ -130,6 +137,7 @@ def write_nonsense(entry: Path) -> None:
 
 DAMAGES: dict[Callable[[Path], None], str] = {
     flip_in_header: "its header is damaged",
+    give_another_header_its_checksum: "its header is damaged",
     flip_in_a_sample: "its contents are damaged",
     cut_in_half: "bytes in place of",
     cut_in_the_header: "its header is damaged",

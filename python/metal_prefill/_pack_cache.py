@@ -44,6 +44,14 @@ LIMIT = 8 << 30  # bytes of all entries, unless METAL_PREFILL_PACK_CACHE_BYTES s
 
 _MAGIC = b"metal_prefill packed weights 1\n\0"
 _HEADER_BYTES = 16384  # whole pages of every system, so that weights lie as in memory of their own
+_HEADER: dict[str, type] = {
+    "identity": dict,
+    "name": str,
+    "bytes": int,
+    "modified": int,
+    "samples": str,
+    "checksum": str,
+}
 _CHECKSUM_BYTES = 32
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _SUFFIX = ".packed"
@@ -279,7 +287,13 @@ def _decoded(header: bytes) -> dict[str, Any]:
     content, checksum = header[:-_CHECKSUM_BYTES], header[-_CHECKSUM_BYTES:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != checksum:
         raise _NotBelieved("its header is damaged")
-    decoded: dict[str, Any] = json.loads(content[len(_MAGIC) :].rstrip(b"\0"))
+    try:
+        decoded: dict[str, Any] = json.loads(content[len(_MAGIC) :].rstrip(b"\0"))
+    except RecursionError:
+        raise _NotBelieved("its header is damaged") from None
+    # A checksum finds accidents; whoever wrote another header can give it one, too.
+    if not isinstance(decoded, dict) or {k: type(v) for k, v in decoded.items()} != _HEADER:
+        raise _NotBelieved("its header is damaged")
     return decoded
 
 

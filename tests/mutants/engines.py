@@ -372,6 +372,20 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/ops.mm",
+        "tiles <= std::size_t(tuning.cores)",
+        "tiles < std::size_t(tuning.cores)",
+        "columns are not split where there are as many tiles as cores",
+        ("tests/metal_engine/test_plan.py", "-k", "as_many_tiles"),
+    ),
+    Mutant(
+        "cpp/metal/ops.mm",
+        "tokens <= kMostSplitTokens",
+        "tokens < kMostSplitTokens",
+        "columns of 64 tokens are not split",
+        ("tests/metal_engine/test_plan.py", "-k", "columns_are_split"),
+    ),
+    Mutant(
+        "cpp/metal/ops.mm",
         "const std::size_t heads = 2 * args.n_kv_heads + (args.skip_queries ? 0 : args.n_heads);",
         "const std::size_t heads = 2 * args.n_kv_heads + args.n_heads;",
         "heads beyond the last are stored where queries are skipped",
