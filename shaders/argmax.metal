@@ -11,11 +11,8 @@ static inline bool better(Candidate a, Candidate b) {
 }
 
 static inline Candidate simd_best(Candidate best) {
-  for (ushort offset = 16; offset > 0; offset /= 2) {
-    const Candidate other = {simd_shuffle_xor(best.value, offset), simd_shuffle_xor(best.index, offset)};
-    if (better(other, best)) best = other;
-  }
-  return best;
+  const float value = simd_max(best.value);
+  return {value, simd_min(best.value == value ? best.index : ARGMAX_NONE)};
 }
 
 // Best of all threads, in every thread. `scratch` holds one candidate for each simdgroup.

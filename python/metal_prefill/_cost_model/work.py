@@ -478,7 +478,7 @@ def _argmax(d: Dispatch) -> Work:
     moved = rows * d.args["n"] * (_FLOAT if first else 8) + d.groups * 8
     return _work(
         d,
-        ops=(Ops(alu=8, memory=1) + _LOOP) * rounds + Ops(alu=40, shuffle=20, memory=3),
+        ops=(Ops(alu=8, memory=1) + _LOOP) * rounds + Ops(alu=24, shuffle=20, memory=3),
         trips=rounds,
         cached=moved,
     )
