@@ -282,32 +282,32 @@ def test_a_call_that_takes_too_long_is_left_alone() -> None:
         within(60, lambda: os.environ["NO_SUCH_VARIABLE"])
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"ETag": None},
-        {"ETag": '""'},
-        {"ETag": '".."'},
-        {"ETag": '"../../outside"'},
-        {"ETag": 'W/"../../outside"'},
-        {"ETag": '"/tmp/outside"'},
-        {"ETag": '"..\\\\..\\\\outside"'},
-        {"X-Linked-ETag": '"../../outside"'},
-        {"X-Repo-Commit": None},
-        {"X-Repo-Commit": "../../../../outside"},
-        {"ETag": '"' + "a" * 300 + '"'},
-    ],
-    ids=lambda h: str(h)[:50],
-)
-def test_headers_that_are_no_names_of_files_are_refused(
-    client: Client, server: Hub, tmp_path: Path, headers: dict[str, str | None]
-) -> None:
-    server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers=headers)
-    (answer,) = client.ask("tiny/hostile:*.gguf")
-    assert "a.gguf of tiny/hostile cannot be downloaded: its " in answer["error"]
+HOSTILE_HEADERS: list[dict[str, str | None]] = [
+    {"ETag": None},
+    {"ETag": '""'},
+    {"ETag": '".."'},
+    {"ETag": '"../../outside"'},
+    {"ETag": 'W/"../../outside"'},
+    {"ETag": '"/tmp/outside"'},
+    {"ETag": '"..\\\\..\\\\outside"'},
+    {"X-Linked-ETag": '"../../outside"'},
+    {"X-Repo-Commit": None},
+    {"X-Repo-Commit": "../../../../outside"},
+    {"ETag": '"' + "a" * 300 + '"'},
+]
+
+
+def test_headers_that_are_no_names_of_files_are_refused(client: Client, server: Hub, tmp_path: Path) -> None:
+    """Each in a repository of its own; one process asks for all of them."""
+    names = [f"tiny/hostile-{n}" for n in range(len(HOSTILE_HEADERS))]
+    for name, headers in zip(names, HOSTILE_HEADERS, strict=True):
+        server.repos[name] = Repo({"a.gguf": b"a"}, headers=headers)
+    answers = client.ask(*(f"{name}:*.gguf" for name in names))
+    for name, headers, answer in zip(names, HOSTILE_HEADERS, answers, strict=True):
+        assert f"a.gguf of {name} cannot be downloaded: its " in answer.get("error", ""), headers
+        assert f"GET /{name}/resolve/main/a.gguf" not in server.requests, headers
     kept = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "CACHEDIR.TAG"]
     assert kept == []
-    assert "GET /tiny/hostile/resolve/main/a.gguf" not in server.requests
 
 
 def test_headers_are_refused_also_where_they_change_meanwhile(server: Hub, tmp_path: Path) -> None:

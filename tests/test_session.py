@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.small_models import SmallModel, with_tensor, write
 
-from metal_prefill import ClosedError, ContextOverflowError, Model, _core
+from metal_prefill import ClosedError, ContextOverflowError, Model, _core, synth
 
 PROMPT = list(range(100, 140))
 
@@ -354,8 +354,10 @@ def resident_bytes() -> int:
     _core.has_emulator and _core.emulator.sanitizer == "address",
     reason="AddressSanitizer keeps freed memory for a while, to see who still uses it",
 )
-def test_close_gives_the_memory_of_a_session_back(demo_path: Path) -> None:
-    with Model(demo_path, device="cpu", kv_dtype="f32") as model:
+def test_close_gives_the_memory_of_a_session_back(tmp_path: Path) -> None:
+    narrow = {"layers": 8, "dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "ffn": 64, "vocab": 288}
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=1024, **narrow)
+    with Model(path, device="cpu", kv_dtype="f32") as model:
         sessions = [model.session() for _ in range(60)]  # a pool keeps what a few need
         for session in sessions:
             session.forward_prompt([1] * 1000)

@@ -237,7 +237,7 @@ def test_ten_thousand_mixed_calls_leave_objects_and_bytes_as_they_were(tmp_path:
         "kv_heads": 1,
         "head_dim": 32,
         "ffn": 32,
-        "vocab": 1024,
+        "vocab": 288,
     }
     model = Model(synth.synthesize(tmp_path / "m.gguf", preset="tiny", **shape), device="metal")
     too_long = prompt(model.config.context_length + 1)
