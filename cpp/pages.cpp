@@ -88,9 +88,10 @@ void PagePool::retain(std::span<const PageId> pages) {
 
 void PagePool::release(std::span<const PageId> pages) {
   const std::scoped_lock lock(mutex_);
-  for (const PageId page : pages) {
+  // The last page first, so that the next text takes them in order: neighbours are read faster.
+  std::for_each(pages.rbegin(), pages.rend(), [&](PageId page) {
     if (--holders_[page] == 0) free_.push_back(page);  // there is room: free_ was reserved for all
-  }
+  });
   while ((free_.size() - n_idle_) * page_bytes_ > kWarmBytes) store_.idle(free_[n_idle_++]);
 }
 

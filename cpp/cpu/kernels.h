@@ -70,19 +70,17 @@ enum class KvLayout {
   kFloat,  // float32: keys [kKeySpan / 16][key_stride][16], values [kKeySpan][value_stride]
   kHalf,   // the same in f16
   // What was rounded to f16, as bfloat16, in pairs of dimensions and of positions: keys
-  // [kKeySpan / 16][key_stride / 2][16][2], values [kKeySpan / 2][value_stride][2].
+  // [key_stride / 2][kKeySpan][2], values [kKeySpan / 2][value_stride][2].
   kPairs,
   // Blocks of Q8_0, of 32 dimensions: their codes, each 128 more than in Q8_0, in fours of dimensions and of
-  // positions, then their scales in f16: keys [kKeySpan / 16][key_dim / 4][16][4], [key_dim / 32][kKeySpan],
+  // positions, then their scales in f16: keys [key_dim / 4][kKeySpan][4], [key_dim / 32][kKeySpan],
   // values [kKeySpan / 4][value_dim][4], [value_dim / 32][kKeySpan].
   kQ8,
 };
-// In kQ8: bytes from the keys to the first four codes of a position, and to those of the next dimensions;
-// from the values to the first code of a position; from either to the scale of a block.
-constexpr std::size_t kQ8KeyStep = 4 * kKeyBlock;
-static constexpr std::size_t q8_key(int dim, int position) {
-  return std::size_t(position / kKeyBlock * kKeyBlock * dim + position % kKeyBlock * 4);
-}
+// In kPairs and kQ8, a lane of a key is two or four dimensions: bytes of a lane, and from there to the lane
+// of the next dimensions. A span is read in the order of memory, which the processor then reads ahead.
+constexpr std::size_t kKeyLane = 4, kKeyLaneStep = kKeyLane * kKeySpan;
+// In kQ8: bytes from the values to the first code of a position; from keys or values to the scale of a block.
 static constexpr std::size_t q8_value(int dim, int position) {
   return std::size_t(position / 4 * 4 * dim + position % 4);
 }

@@ -22,7 +22,8 @@ KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, bool p
       value_stride_(round_up(config.value_dim, kFloatPad)),
       key_bytes_(bytes_of(key_stride_)),
       head_bytes_(key_bytes_ + bytes_of(value_stride_)),
-      page_bytes_(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64)) {}
+      page_bytes_(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64)),
+      group_(std::clamp<std::size_t>(kStretchBytes / head_bytes_, 1, kMostGrouped)) {}
 
 std::size_t KvPages::bytes_of(int stride) const {
   return layout_ == KvLayout::kQ8 ? q8_scale(stride, stride / kBlockCols, 0)
@@ -35,8 +36,13 @@ void KvPages::grow(std::size_t pages) {
   const std::size_t added = pages - pages_.size();
   pages_.reserve(pages);
   slabs_.reserve(slabs_.size() + 1);
-  Buffer slab(added * page_bytes_, "pages of the KV cache");
-  for (std::size_t i = 0; i < added; ++i) pages_.push_back(slab.data() + i * page_bytes_);
+  groups_.reserve(groups_.size() + ceil_div(added, group_));
+  Buffer slab(round_up(added, group_) * page_bytes_, "pages of the KV cache");
+  for (std::size_t i = 0; i < added; ++i) {
+    const std::size_t in_group = i % group_;
+    if (in_group == 0) groups_.push_back({slab.data() + i * page_bytes_, 0});
+    pages_.push_back({groups_.back().data + in_group * head_bytes_, groups_.size() - 1, false});
+  }
   slabs_.push_back(std::move(slab));
 }
 
@@ -55,41 +61,47 @@ void KvPages::copy(PageId from, PageId to, int positions) {
 
 std::pair<std::size_t, std::size_t> KvPages::bytes_of_first(int positions) const {
   const bool q8 = layout_ == KvLayout::kQ8;  // scales follow the codes of all positions
-  return {q8 ? key_bytes_ : key_block(round_up(positions, kKeyBlock)),
+  return {q8 || layout_ == KvLayout::kPairs ? key_bytes_ : key_block(round_up(positions, kKeyBlock)),
           q8 ? head_bytes_ - key_bytes_ : value_row(round_up(positions, 2))};
 }
 
 void KvPages::fetch(const std::byte* page, int layer, int head, int positions) const {
   const auto [keys, values] = bytes_of_first(positions);
-  prefetch<CacheLevel::kL2>(page + this->keys(layer, head), keys);
+  const bool lanes = layout_ == KvLayout::kPairs;  // the first positions are no one stretch
+  const std::size_t step = lanes ? kKeyLaneStep : keys,
+                    used = lanes ? std::size_t(positions) * kKeyLane : keys;
+  for (std::size_t at = 0; at < keys; at += step)
+    prefetch<CacheLevel::kL2>(page + this->keys(layer, head) + at, used);
   prefetch<CacheLevel::kL2>(page + this->values(layer, head), values);
 }
 
 void KvPages::taken(PageId page) {
-  if (!poison_ && key_stride_ == key_dim_) return;
   const std::scoped_lock lock(mutex_);
-  if (poison_) std::memset(pages_[page], 0xff, page_bytes_);  // NaN in all layouts
-  clear_padding(pages_[page]);
+  Page& own = pages_[page];
+  if (!own.taken) ++groups_[own.group].taken;
+  own.taken = true;
+  // Products take the dimensions that fill keys up, too: they must be zero.
+  const std::size_t used = key_stride_ == key_dim_ ? key_bytes_ : std::size_t(key_dim_ / 2) * kKeyLaneStep;
+  if (!poison_ && used == key_bytes_) return;
+  for (int layer = 0; layer < n_layers_; ++layer)
+    for (int head = 0; head < n_heads_; ++head) {
+      std::byte* data = own.data + keys(layer, head);
+      if (poison_) std::memset(data, 0xff, head_bytes_);  // NaN in all layouts
+      std::memset(data + used, 0, key_bytes_ - used);
+    }
 }
 
+// Memory goes back when nobody holds a page of the group: a page has a part of it in each layer.
 void KvPages::idle(PageId page) {
   const std::scoped_lock lock(mutex_);
-  release_pages(pages_[page], page_bytes_);
-}
-
-// Products take the dimensions that fill keys up, too.
-void KvPages::clear_padding(std::byte* page) const {
-  const std::size_t used = std::size_t(key_dim_ / 2 * 2) * kKeyBlock * element();
-  const std::size_t block = key_block(kKeyBlock);
-  if (used >= block) return;
-  for (int layer = 0; layer < n_layers_; ++layer)
-    for (int head = 0; head < n_heads_; ++head)
-      for (int position = 0; position < kPagePositions; position += kKeyBlock)
-        std::memset(page + keys(layer, head) + key_block(position) + used, 0, block - used);
+  Page& own = pages_[page];
+  Group& group = groups_[own.group];
+  if (own.taken && --group.taken == 0) release_pages(group.data, group_ * page_bytes_);
+  own.taken = false;
 }
 
 std::size_t KvPages::keys(int layer, int head) const {
-  return (std::size_t(layer) * std::size_t(n_heads_) + std::size_t(head)) * head_bytes_;
+  return (std::size_t(layer) * std::size_t(n_heads_) + std::size_t(head)) * group_ * head_bytes_;
 }
 
 std::size_t KvPages::values(int layer, int head) const {
@@ -97,6 +109,7 @@ std::size_t KvPages::values(int layer, int head) const {
 }
 
 std::size_t KvPages::key_block(int position) const {
+  if (layout_ == KvLayout::kPairs) return std::size_t(position / kKeyBlock * kKeyBlock) * kKeyLane;
   return std::size_t(position / kKeyBlock * kKeyBlock) * std::size_t(key_stride_) * element();
 }
 
@@ -107,7 +120,7 @@ std::size_t KvPages::value_row(int position) const {
 
 void KvPages::addresses(std::span<const PageId> pages, std::byte** out) const {
   const std::scoped_lock lock(mutex_);
-  for (const PageId page : pages) *out++ = pages_[page];
+  for (const PageId page : pages) *out++ = pages_[page].data;
 }
 
 // A matrix of elements, with the bytes from one row, and from one column, to the next.
@@ -220,7 +233,7 @@ void convert_row(const std::byte* in, int n, std::byte* out) {
 }
 
 // A row of pairs: its elements lie kTogether at a time, and kStride bytes from there to the next ones. Keys
-// are pairs of dimensions, of 16 positions in turns; values are pairs of positions.
+// are pairs of dimensions, of all positions in turns; values are pairs of positions.
 template <int kTogether, std::size_t kStride>
 struct PairsRow {
   static constexpr std::size_t kPiece = 2 * kTogether;
@@ -234,14 +247,14 @@ struct PairsRow {
     if (n % kTogether) std::memcpy(row + n / kTogether * kStride, in + 2 * (n - 1), 2);
   }
 };
-using KeyRow = PairsRow<2, 4 * kKeyBlock>;
+using KeyRow = PairsRow<2, kKeyLaneStep>;
 using ValueRow = PairsRow<1, 4>;
 
 // The first code of a position, and how many codes lie together, kStep bytes from there to the next ones.
 struct KeyCodes {
   static constexpr int kTogether = 4;
-  static constexpr std::size_t kStep = kQ8KeyStep;
-  static std::size_t first(int dim, int position) { return q8_key(dim, position); }
+  static constexpr std::size_t kStep = kKeyLaneStep;
+  static std::size_t first(int, int position) { return std::size_t(position) * kKeyLane; }
 };
 struct ValueCodes {
   static constexpr int kTogether = 1;

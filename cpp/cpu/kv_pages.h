@@ -16,7 +16,11 @@
 namespace metal_prefill::cpu {
 
 // A page holds, for each layer and key-value head, its keys, then its values. Pages lie in slabs, so that
-// they can lie on huge pages of the system.
+// they can lie on huge pages of the system, and in groups: what the pages of a group hold of a head lies
+// together, in their order. A token reads one head after the other, and the processor reads ahead in
+// stretches of memory only:
+//
+//   group  | layer 0, head 0: page 0, page 1, ... | layer 0, head 1: page 0, page 1, ... | ...
 class KvPages final : public PageStore {
  public:
   // With `poison`, pages are filled with NaN whenever they are taken anew: whatever reads a row that was not
@@ -50,6 +54,19 @@ class KvPages final : public PageStore {
   void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
 
  private:
+  // On Zen 4 a token reads at 0.42 of the speed of plain reading with stretches of 16 KB, 0.83 with 64 KB,
+  // 0.91 with 128 KB and 0.93 with 256 KB. Longer ones would leave more of a group unused.
+  static constexpr std::size_t kStretchBytes = 128 << 10, kMostGrouped = 8;
+  struct Page {
+    std::byte* data;  // of layer 0 and head 0
+    std::size_t group;
+    bool taken;
+  };
+  struct Group {
+    std::byte* data;
+    std::size_t taken;  // pages whose memory may be in use
+  };
+
   std::size_t element() const { return layout_ == KvLayout::kFloat ? 4 : 2; }  // not in kQ8
   // Bytes of a page's keys, or values, of one head.
   std::size_t bytes_of(int stride) const;
@@ -59,7 +76,6 @@ class KvPages final : public PageStore {
   std::size_t value_row(int position) const;
   // Bytes of the keys, and of the values, of a head in the first positions of a page.
   std::pair<std::size_t, std::size_t> bytes_of_first(int positions) const;
-  void clear_padding(std::byte* page) const;
   Matrix matrix(std::byte* own, bool values) const;
   // Calls copy(first, rows, canonical, row_bytes, head) for each head of each block of positions, which
   // begins at `first` in its page: `head` is where the page has the head, and in `canonical` rows are
@@ -77,9 +93,11 @@ class KvPages final : public PageStore {
   const bool poison_;
   const int n_layers_, n_heads_, key_dim_, value_dim_, key_stride_, value_stride_;
   const std::size_t key_bytes_, head_bytes_, page_bytes_;  // of one head's keys, of both, of a page
+  const std::size_t group_;                                // pages in a group
   mutable std::mutex mutex_;
   std::vector<Buffer> slabs_;
-  std::vector<std::byte*> pages_;
+  std::vector<Group> groups_;
+  std::vector<Page> pages_;
   const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 

@@ -56,13 +56,12 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, Att
   if (n == 0) return;
   alignas(64) float products[kAmxRows][kKeySpan];
   alignas(64) std::uint16_t p[kAmxRows][kKeySpan];
-  alignas(64) float rescale[Simd::kLanes];
   const int key_blocks = ceil_div(n, kKeyBlock);
   multiply_blocks(head.key_stride / kAmxDepth, key_blocks, strip.q + row * head.key_stride, head.key_stride,
-                  strip.keys, kKeyBlockPairs, head.key_stride * kKeyBlock);
+                  strip.keys, kKeyPairStep, 2 * kKeyBlock);
   store_blocks(key_blocks, products);
-  bf16_softmax(strip, row, rows, span, products, p, rescale);
   const int stride = head.value_stride;
+  bf16_weights(strip, row, rows, span, stride, products, p);
   for (int column = 0; column < stride; column += 64) {
     const int blocks = std::min(4, (stride - column) / 16);
     multiply_blocks(ceil_div(n, kAmxDepth), blocks, p[0], kKeySpan, strip.values + column * 2, stride * 2,
@@ -70,9 +69,8 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, Att
     store_blocks(blocks, products);
     for (int r = 0; r < rows; ++r) {
       float* out = strip.acc + (row + r) * stride + column;
-      const F factor = Simd::set(rescale[r]);
       for (int i = 0; i < blocks * 16; i += Simd::kLanes)
-        Simd::store(out + i, Simd::fma(Simd::load(out + i), factor, Simd::load(products[r] + i)));
+        Simd::store(out + i, Simd::add(Simd::load(out + i), Simd::load(products[r] + i)));
     }
   }
 }

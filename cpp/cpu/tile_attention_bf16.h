@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "simd_bf16.h"
 #include "tile_attention.h"
@@ -23,7 +24,8 @@ constexpr int kStripValues = 96 * 64;  // rows times dimensions: longer heads ta
 constexpr int kMaxTileRows = 16;       // that a strip takes at least, whatever the head
 constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or values, one query
 constexpr int kPairsOfSpan = kKeySpan / 2;
-constexpr int kKeyBlockPairs = kKeyBlock * 2;  // elements from one pair of dimensions to the next
+constexpr int kKeyPairStep = kKeySpan * 2;  // elements from one pair of dimensions to the next
+constexpr float kSlack = 8;                 // weights are up to 2^8
 constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
 static_assert(kStripValues <= kMaxTileRows * kMaxHeadDim);
@@ -31,7 +33,8 @@ struct alignas(64) AttentionStrip {
   std::uint16_t q[kMaxTileRows * kMaxHeadDim];  // [rows][key_stride], scaled: scores are base-2 logarithms
   float acc[kMaxTileRows * kMaxHeadDim];        // [rows][value_stride], sum of p * v
   float sum[kStripRows][16];                    // of p, in 16 parts
-  float max[kStripRows + 16];                   // padded to whole vectors
+  float shift[kStripRows];                      // of scores: weights are relative to it
+  float limit[kStripRows];                      // of scores, above which it changes
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
   alignas(64) std::uint16_t last_values[kKeySpan * kMaxHeadDim];  // [pairs][value_stride][2]
   const std::uint16_t* keys;                                      // of the span, in the page
@@ -54,13 +57,12 @@ inline void round_values(const float* values, int at, int dim, std::uint16_t (&o
 
 void store_key_pairs(const float* key, int dim, int stride, KvLayout layout, void* keys, int position) {
   if (layout != KvLayout::kPairs) return store_key(key, dim, stride, layout, keys, position);
-  auto* out = static_cast<std::uint16_t*>(keys) + position / kKeyBlock * kKeyBlock * stride +
-              position % kKeyBlock * 2;
+  auto* out = static_cast<std::uint16_t*>(keys) + position * 2;
   std::uint16_t lanes[Simd::kLanes];
   for (int d = 0; d < dim; d += Simd::kLanes) {
     round_values(key, d, dim, lanes);
     for (int i = 0; i < Simd::kLanes && d + i < dim; i += 2)
-      std::memcpy(out + (d + i) / 2 * kKeyBlockPairs, lanes + i, 2 * sizeof *out);
+      std::memcpy(out + (d + i) / 2 * kKeyPairStep, lanes + i, 2 * sizeof *out);
   }
 }
 
@@ -106,7 +108,7 @@ void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_st
     __m512i k[kVectors];
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v)
-      k[v] = _mm512_load_si512(strip.keys + v * key_stride * kKeyBlock + d / 2 * kKeyBlockPairs);
+      k[v] = _mm512_load_si512(strip.keys + d / 2 * kKeyPairStep + v * 2 * Simd::kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const __m512i value = broadcast_pair(q + r * key_stride + d);
@@ -120,16 +122,15 @@ void bf16_scores(const AttentionStrip& strip, const std::uint16_t* q, int key_st
     for (int v = 0; v < kVectors; ++v) Simd::store(scores[r] + v * Simd::kLanes, acc[r][v]);
 }
 
-// 2^x for x <= 0, 0 where that is below 2^-200; NaN stays. Relative error below 2e-4: the result is rounded
-// to bfloat16, with an error up to 2e-3.
+// 2^x; 0 for -infinity, NaN stays. Relative error below 2e-4: the result is rounded to bfloat16, with an
+// error up to 2e-3.
 inline F weight_exp2(F x) {
-  const F clamped = Simd::max(Simd::set(-200.0f), x);
-  const F f = _mm512_reduce_ps(clamped, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // within [0, 1)
+  const F f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // within [0, 1)
   F p = Simd::set(kExp2Cubic[2]);  // exact at both ends, so that powers join without a step
   p = Simd::fma(p, f, Simd::set(kExp2Cubic[1]));
   p = Simd::fma(p, f, Simd::set(kExp2Cubic[0]));
   p = Simd::fma(p, f, Simd::set(1.0f));
-  return _mm512_scalef_ps(p, clamped);  // by 2^floor(x)
+  return _mm512_scalef_ps(p, x);  // by 2^floor(x)
 }
 
 // The positions of a span that a row sees, a bit for each.
@@ -147,36 +148,52 @@ inline int seen_positions(const AttentionStrip& strip, int row, int rows, int sp
   return end <= first || strip.begin[row] >= first + kKeySpan ? 0 : std::min(kKeySpan, end - first);
 }
 
-// Scores of a span to weights in bfloat16; updates the maximum and the sum. Earlier results of row r
-// must be multiplied by rescale[r].
+// Makes weights of a row relative to a score; earlier results follow.
+inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride) {
+  const bool first = strip.limit[row] == -std::numeric_limits<float>::infinity();
+  const F change = first ? Simd::set(0) : weight_exp2(Simd::set(strip.shift[row] - shift));
+  strip.shift[row] = shift;
+  strip.limit[row] = shift + kSlack;
+  Simd::store(strip.sum[row], Simd::mul(Simd::load(strip.sum[row]), change));
+  float* acc = strip.acc + row * stride;
+  for (int d = 0; d < stride; d += Simd::kLanes) Simd::store(acc + d, Simd::mul(Simd::load(acc + d), change));
+}
+
+// Scores of a span to weights in bfloat16, of which the sum grows. A weight is 2^(score - shift). The shift
+// is the largest score of the first span, and changes only where a later score is far above it: so weights
+// rarely wait for the largest score, and sums rarely for a factor.
+template <bool kWhole>
 inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
-                                                        const float (*scores)[kKeySpan],
-                                                        std::uint16_t (*p)[kKeySpan], float* rescale) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const F before = Simd::load(strip.max + row), nothing = Simd::set(-kInfinity);
-  for (int r = 0; r < rows; ++r) {
-    const std::uint64_t seen = visible(strip, row + r, span);
-    F largest = nothing;
-    for (int i = 0; i < kKeySpan; i += Simd::kLanes)
-      largest = _mm512_mask_max_ps(largest, __mmask16(seen >> i), largest, Simd::load(scores[r] + i));
-    const float span_max = Simd::reduce_max(largest);
-    if (span_max > strip.max[row + r]) strip.max[row + r] = span_max;
+                                                        int stride, const float (*scores)[kKeySpan],
+                                                        std::uint16_t (*p)[kKeySpan]) {
+  const F nothing = Simd::set(-std::numeric_limits<float>::infinity());
+  const auto score = [&](int r, std::uint64_t seen, int i) __attribute__((always_inline)) {
+    const F all = Simd::load(scores[r] + i);
+    return kWhole ? all : _mm512_mask_mov_ps(nothing, __mmask16(seen >> i), all);
+  };
+  const auto largest = [&](int r) __attribute__((always_inline)) {
+    const std::uint64_t seen = kWhole ? 0 : visible(strip, row + r, span);
+    return Simd::max(Simd::max(score(r, seen, 0), score(r, seen, 16)),
+                     Simd::max(score(r, seen, 32), score(r, seen, 48)));
+  };
+  static_assert(kKeySpan == 4 * Simd::kLanes);
+  unsigned above = 0;
+  for (int r = 0; r < rows; ++r)
+    above |= _mm512_cmp_ps_mask(largest(r), Simd::set(strip.limit[row + r]), _CMP_GT_OQ);
+  if (above) {
+    for (int r = 0; r < rows; ++r)
+      if (const float most = Simd::reduce_max(largest(r)); most > strip.limit[row + r])
+        raise_shift(strip, row + r, most, stride);
   }
-  const F after = Simd::load(strip.max + row);
-  const __mmask16 same = _mm512_cmp_ps_mask(before, after, _CMP_EQ_OQ);  // also while a row has seen nothing
-  Simd::store(rescale, _mm512_mask_mov_ps(weight_exp2(Simd::sub(before, after)), same, Simd::set(1)));
   const __m512i ones = _mm512_set1_epi32(0x3f803f80);
   for (int r = 0; r < rows; ++r) {
-    const float max = strip.max[row + r];
-    const F shift = Simd::set(max == -kInfinity ? 0 : max);
-    F sum = Simd::mul(Simd::load(strip.sum[row + r]), Simd::set(rescale[r]));
-    const std::uint64_t seen = visible(strip, row + r, span);
-    const auto weight = [&](int i) {
-      const F score = Simd::load(scores[r] + i);
-      return weight_exp2(Simd::sub(_mm512_mask_mov_ps(nothing, __mmask16(seen >> i), score), shift));
-    };
+    const std::uint64_t seen = kWhole ? 0 : visible(strip, row + r, span);
+    const F shift = Simd::set(strip.shift[row + r]);
+    F sum = Simd::load(strip.sum[row + r]);
+#pragma GCC unroll 2
     for (int i = 0; i < kKeySpan; i += 2 * Simd::kLanes) {
-      const __m512i weights = round_to_pairs(weight(i), weight(i + Simd::kLanes));
+      const __m512i weights = round_to_pairs(weight_exp2(Simd::sub(score(r, seen, i), shift)),
+                                             weight_exp2(Simd::sub(score(r, seen, i + Simd::kLanes), shift)));
       _mm512_store_si512(p[r] + i, weights);
       sum = multiply_pairs(sum, weights, ones);
     }
@@ -184,16 +201,26 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
   }
 }
 
-// acc = acc * rescale + p * v over `pairs` pairs of positions, for kVectors vectors of columns.
+// The same, whether all rows see all of the span or not.
+inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, int row, int rows, int span,
+                                                        int stride, const float (*scores)[kKeySpan],
+                                                        std::uint16_t (*p)[kKeySpan]) {
+  const int first = span * kKeySpan;
+  if (strip.begin[row + rows - 1] <= first && first + kKeySpan <= strip.end[row])
+    bf16_softmax<true>(strip, row, rows, span, stride, scores, p);
+  else
+    bf16_softmax<false>(strip, row, rows, span, stride, scores, p);
+}
+
+// acc += p * v over `pairs` pairs of positions, for kVectors vectors of columns.
 template <int kRows, int kVectors>
-void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], const float* rescale,
-                 int pairs, int column, int stride, float* out) {
+void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], int pairs, int column,
+                 int stride, float* out) {
   F acc[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
-      acc[r][v] = Simd::mul(Simd::load(out + r * stride + column + v * Simd::kLanes), Simd::set(rescale[r]));
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::load(out + r * stride + column + v * Simd::kLanes);
   for (int i = 0; i < pairs; ++i) {
     __m512i value[kVectors];
 #pragma GCC unroll 16
@@ -218,7 +245,6 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   if (n == 0) return;
   alignas(64) float scores[kRows][kKeySpan];
   alignas(64) std::uint16_t p[kRows][kKeySpan];
-  alignas(64) float rescale[Simd::kLanes];
   const std::uint16_t* q = strip.q + row * head.key_stride;
   if (n > 32) {
     bf16_scores<kRows, 4>(strip, q, head.key_stride, scores);
@@ -227,15 +253,13 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   } else {
     bf16_scores<kRows, 1>(strip, q, head.key_stride, scores);
   }
-  bf16_softmax(strip, row, kRows, span, scores, p, rescale);
   const int stride = head.value_stride, pairs = (n + 1) / 2;
+  bf16_weights(strip, row, kRows, span, stride, scores, p);
   float* out = strip.acc + row * stride;
   int column = 0;
-  for (; column + 64 <= stride; column += 64)
-    bf16_values<kRows, 4>(strip, p, rescale, pairs, column, stride, out);
-  for (; column + 32 <= stride; column += 32)
-    bf16_values<kRows, 2>(strip, p, rescale, pairs, column, stride, out);
-  for (; column < stride; column += 16) bf16_values<kRows, 1>(strip, p, rescale, pairs, column, stride, out);
+  for (; column + 64 <= stride; column += 64) bf16_values<kRows, 4>(strip, p, pairs, column, stride, out);
+  for (; column + 32 <= stride; column += 32) bf16_values<kRows, 2>(strip, p, pairs, column, stride, out);
+  for (; column < stride; column += 16) bf16_values<kRows, 1>(strip, p, pairs, column, stride, out);
 }
 
 // A span for all rows of a strip, by vectors.
@@ -253,7 +277,6 @@ struct VectorTiles {
 // Query rows [row, row + rows) of the item; row = token * heads + head.
 template <class Tiles>
 void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
-  std::fill(std::begin(strip.max), std::end(strip.max), -std::numeric_limits<float>::infinity());
   for (int r = 0; r < rows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
     const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
@@ -266,6 +289,8 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     }
     std::fill_n(strip.acc + r * head.value_stride, head.value_stride, 0.0f);
     std::fill_n(strip.sum[r], 16, 0.0f);
+    strip.shift[r] = 0;
+    strip.limit[r] = -std::numeric_limits<float>::infinity();
     const Sight sight = sight_of(head, token);
     strip.begin[r] = sight.begin;
     strip.end[r] = sight.end;

@@ -206,16 +206,6 @@ struct WidenedSpan {
   }
 };
 
-// Asks for the keys, or the values, of a span. They are one stretch of memory, but the next ones are
-// elsewhere, where the processor does not look by itself.
-inline void prefetch_elements(const void* from, KvLayout layout, int dim, int stride) {
-  const std::size_t elements = std::size_t(kKeySpan) * std::size_t(stride);
-  const std::size_t bytes = layout == KvLayout::kQ8      ? q8_scale(dim, dim / kBlockCols, 0)
-                            : layout == KvLayout::kFloat ? elements * sizeof(float)
-                                                         : elements * sizeof(std::uint16_t);
-  prefetch<CacheLevel::kL1>(from, bytes);
-}
-
 // kTiles tiles of kRows query rows, from `row` on, go through the keys together.
 template <int kRows, int kTiles, typename Span>
 void attention_tiles(const AttentionHead& head, int row) {
@@ -232,15 +222,19 @@ void attention_tiles(const AttentionHead& head, int row) {
       const int left = tile.end[kRows - 1] - span * kKeySpan;
       return left < kKeySpan ? left : kKeySpan;
     };
-    const bool fetch = kTiles == 1 && (span + 1) * kKeySpan < end;  // few rows are done before memory is
-    if (fetch) prefetch_elements(head.keys_of(span + 1), head.layout, head.key_dim, head.key_stride);
+    // Few rows are done before memory is. It reads ahead by itself where elements are taken in its order.
+    const bool fetch = head.layout == KvLayout::kQ8 && kTiles == 1 && (span + 1) * kKeySpan < end;
+    if (fetch)
+      prefetch<CacheLevel::kL2>(head.keys_of(span + 1), q8_scale(head.key_dim, head.key_dim / kBlockCols, 0));
     const auto keys = elements.keys(head, span);
     for (Tile& tile : tiles) {
       if (!sees(tile)) continue;
       score_span(head, keys, tile);
       softmax_span<kRows>(span, tile);
     }
-    if (fetch) prefetch_elements(head.values_of(span + 1), head.layout, head.value_dim, head.value_stride);
+    if (fetch)
+      prefetch<CacheLevel::kL2>(head.values_of(span + 1),
+                                q8_scale(head.value_dim, head.value_dim / kBlockCols, 0));
     const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
     for (Tile& tile : tiles)
       if (sees(tile)) value_span(head, values, seen(tile), tile);

@@ -44,7 +44,7 @@ struct WidenedQ8Span {
         for (int position = 0; position < kKeySpan; position += Simd::kLanes) {
           const F scale = Simd::load(scales + position);
           float* out = elements + (position / kKeyBlock * dim + d) * kKeyBlock + position % kKeyBlock;
-          widen(codes + q8_key(dim, position) + d / 4 * kQ8KeyStep,
+          widen(codes + std::size_t(position) * kKeyLane + d / 4 * kKeyLaneStep,
                 [&](int i, F code) { Simd::store(out + i * kKeyBlock, scaled(code, scale)); });
         }
     }
@@ -189,7 +189,7 @@ void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& til
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.key_dim;
   for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
-    const std::size_t at = q8_key(dim, first), vector_step = q8_key(dim, first + Simd::kLanes) - at;
+    const std::size_t at = std::size_t(first) * kKeyLane;
     for (int block = 0; block < dim / kBlockCols; ++block) {
       F scale[kVectors];
 #pragma GCC unroll 16
@@ -198,8 +198,8 @@ void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& til
             keys.codes + q8_scale(dim, block, first + v * Simd::kLanes)));
       multiply_digits<kRows, kVectors>(
           tile.q_digits, block * kBlockCols, kBlockCols,
-          keys.codes + at + std::size_t(block) * (kBlockCols / 4) * kQ8KeyStep, vector_step, kQ8KeyStep,
-          [&](int r, int v, F sum) __attribute__((always_inline)) {
+          keys.codes + at + std::size_t(block) * (kBlockCols / 4) * kKeyLaneStep, Simd::kLanes * kKeyLane,
+          kKeyLaneStep, [&](int r, int v, F sum) __attribute__((always_inline)) {
             float* score = tile.p[r] + first + v * Simd::kLanes;
             const F before = block == 0 ? Simd::set(0) : Simd::load(score);
             Simd::store(score, Simd::fma(Simd::mul(sum, Simd::set(tile.q_unit[r])), scale[v], before));

@@ -304,9 +304,9 @@ void store_key(const float* key, int dim, int stride, KvLayout layout, void* key
   if (layout == KvLayout::kHalf)
     return store_halves<kKeyBlock>(key, dim, static_cast<std::uint16_t*>(keys) + first);
   auto* head = static_cast<std::byte*>(keys);
-  std::byte* out = head + q8_key(dim, position);
+  std::byte* out = head + std::size_t(position) * kKeyLane;
   store_q8(key, dim, head + q8_scale(dim, 0, position), [&](int d, const std::uint8_t* codes) {
-    for (int i = 0; i < kBlockCols; i += 4) std::memcpy(out + (d + i) / 4 * kQ8KeyStep, codes + i, 4);
+    for (int i = 0; i < kBlockCols; i += 4) std::memcpy(out + (d + i) / 4 * kKeyLaneStep, codes + i, 4);
   });
 }
 
