@@ -263,6 +263,67 @@ def test_float_product_is_that_of_float64(isa: str, cols: int) -> None:
         np.testing.assert_array_equal(actual, single[:batch], err_msg=f"batch {batch}")
 
 
+def bfloat16(x: Floats) -> npt.NDArray[np.uint16]:
+    """Round to the nearest bfloat16, ties to even."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def widened(bits: npt.NDArray[np.uint16]) -> Floats:
+    """Return the values of bfloat16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@each_set
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16], ids=lambda kind: str(kind.name))
+def test_few_tokens_of_16_bit_weights_have_the_bits_of_many_in_float32(isa: str, kind: Type) -> None:
+    weight, x = normal(32, 592), normal(9, 592, seed=1)
+    bits = bfloat16(weight) if kind == Type.BF16 else weight.astype(np.float16).view(np.uint16)
+    expanded = widened(bits) if kind == Type.BF16 else weight.astype(np.float16).astype(np.float32)
+    many = guarded(9, 32)
+    cpu.multiply_float(isa, expanded, 592, x, many)
+    for count in range(1, 10):
+        out = guarded(count, 32)
+        cpu.multiply_half(isa, bits.reshape(-1), kind == Type.BF16, x[:count], out)
+        np.testing.assert_array_equal(inside(out, count, 32), inside(many, 9, 32)[:count])
+
+
+PAIR_SETS = [isa for isa in NATIVE_SETS if isa in ("avx512bf16", "amx")]
+each_pair_set = pytest.mark.parametrize("isa", PAIR_SETS)
+
+
+@each_pair_set
+@pytest.mark.parametrize("n", [1, 16, 37])
+def test_activations_are_rounded_to_the_nearest_bfloat16(isa: str, n: int) -> None:
+    x = np.concatenate([normal(n), np.array([1 + 2**-8, 1 + 3 * 2**-8, -3e38, np.inf], np.float32)])
+    out = np.full(len(x) + 4, 7, np.uint16)
+    cpu.round_to_bfloat16(isa, x, out)
+    np.testing.assert_array_equal(out[: len(x)], bfloat16(x))
+    assert np.all(out[len(x) :] == 7)
+    cpu.round_to_bfloat16(isa, np.full(len(x), np.nan, np.float32), out)
+    assert np.isnan(widened(out[: len(x)])).all()
+
+
+@each_pair_set
+@pytest.mark.parametrize("cols", [32, 64, 576, 2048])
+def test_bfloat16_product_is_that_of_rounded_activations(isa: str, cols: int) -> None:
+    weight, x = bfloat16(normal(32, cols)), normal(512, cols, seed=1)
+    rounded, exact = widened(bfloat16(x)).astype(np.float64), widened(weight).astype(np.float64)
+    expected = rounded @ exact.T
+    # Products of two bfloat16 are exact in float32. A lane adds cols / 16 of them, four additions the lanes:
+    # each errs by 2^-24 of a sum that is no larger than that of the magnitudes.
+    error = (cols / 16 + 4) * 2.0**-24 * (np.abs(rounded) @ np.abs(exact).T)
+    single = None
+    for batch in reversed(BATCHES):
+        for first in (0, 3):
+            out = guarded(batch, 32)
+            cpu.multiply_bfloat16(isa, weight.reshape(-1), x[:batch], first, out)
+            actual = inside(out, batch, 32)
+            assert np.all(np.abs(actual - expected[:batch]) <= error[:batch])
+            single = actual if single is None else single
+            np.testing.assert_array_equal(actual, single[:batch], err_msg=f"batch {batch}")
+
+
 @each_set
 @pytest.mark.parametrize("n", [1, 5, 64, 80, 576])
 def test_rms_norm(isa: str, n: int) -> None:

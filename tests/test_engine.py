@@ -77,6 +77,40 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
     assert correlation(logits, reference(path).forward(ids).logits[-1]) > CORRELATION_INT8
 
 
+# Activations in bfloat16 have a relative error below 2^-9, a tenth of what 8 bits have.
+CORRELATION_BFLOAT16 = 0.9999
+
+
+@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+def test_bfloat16_weights_of_any_shape_stay_near_the_reference_however_a_prompt_is_split(
+    isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    shape = replace(MODELS["dimensions that fit no block"], vocab=301, types={"*": "BF16"}, embedding="BF16")
+    path = write(tmp_path / "m.gguf", shape)
+    ids = prompt(33, shape.vocab)
+    outcomes = []
+    for threads, cuts in [(1, [33]), (2, [33]), (2, [1, 2, 6, 7, 17]), (1, [1] * 33)]:
+        with Model(path, device="cpu", threads=threads) as model:
+            for end in np.cumsum(cuts):
+                logits = model.forward_prompt_logits(ids[model.position : end])
+            outcomes.append(logits)
+    assert correlation(outcomes[0], reference(path).forward(ids).logits[-1]) > CORRELATION_BFLOAT16
+    for logits in outcomes[1:]:
+        np.testing.assert_array_equal(logits, outcomes[0])
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_weights_that_are_not_rounded_give_float32_in_either_mode(
+    kind: str, model_path: Callable[[str], Path]
+) -> None:
+    logits = []
+    for compute in ("int8", "f32"):
+        with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
+            logits.append(model.forward_prompt_logits(prompt(33, 320)))
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
 @pytest.mark.parametrize("compute", ["f32", "int8"])
 def test_the_bundled_model_agrees_with_the_reference(device: str, demo_path: Path, compute: str) -> None:
     with Model(demo_path, device=device, compute=compute) as model:

@@ -206,6 +206,7 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
     """
     with Model(source, device="cpu") as model:
         ids = model.tokenizer.encode(text)[:tokens]
+        length = min(length, len(ids))
         cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
     print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
     correlation = "correlation with f32, median and lowest"

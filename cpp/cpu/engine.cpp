@@ -25,10 +25,12 @@ void check_heads(const Config& config) {
                                 " dimensions: the CPU engine takes up to " + std::to_string(kMaxHeadDim));
 }
 
-KvLayout kv_layout(const Kernels& kernels, const EngineOptions& options) {
+// Products of pairs round as much as products in 8 bits, and several times as much as those of weights in 16
+// bits: attention is in float32 next to these.
+KvLayout kv_layout(const Kernels& kernels, const EngineOptions& options, const Model& model) {
   if (options.kv_type == KvType::kQ8_0) return KvLayout::kQ8;
   if (options.kv_type == KvType::kF32) return KvLayout::kFloat;
-  return options.compute == Compute::kF32 ? KvLayout::kHalf : kernels.half_layout;
+  return rounds_to_int8(model, options.compute) ? kernels.half_layout : KvLayout::kHalf;
 }
 
 }  // namespace
@@ -39,7 +41,7 @@ class CpuEngine final : public Engine {
       : Engine(std::move(model), options),
         kernels_(select_kernels()),
         team_(options.threads),
-        store_(config(), kv_layout(kernels_, options), kernels_.key_multiple, options.poison_cache),
+        store_(config(), kv_layout(kernels_, options, model_), kernels_.key_multiple, options.poison_cache),
         pool_(store_, options.kv_memory),
         prefixes_(pool_, std::min(options.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()),
         forward_(model_, options_, kernels_, store_, team_) {

@@ -23,7 +23,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       kernels_(kernels),
       cache_(cache),
       team_(team),
-      weights_(model, options.compute, team),
+      weights_(model, options.compute, kernels, team),
       ropes_(model),
       scratch_(std::size_t(team.size())) {
   const auto* norm = reinterpret_cast<const float*>(model.output_norm.data);

@@ -58,6 +58,21 @@ struct FloatRows {
 };
 constexpr int kFloatPad = 16;
 
+// Rows of bfloat16, filled up with zeros to a multiple of kPairPad.
+struct PairRows {
+  std::uint16_t* data = nullptr;
+  std::size_t stride = 0;  // in elements; whole cache lines
+
+  std::uint16_t* row(int token) const { return data + std::size_t(token) * stride; }
+};
+constexpr int kPairPad = 32;
+
+// Memory that is read after a product: meanwhile it is brought to the L2 cache.
+struct Next {
+  const std::byte* begin = nullptr;
+  std::size_t bytes = 0;
+};
+
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
 // Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
 // same steps whoever else is in the pass.
@@ -126,10 +141,17 @@ struct Kernels {
   void (*end_phase)() = nullptr;
   // multiply_int8 with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
   void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
-                         float* out, std::size_t stride);
+                         float* out, std::size_t stride, const Next& next);
   // The same for few tokens, with 16-bit weights where they lie: rows of cols, a multiple of kFloatPad.
   void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
                         int count, float* out, std::size_t stride);
+  // The same with 32 rows in bfloat16, `weight_stride` elements from one to the next, and x rounded to
+  // bfloat16; cols is a multiple of kPairPad. Null where a set multiplies such weights in float32.
+  void (*multiply_bfloat16)(const std::uint16_t* weight, std::size_t weight_stride, int cols,
+                            const PairRows& x, int first, int count, float* out, std::size_t stride,
+                            const Next& next) = nullptr;
+  // To nearest, ties to even.
+  void (*round_to_bfloat16)(const float* x, int n, std::uint16_t* out) = nullptr;
   void (*half_to_float)(const std::uint16_t* in, float* out, int n);
   void (*bfloat16_to_float)(const std::uint16_t* in, float* out, int n);
 

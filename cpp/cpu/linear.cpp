@@ -78,6 +78,31 @@ bool lies_ready(const Tensor& tensor, int group) {
          tensor.cols % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
 }
 
+// Rows of a group in bfloat16: where they lie in the file, or a copy that is zero beyond the matrix and in
+// the padding.
+PairRows pairs_of_group(const Context& c, const Linear& linear, int group) {
+  const Tensor& tensor = linear.tensor;
+  const std::size_t cols = std::size_t(tensor.cols);
+  const auto row_of = [&](int r) { return tensor.row(group * kGroupRows + r); };
+  const int n_rows = std::min(kGroupRows, tensor.rows - group * kGroupRows);
+  if (n_rows == kGroupRows && cols % kPairPad == 0)
+    return {const_cast<std::uint16_t*>(reinterpret_cast<const std::uint16_t*>(row_of(0))), cols};
+  const PairRows rows{c.scratch.weights.as<std::uint16_t>(), round_up(cols, kPairPad)};
+  for (int r = 0; r < kGroupRows; ++r) {
+    std::uint16_t* out = rows.row(r);
+    if (r < n_rows) out = std::copy_n(reinterpret_cast<const std::uint16_t*>(row_of(r)), cols, out);
+    std::fill(out, rows.row(r + 1), std::uint16_t(0));
+  }
+  return rows;
+}
+
+// Where the rows of the group after this one lie in the file.
+Next next_group(const Tensor& tensor, int group) {
+  const int begin = (group + 1) * kGroupRows, end = std::min(begin + kGroupRows, tensor.rows);
+  if (begin >= end) return {};
+  return {tensor.row(begin), tensor.bytes / std::size_t(tensor.rows) * std::size_t(end - begin)};
+}
+
 // out[t] = the product of a group of rows with token range.first + t.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, TokenRange range,
                     float* out, std::size_t stride) {
@@ -86,13 +111,19 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   if (linear.int8()) {
     multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, out, stride,
                     c.scratch.weights.data());
+  } else if (linear.pairs) {
+    const PairRows rows = pairs_of_group(c, linear, group);
+    c.kernels.multiply_bfloat16(rows.data, rows.stride, int(round_up(linear.tensor.cols, kPairPad)),
+                                x.bfloat16, range.first, range.count, out, stride,
+                                next_group(linear.tensor, group));
   } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
                             range.count, out, stride);
   } else {
     const FloatRows rows = expand_group(c, linear, group);
-    c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out, stride);
+    c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out, stride,
+                             next_group(linear.tensor, group));
   }
 }
 
@@ -172,6 +203,10 @@ void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Acti
       for (int t = 0; t < range.count; t += kTileTokens)
         c.kernels.quantize(gates[t], kGroupRows, 0, std::min(range.count - t, kTileTokens), 1,
                            h.int8.tile(range.first + t) + group);
+    }
+    if (h.forms.bfloat16) {
+      for (int t = 0; t < range.count; ++t)
+        c.kernels.round_to_bfloat16(gates[t], n_rows, h.bfloat16.row(range.first + t) + row);
     }
   });
 }

@@ -10,10 +10,13 @@ const float* floats(const Tensor& tensor) {
   return reinterpret_cast<const float*>(tensor.data);
 }
 
-// Fills the 8-bit form from the float32 one.
-void quantize_row(const Context& c, const Activations& a, int row, int first_block, int n_blocks) {
-  c.kernels.quantize(a.f32.row(row) + first_block * kBlockCols, 0, row % kTileTokens, 1, n_blocks,
-                     a.int8.tile(row) + first_block);
+// Fills the other forms of columns [first, first + columns) from the float32 one.
+void round_row(const Context& c, const Activations& a, int row, int first, int columns) {
+  const float* from = a.f32.row(row) + first;
+  if (a.forms.int8)
+    c.kernels.quantize(from, 0, row % kTileTokens, 1, columns / kBlockCols,
+                       a.int8.tile(row) + first / kBlockCols);
+  if (a.forms.bfloat16) c.kernels.round_to_bfloat16(from, columns, a.bfloat16.row(row) + first);
 }
 
 // Norms whole rows of queries or keys, where the model has such norms.
@@ -73,7 +76,7 @@ void normalize(const Context& c, const FloatRows& x, const Norm& norm, int first
       c.kernels.rms_norm(x.row(first + i), floats(norm.weight), norm.eps, norm.dim, out.f32.row(i));
     else
       std::copy_n(x.row(first + i), norm.dim, out.f32.row(i));
-    if (out.forms.int8) quantize_row(c, out, i, 0, out.int8.blocks);
+    round_row(c, out, i, 0, norm.dim);
   });
 }
 
@@ -180,7 +183,7 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
   const bool single = tiles.size() == 1 && tiles[0].count == 1;
   const int heads = single && config.n_kv_heads < c.worker.count() ? 1 : group;
   const int n_groups = config.n_heads / heads, columns = heads * config.value_dim;
-  const bool whole_blocks = columns % kBlockCols == 0;
+  const bool whole_blocks = !out.forms.int8 || columns % kBlockCols == 0;
   normalize_heads_together(c, step, step.weights.q_norm, step.q, rows_of(tiles));
   c.for_each(int(tiles.size()) * n_groups, [&](int item) {
     const QueryTile& tile = tiles[std::size_t(item / n_groups)];
@@ -213,13 +216,14 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
     c.kernels.attention(head, 0, tile.count);
     c.scratch.multiply_adds +=
         visible_pairs(tile, head.window, config.causal) * heads * (config.key_dim + config.value_dim);
-    if (out.forms.int8 && whole_blocks)
+    if (whole_blocks)
       for (int row = tile.first; row < tile.first + tile.count; ++row)
-        quantize_row(c, out, row, first_column / kBlockCols, columns / kBlockCols);
+        round_row(c, out, row, first_column, columns);
   });
   // Blocks that hold columns of two items wait for both.
-  if (out.forms.int8 && !whole_blocks)
-    c.worker.for_each(rows_of(tiles), [&](int row) { quantize_row(c, out, row, 0, out.int8.blocks); });
+  if (!whole_blocks)
+    c.worker.for_each(rows_of(tiles),
+                      [&](int row) { round_row(c, out, row, 0, config.n_heads * config.value_dim); });
 }
 
 }  // namespace metal_prefill::cpu

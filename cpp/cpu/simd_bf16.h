@@ -26,5 +26,10 @@ inline __m512i round_to_pairs(__m512 low, __m512 high) {  // 16 of the one, then
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
+// The first `n` of 16.
+inline __mmask16 lanes_below(int n) {
+  return n >= Simd::kLanes ? __mmask16(-1) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1);
+}
+
 }  // namespace
 }  // namespace metal_prefill::cpu

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tile_attention.h"
+#include "tile_float.h"
 #include "tile_gemm.h"
 #include "tile_narrow.h"
 #include "tile_peak.h"

@@ -15,6 +15,7 @@
 
 #include "simd_bf16.h"
 #include "tile_attention.h"
+#include "tile_bfloat16.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -40,11 +41,6 @@ struct alignas(64) AttentionStrip {
   const std::uint16_t* keys;                                      // of the span, in the page
   const std::uint16_t* values;                                    // of the span: there, or `last_values`
 };
-
-// The first `n` of 16.
-inline __mmask16 lanes_below(int n) {
-  return n >= Simd::kLanes ? __mmask16(-1) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1);
-}
 
 // Sixteen values from `at` on, of `dim`, zeros after the last: rounded to f16, which is what a saved cache
 // holds, and then to bfloat16.
@@ -330,8 +326,10 @@ double run_bfloat16(int rounds) {
   return double(rounds) * kPeakChains * Simd::kLanes * 2;
 }
 
-// A table that keeps a cache in f16 as pairs.
+// A table that multiplies weights in bfloat16 by pairs, and keeps a cache in f16 as pairs.
 constexpr Kernels with_pairs(Kernels table, int key_multiple) {
+  table.multiply_bfloat16 = multiply_bfloat16;
+  table.round_to_bfloat16 = round_to_bfloat16;
   table.half_layout = KvLayout::kPairs;
   table.key_multiple = key_multiple;
   table.store_key = store_key_pairs;

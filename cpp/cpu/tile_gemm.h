@@ -1,5 +1,5 @@
-// Products of weights and activations, in terms of the vectors of one instruction set (Simd, included
-// before).
+// Products of weights and activations in 8 bits, in terms of the vectors of one instruction set (Simd,
+// included before).
 #pragma once
 
 #include "tile_blocks.h"
@@ -227,80 +227,6 @@ void multiply_int8(const PackedMatrix& weight, int group, const Int8Rows& x, int
   visit_wide(weight.packing, [&]<class Block>(std::type_identity<Block>) {
     int8_blocks<Block>(weight, group, x, first, count, out, stride);
   });
-}
-
-// Sums of the lanes of each vector.
-template <class S, int kRows>
-inline void add_up(const typename S::F (&sums)[kRows], float* out) {
-  if constexpr (ReducesFour<S> && kRows == 1) {  // in the order of four
-    float four[4];
-    S::reduce_add4({sums[0], sums[0], sums[0], sums[0]}, four);
-    out[0] = four[0];
-  } else if constexpr (ReducesFour<S>) {
-    static_assert(kRows % 4 == 0);
-    for (int r = 0; r < kRows; r += 4)
-      S::reduce_add4({sums[r], sums[r + 1], sums[r + 2], sums[r + 3]}, out + r);
-  } else {
-    for (int r = 0; r < kRows; ++r) out[r] = S::reduce_add(sums[r]);
-  }
-}
-
-// kRows weight rows by kTokens tokens in float32; lanes are columns, added up at the end.
-template <int kRows, int kTokens, typename Element>
-inline void float_tile(const Element* weight, std::size_t weight_stride, int row, int cols,
-                       const FloatRows& x, int first, float* out, std::size_t stride) {
-  F acc[kTokens][kRows];
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) acc[t][r] = Simd::set(0);
-  for (int k = 0; k < cols; k += Simd::kLanes) {
-    F w[kRows];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) w[r] = load_floats(weight + std::size_t(row + r) * weight_stride + k);
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) {
-      const F value = Simd::load(x.row(first + t) + k);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) acc[t][r] = Simd::fma(w[r], value, acc[t][r]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t) add_up<Simd>(acc[t], out + std::size_t(t) * stride + row);
-}
-
-template <int kRows, int kTokens, typename Element>
-void float_rows(const Element* weight, std::size_t weight_stride, int cols, const FloatRows& x, int first,
-                float* out, std::size_t stride) {
-  for (int row = 0; row < kGroupRows; row += kRows)
-    float_tile<kRows, kTokens>(weight, weight_stride, row, cols, x, first, out, stride);
-}
-
-void multiply_float(const FloatRows& weight, int cols, const FloatRows& x, int first, int count, float* out,
-                    std::size_t stride) {
-  const int padded = round_up(cols, kFloatPad);
-  int t = 0;
-  for (; t + Simd::kFloatTokens <= count; t += Simd::kFloatTokens) {
-    float_rows<Simd::kFloatRows, Simd::kFloatTokens>(weight.data, weight.stride, padded, x, first + t,
-                                                     out + std::size_t(t) * stride, stride);
-  }
-  // Eight rows: enough independent sums to hide the latency of a multiply-add.
-  for (; t < count; ++t)
-    float_rows<8, 1>(weight.data, weight.stride, padded, x, first + t, out + std::size_t(t) * stride, stride);
-}
-
-// Row after row: as many at a time as would hide the latency of a multiply-add are too many streams for the
-// processor to fetch ahead.
-void multiply_half(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
-                   int count, float* out, std::size_t stride) {
-  for (int t = 0; t < count; ++t, out += stride) {
-    if (bfloat16) {
-      float_rows<1, 1>(reinterpret_cast<const Bfloat16*>(weight), std::size_t(cols), cols, x, first + t, out,
-                       stride);
-    } else {
-      float_rows<1, 1>(weight, std::size_t(cols), cols, x, first + t, out, stride);
-    }
-  }
 }
 
 }  // namespace

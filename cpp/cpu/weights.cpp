@@ -2,9 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
-
-#include "kernels.h"
 
 namespace metal_prefill::cpu {
 
@@ -23,12 +22,24 @@ constexpr LayerLinear kLayerLinears[] = {
 
 // Of a group in the form in which many tokens are multiplied.
 std::size_t expanded_bytes(const Linear& linear) {
+  if (linear.pairs)
+    return kGroupRows * round_up(std::size_t(linear.tensor.cols), kPairPad) * sizeof(std::uint16_t);
   if (!linear.int8())
     return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
   return is_narrow(linear.packed.packing) ? wide_group(linear.packed, nullptr).group_bytes() : 0;
 }
 
 }  // namespace
+
+bool rounds_to_int8(const Model& model, Compute compute) {
+  if (compute != Compute::kInt8) return false;
+  const auto packed = [](const Tensor& tensor) { return packing_of(tensor.type) != Packing::kNone; };
+  const auto in_layer = [&](const LayerWeights& layer) {
+    return std::any_of(std::begin(kLayerLinears), std::end(kLayerLinears),
+                       [&](const LayerLinear& of) { return packed(layer.*of.tensor); });
+  };
+  return packed(model.output) || std::any_of(model.layers.begin(), model.layers.end(), in_layer);
+}
 
 Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kDim) return dim_input;
@@ -80,13 +91,15 @@ void Weights::settle(Team& team) {
   lay_out(arena_.data());
 }
 
-Weights::Weights(const Model& model, Compute compute, Team& team) : given_(model.packed) {
+Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team)
+    : given_(model.packed) {
   layers.resize(model.layers.size());
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
     linear.tensor = tensor;
     linear.packed = packed_matrix(tensor);
     if (compute != Compute::kInt8) linear.packed.packing = Packing::kNone;
+    linear.pairs = compute == Compute::kInt8 && multiplies_pairs(kernels, tensor.type);
     input_of(cols).add(linear);
     scratch_bytes = std::max(scratch_bytes, expanded_bytes(linear));
     linears.push_back(&linear);

@@ -24,12 +24,17 @@ class Layout {
   // A norm and attention write float32 first, whatever their readers want.
   enum class Float32 { kAlways, kWhereRead };
   Activations activations(std::size_t columns, Forms forms, Float32 f32) {
-    Activations a{forms, {}, {}};
+    Activations a{forms, {}, {}, {}};
     if (forms.f32 || f32 == Float32::kAlways) a.f32 = floats(columns);
     if (forms.int8) {
       a.int8.blocks = int(columns) / kBlockCols;
       a.int8.tiles =
           take<ActivationTile>(round_up(rows_, kTileTokens) / kTileTokens * std::size_t(a.int8.blocks));
+    }
+    if (forms.bfloat16) {
+      // A row and a cache line: rows that are a power of two apart would share few sets of the L1 cache.
+      const std::size_t stride = round_up(columns, kPairPad) + kPairPad;
+      a.bfloat16 = {take<std::uint16_t>(rows_ * stride), stride};
     }
     return a;
   }

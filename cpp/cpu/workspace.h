@@ -14,6 +14,7 @@ struct Activations {
   Forms forms;
   FloatRows f32;
   Int8Rows int8;
+  PairRows bfloat16;
 };
 
 // Room for `rows` rows. Named as in the forward pass.

@@ -115,8 +115,9 @@ class Model:
     threads
         CPU threads; by default one per core available to the process.
     compute
-        ``"int8"``: activations are rounded to 8 bits per block of 32 where they meet quantized weights.
-        ``"f32"``: they stay in float32.
+        ``"int8"``: activations are rounded to 8 bits per block of 32 where they meet quantized weights, and
+        to bfloat16 where they meet weights in bfloat16 on a CPU that multiplies pairs of these. ``"f32"``:
+        they stay in float32.
     kv_dtype
         Number format of the KV cache: ``"f16"``, ``"f32"``, or on the CPU ``"q8_0"``, blocks of 32 numbers in
         8 bits with a scale, in about half of the memory of ``"f16"``. Heads must then have a multiple of 32

@@ -250,6 +250,7 @@ const std::map<std::string, Call> kCalls = {
     {"quantize", on_values(cpu::calls::quantize)},
     {"multiply_int8", on_values(cpu::calls::multiply_int8)},
     {"multiply_float", on_values(cpu::calls::multiply_float)},
+    {"multiply_half", on_values(cpu::calls::multiply_half)},
     {"rms_norm", on_values(cpu::calls::rms_norm)},
     {"rope", on_values(cpu::calls::rope)},
     {"gated", on_values(cpu::calls::gated)},

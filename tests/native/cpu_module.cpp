@@ -93,6 +93,12 @@ void bind_kernels(nb::module_& m) {
         "first"_a, "out"_a, "Product of a packed matrix and quantized activations.");
   m.def("multiply_float", on_arrays(calls::multiply_float), "set"_a, "weight"_a, "cols"_a, "x"_a, "out"_a,
         "Product of 32 rows and activations in float32.");
+  m.def("multiply_half", on_arrays(calls::multiply_half), "set"_a, "weight"_a, "bfloat16"_a, "x"_a, "out"_a,
+        "The same for few tokens, with weights in 16 bits.");
+  m.def("multiply_bfloat16", on_arrays(calls::multiply_bfloat16), "set"_a, "weight"_a, "x"_a, "first"_a,
+        "out"_a, "Product of 32 rows in bfloat16 and activations rounded to it.");
+  m.def("round_to_bfloat16", on_arrays(calls::round_to_bfloat16), "set"_a, "x"_a, "out"_a,
+        "The form of activations that multiply_bfloat16 takes.");
   m.def("rms_norm", on_arrays(calls::rms_norm), "set"_a, "x"_a, "weight"_a, "eps"_a, "out"_a,
         "RMSNorm of a row.");
   m.def("rope", on_arrays(calls::rope), "set"_a, "head"_a, "cos_sin"_a, "neox"_a,

@@ -109,7 +109,34 @@ void multiply_float(const std::string& set, const Matrix& weight, int cols, cons
   require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
   kernels_named(set).multiply_float({const_cast<float*>(weight.data()), padded}, cols,
                                     {const_cast<float*>(x.data()), padded}, 0, int(x.shape(0)), out.data(),
-                                    out.shape(1));
+                                    out.shape(1), {});
+}
+
+void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, const Matrix& x,
+                   OutMatrix out) {
+  const std::size_t cols = x.shape(1);
+  require(cols % kFloatPad == 0 && weight.shape(0) == kGroupRows * cols, "wrong shape");
+  require(out.shape(0) >= x.shape(0) && out.shape(1) >= kGroupRows, "out is too small");
+  kernels_named(set).multiply_half(weight.data(), bfloat16, int(cols), {const_cast<float*>(x.data()), cols},
+                                   0, int(x.shape(0)), out.data(), out.shape(1));
+}
+
+void multiply_bfloat16(const std::string& set, const Halves& weight, const Matrix& x, int first,
+                       OutMatrix out) {
+  const Kernels& kernels = kernels_named(set);
+  require(kernels.multiply_bfloat16, "the set has no products of bfloat16 pairs");
+  const std::size_t cols = x.shape(1), tokens = x.shape(0), stride = cols + kPairPad;
+  require(cols % kPairPad == 0 && weight.shape(0) == kGroupRows * cols, "wrong shape");
+  require(out.shape(0) >= tokens && out.shape(1) >= kGroupRows, "out is too small");
+  const Buffer memory((std::size_t(first) + tokens) * stride * sizeof(std::uint16_t), "activations");
+  const PairRows rows{memory.as<std::uint16_t>(), stride};
+  for (std::size_t t = 0; t < tokens; ++t)
+    kernels.round_to_bfloat16(x.data() + t * cols, int(cols), rows.row(first + int(t)));
+  const Next itself{reinterpret_cast<const std::byte*>(weight.data()),
+                    weight.shape(0) * sizeof(std::uint16_t)};
+  kernels.multiply_bfloat16(weight.data(), cols, int(cols), rows, first, int(tokens), out.data(),
+                            out.shape(1), itself);
+  if (kernels.end_phase) kernels.end_phase();
 }
 
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out) {
@@ -138,6 +165,13 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
   require(out.shape(0) >= in.shape(0), "out is too small");
   const Kernels& kernels = kernels_named(set);
   (bfloat16 ? kernels.bfloat16_to_float : kernels.half_to_float)(in.data(), out.data(), int(in.shape(0)));
+}
+
+void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out) {
+  const Kernels& kernels = kernels_named(set);
+  require(kernels.round_to_bfloat16, "the set has no products of bfloat16 pairs");
+  require(out.shape(0) >= x.shape(0), "out is too small");
+  kernels.round_to_bfloat16(x.data(), int(x.shape(0)), out.data());
 }
 
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,

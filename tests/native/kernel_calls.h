@@ -25,6 +25,7 @@ using Bytes = Array<const std::uint8_t, 1>;
 using Halves = Array<const std::uint16_t, 1>;
 using Vector = Array<const float, 1>;
 using Matrix = Array<const float, 2>;
+using OutHalves = Array<std::uint16_t, 1>;
 using OutVector = Array<float, 1>;
 using OutMatrix = Array<float, 2>;
 
@@ -45,6 +46,13 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
                    int first, OutMatrix out);
 // weight [32, padded], x [tokens, padded] with zeros after `cols`.
 void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out);
+// weight [32, cols] in f16 or bfloat16, cols a multiple of 16.
+void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, const Matrix& x,
+                   OutMatrix out);
+// weight [32, cols] in bfloat16, cols a multiple of 32. The first row of x becomes token `first`.
+void multiply_bfloat16(const std::string& set, const Halves& weight, const Matrix& x, int first,
+                       OutMatrix out);
+void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out);
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);
 void gated(const std::string& set, const Vector& gate, const Vector& up, bool gelu, OutVector out);

@@ -34,7 +34,7 @@ FloatRows random_rows(Buffer& memory, int rows, int cols) {
 
 struct ProductState {
   const Kernels& kernels;
-  Buffer file, packed, input, tiles, output;
+  Buffer file, packed, input, tiles, pairs, output;
   std::vector<Linear> copies;
   std::vector<Scratch> scratch;
   Activations x;
@@ -84,7 +84,7 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
     } else if (packed > 0) {
       for (int group = 0; group < matrix.groups(); ++group) pack_group(tensor, group, matrix.group(group));
     }
-    w.copies.push_back({tensor, matrix});
+    w.copies.push_back({tensor, matrix, multiplies_pairs(kernels, tensor.type)});
   }
 
   w.x.f32 = random_rows(w.input, tokens, cols);
@@ -94,6 +94,12 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
   w.x.int8.tiles = w.tiles.as<ActivationTile>();
   for (int t = 0; t < tokens; ++t)
     kernels.quantize(w.x.f32.row(t), w.x.f32.stride, t % kTileTokens, 1, w.x.int8.blocks, w.x.int8.tile(t));
+  if (w.copies[0].pairs) {
+    w.x.bfloat16.stride = std::size_t(cols) + kPairPad;
+    w.pairs = Buffer(std::size_t(tokens) * w.x.bfloat16.stride * sizeof(std::uint16_t), "activations");
+    w.x.bfloat16.data = w.pairs.as<std::uint16_t>();
+    for (int t = 0; t < tokens; ++t) kernels.round_to_bfloat16(w.x.f32.row(t), cols, w.x.bfloat16.row(t));
+  }
   w.out = random_rows(w.output, tokens, rows);
   w.scratch.resize(std::size_t(threads));
   for (Scratch& scratch : w.scratch)
@@ -159,7 +165,7 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
             .k = work->k,
             .v = work->v,
         };
-        attend(c, step, work->tiles, {.forms = {.f32 = true}, .f32 = work->out, .int8 = {}});
+        attend(c, step, work->tiles, {.forms = {.f32 = true}, .f32 = work->out, .int8 = {}, .bfloat16 = {}});
       },
       pairs * heads * 2 * head_dim, 0);
 }

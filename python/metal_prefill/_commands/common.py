@@ -81,7 +81,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("int8", "f32"),
         default="int8",
         help="number format of activations in products with quantized weights: 8 bits per block of 32, or "
-        "float32 (default: int8)",
+        "float32; int8 also allows bfloat16 with weights in bfloat16 (default: int8)",
     )
     engine.add_argument(
         "--kv-dtype",

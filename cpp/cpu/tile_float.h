@@ -1,0 +1,169 @@
+// Products of rows of floats: lanes are columns, added up at the end. Weights lie as in the file, or expanded
+// to float32.
+//
+// The sum of each lane runs in the order of the columns and the lanes are added up in one order, whatever the
+// tile: tiles of any shape give the same bits.
+#pragma once
+
+#include "tile_blocks.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+// Sums of the lanes of each vector.
+template <class S, int kRows>
+inline void add_up(const typename S::F (&sums)[kRows], float* out) {
+  if constexpr (ReducesFour<S> && kRows == 1) {  // in the order of four
+    float four[4];
+    S::reduce_add4({sums[0], sums[0], sums[0], sums[0]}, four);
+    out[0] = four[0];
+  } else if constexpr (ReducesFour<S>) {
+    static_assert(kRows % 4 == 0);
+    for (int r = 0; r < kRows; r += 4)
+      S::reduce_add4({sums[r], sums[r + 1], sums[r + 2], sums[r + 3]}, out + r);
+  } else {
+    for (int r = 0; r < kRows; ++r) out[r] = S::reduce_add(sums[r]);
+  }
+}
+
+// Weights of any width, multiplied in float32.
+template <typename Element>
+struct FloatProduct {
+  using Weight = Element;
+  using Value = float;
+  static constexpr int kColumns = Simd::kLanes;       // of a step
+  static constexpr int kTokens = Simd::kFloatTokens;  // of a tile, at most
+  static constexpr bool kFetchesPages = false;
+
+  static F weight(const Weight* p) { return load_floats(p); }
+  static F value(const Value* p) { return Simd::load(p); }
+  static F add(F acc, F weight, F value) { return Simd::fma(weight, value, acc); }
+};
+
+// The operands of a product: `cols` columns of rows of weights and of activations, strides in elements.
+template <class Product>
+struct Operands {
+  const typename Product::Weight* weight;
+  std::size_t weight_stride;
+  const typename Product::Value* x;
+  std::size_t x_stride;
+  int cols;
+};
+
+// Cache lines that are fetched while a product is computed, a share with each of its tiles.
+class NextLines {
+ public:
+  NextLines(const Next& next, int tiles) : at_(next.begin), lines_(int(next.bytes / 64)), tiles_(tiles) {}
+
+  // The share of the next tile, which has `steps` steps.
+  void begin_tile(int steps) {
+    share_ = ceil_div(lines_, tiles_--);
+    lines_ -= share_;
+    of_step_ = ceil_div(share_, steps);
+  }
+  void step() {
+    for (int i = 0; i < of_step_ && share_ > 0; ++i, --share_, at_ += 64) prefetch<CacheLevel::kL2, 64>(at_);
+  }
+
+ private:
+  const std::byte* at_;
+  int lines_, tiles_;  // still to come
+  int share_ = 0, of_step_ = 0;
+};
+
+// kRows weight rows from `row` on by kTokens tokens from `token` on.
+template <class Product, int kRows, int kTokens>
+inline void row_tile(const Operands<Product>& from, int row, int token, float* out, std::size_t stride,
+                     NextLines& next) {
+  F acc[kTokens][kRows];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) acc[t][r] = Simd::set(0);
+  const auto* weight = from.weight + std::size_t(row) * from.weight_stride;
+  const auto* x = from.x + std::size_t(token) * from.x_stride;
+  NextLines lines = next;  // in registers
+  if constexpr (kRows > 1) lines.begin_tile(ceil_div(from.cols, Product::kColumns));
+  for (int k = 0; k < from.cols; k += Product::kColumns) {
+    if constexpr (kRows > 1) lines.step();
+    decltype(Product::weight(weight)) w[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) w[r] = Product::weight(weight + std::size_t(r) * from.weight_stride + k);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) {
+      const auto value = Product::value(x + std::size_t(t) * from.x_stride + k);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) acc[t][r] = Product::add(acc[t][r], w[r], value);
+    }
+  }
+  next = lines;
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) add_up<Simd>(acc[t], out + std::size_t(t) * stride + row);
+}
+
+// The processor follows a stream to the end of its page and no further, and files lie on small pages: asks
+// for the first lines of the pages that begin in [begin, begin + bytes), soon after which it follows them
+// itself.
+inline void fetch_page_starts(const void* begin, std::size_t bytes) {
+  constexpr std::uintptr_t kPage = 4096;
+  const auto from = reinterpret_cast<std::uintptr_t>(begin);
+  for (std::uintptr_t page = round_up(from, kPage); page < from + bytes; page += kPage)
+    prefetch<CacheLevel::kL1, 4 * 64>(reinterpret_cast<const void*>(page));
+}
+// What a single row reads in about the time that memory takes to answer.
+constexpr std::size_t kPagesAhead = 8192;  // bytes
+
+// A group by `count` tokens, 1 to kTokens, in tiles of kRows rows.
+template <class Product, int kRows, int kTokens>
+void row_tiles(int count, const Operands<Product>& from, int token, float* out, std::size_t stride,
+               NextLines& next) {
+  if constexpr (kTokens > 1) {
+    if (count < kTokens) return row_tiles<Product, kRows, kTokens - 1>(count, from, token, out, stride, next);
+  }
+  // Of a single token eight rows: enough independent sums to hide the latency of a multiply-add.
+  constexpr int kTileRows = kTokens == 1 && kRows > 1 ? 8 : kRows;
+  for (int row = 0; row < kGroupRows; row += kTileRows) {
+    if constexpr (kRows == 1 && Product::kFetchesPages) {
+      const auto* weight = from.weight + std::size_t(row) * from.weight_stride;
+      fetch_page_starts(reinterpret_cast<const std::byte*>(weight) + kPagesAhead,
+                        from.weight_stride * sizeof *weight);
+    }
+    row_tile<Product, kTileRows, kTokens>(from, row, token, out, stride, next);
+  }
+}
+
+// A group by tokens [0, count). With few of them kRows is 1: as many rows at a time as would hide the latency
+// of a multiply-add are too many streams for the processor to fetch ahead.
+template <class Product, int kRows>
+void multiply_rows(const Operands<Product>& from, int count, float* out, std::size_t stride,
+                   const Next& next) {
+  int passes = ceil_div(count, Product::kTokens);
+  NextLines lines(next, passes * (kGroupRows / kRows));
+  for (int token = 0, share = 0; passes > 0; --passes, token += share) {
+    share = ceil_div(count - token, passes);  // as even as can be: few tokens make poor use of a weight
+    row_tiles<Product, kRows, Product::kTokens>(share, from, token, out + std::size_t(token) * stride, stride,
+                                                lines);
+  }
+}
+
+void multiply_float(const FloatRows& weight, int cols, const FloatRows& x, int first, int count, float* out,
+                    std::size_t stride, const Next& next) {
+  multiply_rows<FloatProduct<float>, Simd::kFloatRows>(
+      {weight.data, weight.stride, x.row(first), x.stride, round_up(cols, kFloatPad)}, count, out, stride,
+      next);
+}
+
+void multiply_half(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
+                   int count, float* out, std::size_t stride) {
+  const auto multiply = [&]<typename Element>(const Element* from) {
+    multiply_rows<FloatProduct<Element>, 1>({from, std::size_t(cols), x.row(first), x.stride, cols}, count,
+                                            out, stride, {});
+  };
+  if (bfloat16)
+    multiply(reinterpret_cast<const Bfloat16*>(weight));
+  else
+    multiply(weight);
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu
