@@ -46,7 +46,7 @@ std::vector<TokenId> Lookup::after_match(int count) const {
 }
 
 std::vector<TokenId> Lookup::after_change(int count) const {
-  return automaton_.copy(place_, count);
+  return place_ < 0 ? std::vector<TokenId>() : automaton_.copy(place_, count);
 }
 
 }  // namespace metal_prefill

@@ -29,6 +29,7 @@ class Lookup {
   std::optional<int> since_change() const;
 
   // The tokens that followed the match, or the kept place; where the text ends, they are taken to repeat.
+  // None where there is no match, or no place is kept.
   std::vector<TokenId> after_match(int count) const;
   std::vector<TokenId> after_change(int count) const;
 

@@ -293,6 +293,12 @@ def test_lookup_continues_where_it_was_after_a_change() -> None:
         assert lookup.after_change(2) == [18, 19]
 
 
+def test_lookup_guesses_nothing_where_it_keeps_no_place() -> None:
+    for lookup in (_core.Lookup(), lookup_of([1, 2, 3])):
+        assert (lookup.matched, lookup.since_change) == (0, None)
+        assert (lookup.after_match(3), lookup.after_change(3)) == ([], [])
+
+
 def test_lookup_counts_no_forced_token_since_a_change() -> None:
     lookup = lookup_of(ROW, [99], ROW[:5], [98])
     lookup.append(np.array([16], np.int32), forced=True)
