@@ -14,6 +14,21 @@ bool uses_logits(const Chunk& chunk) {
   return chunk.output == Output::kLogProbs || chunk.output == Output::kSampled;
 }
 
+// The tiles that see the most first, dealt to the threads in turns, back and forth: their shares are alike,
+// and what is left at the end is short.
+void deal(std::vector<QueryTile>& tiles, int threads) {
+  std::sort(tiles.begin(), tiles.end(), [](const QueryTile& a, const QueryTile& b) {
+    return std::pair(b.position + b.count, a.first) < std::pair(a.position + a.count, b.first);
+  });
+  const std::vector<QueryTile> sorted = tiles;
+  tiles.clear();
+  for (int thread = 0; thread < threads; ++thread)
+    for (int round = 0; round * threads < int(sorted.size()); ++round) {
+      const int i = round * threads + (round % 2 == 0 ? thread : threads - 1 - thread);
+      if (i < int(sorted.size())) tiles.push_back(sorted[std::size_t(i)]);
+    }
+}
+
 }  // namespace
 
 ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels,
@@ -205,11 +220,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   for (std::size_t i = 0; i < logits_.size(); ++i)
     if (uses_logits(*outputs_[i].chunk))
       logits_[i] = work_.logits + used++ % kHeadRows * std::size_t(config_.vocab_size);
-  // The tiles that see the most go first, so that what is left at the end is short.
-  for (Rows* rows : {&all_, &wanted_})
-    std::sort(rows->tiles.begin(), rows->tiles.end(), [](const QueryTile& a, const QueryTile& b) {
-      return std::pair(b.position + b.count, a.first) < std::pair(a.position + a.count, b.first);
-    });
+  for (Rows* rows : {&all_, &wanted_}) deal(rows->tiles, team_.size());
   for (Scratch& scratch : scratch_) {
     scratch.best.assign(logits_.size(), {});
     scratch.multiply_adds = 0;

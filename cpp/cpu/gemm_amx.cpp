@@ -6,12 +6,10 @@
 // up in float32, with the same operations in the same order as on AVX-512, so that results are equal to the
 // bit.
 //
-// Of these instructions a tile load takes longest (26 cycles, a product 16, a store 17; measured), so the
-// weights of a block stay in tiles for all tokens of a call, and each load of A serves two panels. The sums
-// in float32 stay in the L1 cache, 16 loads and 16 stores a product, next to 48 operations on the two vector
-// pipes. Neighbouring places alternate between tiles and buffers, so that the matrix unit runs ahead of the
-// vector pipes. Codes are unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has
-// what was measured.
+// The sums in float32 stay in sixteen registers while columns pass by: 48 operations on two vector pipes and
+// 48 loads a product. Products use two C in turns, so that one is computed while the other is stored, and six
+// tiles in all: with eight, tiles alone take 1.7 times as long where two threads share a core. Weights are
+// unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has what was measured.
 #include <algorithm>
 #include <type_traits>
 
@@ -26,7 +24,8 @@ namespace {
 constexpr int kMinTokens = 16;  // in a call: for fewer, unpacking the weights costs more than it saves
 constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit too empty
 
-constexpr int kMostTokens = 192;  // whose results stay in the L1 cache
+// Columns whose weights, 16 rows of them, are unpacked at a time: they stay in the L1 cache for all tokens.
+constexpr int kSlabBlocks = 18;
 
 constexpr int kCacheLine = 64;
 
@@ -67,112 +66,119 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
 }
 
 using Sums = std::int32_t[kTileTokens][kPanelRows];
-using Results = float[kMostTokens][kGroupRows];
 
-// A block's half, or all of it, and a tile of tokens: what is multiplied at once, with both panels.
-struct Place {
-  int block = 0, half = 0, tile = 0;
-
-  void advance(int halves, int tiles) {
-    if (++tile < tiles) return;
-    tile = 0;
-    if (++half < halves) return;
-    half = 0;
-    ++block;
-  }
-};
-
-// B stays in tiles 6 and 7, a panel each, for all tokens. Neighbouring places use different A and C.
+// C = tokens * weights of one block, or of half a block.
 template <int kSlot, int kDepth>
-inline __attribute__((always_inline)) void multiply_place(const std::int8_t* tokens) {
-  constexpr int kA = 4 + kSlot, kC = 2 * kSlot;
+inline __attribute__((always_inline)) void multiply_step(const std::int8_t* tokens,
+                                                         const std::int8_t* weights) {
+  constexpr int kA = 4 + kSlot, kB = 6 + kSlot;
+  zero_tile<kSlot>();
   load_tile<kA, kTileTokens, kDepth, kBlockCols>(tokens);
-  zero_tile<kC>();
-  multiply_tiles<kC, kA, 6>();
-  zero_tile<kC + 1>();
-  multiply_tiles<kC + 1, kA, 7>();
+  load_tile<kB, kDepth / 4, kTileRowBytes>(weights);
+  multiply_tiles<kSlot, kA, kB>();
 }
 
-// to[t] += sums[t] * (weight scale * token scale), and the minimum with the last step of a block.
+// results[t] += sums[t] * (weight scale * token scale), and the minimum.
 template <class Block>
 inline __attribute__((always_inline)) void add_sums(const Sums& sums, const SignedPanel& panel, int half,
-                                                    const ActivationTile& x, float* to) {
+                                                    const ActivationTile& x, F (&results)[kTileTokens]) {
   const F scale = Simd::load(panel.scale[half]);
   [[maybe_unused]] F min;
   if constexpr (kHasMin<Block> || kHasHalfMins<Block>) min = Simd::load(panel.min[half]);
 #pragma GCC unroll 16
   for (int t = 0; t < kTileTokens; ++t) {
-    F sum = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])),
-                      Simd::mul(scale, Simd::set(x.terms[t].scale)), Simd::load(to + t * kGroupRows));
+    results[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])),
+                           Simd::mul(scale, Simd::set(x.terms[t].scale)), results[t]);
     if constexpr (kHasMin<Block> || kHasHalfMins<Block>) {
       const float scaled = kStepsOfBlock<Block> == 2 ? scaled_half_sum(x, t, half) : x.terms[t].scaled_sum;
-      sum = Simd::fma(min, Simd::set(scaled), sum);
+      results[t] = Simd::fma(min, Simd::set(scaled), results[t]);
     }
-    Simd::store(to + t * kGroupRows, sum);
   }
 }
 
-// A group by `tiles` tiles of tokens, added to `out`. `x` is the first tile, `next` what is fetched
-// meanwhile.
-template <class Block>
-void amx_tokens(const Block* block, int n_blocks, const ActivationTile* x, int tiles, Results& out) {
-  constexpr int kHalves = kStepsOfBlock<Block>, kDepth = kBlockCols / kHalves;
-  SignedPanel panels[2][2];  // of every other block
-  alignas(64) Sums sums[2][2];
-  Place to_multiply, to_add;
-  const int places = n_blocks * kHalves * tiles;
-  const std::ptrdiff_t line_step = ceil_div(std::ptrdiff_t(sizeof(Block)), kHalves * tiles * kCacheLine);
-  const auto tile_at = [&](const Place& at) -> const ActivationTile& {
-    return x[std::size_t(at.tile) * std::size_t(n_blocks) + std::size_t(at.block)];
-  };
-  // Products of a place are stored while those of the next are computed, and added one place after that.
-  const auto visit = [&]<int kSlot>(int i,
-                                    std::integral_constant<int, kSlot>) __attribute__((always_inline)) {
-    if (i >= 2) {
-      for (int panel = 0; panel < 2; ++panel)
-        add_sums<Block>(sums[kSlot][panel], panels[to_add.block % 2][panel], to_add.half, tile_at(to_add),
-                        out[to_add.tile * kTileTokens] + panel * kPanelRows);
-      to_add.advance(kHalves, tiles);
-    }
-    if (i < places) {
-      SignedPanel(&pair)[2] = panels[to_multiply.block % 2];
-      if (to_multiply.tile == 0) {
-        if (to_multiply.half == 0)
-          for (int panel = 0; panel < 2; ++panel) unpack(block[to_multiply.block], panel, pair[panel]);
-        load_tile<6, kDepth / 4, kTileRowBytes>(pair[0].codes[to_multiply.half * 4]);
-        load_tile<7, kDepth / 4, kTileRowBytes>(pair[1].codes[to_multiply.half * 4]);
-      }
-      // The same block of the next group, a part with each place.
-      const auto* next = reinterpret_cast<const char*>(block + n_blocks + to_multiply.block);
-      for (std::ptrdiff_t line = 0; line < line_step; ++line)
-        _mm_prefetch(next + ((to_multiply.half * tiles + to_multiply.tile) * line_step + line) * kCacheLine,
-                     _MM_HINT_T1);
-      multiply_place<kSlot, kDepth>(tile_at(to_multiply).q[0] + to_multiply.half * kDepth);
-      to_multiply.advance(kHalves, tiles);
-    }
-    if (i >= 1 && i <= places) {
-      store_tile<2 * (1 - kSlot)>(sums[1 - kSlot][0]);
-      store_tile<2 * (1 - kSlot) + 1>(sums[1 - kSlot][1]);
-    }
-  };
-  for (int i = 0; i < places + 2; i += 2) {
-    visit(i, std::integral_constant<int, 0>());
-    if (i + 1 < places + 2) visit(i + 1, std::integral_constant<int, 1>());
+// Memory that is fetched into the L2 cache while products are computed, `step` bytes with every other
+// product.
+struct Ahead {
+  const std::byte *at, *end;
+  std::ptrdiff_t step;
+
+  void fetch() {
+    for (const std::byte* stop = std::min(at + step, end); at < stop; at += kCacheLine)
+      _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
   }
+};
+
+// 16 weight rows by 16 tokens, over the columns of a slab. `x` and `panels`: those of its first block.
+// `first`: of the columns.
+template <class Block>
+void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blocks, bool first, Ahead& ahead,
+                   float* out, std::size_t stride) {
+  constexpr int kHalves = kStepsOfBlock<Block>, kDepth = kBlockCols / kHalves;
+  alignas(64) Sums sums[2];
+  F results[kTileTokens];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTileTokens; ++t)
+    results[t] = first ? Simd::set(0) : Simd::load(out + std::size_t(t) * stride);
+  const auto start = [&]<int kSlot>(int step,
+                                    std::integral_constant<int, kSlot>) __attribute__((always_inline)) {
+    const int block = step / kHalves, half = step % kHalves;
+    multiply_step<kSlot, kDepth>(x[block].q[0] + half * kDepth, panels[block].codes[half * 4][0]);
+  };
+  const auto finish = [&]<int kSlot>(int step, std::integral_constant<int, kSlot>)
+                          __attribute__((always_inline)) {
+                            const int block = step / kHalves;
+                            store_tile<kSlot>(sums[kSlot]);
+                            add_sums<Block>(sums[kSlot], panels[block], step % kHalves, x[block], results);
+                          };
+  constexpr std::integral_constant<int, 0> kEven;
+  constexpr std::integral_constant<int, 1> kOdd;
+  const int steps = n_blocks * kHalves;
+  start(0, kEven);
+  for (int step = 0; step < steps; step += 2) {
+    ahead.fetch();
+    if (step + 1 < steps) start(step + 1, kOdd);
+    finish(step, kEven);
+    if (step + 1 == steps) break;
+    if (step + 2 < steps) start(step + 2, kEven);
+    finish(step + 1, kOdd);
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTileTokens; ++t) Simd::store(out + std::size_t(t) * stride, results[t]);
 }
 
 template <class Block>
 void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
                 std::size_t stride) {
-  keep_tile_config<kBlockCols / kStepsOfBlock<Block>>();
+  constexpr int kHalves = kStepsOfBlock<Block>;
+  keep_tile_config<kBlockCols / kHalves>();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
-  for (int done = 0; done < count; done += kMostTokens) {
-    const int n = std::min(count - done, kMostTokens), tiles = ceil_div(n, kTileTokens);
-    alignas(64) Results results;
-    std::fill_n(results[0], tiles * kTileTokens * kGroupRows, 0.0f);
-    amx_tokens<Block>(block, weight.blocks_per_row(), x.tile(first + done), tiles, results);
-    for (int t = 0; t < n; ++t) std::copy_n(results[t], kGroupRows, out + std::size_t(done + t) * stride);
+  const int n_blocks = weight.blocks_per_row(), tiles = ceil_div(count, kTileTokens);
+  const int rest = count % kTileTokens;  // tokens of the last tile, where it is not full
+  SignedPanel panels[kSlabBlocks];
+  alignas(64) float last[2][kTileTokens][kPanelRows];
+  for (int slab = 0; slab < n_blocks; slab += kSlabBlocks) {
+    const int n = std::min(n_blocks - slab, kSlabBlocks);
+    // The same columns of the next group.
+    const auto* next = reinterpret_cast<const std::byte*>(block + n_blocks + slab);
+    const std::ptrdiff_t bytes = n * std::ptrdiff_t(sizeof(Block));
+    const int turns = 2 * tiles * ceil_div(n * kHalves, 2);
+    Ahead ahead = {next, next + bytes,
+                   ceil_div(ceil_div(bytes, kCacheLine), std::ptrdiff_t(turns)) * kCacheLine};
+    for (int panel = 0; panel < 2; ++panel) {
+      for (int b = 0; b < n; ++b) unpack(block[slab + b], panel, panels[b]);
+      for (int tile = 0; tile < tiles; ++tile) {
+        const bool full = rest == 0 || tile + 1 < tiles;
+        multiply_slab<Block>(
+            panels, x.tile(first + tile * kTileTokens) + slab, n, slab == 0, ahead,
+            full ? out + std::size_t(tile * kTileTokens) * stride + panel * kPanelRows : last[panel][0],
+            full ? stride : std::size_t(kPanelRows));
+      }
+    }
   }
+  for (int t = 0; t < rest; ++t)
+    for (int panel = 0; panel < 2; ++panel)
+      std::copy_n(last[panel][t], kPanelRows,
+                  out + std::size_t(count - rest + t) * stride + panel * kPanelRows);
 }
 
 // A single token, with the next group fetched meanwhile: left to itself, this processor reads memory at 5/6

@@ -137,9 +137,10 @@ void append_to_cache(const Context& c, const AttentionStep& step, std::span<cons
 }
 
 int query_tile_rows(int total, int kv_heads, int threads) {
-  constexpr int kSmallest = 4, kItemsOfThread = 3;
+  constexpr int kSmallest = 4;
+  const int items_of_thread = threads > 8 ? 6 : 3;  // many threads end together only with short items
   int rows = kQueryTile;
-  while (rows > kSmallest && ceil_div(total, rows) * kv_heads < kItemsOfThread * threads) rows /= 2;
+  while (rows > kSmallest && ceil_div(total, rows) * kv_heads < items_of_thread * threads) rows /= 2;
   return rows;
 }
 

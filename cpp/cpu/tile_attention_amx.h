@@ -15,39 +15,30 @@ namespace {
 constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;  // dimensions or positions in a row of a tile
 
-// Tiles 0 to 3 = A * B over `steps` of the depth, for `blocks` blocks of 16 columns, `b_block` elements from
-// one to the next. A's rows are `a_stride` elements apart, B's rows, pairs of the depth, `b_stride`.
+// out = A * B over `steps` of the depth, for `blocks` blocks of 16 columns, `b_block` elements from one to
+// the next. A's rows are `a_stride` elements apart, B's rows, pairs of the depth, `b_stride`. Two blocks at a
+// time: with four, more tiles are in use than the processor keeps at full speed where two threads share a
+// core.
 inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a_stride,
-                            const std::uint16_t* b, int b_stride, int b_block) {
+                            const std::uint16_t* b, int b_stride, int b_block, float (&out)[kAmxRows][64]) {
   const std::size_t a_bytes = std::size_t(a_stride) * sizeof *a, b_bytes = std::size_t(b_stride) * sizeof *b;
-  zero_tile<0>();
-  zero_tile<1>();
-  zero_tile<2>();
-  zero_tile<3>();
-  for (int step = 0; step < steps; ++step, a += kAmxDepth, b += b_stride * (kAmxDepth / 2)) {
-    load_tile_rows<4>(a, a_bytes);
-    load_tile_rows<6>(b, b_bytes);
-    multiply_pair_tiles<0, 4, 6>();
-    if (blocks > 1) {
-      load_tile_rows<7>(b + b_block, b_bytes);
+  const std::size_t b_step = std::size_t(b_stride) * (kAmxDepth / 2);
+  for (int block = 0; block < blocks; block += 2) {
+    const bool pair = block + 1 < blocks;
+    const std::uint16_t* from = b + std::size_t(block) * std::size_t(b_block);
+    zero_tile<0>();
+    zero_tile<1>();
+    for (int step = 0; step < steps; ++step, from += b_step) {
+      load_tile_rows<4>(a + step * kAmxDepth, a_bytes);
+      load_tile_rows<6>(from, b_bytes);
+      multiply_pair_tiles<0, 4, 6>();
+      if (!pair) continue;
+      load_tile_rows<7>(from + b_block, b_bytes);
       multiply_pair_tiles<1, 4, 7>();
     }
-    if (blocks > 2) {
-      load_tile_rows<6>(b + 2 * b_block, b_bytes);
-      multiply_pair_tiles<2, 4, 6>();
-    }
-    if (blocks > 3) {
-      load_tile_rows<7>(b + 3 * b_block, b_bytes);
-      multiply_pair_tiles<3, 4, 7>();
-    }
+    store_tile_rows<0>(out[0] + block * 16, sizeof out[0]);
+    if (pair) store_tile_rows<1>(out[0] + (block + 1) * 16, sizeof out[0]);
   }
-}
-
-inline void store_blocks(int blocks, float (&out)[kAmxRows][64]) {
-  store_tile_rows<0>(out[0], sizeof out[0]);
-  if (blocks > 1) store_tile_rows<1>(out[0] + 16, sizeof out[0]);
-  if (blocks > 2) store_tile_rows<2>(out[0] + 32, sizeof out[0]);
-  if (blocks > 3) store_tile_rows<3>(out[0] + 48, sizeof out[0]);
 }
 
 // Rows [row, row + rows) of the strip, at most kAmxRows; what else lies in the tiles is computed and dropped.
@@ -58,15 +49,13 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, Att
   alignas(64) std::uint16_t p[kAmxRows][kKeySpan];
   const int key_blocks = ceil_div(n, kKeyBlock);
   multiply_blocks(head.key_stride / kAmxDepth, key_blocks, strip.q + row * head.key_stride, head.key_stride,
-                  strip.keys, kKeyPairStep, 2 * kKeyBlock);
-  store_blocks(key_blocks, products);
+                  strip.keys, kKeyPairStep, 2 * kKeyBlock, products);
   const int stride = head.value_stride;
   bf16_weights(strip, row, rows, span, stride, products, p);
   for (int column = 0; column < stride; column += 64) {
     const int blocks = std::min(4, (stride - column) / 16);
     multiply_blocks(ceil_div(n, kAmxDepth), blocks, p[0], kKeySpan, strip.values + column * 2, stride * 2,
-                    kAmxDepth);
-    store_blocks(blocks, products);
+                    kAmxDepth, products);
     for (int r = 0; r < rows; ++r) {
       float* out = strip.acc + (row + r) * stride + column;
       for (int i = 0; i < blocks * 16; i += Simd::kLanes)
