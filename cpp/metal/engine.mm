@@ -65,9 +65,7 @@ class MetalEngine final : public Engine, private PassInspector {
   std::unique_ptr<Cache> make_cache(int max_context) override;
   PrefixTree* prefixes() override { return &prefixes_; }
   void check_fits(int positions) const override { pool_.check_fits(positions); }
-  int pass_rows() const override {
-    return config().causal ? options().chunk_tokens : config().context_length;
-  }
+  int pass_rows() const override { return forward_.pass_rows(); }
   bool runs_ahead() const override { return true; }
   int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;

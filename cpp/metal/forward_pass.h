@@ -75,7 +75,8 @@ class ForwardPass {
   const Tuning& tuning() const { return tuning_; }
   const CacheShape& cache_shape() const { return cache_shape_; }
   const PageLayout& page_layout() const { return page_layout_; }
-  int chunk_tokens() const { return config_.causal ? options_.chunk_tokens : config_.context_length; }
+  // Largest number of rows of one pass; see Engine::pass_rows.
+  int pass_rows() const { return config_.causal ? options_.chunk_tokens : config_.context_length; }
 
   // A buffer as the pass left it, when debugging.
   struct Intermediate {

@@ -252,8 +252,7 @@ KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   // A pass chooses between kernels by the number of tokens or by the position, and each choice has one
   // threshold. So the shortest and the longest pass of each path, at the first and the last position, use
   // every kernel; but products whose columns are split end at one of two thresholds.
-  const int longest =
-      config_.causal ? std::min(options_.chunk_tokens, config_.context_length) : config_.context_length;
+  const int longest = std::min(pass_rows(), config_.context_length);
   std::set<int> lengths;
   for (const int tokens :
        {1, 2, kFewTokens, kFewTokens + 1, MATMUL_NARROW_TILE + 1, ops::kMostSplitTokens + 1, longest})

@@ -28,7 +28,7 @@ std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int 
   std::vector<Dispatch> dispatches;
   RecordedBuffers buffers;
   for (int done = 0; done < tokens;) {
-    const int n = std::min(forward.chunk_tokens(), tokens - done);
+    const int n = std::min(forward.pass_rows(), tokens - done);
     const bool has_output = done + n == tokens || output == Output::kLogProbs;
     const PassChunk chunk = last_rows(n, position + done, has_output ? output : Output::kNone);
     Recorder recorder(forward.tuning(), forward.cache_shape());

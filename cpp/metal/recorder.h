@@ -73,8 +73,9 @@ class RecordedWeights final : public WeightViews {
   const std::byte* file_;
 };
 
-// The dispatches of a prompt, chunk by chunk. Only the last chunk has the output; log probabilities are the
-// output of every chunk.
+// The dispatches of a prompt, in the passes that a batch makes of it when it is alone; what else a batch does
+// needs sessions and pages. Only the last chunk has the output; log probabilities are the output of every
+// chunk.
 std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, Output output);
 
 // The dispatches for a model of which only configuration, types and dimensions are known, on a GPU of Apple's
