@@ -38,3 +38,8 @@ def test_named_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for target in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
         assert target in targets, f"{page.name} names make {target}"
+
+
+def test_the_page_on_performance_stays_short() -> None:
+    """What was tried on the way belongs into the dated records that it links."""
+    assert len((ROOT / "docs/performance.md").read_text(encoding="utf-8").splitlines()) <= 150
