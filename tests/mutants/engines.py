@@ -149,9 +149,9 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/kv_pages.cpp",
-        "key_block(round_up(positions, kKeyBlock))",
-        "key_block(positions)",
-        "a copied page lacks the keys of its last block",
+        "q8 || layout_ == KvLayout::kPairs ? key_bytes_ : key_block(round_up(positions, kKeyBlock))",
+        "q8 ? key_bytes_ : key_block(positions)",
+        "a copied page lacks the keys of its last block, or of all but the first dimensions",
         (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
     ),
     Mutant(
@@ -163,8 +163,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/kv_pages.cpp",
-        "q8 ? key_bytes_ :",
-        "q8 ? q8_scale(key_dim_, 0, 0) :",
+        "return {q8 || layout_ == KvLayout::kPairs ? key_bytes_ :",
+        "return {q8 ? q8_scale(key_dim_, 0, 0) : layout_ == KvLayout::kPairs ? key_bytes_ :",
         "a copied page in q8_0 keeps the scales of the keys that it had before",
         (f"{_Q8}::test_forks_rewinds_and_prefixes_are_those_of_a_session_alone",),
     ),
@@ -286,8 +286,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/kv_pages.cpp",
-        "if (used >= block) return;",
-        "if (used < block) return;",
+        "std::memset(data + used, 0, key_bytes_ - used);",
+        "",
         "dimensions that fill keys up are not cleared",
         (
             "tests/test_cpu_kernels.py::test_dimensions_that_fill_keys_up_change_nothing",

@@ -78,6 +78,20 @@ FILES = (
         ("tests/test_replacing.py",),
     ),
     Mutant(
+        f"{_P}/_cached_property.py",
+        "if self._process != os.getpid():",
+        "if False:",
+        "a forked process waits for a lock that a thread of its parent held",
+        ("tests/test_fork.py", "-k", "prepares_the_tokenizer"),
+    ),
+    Mutant(
+        f"{_P}/_pack_cache.py",
+        "if not isinstance(decoded, dict) or",
+        "if False and",
+        "the fields of a header of packed weights may be anything",
+        ("tests/test_pack_cache.py", "-k", "another_header"),
+    ),
+    Mutant(
         f"{_P}/_arguments.py",
         "if not kinds.isdisjoint((bool, np.bool_)):",
         "if False:",
@@ -135,6 +149,13 @@ TEXT = (
         "{key: value for key, value in message.items()}",
         "messages may spell control tokens",
         ("tests/test_chat_template.py",),
+    ),
+    Mutant(
+        f"{_P}/chat_template.py",
+        "_MAX_TIME_FORMAT or _WIDTH.search(format):",
+        "_MAX_TIME_FORMAT:",
+        "formats of times may have any width",
+        ("tests/test_template_limits.py", "-k", "ended and time"),
     ),
     Mutant(
         f"{_P}/_template_budget.py",
