@@ -82,8 +82,8 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         multiply(kParts, codes, 16 + 4 * step);
       }
     } else if constexpr (kTokens == 1) {
-      // Nothing but memory counts: line after line, by few load instructions with a stride each. Those the
-      // processor follows; seventeen that step from block to block it loses.
+      // Only reading memory takes time: lines in their order, by few load instructions with one stride each,
+      // which the processor's prefetcher follows. It loses seventeen that step from block to block.
       const auto add_step = [&](int chain, int r, int step) __attribute__((always_inline)) {
         sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
                                                             Simd::broadcast4(x->q[token] + 4 * step));

@@ -1,5 +1,5 @@
-// The compiler's functions beneath metal_stdlib, by the names that libraries call them which overload metal_stdlib for
-// types of their own. The last argument of most, the precision, changes nothing here.
+// Functions of Apple's compiler from which metal_stdlib is made. Libraries that overload metal_stdlib for types of
+// their own call them by these names. The last argument of most is the precision, which changes nothing here.
 #pragma once
 
 MSL_CONSTANT int __METAL_MAYBE_FAST_MATH__ = 0;
