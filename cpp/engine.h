@@ -315,7 +315,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual const PassInspector* inspector() const { return nullptr; }
 
  protected:
-  Engine(Model model, EngineOptions options) : model_(std::move(model)), options_(options) {}
+  Engine(Model model, EngineOptions options) : model_(std::move(model)), options_(std::move(options)) {}
 
   Model model_;
   EngineOptions options_;

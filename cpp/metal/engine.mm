@@ -227,8 +227,10 @@ class MetalEngine::MetalCache final : public PagedCache {
   // The GPU may be at work on it still, and write to a page that another session takes now: passes and blits
   // that come later wait for it (see KvPages::Hold).
   void drop_ahead() {
-    // A forked process has no GPU to wait for.
-    if (ahead_ && metal_.forked_) static_cast<void>(ahead_.release());
+    // A forked process has no GPU to wait for, so it leaves what its parent sent.
+    if (ahead_ && metal_.forked_) {
+      [[maybe_unused]] const Ahead* left = ahead_.release();
+    }
     const AutoreleasePool pool;
     ahead_.reset();
   }
