@@ -157,6 +157,7 @@ MODELS: dict[str, SmallModel] = {
     "smollm3": SmallModel(architecture="smollm3", layers=5),
     "granite": SmallModel(
         architecture="granite",
+        qkv_bias=True,
         norm_eps=0.01,  # which the scale of the residual stream must not change
         scales=(
             ("embedding_scale", 12.0),
