@@ -47,6 +47,18 @@ int rows_of(std::span<const QueryTile> tiles) {
   return rows;
 }
 
+// Asks for what the rows of a tile see of a head's cache.
+void fetch_cache(const AttentionStep& step, const QueryTile& tile, int kv_head) {
+  constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor follows what comes after it
+  const int window = step.config.window(step.layer);
+  const int begin =
+      window > 0 ? std::max(0, tile.position - window + 1) / kPagePositions * kPagePositions : 0;
+  const int end = std::min(tile.position + tile.count, begin + kMost);
+  for (int position = begin; position < end; position += kPagePositions)
+    step.cache.fetch(tile.pages[position / kPagePositions], step.layer, kv_head,
+                     std::min(end - position, kPagePositions));
+}
+
 // Products of a query and a key that the rows of a tile compute.
 double visible_pairs(const QueryTile& tile, int window, bool causal) {
   const int reach = window == 0 ? tile.end : causal ? window - 1 : window / 2;
@@ -162,18 +174,10 @@ void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, in
 }
 
 void CacheFetch::part(int part, int parts) const {
-  constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor follows what comes after it
-  const int heads = step_.config.n_kv_heads, window = step_.config.window(step_.layer);
-  const auto items = std::int64_t(tiles_.size()) * heads;
-  for (auto item = items * part / parts; item < items * (part + 1) / parts; ++item) {
-    const QueryTile& tile = tiles_[std::size_t(item / heads)];
-    const int begin =
-        window > 0 ? std::max(0, tile.position - window + 1) / kPagePositions * kPagePositions : 0;
-    const int end = std::min(tile.position + tile.count, begin + kMost);
-    for (int position = begin; position < end; position += kPagePositions)
-      step_.cache.fetch(tile.pages[position / kPagePositions], step_.layer, int(item % heads),
-                        std::min(end - position, kPagePositions));
-  }
+  const auto items = std::int64_t(tiles_.size()) * step_.config.n_kv_heads;
+  for (auto item = items * part / parts; item < items * (part + 1) / parts; ++item)
+    fetch_cache(step_, tiles_[std::size_t(item / step_.config.n_kv_heads)],
+                int(item % step_.config.n_kv_heads));
 }
 
 void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
@@ -186,8 +190,12 @@ void attend(const Context& c, const AttentionStep& step, std::span<const QueryTi
   const int n_groups = config.n_heads / heads, columns = heads * config.value_dim;
   const bool whole_blocks = !out.forms.int8 || columns % kBlockCols == 0;
   normalize_heads_together(c, step, step.weights.q_norm, step.q, rows_of(tiles));
-  c.for_each(int(tiles.size()) * n_groups, [&](int item) {
+  const int items = int(tiles.size()) * n_groups;
+  c.for_each(items, [&](int item) {
     const QueryTile& tile = tiles[std::size_t(item / n_groups)];
+    // Not all that was asked for during the products is still near.
+    if (const int next = item + 1; tiles.size() > 1 && next < items)
+      fetch_cache(step, tiles[std::size_t(next / n_groups)], next % n_groups);
     const int first_head = item % n_groups * heads, kv_head = first_head / group;
     const int first_column = first_head * config.value_dim;
     float* q = step.q.row(tile.first) + std::size_t(first_head) * std::size_t(config.key_dim);

@@ -64,10 +64,25 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, Att
   }
 }
 
-struct MatrixTiles {
-  static constexpr int kRows = kAmxRows, kPositions = kAmxDepth;
+// The first `n` positions of values, then zeros up to a whole step: nothing times what was never stored may
+// be NaN. Pairs of positions are `stride` elements apart.
+inline const std::uint16_t* filled_up(const std::uint16_t* values, int stride, int n, std::uint16_t* out) {
+  const __m512i even = _mm512_set1_epi32(0xffff), both = _mm512_set1_epi32(-1), none = _mm512_setzero_si512();
+  for (int pair = 0; pair < round_up(n, kAmxDepth) / 2; ++pair) {
+    const __m512i stored = pair < n / 2 ? both : pair == n / 2 && n % 2 == 1 ? even : none;
+    for (int at = pair * stride; at < (pair + 1) * stride; at += 2 * Simd::kLanes)
+      _mm512_store_si512(out + at, _mm512_and_si512(_mm512_load_si512(values + at), stored));
+  }
+  return out;
+}
 
-  static void span(const AttentionHead& head, int span, int rows, AttentionStrip& strip) {
+struct MatrixTiles {
+  static constexpr int kRows = kAmxRows;
+
+  static void span(const AttentionHead& head, int span, int stored, int rows, AttentionStrip& strip) {
+    alignas(64) std::uint16_t values[kKeySpan * kMaxHeadDim];  // [pairs][value_stride][2]
+    if (stored % kAmxDepth != 0)
+      strip.values = filled_up(strip.values, head.value_stride * 2, stored, values);
     for (int r = 0; r < rows; r += kAmxRows) amx_tile(head, span, r, std::min(kAmxRows, rows - r), strip);
   }
 };

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "simd_bf16.h"
 #include "tile_attention.h"
@@ -37,9 +38,7 @@ struct alignas(64) AttentionStrip {
   float shift[kStripRows];                      // of scores: weights are relative to it
   float limit[kStripRows];                      // of scores, above which it changes
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
-  alignas(64) std::uint16_t last_values[kKeySpan * kMaxHeadDim];  // [pairs][value_stride][2]
-  const std::uint16_t* keys;                                      // of the span, in the page
-  const std::uint16_t* values;                                    // of the span: there, or `last_values`
+  const std::uint16_t *keys, *values;           // of the span
 };
 
 // Sixteen values from `at` on, of `dim`, zeros after the last: rounded to f16, which is what a saved cache
@@ -70,25 +69,6 @@ void store_value_pairs(const float* value, int dim, int stride, KvLayout layout,
     round_values(value, d, dim, lanes);
     for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[2 * (d + i)] = lanes[i];
   }
-}
-
-// Takes a span, of which the first `n` positions were stored. Keys of other positions give scores that no row
-// sees; values must be zero up to a multiple of kPositions, as nothing times what was never stored may be
-// NaN.
-template <int kPositions>
-void take_span(const AttentionHead& head, int span, int n, AttentionStrip& strip) {
-  strip.keys = static_cast<const std::uint16_t*>(head.keys_of(span));
-  strip.values = static_cast<const std::uint16_t*>(head.values_of(span));
-  if (n % kPositions == 0) return;
-  const __m512i even = _mm512_set1_epi32(0xffff), both = _mm512_set1_epi32(-1), none = _mm512_setzero_si512();
-  const int pair_stride = head.value_stride * 2;
-  for (int pair = 0; pair < round_up(n, kPositions) / 2; ++pair) {
-    const __m512i stored = pair < n / 2 ? both : pair == n / 2 && n % 2 == 1 ? even : none;
-    for (int at = pair * pair_stride; at < (pair + 1) * pair_stride; at += 2 * Simd::kLanes)
-      _mm512_store_si512(strip.last_values + at,
-                         _mm512_and_si512(_mm512_load_si512(strip.values + at), stored));
-  }
-  strip.values = strip.last_values;
 }
 
 // scores[r][key] = q[r] . k[key] for kVectors * 16 positions.
@@ -208,27 +188,32 @@ inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, i
     bf16_softmax<false>(strip, row, rows, span, stride, scores, p);
 }
 
-// acc += p * v over `pairs` pairs of positions, for kVectors vectors of columns.
+// acc += p * v over the first `n` positions of a span, for kVectors vectors of columns. A pair of which only
+// the first half was stored counts as that half: nothing times what was never stored may be NaN.
 template <int kRows, int kVectors>
-void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], int pairs, int column,
+void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], int n, int column,
                  int stride, float* out) {
   F acc[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::load(out + r * stride + column + v * Simd::kLanes);
-  for (int i = 0; i < pairs; ++i) {
+  const auto add_pair = [&](int i, auto half) __attribute__((always_inline)) {
     __m512i value[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
+    for (int v = 0; v < kVectors; ++v) {
       value[v] = _mm512_load_si512(strip.values + (i * stride + column + v * Simd::kLanes) * 2);
+      if constexpr (half) value[v] = _mm512_and_si512(value[v], _mm512_set1_epi32(0xffff));
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const __m512i weight = broadcast_pair(p[r] + 2 * i);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) acc[r][v] = multiply_pairs(acc[r][v], weight, value[v]);
     }
-  }
+  };
+  for (int i = 0; i < n / 2; ++i) add_pair(i, std::false_type());
+  if (n % 2 == 1) add_pair(n / 2, std::true_type());
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
@@ -242,27 +227,30 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
   alignas(64) float scores[kRows][kKeySpan];
   alignas(64) std::uint16_t p[kRows][kKeySpan];
   const std::uint16_t* q = strip.q + row * head.key_stride;
-  if (n > 32) {
+  if (n > 48) {
     bf16_scores<kRows, 4>(strip, q, head.key_stride, scores);
+  } else if (n > 32) {
+    bf16_scores<kRows, 3>(strip, q, head.key_stride, scores);
   } else if (n > 16) {
     bf16_scores<kRows, 2>(strip, q, head.key_stride, scores);
   } else {
     bf16_scores<kRows, 1>(strip, q, head.key_stride, scores);
   }
-  const int stride = head.value_stride, pairs = (n + 1) / 2;
+  const int stride = head.value_stride;
   bf16_weights(strip, row, kRows, span, stride, scores, p);
   float* out = strip.acc + row * stride;
   int column = 0;
-  for (; column + 64 <= stride; column += 64) bf16_values<kRows, 4>(strip, p, pairs, column, stride, out);
-  for (; column + 32 <= stride; column += 32) bf16_values<kRows, 2>(strip, p, pairs, column, stride, out);
-  for (; column < stride; column += 16) bf16_values<kRows, 1>(strip, p, pairs, column, stride, out);
+  for (; column + 64 <= stride; column += 64) bf16_values<kRows, 4>(strip, p, n, column, stride, out);
+  for (; column + 32 <= stride; column += 32) bf16_values<kRows, 2>(strip, p, n, column, stride, out);
+  for (; column < stride; column += 16) bf16_values<kRows, 1>(strip, p, n, column, stride, out);
 }
 
-// A span for all rows of a strip, by vectors.
+// A span, of which the first `stored` positions were stored, for all rows of a strip, by vectors. Keys of
+// other positions give scores that no row sees.
 struct VectorTiles {
-  static constexpr int kRows = kTileRows, kPositions = 2;
+  static constexpr int kRows = kTileRows;
 
-  static void span(const AttentionHead& head, int span, int rows, AttentionStrip& strip) {
+  static void span(const AttentionHead& head, int span, int /*stored*/, int rows, AttentionStrip& strip) {
     int r = 0;
     for (; r + kTileRows <= rows; r += kTileRows) bf16_tile<kTileRows>(head, span, r, strip);
     for (; r + 3 <= rows; r += 3) bf16_tile<3>(head, span, r, strip);
@@ -293,8 +281,9 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
   }
   const int end = strip.end[rows - 1];
   for (int span = strip.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
-    take_span<Tiles::kPositions>(head, span, std::min(kKeySpan, end - span * kKeySpan), strip);
-    Tiles::span(head, span, rows, strip);
+    strip.keys = static_cast<const std::uint16_t*>(head.keys_of(span));
+    strip.values = static_cast<const std::uint16_t*>(head.values_of(span));
+    Tiles::span(head, span, std::min(kKeySpan, end - span * kKeySpan), rows, strip);
   }
   for (int r = 0; r < rows; ++r) {
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
