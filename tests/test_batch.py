@@ -379,6 +379,18 @@ def test_prompts_of_one_batch_compute_their_common_beginning_once(device: str, d
         assert len(followers) == len(prompts) - 1
 
 
+def test_a_thousand_sessions_hold_what_they_share_once(demo_path: Path) -> None:
+    shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; what differs lies in one page
+    with Model(demo_path, device="cpu") as model:
+        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    with Model(demo_path, device="cpu") as model:
+        start = ids_of(model, shared)
+        each = [model.session() for _ in range(sessions)]
+        prompts = [np.concatenate([start, ids_of(model, own, i + 1)]) for i in range(sessions)]
+        model.forward_batch(each, prompts, output="none", reuse=True)
+        assert model.stats()["kv_pool_bytes"] == page * (4 + sessions)
+
+
 def test_what_is_remembered_is_bounded_and_the_oldest_leaves_first(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])

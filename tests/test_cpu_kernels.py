@@ -474,6 +474,20 @@ def test_attention(
         assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL)
 
 
+@each_set
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
+def test_attention_wherever_the_last_position_lies_in_its_page(isa: str, kv_dtype: str) -> None:
+    """Nothing but NaN follows it in memory."""
+    q, keys, values = normal(1, 96), normal(130, 32, seed=1), normal(130, 32, seed=2)
+    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
+    for n in range(1, len(keys) + 1):
+        out = np.full_like(q, np.nan)
+        cpu.attention(isa, q, keys[:n], values[:n], kv_dtype, 0, 32**-0.5, 0, 1, out)
+        k, v = as_cached(keys[:n], kv_dtype), as_cached(values[:n], kv_dtype)
+        expected = reference_attention(q, k, v, 3, 0, 32**-0.5)
+        assert np.abs(out - expected).max() <= error * np.abs(values[:n]).max(), n
+
+
 # Relative to the largest output: float32 throughout, but where products are of bfloat16, whose half unit is
 # 2^-9; a weight and its value add up to two of them, and the scores' errors move weights.
 ATTENTION_ERROR = dict.fromkeys([*SETS, "f32"], 1e-5) | dict.fromkeys(["avx512bf16", "amx"], 2**-7)

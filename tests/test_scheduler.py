@@ -92,6 +92,16 @@ def test_prompts_enter_as_others_end(cpu: Model) -> None:
         assert taken <= max(begun) + 1 + 5  # they are not all read at once
 
 
+def test_memory_does_not_grow_with_the_number_of_prompts(demo_path: Path) -> None:
+    most = {}
+    for prompts in (10, 200):
+        with Model(demo_path, device="cpu", prefix_memory=0) as model:
+            texts = ([i % 50 + 1, 5] for i in range(prompts))
+            pieces = model.generate_many(texts, 2, max_streams=4)
+            most[prompts] = max(model.stats()["kv_pool_bytes"] for _ in pieces)
+    assert most[200] == most[10] > 0
+
+
 def test_a_writing_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     writing = scheduler.submit([1, 2, 3], 60, speculate="off")  # a right guess would be a second token

@@ -221,6 +221,13 @@ def test_attention_prefill_after_other_chunks(run: Run, position: int) -> None:
     near(case.prefill(run), case.expected())
 
 
+def test_attention_wherever_a_sequence_ends_in_its_page(run: Run) -> None:
+    decode = Case(*((1, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
+    close(decode.decode(run), decode.expected())
+    prefill = Case(*((2, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
+    near(prefill.prefill(run), prefill.expected())
+
+
 @pytest.mark.parametrize("window", [1, 8, 40])
 def test_attention_prefill_in_a_window(run: Run, window: int) -> None:
     case = Case((50, 60), (20, 10), window=window)

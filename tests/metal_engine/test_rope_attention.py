@@ -189,6 +189,10 @@ def test_bits_are_those_of_a_sequence_alone_and_of_the_two_kernels_that_are_join
         np.testing.assert_array_equal(each[1], expected[0])
 
 
+def test_wherever_a_sequence_ends_in_its_page(run: Run) -> None:
+    Case(*range(2 * PAGE), heads=(3, 1), dims=(32, 32), rope=32).check(run)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [1, 50])
 def test_in_a_window(run: Run, splits: int, window: int) -> None:
