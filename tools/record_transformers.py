@@ -136,7 +136,7 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     weights = dict(weights_of(path, model))
     if model.output is None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    if model.architecture in ("llama", "granite") and model.qkv_bias:  # there, the output projection has one as well
+    if model.architecture in ("llama", "granite") and model.qkv_bias:  # there, wo has one, too
         for layer in range(model.layers):
             weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(model.dim)
     made.load_state_dict(weights, strict=True)
