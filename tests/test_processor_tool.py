@@ -14,18 +14,22 @@ import test_processor as tool  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "limit_s", "said"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "died (SIGILL)"),
-        ("raise SystemExit(3)", "failed (exit code 3)"),
-        ("print('no limit: its process died (SIGILL)')", "lost a process"),
-        ("import time; time.sleep(60)", "did not end"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", 60, "died (SIGILL)"),
+        ("raise SystemExit(3)", 60, "failed (exit code 3)"),
+        ("print('no limit: its process died (SIGILL)')", 60, "lost a process"),
+        ("import time; time.sleep(60)", 0.5, "did not end"),
     ],
 )
 def test_a_step_that_does_not_end_well_fails(
-    program: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    program: str,
+    limit_s: float,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tool, "TIME_LIMIT_S", 5)
+    monkeypatch.setattr(tool, "TIME_LIMIT_S", limit_s)
     assert not tool.run(tool.Step("step", ("-c", program)))
     assert f"step: {said} in" in capsys.readouterr().out
 

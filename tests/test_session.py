@@ -355,8 +355,8 @@ def resident_bytes() -> int:
     reason="AddressSanitizer keeps freed memory for a while, to see who still uses it",
 )
 def test_close_gives_the_memory_of_a_session_back(tmp_path: Path) -> None:
-    narrow = {"layers": 8, "dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "ffn": 64, "vocab": 288}
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=1024, **narrow)
+    narrow: dict[str, Any] = {"layers": 8, "dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "ffn": 64}
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=1024, vocab=288, **narrow)
     with Model(path, device="cpu", kv_dtype="f32") as model:
         sessions = [model.session() for _ in range(60)]  # a pool keeps what a few need
         for session in sessions:

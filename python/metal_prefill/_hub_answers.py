@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from metal_prefill.errors import HubError
 
 MAX_LISTING = 16 << 20  # bytes; a repository of 10,000 files has some 2 MB
-TIMEOUT = 10  # seconds without a byte; the default of huggingface_hub for its own first request
 TIME_LIMIT = 30  # seconds for a whole answer but a file's contents
 
 _SAFE_NAME = re.compile(r"[\w.+=-]{1,200}", re.ASCII)
@@ -63,7 +62,7 @@ def check_file(
         The file is not available, or the answer lacks what a hub says about a file.
     """
     url = hub.hf_hub_url(repo_id, name, revision=revision)
-    metadata = within(TIME_LIMIT, lambda: hub.get_hf_file_metadata(url, token=token, timeout=TIMEOUT))
+    metadata = within(TIME_LIMIT, lambda: hub.get_hf_file_metadata(url, token=token, timeout=_patience(hub)))
     needed = {"an ETag": metadata.etag, "a commit": metadata.commit_hash, "a size": metadata.size}
     for what, value in needed.items():
         if value is None:
@@ -109,14 +108,19 @@ def _client(hub: ModuleType) -> Any:
     return hub.utils.get_session()
 
 
+def _patience(hub: ModuleType) -> float:
+    """Seconds without a byte: what the library itself waits in a first request, 10 or the user's setting."""
+    return float(hub.constants.HF_HUB_ETAG_TIMEOUT)
+
+
 def _get(hub: ModuleType, url: str, token: str | bool | None) -> tuple[int, Any, bytes]:
     """Get status, headers and body, of which no more is read than a listing may have."""
-    client, headers = _client(hub), hub.utils.build_hf_headers(token=token)
+    client, headers, patience = _client(hub), hub.utils.build_hf_headers(token=token), _patience(hub)
     end = time.monotonic() + TIME_LIMIT
     if callable(getattr(client, "stream", None)):
-        with client.stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as answer:
+        with client.stream("GET", url, headers=headers, timeout=patience, follow_redirects=True) as answer:
             return answer.status_code, answer.headers, _read(answer.iter_bytes(1 << 16), end)
-    with client.get(url, headers=headers, timeout=TIMEOUT, stream=True) as answer:
+    with client.get(url, headers=headers, timeout=patience, stream=True) as answer:
         return answer.status_code, answer.headers, _read(answer.iter_content(1 << 16), end)
 
 
