@@ -64,6 +64,7 @@ struct EngineOptions {
   Compute compute = Compute::kInt8;
   KvType kv_type = KvType::kF16;
   int chunk_tokens = 512;   // tokens of a prompt that go through the layers together
+  int max_context = 0;      // positions that sessions are made for; 0: the model's. Others may be longer
   bool fused_norm = false;  // Metal: RMSNorm inside the projections (decode)
   bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions

@@ -41,7 +41,8 @@ class CpuEngine final : public Engine {
       : Engine(std::move(model), options),
         kernels_(select_kernels()),
         team_(options.threads),
-        store_(config(), kv_layout(kernels_, options, model_), kernels_.key_multiple, options.poison_cache),
+        store_(config(), kv_layout(kernels_, options, model_), kernels_.key_multiple,
+               options.max_context > 0 ? options.max_context : config().context_length, options.poison_cache),
         pool_(store_, options.kv_memory),
         prefixes_(pool_, std::min(options.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()),
         forward_(model_, options_, kernels_, store_, team_) {

@@ -11,7 +11,7 @@
 
 namespace metal_prefill::cpu {
 
-KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, bool poison)
+KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, int max_context, bool poison)
     : layout_(layout),
       poison_(poison),
       n_layers_(config.n_layers),
@@ -23,7 +23,9 @@ KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, bool p
       key_bytes_(bytes_of(key_stride_)),
       head_bytes_(key_bytes_ + bytes_of(value_stride_)),
       page_bytes_(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64)),
-      group_(std::clamp<std::size_t>(kStretchBytes / head_bytes_, 1, kMostGrouped)) {}
+      group_(std::clamp<std::size_t>(std::size_t(max_context) / kPositionsOfGrouped, 1,
+                                     std::clamp<std::size_t>(kStretchBytes / head_bytes_, 1, kMostGrouped))) {
+}
 
 std::size_t KvPages::bytes_of(int stride) const {
   return layout_ == KvLayout::kQ8 ? q8_scale(stride, stride / kBlockCols, 0)

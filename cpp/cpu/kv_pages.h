@@ -25,7 +25,7 @@ class KvPages final : public PageStore {
  public:
   // With `poison`, pages are filled with NaN whenever they are taken anew: whatever reads a row that was not
   // written shows it.
-  KvPages(const Config& config, KvLayout layout, int key_multiple, bool poison);
+  KvPages(const Config& config, KvLayout layout, int key_multiple, int max_context, bool poison);
 
   std::size_t page_bytes() const override { return page_bytes_; }
   void grow(std::size_t pages) override;
@@ -57,6 +57,8 @@ class KvPages final : public PageStore {
   // On Zen 4 a token reads at 0.56 of the speed of plain reading with stretches of 16 KB, 0.8 with 64 KB, 0.9
   // with 128 KB and 0.93 with 256 KB. Longer ones would leave more of a group unused.
   static constexpr std::size_t kStretchBytes = 128 << 10, kMostGrouped = 8;
+  // Positions of a session for each page of a group: short ones gain nothing, and would hold memory idle.
+  static constexpr std::size_t kPositionsOfGrouped = 8 * kPagePositions;
   struct Page {
     std::byte* data;  // of layer 0 and head 0
     std::size_t group;

@@ -177,6 +177,7 @@ void bind_model(nb::module_& m) {
       .def_rw("compute", &EngineOptions::compute)
       .def_rw("kv_type", &EngineOptions::kv_type)
       .def_rw("chunk_tokens", &EngineOptions::chunk_tokens)
+      .def_rw("max_context", &EngineOptions::max_context)
       .def_rw("fused_norm", &EngineOptions::fused_norm)
       .def_rw("fused_silu", &EngineOptions::fused_silu)
       .def_rw("kv_memory", &EngineOptions::kv_memory)

@@ -191,7 +191,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                           : kv_dtype == "q8_0" ? KvLayout::kQ8
                           : exact              ? KvLayout::kHalf
                                                : kernels.half_layout;
-  KvPages cache(config, layout, key_multiple > 0 ? key_multiple : kernels.key_multiple, true);
+  KvPages cache(config, layout, key_multiple > 0 ? key_multiple : kernels.key_multiple, 8192, true);
   // Pages in no order, with nothing but NaN where no position was stored.
   const int n_pages = (positions + kKeySpan - 1) / kKeySpan;
   std::vector<PageId> ids;

@@ -125,7 +125,7 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   w.config.n_heads = heads;
   w.config.n_kv_heads = kv_heads;
   w.config.key_dim = w.config.value_dim = head_dim;
-  w.cache = std::make_unique<KvPages>(w.config, kernels.half_layout, kernels.key_multiple, false);
+  w.cache = std::make_unique<KvPages>(w.config, kernels.half_layout, kernels.key_multiple, tokens, false);
   std::vector<PageId> pages(pages_of(tokens));
   std::iota(pages.begin(), pages.end(), PageId(0));
   w.cache->grow(pages.size());
