@@ -48,9 +48,18 @@ TokenBlocks blocks_of(int rows, int groups, int threads) {
   return best;
 }
 
-// Rows of a group in float32, zero beyond the matrix and in the padding.
+// Whether a group has all of its rows, and these need no padding.
+bool is_whole(const Tensor& tensor, int group) {
+  return tensor.cols % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
+}
+
+// Rows of a group in float32: where they lie in the file, or a copy that is zero beyond the matrix and in the
+// padding.
 FloatRows expand_group(const Context& c, const Linear& linear, int group) {
   const Tensor& tensor = linear.tensor;
+  if (tensor.type == TensorType::kF32 && is_whole(tensor, group))
+    return {reinterpret_cast<float*>(const_cast<std::byte*>(tensor.row(group * kGroupRows))),
+            std::size_t(tensor.cols)};
   FloatRows rows{c.scratch.weights.as<float>(), round_up(std::size_t(tensor.cols), kFloatPad)};
   for (int r = 0; r < kGroupRows; ++r) {
     float* out = rows.row(r);
@@ -72,10 +81,9 @@ FloatRows expand_group(const Context& c, const Linear& linear, int group) {
   return rows;
 }
 
-// Whether a group of rows can be multiplied where it lies: 16-bit floats, all 32 rows, nothing to pad.
+// Whether a group of 16-bit floats can be multiplied where it lies.
 bool lies_ready(const Tensor& tensor, int group) {
-  return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) &&
-         tensor.cols % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
+  return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) && is_whole(tensor, group);
 }
 
 // Rows of a group in bfloat16: where they lie in the file, or a copy that is zero beyond the matrix and in
