@@ -9,6 +9,7 @@ using namespace metal;
 
 // A row, normed by all threads of the group: scale is 1 / sqrt(mean(x^2) + eps). A thread keeps its first
 // four values, which are all it has where there are enough threads, and reads their weights before the sum.
+// The result may take the row's place, so a thread reads no values but its own.
 struct NormedRow {
   float4 x, weight;
   float scale;
@@ -16,9 +17,10 @@ struct NormedRow {
 static inline NormedRow normed_row(device const float4* x, device const float4* weight, uint dim, float eps,
                                    threadgroup float* partial, ushort thread_index, ushort threads,
                                    ushort lane, ushort simdgroup, ushort simdgroups) {
-  const uint columns = dim / 4, own = min(uint(thread_index), columns - 1);
-  NormedRow row = {x[own], weight[own], 0.0f};
-  float sum = thread_index < columns ? dot(row.x, row.x) : 0.0f;
+  const uint columns = dim / 4;
+  NormedRow row = {};
+  if (thread_index < columns) row = {x[thread_index], weight[thread_index], 0.0f};
+  float sum = dot(row.x, row.x);
 #pragma unroll(2)
   for (uint i = thread_index + threads; i < columns; i += threads) sum += dot(x[i], x[i]);
   sum = threadgroup_reduce<Sum>(sum, partial, lane, simdgroup, simdgroups);
