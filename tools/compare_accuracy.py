@@ -179,7 +179,7 @@ def llama_types() -> dict[str, int]:
 
 
 def chosen_types(only: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of the types that are named, or of all in the order of their numbers.
+    """Return the numbers of the types that are named, or of all, in the order of these numbers.
 
     Raises
     ------
@@ -189,7 +189,7 @@ def chosen_types(only: Sequence[str]) -> dict[str, int]:
     types = llama_types()
     if unknown := [name for name in only if name not in types]:
         raise SystemExit(f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(types))}")
-    return {name: types[name] for name in only or sorted(types, key=lambda name: types[name])}
+    return {name: types[name] for name in sorted(only or types, key=lambda name: types[name])}
 
 
 def print_header(cells: Sequence[str]) -> None:
@@ -211,7 +211,6 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
     print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
     correlation = "correlation with f32, median and lowest"
     engines = ["metal_prefill, int8", "llama.cpp", "metal_prefill, f32"]
-    types = chosen_types(only)
     print_header(["type", "MiB", *engines, correlation, "of llama.cpp"])
 
     def of_llama(path: Path) -> Callable[[Sequence[int]], Scores]:
@@ -221,7 +220,7 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
 
         return score
 
-    for name, ftype in sorted(types.items(), key=lambda item: item[1]):
+    for name, ftype in chosen_types(only).items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             if not quantized(source, ftype, path):

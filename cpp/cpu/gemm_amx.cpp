@@ -27,8 +27,6 @@ constexpr int kMinTail = 8;     // in the last tile: fewer leave the matrix unit
 // Columns whose weights, 16 rows of them, are unpacked at a time: they stay in the L1 cache for all tokens.
 constexpr int kSlabBlocks = 18;
 
-constexpr int kCacheLine = 64;
-
 // Each half of a block with scales of its own is multiplied separately.
 template <class Block>
 constexpr int kStepsOfBlock = kHasHalves<Block> ? 2 : 1;
@@ -96,23 +94,11 @@ inline __attribute__((always_inline)) void add_sums(const Sums& sums, const Sign
   }
 }
 
-// Memory that is fetched into the L2 cache while products are computed, `step` bytes with every other
-// product.
-struct Ahead {
-  const std::byte *at, *end;
-  std::ptrdiff_t step;
-
-  void fetch() {
-    for (const std::byte* stop = std::min(at + step, end); at < stop; at += kCacheLine)
-      _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
-  }
-};
-
 // 16 weight rows by 16 tokens, over the columns of a slab. `x` and `panels`: those of its first block.
 // `first`: of the columns.
 template <class Block>
-void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blocks, bool first, Ahead& ahead,
-                   float* out, std::size_t stride) {
+void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blocks, bool first, float* out,
+                   std::size_t stride, NextLines& next) {
   constexpr int kHalves = kStepsOfBlock<Block>, kDepth = kBlockCols / kHalves;
   alignas(64) Sums sums[2];
   F results[kTileTokens];
@@ -133,15 +119,18 @@ void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blo
   constexpr std::integral_constant<int, 0> kEven;
   constexpr std::integral_constant<int, 1> kOdd;
   const int steps = n_blocks * kHalves;
+  NextLines lines = next;  // in registers
+  lines.begin_tile(ceil_div(steps, 2));
   start(0, kEven);
   for (int step = 0; step < steps; step += 2) {
-    ahead.fetch();
+    lines.step();
     if (step + 1 < steps) start(step + 1, kOdd);
     finish(step, kEven);
     if (step + 1 == steps) break;
     if (step + 2 < steps) start(step + 2, kEven);
     finish(step + 1, kOdd);
   }
+  next = lines;
 #pragma GCC unroll 16
   for (int t = 0; t < kTileTokens; ++t) Simd::store(out + std::size_t(t) * stride, results[t]);
 }
@@ -158,20 +147,16 @@ void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int fi
   alignas(64) float last[2][kTileTokens][kPanelRows];
   for (int slab = 0; slab < n_blocks; slab += kSlabBlocks) {
     const int n = std::min(n_blocks - slab, kSlabBlocks);
-    // The same columns of the next group.
-    const auto* next = reinterpret_cast<const std::byte*>(block + n_blocks + slab);
-    const std::ptrdiff_t bytes = n * std::ptrdiff_t(sizeof(Block));
-    const int turns = 2 * tiles * ceil_div(n * kHalves, 2);
-    Ahead ahead = {next, next + bytes,
-                   ceil_div(ceil_div(bytes, kCacheLine), std::ptrdiff_t(turns)) * kCacheLine};
+    const Block* same_columns = block + n_blocks + slab;  // of the next group
+    NextLines next({reinterpret_cast<const std::byte*>(same_columns), n * sizeof(Block)}, 2 * tiles);
     for (int panel = 0; panel < 2; ++panel) {
       for (int b = 0; b < n; ++b) unpack(block[slab + b], panel, panels[b]);
       for (int tile = 0; tile < tiles; ++tile) {
         const bool full = rest == 0 || tile + 1 < tiles;
         multiply_slab<Block>(
-            panels, x.tile(first + tile * kTileTokens) + slab, n, slab == 0, ahead,
+            panels, x.tile(first + tile * kTileTokens) + slab, n, slab == 0,
             full ? out + std::size_t(tile * kTileTokens) * stride + panel * kPanelRows : last[panel][0],
-            full ? stride : std::size_t(kPanelRows));
+            full ? stride : std::size_t(kPanelRows), next);
       }
     }
   }

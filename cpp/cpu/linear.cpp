@@ -48,9 +48,9 @@ TokenBlocks blocks_of(int rows, int groups, int threads) {
   return best;
 }
 
-// Whether a group has all of its rows, and these need no padding.
-bool is_whole(const Tensor& tensor, int group) {
-  return tensor.cols % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
+// Whether a group has all of its rows, and these need no padding to multiples of `pad`.
+bool is_whole(const Tensor& tensor, int group, std::size_t pad = kFloatPad) {
+  return std::size_t(tensor.cols) % pad == 0 && (group + 1) * kGroupRows <= tensor.rows;
 }
 
 // Rows of a group in float32: where they lie in the file, or a copy that is zero beyond the matrix and in the
@@ -93,7 +93,7 @@ PairRows pairs_of_group(const Context& c, const Linear& linear, int group) {
   const std::size_t cols = std::size_t(tensor.cols);
   const auto row_of = [&](int r) { return tensor.row(group * kGroupRows + r); };
   const int n_rows = std::min(kGroupRows, tensor.rows - group * kGroupRows);
-  if (n_rows == kGroupRows && cols % kPairPad == 0)
+  if (is_whole(tensor, group, kPairPad))
     return {const_cast<std::uint16_t*>(reinterpret_cast<const std::uint16_t*>(row_of(0))), cols};
   const PairRows rows{c.scratch.weights.as<std::uint16_t>(), round_up(cols, kPairPad)};
   for (int r = 0; r < kGroupRows; ++r) {

@@ -202,7 +202,8 @@ class Model:
         self._kv_dtype = kv_dtype
         self._gguf = GGUFFile(self._path, mmap=mmap)
         self._config = read_config(self._gguf)
-        options.max_context = min(max_context or MAX_INTEGER, self._config.context_length)
+        if max_context is not None:
+            options.max_context = min(max_context, self._config.context_length)
         self._head = read_head(self._gguf, self._config.architecture, self._config.dim)
         try:
             builder = _core.ModelBuilder(core_config(self._config), self._gguf.mapping, self._gguf.mapping)
