@@ -29,6 +29,8 @@ SENTINEL = np.float32(-12345.0)
 # Where the blocks of a type have its codes.
 EXTREME_CODES = {
     Type.Q4_0: slice(2, 18),
+    Type.Q5_0: slice(2, 22),
+    Type.Q5_1: slice(4, 24),
     Type.Q8_0: slice(2, 34),
     Type.Q2_K: slice(16, 80),
     Type.Q3_K: slice(0, 96),

@@ -33,8 +33,10 @@ enum class Packing {
   kNibbleF16Min,
   kByte,
   kByteFloat,
+  kFiveBitByte,
   kByteMin,
   kByteHalves,
+  kSixBitByteHalves,
   kByteHalvesMin,
   // narrow
   kFive,
@@ -58,14 +60,14 @@ enum class Bfloat16 : std::uint16_t {};
 // weight.
 struct alignas(64) NibbleBlock {  // Q4_0
   static constexpr Packing kPacking = Packing::kNibble;
-  static constexpr int kBits = 4, kZero = 8;
+  static constexpr int kBits = 4, kZero = 8, kMaxCode = 15;
   std::uint8_t codes[2][4][kPanelRows][4];
   std::uint16_t scale[kGroupRows];  // f16
 };
 
 struct alignas(64) NibbleMinBlock {
   static constexpr Packing kPacking = Packing::kNibbleMin;
-  static constexpr int kBits = 4, kZero = 0;
+  static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
   std::uint8_t codes[2][4][kPanelRows][4];
   float scale[kGroupRows];
   float min[kGroupRows];
@@ -73,29 +75,36 @@ struct alignas(64) NibbleMinBlock {
 
 struct alignas(64) NibbleF16MinBlock {  // Q4_1
   static constexpr Packing kPacking = Packing::kNibbleF16Min;
-  static constexpr int kBits = 4, kZero = 0;
+  static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
   std::uint8_t codes[2][4][kPanelRows][4];
   std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
 };
 
-// Step j holds columns 4j to 4j + 3.
+// Step j holds columns 4j to 4j + 3. Codes are kMaxCode at most.
 struct alignas(64) ByteBlock {  // Q8_0
   static constexpr Packing kPacking = Packing::kByte;
-  static constexpr int kBits = 8, kZero = 128;
+  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
   std::uint8_t codes[2][8][kPanelRows][4];
   std::uint16_t scale[kGroupRows];  // f16
 };
 
 struct alignas(64) ByteFloatBlock {
   static constexpr Packing kPacking = Packing::kByteFloat;
-  static constexpr int kBits = 8, kZero = 128;
+  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
   std::uint8_t codes[2][8][kPanelRows][4];
   float scale[kGroupRows];
 };
 
+struct alignas(64) FiveBitByteBlock {
+  static constexpr Packing kPacking = Packing::kFiveBitByte;
+  static constexpr int kBits = 8, kZero = 16, kMaxCode = 31;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  std::uint16_t scale[kGroupRows];  // f16
+};
+
 struct alignas(64) ByteMinBlock {
   static constexpr Packing kPacking = Packing::kByteMin;
-  static constexpr int kBits = 8, kZero = 0;
+  static constexpr int kBits = 8, kZero = 0, kMaxCode = 31;
   std::uint8_t codes[2][8][kPanelRows][4];
   float scale[kGroupRows];
   float min[kGroupRows];
@@ -104,14 +113,21 @@ struct alignas(64) ByteMinBlock {
 // Scales and minima of 16 columns each.
 struct alignas(64) ByteHalvesBlock {
   static constexpr Packing kPacking = Packing::kByteHalves;
-  static constexpr int kBits = 8, kZero = 128;
+  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float half_scale[2][kGroupRows];
+};
+
+struct alignas(64) SixBitByteHalvesBlock {
+  static constexpr Packing kPacking = Packing::kSixBitByteHalves;
+  static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];
 };
 
 struct alignas(64) ByteHalvesMinBlock {
   static constexpr Packing kPacking = Packing::kByteHalvesMin;
-  static constexpr int kBits = 8, kZero = 0;
+  static constexpr int kBits = 8, kZero = 0, kMaxCode = 3;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];
   float half_min[2][kGroupRows];
@@ -119,8 +135,9 @@ struct alignas(64) ByteHalvesMinBlock {
 
 static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
               sizeof(NibbleF16MinBlock) == 640 && sizeof(ByteBlock) == 1088 &&
-              sizeof(ByteFloatBlock) == 1152 && sizeof(ByteMinBlock) == 1280 &&
-              sizeof(ByteHalvesBlock) == 1280 && sizeof(ByteHalvesMinBlock) == 1536);
+              sizeof(FiveBitByteBlock) == 1088 && sizeof(ByteFloatBlock) == 1152 &&
+              sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
+              sizeof(SixBitByteHalvesBlock) == 1280 && sizeof(ByteHalvesMinBlock) == 1536);
 
 // Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
 // A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
@@ -142,8 +159,8 @@ struct Narrow {
   std::uint8_t codes[kSpans][2][kBits][kPanelRows][4];
 };
 
-struct alignas(64) FiveBlock : Narrow<Packing::kFive, ByteBlock, 5, 16> {  // Q5_0
-  std::uint16_t scale[kGroupRows];                                         // f16
+struct alignas(64) FiveBlock : Narrow<Packing::kFive, FiveBitByteBlock, 5, 16> {  // Q5_0
+  std::uint16_t scale[kGroupRows];                                                // f16
 };
 struct alignas(64) FiveMinBlock : Narrow<Packing::kFiveMin, ByteMinBlock, 5, 0> {  // Q5_1
   std::uint16_t scale[kGroupRows], min[kGroupRows];                                // f16
@@ -158,8 +175,8 @@ struct alignas(64) TableBfloat16Block
 
 // In a super-block scales and minima are integers, multiples of a float of the super-block.
 struct alignas(64) SuperTwoBlock
-    : Narrow<Packing::kSuperTwo, ByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
-  std::uint16_t scale[kGroupRows];                                // f16
+    : Narrow<Packing::kSuperTwo, FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
+  std::uint16_t scale[kGroupRows];                                       // f16
 };
 struct alignas(64) SuperTwoMinBlock
     : Narrow<Packing::kSuperTwoMin, ByteHalvesMinBlock, 2, 0, kSuperSpans> {  // Q2_K
@@ -167,7 +184,7 @@ struct alignas(64) SuperTwoMinBlock
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];                 // f16
 };
 struct alignas(64) SuperThreeBlock
-    : Narrow<Packing::kSuperThree, ByteHalvesBlock, 3, 4, kSuperSpans> {  // Q3_K
+    : Narrow<Packing::kSuperThree, SixBitByteHalvesBlock, 3, 4, kSuperSpans> {  // Q3_K
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   std::uint16_t scale_unit[kGroupRows];  // f16
 };
@@ -181,7 +198,8 @@ struct alignas(64) SuperFiveMinBlock
   std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
 };
-struct alignas(64) SuperSixBlock : Narrow<Packing::kSuperSix, ByteHalvesBlock, 6, 32, kSuperSpans> {  // Q6_K
+struct alignas(64) SuperSixBlock
+    : Narrow<Packing::kSuperSix, SixBitByteHalvesBlock, 6, 32, kSuperSpans> {  // Q6_K
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   std::uint16_t scale_unit[kGroupRows];  // f16
 };
@@ -228,10 +246,14 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<ByteBlock>());
     case Packing::kByteFloat:
       return with_block(std::type_identity<ByteFloatBlock>());
+    case Packing::kFiveBitByte:
+      return with_block(std::type_identity<FiveBitByteBlock>());
     case Packing::kByteMin:
       return with_block(std::type_identity<ByteMinBlock>());
     case Packing::kByteHalves:
       return with_block(std::type_identity<ByteHalvesBlock>());
+    case Packing::kSixBitByteHalves:
+      return with_block(std::type_identity<SixBitByteHalvesBlock>());
     case Packing::kByteHalvesMin:
       return with_block(std::type_identity<ByteHalvesMinBlock>());
     case Packing::kFive:

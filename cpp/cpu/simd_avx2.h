@@ -21,6 +21,7 @@ struct Simd {
   // 16 registers. Products of bytes, few tokens: an integer and a float sum for each token, codes, a nibble
   // mask and temporaries. A second row vector would halve the tokens that share the unpacking of a nibble.
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 4;
+  static constexpr bool kFetchesForOne = true;  // 1.2 times as fast on a Xeon, no slower on Zen 3
   // More tokens: 2 vectors of rows by 4 tokens are 8 integer sums; 2 of codes, an activation and temporaries.
   // With 12 sums GCC loads codes again for each product.
   static constexpr int kUnpackedRows = 2, kUnpackedTokens = 4;
@@ -172,12 +173,18 @@ struct Simd {
   }
 #else
   // Sixteen bits hold the products of a block of 4-bit codes: 32 * 15 * 127 / 2 in each half of a lane.
+  using Halfwords = I;
+  static Halfwords no_halfwords() { return set_int(0); }
   static I add_pairs(I acc, I codes, I x) {
     return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, x)));
   }
   static I add_halfwords(I a, I b) { return _mm256_add_epi16(a, b); }
   static I sum_halfwords(I acc, I pairs) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  // And those of two steps of codes up to 63.
+  static I add_two_pairs(I acc, I codes, I x, I next_codes, I next_x) {
+    return in_register(sum_halfwords(acc, add_pairs(_mm256_maddubs_epi16(codes, x), next_codes, next_x)));
   }
   // maddubs adds pairs of products in 16 bits: codes up to 63 leave room (2 * 63 * 127), bytes do not. Those
   // are centred, and the sign of the weight goes to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <

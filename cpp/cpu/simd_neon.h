@@ -16,6 +16,7 @@ struct Simd {
   static constexpr int kLanes = 4;
   // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and what their widening takes.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
+  static constexpr bool kFetchesForOne = false;  // not measured
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
@@ -132,6 +133,22 @@ struct Simd {
     return vpadalq_s16(acc, vpaddq_s16(low, high));
 #endif
   }
+#ifndef __ARM_FEATURE_DOTPROD
+  // Sixteen bits hold the products of a block of 4-bit codes, also once those of two columns are added:
+  // 16 * 15 * 127. So a multiply-add widens, and sums go to 32 bits once a block.
+  struct Halfwords {
+    int16x8_t low, high;  // of the bytes of a vector
+  };
+  static Halfwords no_halfwords() { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
+  static Halfwords add_pairs(Halfwords acc, I codes, I x) {
+    const int8x16_t w = vreinterpretq_s8_s32(codes), v = vreinterpretq_s8_s32(x);
+    return {vmlal_s8(acc.low, vget_low_s8(w), vget_low_s8(v)), vmlal_high_s8(acc.high, w, v)};
+  }
+  static Halfwords add_halfwords(Halfwords a, Halfwords b) {
+    return {vaddq_s16(a.low, b.low), vaddq_s16(a.high, b.high)};
+  }
+  static I sum_halfwords(I acc, Halfwords a) { return vpadalq_s16(acc, vpaddq_s16(a.low, a.high)); }
+#endif
 };
 
 }  // namespace

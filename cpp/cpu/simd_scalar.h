@@ -18,6 +18,7 @@ struct Simd {
   static constexpr int kLanes = 4;
   // Tile sizes: accumulators that a product keeps, rows (in vectors) by tokens.
   static constexpr int kInt8Rows = 1, kInt8RowsOfOne = 1, kInt8Tokens = 2;
+  static constexpr bool kFetchesForOne = false;
   static constexpr int kFloatRows = 2, kFloatTokens = 2;
   static constexpr int kAttentionRows = 2, kAttentionVectors = 2;
   static constexpr int kNarrowVectors = 1;  // unrolled, all eight take the compiler half a minute

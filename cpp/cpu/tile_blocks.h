@@ -6,16 +6,30 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Sets without a product that sums four bytes in 32 bits may sum a whole block of 4-bit codes in 16.
+// Sets without a product that sums four bytes in 32 bits may sum products in 16 first.
 template <class S>
-concept SumsHalfwords = requires(typename S::I a) {
-  S::add_pairs(a, a, a);
-  S::sum_halfwords(a, a);
+concept SumsHalfwords = requires { typename S::Halfwords; };
+
+// Steps of four columns whose products, in pairs, 16 bits hold; 0 where a set sums in 32 at once.
+template <class S, class Block>
+constexpr int kHalfwordSteps = SumsHalfwords<S> ? 32767 / (2 * 127 * Block::kMaxCode) : 0;
+
+template <class S, bool kHalfwords>
+struct Sum {
+  using Type = typename S::I;
+};
+template <class S>
+struct Sum<S, true> {
+  using Type = typename S::Halfwords;
 };
 
 // Integer sums of a block, each with a scale.
 template <class Block>
 constexpr int kBlockSums = kHasHalves<Block> ? 2 : 1;
+
+// Whether 16 bits hold a whole sum of a block.
+template <class S, class Block>
+constexpr bool kWholeHalfwords = kHalfwordSteps<S, Block> >= 8 / kBlockSums<Block>;
 
 // Where the integer sums of a block begin.
 template <class S, class Block>
@@ -28,8 +42,9 @@ inline void first_sums(const ActivationTile::Terms& terms, I (&start)[2]) {
       start[1] = S::sub_int(start[0], first_half);
       start[0] = first_half;
     }
-    if constexpr (Block::kZero == 128)
-      for (int h = 0; h < kBlockSums<Block>; ++h) start[h] = S::template shift_left<4>(start[h]);
+    constexpr int kShift = std::countr_zero(unsigned(Block::kZero)) - 3;  // `start` is for a zero of 8
+    if constexpr (kShift > 0)
+      for (int h = 0; h < kBlockSums<Block>; ++h) start[h] = S::template shift_left<kShift>(start[h]);
   }
 }
 

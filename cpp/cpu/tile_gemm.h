@@ -24,7 +24,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
   // A single token has too few sums to hide the latency of a product: each is taken in two parts.
   constexpr bool kParts = kTokens == 1 && !kHalves && kRows < 4;
   constexpr int kChains = kParts ? 2 : kSums;
-  constexpr bool kHalfwords = Block::kBits == 4 && SumsHalfwords<S>;
+  constexpr bool kHalfwords = kWholeHalfwords<S, Block> && (Block::kBits == 4 || kTokens > 1);
   const int panel = v * Simd::kLanes / kPanelRows, lane = v * Simd::kLanes % kPanelRows;
 
   F acc[kRows][kTokens];
@@ -43,7 +43,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
       const int row = lane + r * Simd::kLanes;
       return Simd::load_codes(block->codes[panel + row / kPanelRows][step][row % kPanelRows]);
     };
-    I sum[kChains][kRows][kTokens];
+    typename Sum<S, kHalfwords>::Type sum[kChains][kRows][kTokens];
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
       I start[2];
@@ -51,7 +51,12 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 2
       for (int h = 0; h < kChains; ++h)
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) sum[h][r][t] = kHalfwords ? Simd::set_int(0) : start[h];
+        for (int r = 0; r < kRows; ++r) {
+          if constexpr (kHalfwords)
+            sum[h][r][t] = S::no_halfwords();
+          else
+            sum[h][r][t] = start[h];
+        }
     }
     const auto multiply = [&](int chain, const I(&codes)[kRows], int column) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -127,15 +132,17 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
           const F both = Simd::mul(scale, Simd::set(x->terms[token + t].scale));
+          F total;
           if constexpr (kHalfwords) {
             if constexpr (kParts) sum[0][r][t] = S::add_halfwords(sum[0][r][t], sum[1][r][t]);
-            const std::int32_t start =
-                S::template kStartsFromSum<Block::kZero> ? x->terms[token + t].start : 0;
-            sum[0][r][t] = S::sum_halfwords(S::set_int(start), sum[0][r][t]);
+            I start[2];
+            first_sums<S, Block>(x->terms[token + t], start);
+            total = Simd::to_float(S::sum_halfwords(start[h], sum[h][r][t]));
+          } else {
+            total = Simd::to_float(sum[h][r][t]);
+            if constexpr (kParts)
+              total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
           }
-          F total = Simd::to_float(sum[h][r][t]);
-          if constexpr (kParts && !kHalfwords)
-            total = Simd::add(total, Simd::to_float(sum[1][r][t]));  // below 2^24: exact
           acc[r][t] = Simd::fma(total, both, acc[r][t]);
         }
         if constexpr (kHasHalfMins<Block>) {
@@ -196,7 +203,8 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
     if (count > kFewTokens<Simd>) return unpacked_blocks<Simd>(block, n_blocks, x, first, count, out, stride);
   // The group after this one is needed next. It is prefetched in the last few passes over this one,
   // spread over them: in one pass of few tokens, memory could not keep up. Most single passes leave it to the
-  // processor, which does it better; but bytes for several tokens are more streams than it follows.
+  // processor, which does it better; but bytes for several tokens are more streams than it follows, and on
+  // some sets a token of 4-bit codes gains by it.
   constexpr int kFetchPasses = 4;
   const auto passes_of = [](int n) { return ceil_div(n, Simd::kInt8Tokens); };
   int passes = 0;  // still to come
@@ -204,7 +212,8 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
     const int room = kTileTokens - at % kTileTokens, left = first + count - at;
     passes += passes_of(left < room ? left : room);
   }
-  const bool alone = Block::kBits == 8 && count >= 2 && group + 1 < weight.groups();
+  const bool wanted = Block::kBits == 8 ? count >= 2 : Simd::kFetchesForOne && count == 1;
+  const bool alone = wanted && group + 1 < weight.groups();
   const int fetch_passes = passes == 1 ? int(alone) : passes < kFetchPasses ? passes : kFetchPasses;
   while (count > 0) {
     const int token = first % kTileTokens;

@@ -47,7 +47,7 @@ inline void unpack_nibbles(uint8x16_t packed, int8x16_t& low, int8x16_t& high) {
 
 template <class Block>
 inline int8x16_t unpack_bytes(uint8x16_t packed) {
-  if constexpr (Block::kZero == 128) packed = veorq_u8(packed, vdupq_n_u8(0x80));
+  if constexpr (Block::kZero > 0) packed = vsubq_u8(packed, vdupq_n_u8(Block::kZero));
   return vreinterpretq_s8_u8(packed);
 }
 

@@ -63,7 +63,8 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
                                                              const ActivationTile& x, int token, float* out,
                                                              std::size_t stride) {
   constexpr int kRows = S::kUnpackedRows, kSums = kBlockSums<Block>, kSteps = 8 / kSums;
-  constexpr bool kHalfwords = Block::kBits == 4 && SumsHalfwords<S>;
+  constexpr bool kHalfwords = kWholeHalfwords<S, Block>;
+  constexpr int kTogether = !kHalfwords && kHalfwordSteps<S, Block> >= 2 ? 2 : 1;
   const ActivationTile::Terms* terms = x.terms + token;
 #pragma GCC unroll 2
   for (int h = 0; h < kSums; ++h) {
@@ -76,19 +77,25 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
       for (int r = 0; r < kRows; ++r) sum[t][r] = kHalfwords ? S::set_int(0) : start[h];
     }
 #pragma GCC unroll 8
-    for (int step = h * kSteps; step < (h + 1) * kSteps; ++step) {
-      I codes[kRows];
+    for (int step = h * kSteps; step < (h + 1) * kSteps; step += kTogether) {
+      I codes[kTogether][kRows];
+#pragma GCC unroll 2
+      for (int i = 0; i < kTogether; ++i)
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) codes[r] = S::in_register(block.codes[step][r]);
+        for (int r = 0; r < kRows; ++r) codes[i][r] = S::in_register(block.codes[step + i][r]);
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; ++t) {
-        const I value = S::broadcast4(x.q[token + t] + 4 * step);
+        I values[kTogether];
+#pragma GCC unroll 2
+        for (int i = 0; i < kTogether; ++i) values[i] = S::broadcast4(x.q[token + t] + 4 * (step + i));
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           if constexpr (kHalfwords)
-            sum[t][r] = S::add_pairs(sum[t][r], codes[r], value);
+            sum[t][r] = S::add_pairs(sum[t][r], codes[0][r], values[0]);
+          else if constexpr (kTogether == 2)
+            sum[t][r] = S::add_two_pairs(sum[t][r], codes[0][r], values[0], codes[1][r], values[1]);
           else
-            sum[t][r] = S::template dot<Block::kZero>(sum[t][r], codes[r], value);
+            sum[t][r] = S::template dot<Block::kZero>(sum[t][r], codes[0][r], values[0]);
         }
       }
     }
