@@ -95,11 +95,9 @@ struct alignas(64) ByteFloatBlock {
   float scale[kGroupRows];
 };
 
-struct alignas(64) FiveBitByteBlock {
+struct FiveBitByteBlock : ByteBlock {
   static constexpr Packing kPacking = Packing::kFiveBitByte;
-  static constexpr int kBits = 8, kZero = 16, kMaxCode = 31;
-  std::uint8_t codes[2][8][kPanelRows][4];
-  std::uint16_t scale[kGroupRows];  // f16
+  static constexpr int kZero = 16, kMaxCode = 31;
 };
 
 struct alignas(64) ByteMinBlock {
@@ -118,11 +116,9 @@ struct alignas(64) ByteHalvesBlock {
   float half_scale[2][kGroupRows];
 };
 
-struct alignas(64) SixBitByteHalvesBlock {
+struct SixBitByteHalvesBlock : ByteHalvesBlock {
   static constexpr Packing kPacking = Packing::kSixBitByteHalves;
-  static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
-  std::uint8_t codes[2][8][kPanelRows][4];
-  float half_scale[2][kGroupRows];
+  static constexpr int kZero = 32, kMaxCode = 63;
 };
 
 struct alignas(64) ByteHalvesMinBlock {

@@ -32,7 +32,8 @@ struct Simd {
   static constexpr bool kOneDot = false;
   static constexpr int kInt8Tokens = 6;  // by count 8.0 cycles each instead of 8.5
 #endif
-  // 12 sums, of each product a load for two: 1.3 times as fast as 4 by 2, 1.2 times as 2 by 6.
+  // Products of floats: 12 sums, for which 7 loads are needed. 1.3 times as fast as 4 by 2, 1.2 times as 2
+  // by 6.
   static constexpr int kFloatRows = 4, kFloatTokens = 3;
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 4;

@@ -141,6 +141,9 @@ void multiply_narrow(const PackedMatrix& weight, int group, const Int8Rows& x, i
 template <class Block>
 void widen_span(const Block& block, int span, I table, typename Block::Wide& out) {
   using Wide = typename Block::Wide;
+  // Products on some sets have room for codes up to that.
+  static_assert((Block::kIsTable ? 255 : (1 << Block::kBits) - 1 - Block::kZero + Wide::kZero) <=
+                Wide::kMaxCode);
   for (int row = 0; row < kGroupRows; row += Simd::kLanes) {
     const int panel = row / kPanelRows, lane = row % kPanelRows;
     if constexpr (Wide::kBits == 4) {
