@@ -20,16 +20,11 @@ KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, int ma
       value_dim_(config.value_dim),
       key_stride_(layout == KvLayout::kPairs ? round_up(config.key_dim, key_multiple) : config.key_dim),
       value_stride_(round_up(config.value_dim, kFloatPad)),
-      key_bytes_(bytes_of(key_stride_)),
-      head_bytes_(key_bytes_ + bytes_of(value_stride_)),
+      key_bytes_(span_bytes(layout_, key_stride_)),
+      head_bytes_(key_bytes_ + span_bytes(layout_, value_stride_)),
       page_bytes_(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64)),
       group_(std::clamp<std::size_t>(std::size_t(max_context) / kPositionsOfGrouped, 1,
                                      std::clamp<std::size_t>(kStretchBytes / head_bytes_, 1, kMostGrouped))) {
-}
-
-std::size_t KvPages::bytes_of(int stride) const {
-  return layout_ == KvLayout::kQ8 ? q8_scale(stride, stride / kBlockCols, 0)
-                                  : std::size_t(kPagePositions) * std::size_t(stride) * element();
 }
 
 void KvPages::grow(std::size_t pages) {

@@ -70,8 +70,6 @@ class KvPages final : public PageStore {
   };
 
   std::size_t element() const { return layout_ == KvLayout::kFloat ? 4 : 2; }  // not in kQ8
-  // Bytes of a page's keys, or values, of one head.
-  std::size_t bytes_of(int stride) const;
   // In the other layouts, bytes from there to the block with a position's key (its lane is position % 16),
   // and to its first value.
   std::size_t key_block(int position) const;

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 
+#include "kernels.h"
+
 namespace metal_prefill::cpu {
 namespace {
 
@@ -23,6 +25,34 @@ inline __attribute__((always_inline)) void prefetch(const void* from) {
   for (std::size_t at = 0; at < kBytes; at += 64)
     __builtin_prefetch(static_cast<const std::byte*>(from) + at, 0, int(kLevel));
 }
+
+// Cache lines that are fetched while a product is computed, a share with each of its tiles.
+class NextLines {
+ public:
+  NextLines(const Next& next, int tiles) : at_(next.begin), lines_(int(next.bytes / 64)), tiles_(tiles) {}
+
+  // The share of the next tile, which has `steps` steps.
+  void begin_tile(int steps) {
+    share_ = ceil_div(lines_, tiles_--);
+    lines_ -= share_;
+    of_step_ = ceil_div(share_, steps);
+  }
+  void step() {
+    for (int i = 0; i < of_step_ && share_ > 0; ++i, --share_, at_ += 64) prefetch<CacheLevel::kL2, 64>(at_);
+  }
+
+ private:
+  const std::byte* at_;
+  int lines_, tiles_;  // still to come
+  int share_ = 0, of_step_ = 0;
+};
+
+// None of them.
+struct NoLines {
+  NoLines(const Next&, int) {}
+  void begin_tile(int) {}
+  void step() {}
+};
 
 }  // namespace
 }  // namespace metal_prefill::cpu

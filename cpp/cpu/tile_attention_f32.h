@@ -34,10 +34,11 @@ struct AttentionTile {
   int begin[kRows], end[kRows];  // positions that the row sees
 };
 
-// p[r][key] = q[r] . k[key] for the positions of a span.
-template <int kRows, typename Element>
-void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kRows>& tile) {
+// p[r][key] = q[r] . k[key] for the positions of a span; `next` is fetched meanwhile.
+template <int kRows, typename Element, class Lines>
+void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kRows>& tile, Lines next) {
   constexpr int kVectors = Simd::kAttentionVectors;
+  next.begin_tile(kKeySpan / (kVectors * Simd::kLanes) * head.key_dim);
   const std::size_t block_size = std::size_t(head.key_stride) * kKeyBlock;
   for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
     F acc[kRows][kVectors];
@@ -52,15 +53,13 @@ void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kR
       column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
     }
     for (int d = 0; d < head.key_dim; ++d) {
-      F k[kVectors];
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) k[v] = load_floats(column[v] + std::size_t(d) * kKeyBlock);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const F q = Simd::set(tile.q[r][d]);
-#pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::fma(q, k[v], acc[r][v]);
-      }
+      next.step();
+      each_product<kRows, kVectors>(
+          [&](int r) __attribute__((always_inline)) { return Simd::set(tile.q[r][d]); },
+          [&](int v)
+              __attribute__((always_inline)) { return load_floats(column[v] + std::size_t(d) * kKeyBlock); },
+          [&](int r, int v, F q, F key)
+              __attribute__((always_inline)) { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
@@ -109,8 +108,9 @@ void softmax_span(int span, AttentionTile<kRows>& tile) {
 }
 
 // acc = acc * rescale + p * v over `n` positions, for kVectors vectors of columns.
-template <int kRows, int kVectors, typename Element>
-void value_columns(const Element* values, std::size_t stride, int n, int column, AttentionTile<kRows>& tile) {
+template <int kRows, int kVectors, typename Element, class Lines>
+void value_columns(const Element* values, std::size_t stride, int n, int column, AttentionTile<kRows>& tile,
+                   Lines& next) {
   F acc[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
@@ -118,32 +118,34 @@ void value_columns(const Element* values, std::size_t stride, int n, int column,
     for (int v = 0; v < kVectors; ++v)
       acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
   const Element* row = values + column;
+  Lines lines = next;  // in registers
   for (int i = 0; i < n; ++i, row += stride) {
-    F value[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) value[v] = load_floats(row + v * Simd::kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const F weight = Simd::set(tile.p[r][i]);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::fma(weight, value[v], acc[r][v]);
-    }
+    lines.step();
+    each_product<kRows, kVectors>(
+        [&](int r) __attribute__((always_inline)) { return Simd::set(tile.p[r][i]); },
+        [&](int v) __attribute__((always_inline)) { return load_floats(row + v * Simd::kLanes); },
+        [&](int r, int v, F weight, F value)
+            __attribute__((always_inline)) { acc[r][v] = Simd::fma(weight, value, acc[r][v]); });
   }
+  next = lines;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) Simd::store(tile.acc[r] + column + v * Simd::kLanes, acc[r][v]);
 }
 
-template <int kRows, typename Element>
-void value_span(const AttentionHead& head, const Element* values, int n, AttentionTile<kRows>& tile) {
+template <int kRows, typename Element, class Lines>
+void value_span(const AttentionHead& head, const Element* values, int n, AttentionTile<kRows>& tile,
+                Lines next) {
   constexpr int kVectors = Simd::kAttentionVectors;
   const std::size_t stride = std::size_t(head.value_stride);
+  const int vectors = head.value_stride / Simd::kLanes;
+  next.begin_tile((vectors / kVectors + vectors % kVectors) * n);
   int column = 0;
   for (; column + kVectors * Simd::kLanes <= head.value_stride; column += kVectors * Simd::kLanes)
-    value_columns<kRows, kVectors>(values, stride, n, column, tile);
+    value_columns<kRows, kVectors>(values, stride, n, column, tile, next);
   for (; column < head.value_stride; column += Simd::kLanes)
-    value_columns<kRows, 1>(values, stride, n, column, tile);
+    value_columns<kRows, 1>(values, stride, n, column, tile, next);
 }
 
 // Query rows [row, row + kRows) of the item; row = token * heads + head.
@@ -222,22 +224,24 @@ void attention_tiles(const AttentionHead& head, int row) {
       const int left = tile.end[kRows - 1] - span * kKeySpan;
       return left < kKeySpan ? left : kKeySpan;
     };
-    // Few rows are done before memory is. It reads ahead by itself where elements are taken in its order.
-    const bool fetch = head.layout == KvLayout::kQ8 && kTiles == 1 && (span + 1) * kKeySpan < end;
-    if (fetch)
-      prefetch<CacheLevel::kL2>(head.keys_of(span + 1), q8_scale(head.key_dim, head.key_dim / kBlockCols, 0));
+    // A single tile is done with a span before memory has brought the next one. A burst of requests would
+    // hold up its loads, so they go out between its products.
+    using Lines = std::conditional_t<kTiles == 1, NextLines, NoLines>;
+    const bool more = (span + 1) * kKeySpan < end;
+    const auto next = [&](const void* at, int stride) {
+      return Lines({static_cast<const std::byte*>(at), span_bytes(head.layout, stride)}, 1);
+    };
+    const Lines next_keys = more ? next(head.keys_of(span + 1), head.key_stride) : Lines({}, 1);
+    const Lines next_values = more ? next(head.values_of(span + 1), head.value_stride) : Lines({}, 1);
     const auto keys = elements.keys(head, span);
     for (Tile& tile : tiles) {
       if (!sees(tile)) continue;
-      score_span(head, keys, tile);
+      score_span(head, keys, tile, next_keys);
       softmax_span<kRows>(span, tile);
     }
-    if (fetch)
-      prefetch<CacheLevel::kL2>(head.values_of(span + 1),
-                                q8_scale(head.value_dim, head.value_dim / kBlockCols, 0));
     const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
     for (Tile& tile : tiles)
-      if (sees(tile)) value_span(head, values, seen(tile), tile);
+      if (sees(tile)) value_span(head, values, seen(tile), tile, next_values);
   }
   for (int i = 0; i < kTiles; ++i) end_tile<kRows>(head, row + i * kRows, tiles[i]);
 }

@@ -184,13 +184,15 @@ template <int kRows>
 constexpr int kDigitVectors = kRows >= Simd::kAttentionRows ? 1 : 2;
 
 // p[r][key] = q[r] . k[key] for the positions of a span.
-template <int kRows>
-void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& tile) {
+template <int kRows, class Lines>
+void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& tile, Lines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.key_dim;
+  next.begin_tile(kKeySpan / (kVectors * Simd::kLanes) * (dim / kBlockCols));
   for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
     const std::size_t at = std::size_t(first) * kKeyLane;
     for (int block = 0; block < dim / kBlockCols; ++block) {
+      next.step();
       F scale[kVectors];
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v)
@@ -209,10 +211,12 @@ void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& til
 }
 
 // acc = acc * rescale + p * v over the first `n` positions.
-template <int kRows>
-void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, Q8Tile<kRows>& tile) {
+template <int kRows, class Lines>
+void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, Q8Tile<kRows>& tile,
+                Lines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.value_dim;
+  next.begin_tile(dim / (kVectors * Simd::kLanes));
   for (int block = 0; block < dim / kBlockCols; ++block) {
     Digits<kKeySpan, kKeySpan> weights[kRows];
     float unit[kRows];
@@ -223,7 +227,8 @@ void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, 
       unit[r] = weights[r].split(scaled, kKeySpan);
     }
     for (int column = block * kBlockCols; column < (block + 1) * kBlockCols;
-         column += kVectors * Simd::kLanes)
+         column += kVectors * Simd::kLanes) {
+      next.step();
       multiply_digits<kRows, kVectors>(
           weights, 0, n, values->codes + 4 * std::size_t(column), 4 * Simd::kLanes, 4 * std::size_t(dim),
           [&](int r, int v, F sum) __attribute__((always_inline)) {
@@ -231,6 +236,7 @@ void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, 
             const F before = Simd::mul(Simd::load(out), Simd::set(tile.rescale[r]));
             Simd::store(out, Simd::fma(sum, Simd::set(unit[r]), before));
           });
+    }
   }
 }
 

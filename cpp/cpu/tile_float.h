@@ -50,27 +50,6 @@ struct Operands {
   int cols;
 };
 
-// Cache lines that are fetched while a product is computed, a share with each of its tiles.
-class NextLines {
- public:
-  NextLines(const Next& next, int tiles) : at_(next.begin), lines_(int(next.bytes / 64)), tiles_(tiles) {}
-
-  // The share of the next tile, which has `steps` steps.
-  void begin_tile(int steps) {
-    share_ = ceil_div(lines_, tiles_--);
-    lines_ -= share_;
-    of_step_ = ceil_div(share_, steps);
-  }
-  void step() {
-    for (int i = 0; i < of_step_ && share_ > 0; ++i, --share_, at_ += 64) prefetch<CacheLevel::kL2, 64>(at_);
-  }
-
- private:
-  const std::byte* at_;
-  int lines_, tiles_;  // still to come
-  int share_ = 0, of_step_ = 0;
-};
-
 // kRows weight rows from `row` on by kTokens tokens from `token` on.
 template <class Product, int kRows, int kTokens>
 inline void row_tile(const Operands<Product>& from, int row, int token, float* out, std::size_t stride,

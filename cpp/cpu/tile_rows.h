@@ -25,6 +25,28 @@ inline __attribute__((always_inline)) void unrolled(Body&& body) {
   }(std::make_integer_sequence<int, kCount>());
 }
 
+// Calls add(i, j, row(i), column(j)) for each pair. The shorter side is loaded once and kept, the other
+// passes by: 3 by 4 sums and their factors take 16 registers. With one more, GCC keeps a sum in memory, and
+// each addition to it waits for the store before.
+template <int kRows, int kColumns, typename Row, typename Column, typename Add>
+inline __attribute__((always_inline)) void each_product(Row&& row, Column&& column, Add&& add) {
+  if constexpr (kRows < kColumns) {
+    decltype(row(0)) kept[kRows];
+    unrolled<kRows>([&](auto i) __attribute__((always_inline)) { kept[i] = row(i); });
+    unrolled<kColumns>([&](auto j) __attribute__((always_inline)) {
+      const auto passing = column(j);
+      unrolled<kRows>([&](auto i) __attribute__((always_inline)) { add(i, j, kept[i], passing); });
+    });
+  } else {
+    decltype(column(0)) kept[kColumns];
+    unrolled<kColumns>([&](auto j) __attribute__((always_inline)) { kept[j] = column(j); });
+    unrolled<kRows>([&](auto i) __attribute__((always_inline)) {
+      const auto passing = row(i);
+      unrolled<kColumns>([&](auto j) __attribute__((always_inline)) { add(i, j, passing, kept[j]); });
+    });
+  }
+}
+
 inline F load_floats(const float* p) {
   return Simd::load(p);
 }
