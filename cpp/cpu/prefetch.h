@@ -40,6 +40,11 @@ class NextLines {
   void step() {
     for (int i = 0; i < of_step_ && share_ > 0; ++i, --share_, at_ += 64) prefetch<CacheLevel::kL2, 64>(at_);
   }
+  // All of them, at once.
+  void all() {
+    begin_tile(1);
+    step();
+  }
 
  private:
   const std::byte* at_;
@@ -52,6 +57,7 @@ struct NoLines {
   NoLines(const Next&, int) {}
   void begin_tile(int) {}
   void step() {}
+  void all() {}
 };
 
 }  // namespace

@@ -224,8 +224,9 @@ void attention_tiles(const AttentionHead& head, int row) {
       const int left = tile.end[kRows - 1] - span * kKeySpan;
       return left < kKeySpan ? left : kKeySpan;
     };
-    // A single tile is done with a span before memory has brought the next one. A burst of requests would
-    // hold up its loads, so they go out between its products.
+    // A single tile is done with a span before memory has brought the next one. A burst of requests
+    // would hold up its loads: products of floats send them out between them, those of bytes, which take less
+    // time, before.
     using Lines = std::conditional_t<kTiles == 1, NextLines, NoLines>;
     const bool more = (span + 1) * kKeySpan < end;
     const auto next = [&](const void* at, int stride) {

@@ -188,11 +188,10 @@ template <int kRows, class Lines>
 void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& tile, Lines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.key_dim;
-  next.begin_tile(kKeySpan / (kVectors * Simd::kLanes) * (dim / kBlockCols));
+  next.all();
   for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
     const std::size_t at = std::size_t(first) * kKeyLane;
     for (int block = 0; block < dim / kBlockCols; ++block) {
-      next.step();
       F scale[kVectors];
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v)
@@ -216,7 +215,7 @@ void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, 
                 Lines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.value_dim;
-  next.begin_tile(dim / (kVectors * Simd::kLanes));
+  next.all();
   for (int block = 0; block < dim / kBlockCols; ++block) {
     Digits<kKeySpan, kKeySpan> weights[kRows];
     float unit[kRows];
@@ -227,8 +226,7 @@ void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, 
       unit[r] = weights[r].split(scaled, kKeySpan);
     }
     for (int column = block * kBlockCols; column < (block + 1) * kBlockCols;
-         column += kVectors * Simd::kLanes) {
-      next.step();
+         column += kVectors * Simd::kLanes)
       multiply_digits<kRows, kVectors>(
           weights, 0, n, values->codes + 4 * std::size_t(column), 4 * Simd::kLanes, 4 * std::size_t(dim),
           [&](int r, int v, F sum) __attribute__((always_inline)) {
@@ -236,7 +234,6 @@ void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, 
             const F before = Simd::mul(Simd::load(out), Simd::set(tile.rescale[r]));
             Simd::store(out, Simd::fma(sum, Simd::set(unit[r]), before));
           });
-    }
   }
 }
 
