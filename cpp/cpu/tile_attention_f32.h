@@ -224,9 +224,8 @@ void attention_tiles(const AttentionHead& head, int row) {
       const int left = tile.end[kRows - 1] - span * kKeySpan;
       return left < kKeySpan ? left : kKeySpan;
     };
-    // A single tile is done with a span before memory has brought the next one. A burst of requests
-    // would hold up its loads: products of floats send them out between them, those of bytes, which take less
-    // time, before.
+    // A single tile is done with a span before memory has brought the next one, so it asks for it. Floats do
+    // that line by line between their products: many requests at once gained nothing. Bytes ask at once.
     using Lines = std::conditional_t<kTiles == 1, NextLines, NoLines>;
     const bool more = (span + 1) * kKeySpan < end;
     const auto next = [&](const void* at, int stride) {
