@@ -102,10 +102,14 @@ static constexpr std::size_t q8_value(int dim, int position) {
 static constexpr std::size_t q8_scale(int dim, int block, int position) {
   return std::size_t(kKeySpan * dim) + std::size_t(block * kKeySpan + position) * sizeof(std::uint16_t);
 }
+// Bytes of an element in the layouts that are not blocks.
+constexpr std::size_t element_bytes(KvLayout layout) {
+  return layout == KvLayout::kFloat ? sizeof(float) : sizeof(std::uint16_t);
+}
 // Bytes of the keys, or of the values, of a head in a page.
 constexpr std::size_t span_bytes(KvLayout layout, int stride) {
   if (layout == KvLayout::kQ8) return q8_scale(stride, stride / kBlockCols, 0);
-  return std::size_t(kKeySpan) * std::size_t(stride) * (layout == KvLayout::kFloat ? 4 : 2);
+  return std::size_t(kKeySpan) * std::size_t(stride) * element_bytes(layout);
 }
 
 // Attention of the query heads that share one key-value head. Rows of q and out are tokens.

@@ -69,7 +69,7 @@ class KvPages final : public PageStore {
     std::size_t taken;  // pages whose memory may be in use
   };
 
-  std::size_t element() const { return layout_ == KvLayout::kFloat ? 4 : 2; }  // not in kQ8
+  std::size_t element() const { return element_bytes(layout_); }  // not in kQ8
   // In the other layouts, bytes from there to the block with a position's key (its lane is position % 16),
   // and to its first value.
   std::size_t key_block(int position) const;
