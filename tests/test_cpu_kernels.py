@@ -490,6 +490,71 @@ def test_attention_wherever_the_last_position_lies_in_its_page(isa: str, kv_dtyp
         assert np.abs(out - expected).max() <= error * np.abs(values[:n]).max(), n
 
 
+@each_set
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
+@pytest.mark.parametrize(
+    ("window", "both_ways"), [(0, False), (600, False), (20, False), (0, True), (1200, True)]
+)
+def test_splits_of_positions_may_be_attended_to_one_by_one(
+    isa: str, kv_dtype: str, window: int, both_ways: bool
+) -> None:
+    """Tokens 1,003 to 1,039: the third split begins among them, and a window ends before some splits."""
+    q, keys, values = normal(37, 96), normal(1040, 32, seed=1), normal(1040, 64, seed=2)
+    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
+    expected = reference_attention(q, k, v, 3, window, 32**-0.5, both_ways)
+    single = np.full(expected.shape, np.nan, np.float32)
+    for t in range(len(q)):
+        cpu.attention(isa, q, keys, values, kv_dtype, window, 32**-0.5, t, 1, single, both_ways=both_ways)
+    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
+    assert np.abs(single - expected).max() <= error * np.abs(expected).max()
+    for first, count, by_splits in (
+        (0, 32, False),
+        (0, 32, True),
+        (17, 8, True),
+        (20, 1, True),
+        (21, 1, True),
+    ):
+        out = np.full_like(single, np.nan)
+        cpu.attention(
+            isa,
+            q,
+            keys,
+            values,
+            kv_dtype,
+            window,
+            32**-0.5,
+            first,
+            count,
+            out,
+            both_ways=both_ways,
+            by_splits=by_splits,
+        )
+        np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
+
+
+@each_set
+@pytest.mark.parametrize("loud", [slice(0, 512), slice(512, 1024), slice(1024, 1100)])
+def test_a_split_may_have_nearly_all_of_the_weight(isa: str, loud: slice) -> None:
+    q, keys, values = normal(4, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
+    keys[loud] *= 30
+    expected = reference_attention(q, keys, values, 1, 0, 1.0)
+    for by_splits in (False, True):
+        out = np.full_like(q, np.nan)
+        cpu.attention(isa, q, keys, values, "f32", 0, 1.0, 0, 4, out, by_splits=by_splits)
+        assert np.abs(out - expected).max() <= 1e-4 * np.abs(expected).max()  # scores are up to 1,000
+
+
+@each_set
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+def test_a_split_of_nan_shows(isa: str, kv_dtype: str) -> None:
+    q, keys, values = normal(4, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
+    keys[512:1024] = np.nan
+    for by_splits in (False, True):
+        out = np.zeros_like(q)
+        cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 4, out, by_splits=by_splits)
+        assert np.isnan(out).all()
+
+
 # Relative to the largest output: float32 throughout, but where products are of bfloat16, whose half unit is
 # 2^-9; a weight and its value add up to two of them, and the scores' errors move weights.
 ATTENTION_ERROR = dict.fromkeys([*SETS, "f32"], 1e-5) | dict.fromkeys(["avx512bf16", "amx"], 2**-7)

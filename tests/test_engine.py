@@ -245,6 +245,56 @@ def test_each_instruction_set_gives_the_same_bits_however_a_prompt_is_split(
             np.testing.assert_array_equal(row, first)
 
 
+LONG = {
+    "heads in threes": replace(MODELS["gqa 3"], context=1200),
+    "windows": replace(MODELS["gemma3"], context=1200, window=600),
+    "norms of rows": replace(MODELS["olmo2"], context=1200),
+    "heads that fit no block": replace(MODELS["dimensions that fit no block"], context=1200),
+    "narrow values": replace(MODELS["values narrower than keys"], context=1200),
+}
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("name", LONG)
+def test_threads_that_share_the_positions_of_a_token_give_the_same_bits(
+    name: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", LONG[name])
+    ids = prompt(1100, LONG[name].vocab)
+    outcomes = []
+    for threads, last in [(1, [12]), (1, [1] * 12), (2, [1] * 12), (5, [1] * 12), (5, [4, 8])]:
+        with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
+            logits = [model.forward_prompt_logits(ids[: len(ids) - 12])]
+            for n in last:
+                logits.append(model.forward_prompt_logits(ids[model.position : model.position + n]))
+            outcomes.append((logits[-1], exported(model)[1]))
+    for logits, rows in outcomes[1:]:
+        np.testing.assert_array_equal(logits, outcomes[0][0])
+        for row, first in zip(rows, outcomes[0][1], strict=True):
+            np.testing.assert_array_equal(row, first)
+
+
+def test_a_long_and_a_short_sequence_of_a_pass_get_what_they_get_alone(tmp_path: Path) -> None:
+    """Threads share the positions of the long one; the short one has fewer splits."""
+    shape = LONG["heads in threes"]
+    path = write(tmp_path / "m.gguf", shape)
+    prompts = [prompt(n, shape.vocab) for n in (1090, 40, 600)]
+    with Model(path, device="cpu", threads=1) as alone, Model(path, device="cpu", threads=3) as model:
+        expected = []
+        for ids in prompts:
+            session = alone.session()
+            session.forward_prompt(ids)
+            expected.append([session.forward_prompt_logits(np.array([t], np.int32)) for t in (3, 4)])
+        sessions = [model.session() for _ in prompts]
+        for session, ids in zip(sessions, prompts, strict=True):
+            session.forward_prompt(ids)
+        for i, token in enumerate((3, 4)):
+            step = [np.array([token], np.int32)] * len(sessions)
+            results = model.forward_batch(sessions, step, output="logits")
+            for got, wanted in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(got, wanted[i])
+
+
 @pytest.mark.parametrize("name", ["smollm shape", "gemma3"])
 def test_metal_gives_nearly_the_same_however_a_prompt_is_split(
     metal: None, name: str, model_path: Callable[[str], Path]

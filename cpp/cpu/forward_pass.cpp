@@ -41,7 +41,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       weights_(model, options.compute, kernels, team),
       ropes_(model),
       scratch_(std::size_t(team.size())) {
-  const auto* norm = reinterpret_cast<const float*>(model.output_norm.data);
+  const auto* norm = floats(model.output_norm);
   scaled_norm_.assign(norm, norm + config_.dim);
   for (float& weight : scaled_norm_) weight *= config_.logit_scale;
   head_norm_ = model.output_norm;
@@ -87,21 +87,21 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
       .k = a.k,
       .v = a.v,
   };
-  const CacheFetch fetch(step, wanted.tiles);
+  const AttentionItems items(step, wanted.tiles, team_.size());
   const Product q = {w.wq, a.q, &m.bq}, k = {w.wk, a.k, &m.bk}, v = {w.wv, a.v, &m.bv};
   normalize(c, a.x, stream_norm(m.attn_norm), 0, n, a.normed);
   if (n_wanted == n) {
-    multiply(c, {q, k, v}, a.normed, n, &fetch);
+    multiply(c, {q, k, v}, a.normed, n, &items);
     append_to_cache(c, step, all_.rows, key_blocks_);
   } else {
-    multiply(c, {k, v}, a.normed, n, &fetch);
+    multiply(c, {k, v}, a.normed, n, &items);
     append_to_cache(c, step, all_.rows, key_blocks_);
     if (n_wanted == 0) return;
     keep_rows(c, a.x, config_.dim, wanted.rows);
     normalize(c, a.x, stream_norm(m.attn_norm), 0, n_wanted, a.normed);
     multiply(c, {q}, a.normed, n_wanted);
   }
-  attend(c, step, wanted.tiles, a.att);
+  attend(c, step, items, a.splits, a.att);
   add_block(c, w.wo, a.att, m.post_attn_norm, n_wanted);
   feed_forward(c, layer, n_wanted);
 }
@@ -139,8 +139,7 @@ void ForwardPass::deliver_hidden(const Context& c) {
     const float* x = work_.x.row(first + i);
     float* out = chunk->hidden + std::ptrdiff_t(row) * config_.dim;
     if (chunk->output == Output::kHidden)
-      c.kernels.rms_norm(x, reinterpret_cast<const float*>(model_.output_norm.data), config_.stream_eps(),
-                         config_.dim, out);
+      c.kernels.rms_norm(x, floats(model_.output_norm), config_.stream_eps(), config_.dim, out);
     else
       std::transform(x, x + config_.dim, out, [&](float value) { return value * config_.residual_scale; });
   });
@@ -220,7 +219,12 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   for (std::size_t i = 0; i < logits_.size(); ++i)
     if (uses_logits(*outputs_[i].chunk))
       logits_[i] = work_.logits + used++ % kHeadRows * std::size_t(config_.vocab_size);
-  for (Rows* rows : {&all_, &wanted_}) deal(rows->tiles, team_.size());
+  for (Rows* rows : {&all_, &wanted_}) {
+    deal(rows->tiles, team_.size());
+    // Of a layer without a window: where there is one, splits are fewer, and items more alike.
+    if (const int splits = attention_splits(config_, 0, rows->tiles, team_.size()); splits > 1)
+      work_.reserve_splits(config_, splits, rows->count());
+  }
   for (Scratch& scratch : scratch_) {
     scratch.best.assign(logits_.size(), {});
     scratch.multiply_adds = 0;

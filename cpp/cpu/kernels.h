@@ -77,6 +77,9 @@ constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
 // Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
 // same steps whoever else is in the pass.
 constexpr int kKeySpan = kPagePositions;
+// Positions of a split, which has a softmax of its own. Splits begin at fixed positions and are added up in
+// their order: whichever threads compute them, the result has the same bits.
+constexpr int kSplitPositions = 8 * kKeySpan;
 constexpr int kMaxHeadDim = 512;  // of keys and of values: what an attention kernel has room for
 constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
 
@@ -112,7 +115,25 @@ constexpr std::size_t span_bytes(KvLayout layout, int stride) {
   return std::size_t(kKeySpan) * std::size_t(stride) * element_bytes(layout);
 }
 
-// Attention of the query heads that share one key-value head. Rows of q and out are tokens.
+// The sum of the weights of a softmax, 2^(score - shift), before the division; 0: there are none.
+struct SoftmaxSum {
+  float shift, sum;
+};
+
+// The positions that a token sees. Neither end goes back from one token to the next.
+struct Sight {
+  int begin, end;
+};
+// Of the token at position `own`. `window`: how many positions it sees, itself included; 0: all. `length`:
+// how many there are where it sees those after it, half the window before it and half after it; else 0.
+inline Sight sight_of(int own, int window, int length) {
+  const int before = window == 0 ? own : length == 0 ? window - 1 : window / 2;
+  const int after = length == 0 ? 0 : window == 0 ? length : window / 2;
+  const int last = length > 0 && own + after >= length ? length - 1 : own + after;
+  return {own > before ? own - before : 0, last + 1};
+}
+
+// Attention of the query heads that share one key-value head. Rows of q, out and sums are tokens.
 struct AttentionHead {
   const float* q;  // [tokens][q_stride], at the first head of the group
   std::size_t q_stride;
@@ -123,12 +144,15 @@ struct AttentionHead {
   KvLayout layout;
   int key_dim, value_dim;
   int key_stride, value_stride;
-  int heads;     // query heads in the group
-  int position;  // of token 0
-  int window;    // positions that a token sees, itself included; 0: all
-  int length;    // positions that there are, where a token sees those after it, half the window before it
-                 // and half after it; 0 where it sees none of them
-  float scale;   // multiplies q.k
+  int heads;           // query heads in the group
+  int position;        // of token 0
+  int window, length;  // of sight_of()
+  float scale;         // multiplies q.k
+  // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
+  // sums of weights then, and rows that see none of the split are left as they are.
+  SoftmaxSum* sums = nullptr;
+  std::size_t sums_stride = 0;
+  int split = 0;
 
   const void* keys_of(int span) const { return pages[span] + keys; }
   const void* values_of(int span) const { return pages[span] + values; }
@@ -186,6 +210,10 @@ struct Kernels {
   int key_multiple = 1;
   // Tokens [first, first + count), count <= kQueryTile.
   void (*attention)(const AttentionHead& head, int first, int count);
+  // out = attention of a head of one token, from its results for `count` splits. `results` and `sums` are
+  // those of the first split, the others follow at the strides.
+  void (*combine_splits)(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
+                         std::size_t sums_stride, int count, int value_dim, float* out);
 
   // Nothing but products in registers, of 8-bit integers, of float32 and, where the set has them, of pairs of
   // bfloat16, as fast as they go; returns how many multiply-adds that were.

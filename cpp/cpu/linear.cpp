@@ -162,19 +162,19 @@ void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int gro
 }
 
 void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows,
-              const CacheFetch* fetch) {
+              const AttentionItems* fetch) {
   int groups = 0;
   for (const Product& p : products) groups += p.weight.packed.groups();
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count());
   const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * blocks.count; };
   c.for_each(groups * blocks.count, [&](int item) {
-    if (fetch) fetch->part(item, groups * blocks.count);
+    if (fetch) fetch->fetch_share(item, groups * blocks.count);
     const Product* p = products.begin();
     for (; item >= items_of(*p); ++p) item -= items_of(*p);
     const int group = item / blocks.count;
     const TokenRange range = blocks.range(item % blocks.count);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
-    const auto* bias = p->bias && *p->bias ? reinterpret_cast<const float*>(p->bias->data) + row : nullptr;
+    const auto* bias = p->bias && *p->bias ? floats(*p->bias) + row : nullptr;
     float* first_out = p->out.row(range.first) + row;
     if (!p->add && !bias && n_rows == kGroupRows)
       return multiply_group(c, p->weight, group, x, range, first_out, p->out.stride);

@@ -69,6 +69,8 @@ int query_tile_rows(int total, int kv_heads, int threads);
 void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows);
 // Cuts rows of one sequence, of which the first is number `first`, where blocks of keys end.
 void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, int first);
+// The most splits of positions (kSplitPositions) that a tile sees, where threads share positions; else 1.
+int attention_splits(const Config& config, int window, std::span<const QueryTile> tiles, int threads);
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);
 
@@ -83,10 +85,10 @@ struct Product {
   const Tensor* bias = nullptr;
   bool add = false;
 };
-class CacheFetch;
-// `fetch` is asked for meanwhile, where it is given.
+class AttentionItems;
+// What `fetch` reads is asked for meanwhile, where it is given.
 void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows,
-              const CacheFetch* fetch = nullptr);
+              const AttentionItems* fetch = nullptr);
 // h = activation(gate * x) * (up * x), in the forms that h asks for.
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
                     const Activations& x, int rows, const Activations& h);
@@ -96,6 +98,13 @@ void multiply_head(const Context& c, const Linear& head, const Activations& x, i
                    int first_best);
 // The best of a row over all threads.
 Best best_of(std::span<const Scratch> scratch, int row);
+
+inline const float* floats(const Tensor& tensor) {
+  return reinterpret_cast<const float*>(tensor.data);
+}
+
+// Fills the other forms of columns [first, first + columns) of a row from the float32 one.
+void round_row(const Context& c, const Activations& a, int row, int first, int columns);
 
 // RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
 struct Norm {
@@ -124,23 +133,44 @@ struct AttentionStep {
   const float* rotations;  // the layer's rotation table; null where the layer does not rotate
   FloatRows q, k, v;
 };
-// Attention's share of the cache, asked for while products are computed: those need little of the memory's
-// speed, and attention would wait for it.
-class CacheFetch {
+// Query heads [first_head, first_head + heads) of a tile, which share a head of keys and values, over all
+// positions that its rows see or over one split of them.
+struct AttentionItem {
+  const QueryTile& tile;
+  int kv_head, first_head, heads;
+  int split;  // which of the splits that the tile sees, where threads share positions; else 0
+};
+// How attention of a layer is cut into items. In a long context, few rows are few items, and some are much
+// longer than others: then threads share positions as well.
+class AttentionItems {
  public:
-  CacheFetch(const AttentionStep& step, std::span<const QueryTile> tiles) : step_(step), tiles_(tiles) {}
-  // The `part`-th of `parts` of it. Shares of threads are those of attention.
-  void part(int part, int parts) const;
+  AttentionItems(const AttentionStep& step, std::span<const QueryTile> tiles, int threads);
+
+  int count() const { return int(tiles_.size()) * (step_.config.n_heads / heads_) * splits_; }
+  AttentionItem operator[](int i) const;
+  std::span<const QueryTile> tiles() const { return tiles_; }
+  // As attention_splits() has it.
+  int splits() const { return splits_; }
+  // Query heads of an item.
+  int heads() const { return heads_; }
+
+  // Asks for what an item reads first of the cache.
+  void fetch(int i) const;
+  // The same for one of `shares` shares of the items, which are those of threads: while products are
+  // computed, which need little of the memory's speed. Attention would wait for it.
+  void fetch_share(int share, int shares) const;
 
  private:
   const AttentionStep& step_;
   const std::span<const QueryTile> tiles_;
+  int splits_, heads_, group_;  // heads of a group share those of keys
 };
 // Norms and rotates keys and stores them, and values, in the pages.
 void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows,
                      std::span<const KeyBlock> blocks);
-// Norms and rotates queries and attends, in the forms that `out` asks for.
-void attend(const Context& c, const AttentionStep& step, std::span<const QueryTile> tiles,
-            const Activations& out);
+// Norms and rotates queries and attends, in the forms that `out` asks for. `splits` has room for each split
+// of the rows, where threads share positions.
+void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,
+            const AttentionSplits& splits, const Activations& out);
 
 }  // namespace metal_prefill::cpu

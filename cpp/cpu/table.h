@@ -28,6 +28,7 @@ constexpr Kernels kTable = {
     .store_key = store_key,
     .store_value = store_value,
     .attention = attention,
+    .combine_splits = combine_splits,
     .run_dots = run_dots,
     .run_fmas = run_fmas,
 };

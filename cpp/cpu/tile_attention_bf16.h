@@ -37,6 +37,7 @@ struct alignas(64) AttentionStrip {
   float sum[kStripRows][16];                    // of p, in 16 parts
   float shift[kStripRows];                      // of scores: weights are relative to it
   float limit[kStripRows];                      // of scores, above which it changes
+  SoftmaxSum total[kStripRows];                 // of the splits before
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
   const std::uint16_t *keys, *values;           // of the span
 };
@@ -271,29 +272,27 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
       _mm256_mask_storeu_epi16(out + d, lanes_below(head.key_stride - d),
                                reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
     }
-    std::fill_n(strip.acc + r * head.value_stride, head.value_stride, 0.0f);
-    std::fill_n(strip.sum[r], 16, 0.0f);
-    strip.shift[r] = 0;
-    strip.limit[r] = -std::numeric_limits<float>::infinity();
-    const Sight sight = sight_of(head, token);
+    const Sight sight = sight_of(head.position + token, head.window, head.length);
     strip.begin[r] = sight.begin;
     strip.end[r] = sight.end;
+    strip.total[r] = {};
   }
-  const int end = strip.end[rows - 1];
-  for (int span = strip.begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
-    strip.keys = static_cast<const std::uint16_t*>(head.keys_of(span));
-    strip.values = static_cast<const std::uint16_t*>(head.values_of(span));
-    Tiles::span(head, span, std::min(kKeySpan, end - span * kKeySpan), rows, strip);
-  }
-  for (int r = 0; r < rows; ++r) {
-    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
-    float* out =
-        head.out + std::size_t(token) * head.out_stride + std::size_t(h) * std::size_t(head.value_dim);
-    const float* acc = strip.acc + r * head.value_stride;
-    const F inverse = Simd::set(1.0f / Simd::reduce_add(Simd::load(strip.sum[r])));
-    for (int d = 0; d < head.value_dim; d += Simd::kLanes)
-      store_part(out + d, Simd::mul(Simd::load(acc + d), inverse), head.value_dim - d);
-  }
+  each_split(head, {strip.begin[0], strip.end[rows - 1]}, [&](Sight split, bool last) {
+    std::fill_n(strip.acc, rows * head.value_stride, 0.0f);
+    for (int r = 0; r < rows; ++r) {
+      std::fill_n(strip.sum[r], 16, 0.0f);
+      strip.shift[r] = 0;
+      strip.limit[r] = -std::numeric_limits<float>::infinity();
+    }
+    for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span) {
+      strip.keys = static_cast<const std::uint16_t*>(head.keys_of(span));
+      strip.values = static_cast<const std::uint16_t*>(head.values_of(span));
+      Tiles::span(head, span, std::min(kKeySpan, split.end - span * kKeySpan), rows, strip);
+    }
+    for (int r = 0; r < rows; ++r)
+      add_split(head, row + r, {strip.shift[r], Simd::reduce_add(Simd::load(strip.sum[r]))},
+                strip.acc + r * head.value_stride, last, strip.total[r]);
+  });
 }
 
 template <class Tiles>

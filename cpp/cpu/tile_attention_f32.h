@@ -9,21 +9,10 @@
 #include <type_traits>
 
 #include "tile_rows.h"
+#include "tile_splits.h"
 
 namespace metal_prefill::cpu {
 namespace {
-
-// The positions that a token sees. Neither end goes back from one token to the next.
-struct Sight {
-  int begin, end;
-};
-inline Sight sight_of(const AttentionHead& head, int token) {
-  const int own = head.position + token;
-  const int before = head.window == 0 ? own : head.length == 0 ? head.window - 1 : head.window / 2;
-  const int after = head.length == 0 ? 0 : head.window == 0 ? head.length : head.window / 2;
-  const int last = head.length > 0 && own + after >= head.length ? head.length - 1 : own + after;
-  return {own > before ? own - before : 0, last + 1};
-}
 
 template <int kRows>
 struct AttentionTile {
@@ -31,6 +20,7 @@ struct AttentionTile {
   float acc[kRows][kMaxHeadDim];  // sum of p * v
   float p[kRows][kKeySpan];       // scores, then weights of the current span
   float max[kRows], sum[kRows], rescale[kRows];
+  SoftmaxSum total[kRows];       // of the splits before
   int begin[kRows], end[kRows];  // positions that the row sees
 };
 
@@ -155,23 +145,26 @@ void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) 
     const int token = (row + r) / head.heads, h = (row + r) % head.heads;
     const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
     for (int d = 0; d < head.key_dim; ++d) tile.q[r][d] = q[d] * (head.scale * kLog2E);
-    for (int d = 0; d < head.value_stride; ++d) tile.acc[r][d] = 0;
-    tile.max[r] = -std::numeric_limits<float>::infinity();
-    tile.sum[r] = 0;
-    const Sight sight = sight_of(head, token);
+    const Sight sight = sight_of(head.position + token, head.window, head.length);
     tile.begin[r] = sight.begin;
     tile.end[r] = sight.end;
+    tile.total[r] = {};
   }
 }
 
 template <int kRows>
-void end_tile(const AttentionHead& head, int row, const AttentionTile<kRows>& tile) {
+void begin_split(const AttentionHead& head, AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) {
-    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
-    float* out =
-        head.out + std::size_t(token) * head.out_stride + std::size_t(h) * std::size_t(head.value_dim);
-    for (int d = 0; d < head.value_dim; ++d) out[d] = tile.acc[r][d] / tile.sum[r];
+    for (int d = 0; d < head.value_stride; ++d) tile.acc[r][d] = 0;
+    tile.max[r] = -std::numeric_limits<float>::infinity();
+    tile.sum[r] = 0;
   }
+}
+
+template <int kRows>
+void end_split(const AttentionHead& head, int row, bool last, AttentionTile<kRows>& tile) {
+  for (int r = 0; r < kRows; ++r)
+    add_split(head, row + r, {tile.max[r], tile.sum[r]}, tile.acc[r], last, tile.total[r]);
 }
 
 // Keys and values of a span as tiles read them: where they are stored, or, for several tiles, a copy in
@@ -208,6 +201,35 @@ struct WidenedSpan {
   }
 };
 
+// Scores, weights and values of a span for some tiles. With `more`, there is a span after it.
+template <typename Span, typename Tile, int kRows, int kTiles>
+void attention_span(const AttentionHead& head, int span, bool more, Span& elements, Tile (&tiles)[kTiles]) {
+  const auto sees = [&](const Tile& tile) {
+    return tile.begin[0] < (span + 1) * kKeySpan && span * kKeySpan < tile.end[kRows - 1];
+  };
+  const auto seen = [&](const Tile& tile) {  // positions of the span up to the last one
+    const int left = tile.end[kRows - 1] - span * kKeySpan;
+    return left < kKeySpan ? left : kKeySpan;
+  };
+  // A single tile is done with a span before memory has brought the next one, so it asks for it. Floats do
+  // that line by line between their products: many requests at once gained nothing. Bytes ask at once.
+  using Lines = std::conditional_t<kTiles == 1, NextLines, NoLines>;
+  const auto next = [&](const void* at, int stride) {
+    return Lines({static_cast<const std::byte*>(at), span_bytes(head.layout, stride)}, 1);
+  };
+  const Lines next_keys = more ? next(head.keys_of(span + 1), head.key_stride) : Lines({}, 1);
+  const Lines next_values = more ? next(head.values_of(span + 1), head.value_stride) : Lines({}, 1);
+  const auto keys = elements.keys(head, span);
+  for (Tile& tile : tiles) {
+    if (!sees(tile)) continue;
+    score_span(head, keys, tile, next_keys);
+    softmax_span<kRows>(span, tile);
+  }
+  const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
+  for (Tile& tile : tiles)
+    if (sees(tile)) value_span(head, values, seen(tile), tile, next_values);
+}
+
 // kTiles tiles of kRows query rows, from `row` on, go through the keys together.
 template <int kRows, int kTiles, typename Span>
 void attention_tiles(const AttentionHead& head, int row) {
@@ -215,35 +237,13 @@ void attention_tiles(const AttentionHead& head, int row) {
   Tile tiles[kTiles];
   Span elements;
   for (int i = 0; i < kTiles; ++i) begin_tile(head, row + i * kRows, tiles[i]);
-  const int end = tiles[kTiles - 1].end[kRows - 1];
-  for (int span = tiles[0].begin[0] / kKeySpan; span * kKeySpan < end; ++span) {
-    const auto sees = [&](const Tile& tile) {
-      return tile.begin[0] < (span + 1) * kKeySpan && span * kKeySpan < tile.end[kRows - 1];
-    };
-    const auto seen = [&](const Tile& tile) {  // positions of the span up to the last one
-      const int left = tile.end[kRows - 1] - span * kKeySpan;
-      return left < kKeySpan ? left : kKeySpan;
-    };
-    // A single tile is done with a span before memory has brought the next one, so it asks for it. Floats do
-    // that line by line between their products: many requests at once gained nothing. Bytes ask at once.
-    using Lines = std::conditional_t<kTiles == 1, NextLines, NoLines>;
-    const bool more = (span + 1) * kKeySpan < end;
-    const auto next = [&](const void* at, int stride) {
-      return Lines({static_cast<const std::byte*>(at), span_bytes(head.layout, stride)}, 1);
-    };
-    const Lines next_keys = more ? next(head.keys_of(span + 1), head.key_stride) : Lines({}, 1);
-    const Lines next_values = more ? next(head.values_of(span + 1), head.value_stride) : Lines({}, 1);
-    const auto keys = elements.keys(head, span);
-    for (Tile& tile : tiles) {
-      if (!sees(tile)) continue;
-      score_span(head, keys, tile, next_keys);
-      softmax_span<kRows>(span, tile);
-    }
-    const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
-    for (Tile& tile : tiles)
-      if (sees(tile)) value_span(head, values, seen(tile), tile, next_values);
-  }
-  for (int i = 0; i < kTiles; ++i) end_tile<kRows>(head, row + i * kRows, tiles[i]);
+  const Sight sight = {tiles[0].begin[0], tiles[kTiles - 1].end[kRows - 1]};
+  each_split(head, sight, [&](Sight split, bool last) {
+    for (Tile& tile : tiles) begin_split<kRows>(head, tile);
+    for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span)
+      attention_span<Span, Tile, kRows>(head, span, (span + 1) * kKeySpan < sight.end, elements, tiles);
+    for (int i = 0; i < kTiles; ++i) end_split<kRows>(head, row + i * kRows, last, tiles[i]);
+  });
 }
 
 template <typename SpanOfOne, typename SpanOfMany>

@@ -1,5 +1,6 @@
 #include "workspace.h"
 
+#include <memory>
 #include <utility>
 
 namespace metal_prefill::cpu {
@@ -78,6 +79,24 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
     logits_memory_ = Buffer(logit_bytes, "logits");
     logits = logits_memory_.as<float>();
   }
+}
+
+void Workspace::reserve_splits(const Config& c, int n_splits, int rows) {
+  const std::size_t heads = std::size_t(c.n_heads), all = std::size_t(n_splits) * std::size_t(rows);
+  const auto lay_out = [&](std::byte* base, AttentionSplits& room) {
+    Layout layout(base, all);
+    room.q = layout.floats(heads * std::size_t(c.key_dim));
+    room.out = layout.floats(heads * std::size_t(c.value_dim));
+    room.sums = layout.take<SoftmaxSum>(all * heads);
+    room.done = layout.take<std::atomic<int>>(all * heads);
+    return layout.bytes();
+  };
+  AttentionSplits unused;
+  const std::size_t bytes = lay_out(nullptr, unused);
+  if (bytes <= splits_memory_.bytes()) return;
+  splits_memory_ = Buffer(bytes, "the splits of attention");
+  lay_out(splits_memory_.data(), splits);
+  std::uninitialized_value_construct_n(splits.done, all * heads);
 }
 
 }  // namespace metal_prefill::cpu

@@ -1,6 +1,7 @@
 // Intermediate results of a pass. One workspace serves all sessions of an engine.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 
 #include "buffer.h"
@@ -17,6 +18,15 @@ struct Activations {
   PairRows bfloat16;
 };
 
+// Attention over splits of positions, which threads share, before they are added up.
+struct AttentionSplits {
+  FloatRows q;                 // [splits][rows][n_heads * key_dim]
+  FloatRows out;               // [splits][rows][n_heads * value_dim]
+  SoftmaxSum* sums = nullptr;  // [splits][rows][n_heads]
+  std::atomic<int>* done =
+      nullptr;  // [items]: splits of a tile and its heads that are done; 0 between layers
+};
+
 // Room for `rows` rows. Named as in the forward pass.
 struct Workspace {
   FloatRows x;                 // [rows][dim]: the residual stream
@@ -29,16 +39,19 @@ struct Workspace {
   Activations ffn;             // [rows][ffn_dim]
   float* rotations = nullptr;  // [tables][rows][rope_dim] cosines and sines
   float* logits = nullptr;     // [logit_rows][vocab_size]
+  AttentionSplits splits;      // where threads share positions
 
   // Makes room, in one allocation for the rows and one for the logits; does nothing where there is enough.
   // Throws DeviceError without a change.
   void reserve(const Config& config, const Weights& weights, std::size_t rope_tables, int rows,
                int logit_rows);
-  std::size_t bytes() const { return memory_.bytes() + logits_memory_.bytes(); }
+  // The same for splits of `rows` rows.
+  void reserve_splits(const Config& config, int n_splits, int rows);
+  std::size_t bytes() const { return memory_.bytes() + logits_memory_.bytes() + splits_memory_.bytes(); }
 
  private:
   int rows_ = 0;
-  Buffer memory_, logits_memory_;
+  Buffer memory_, logits_memory_, splits_memory_;
 };
 
 }  // namespace metal_prefill::cpu

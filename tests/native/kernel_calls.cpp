@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -176,7 +177,7 @@ void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out) {
 
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
                const std::string& kv_dtype, int window, float scale, int first, int count, OutMatrix out,
-               bool exact, bool both_ways, int key_multiple) {
+               bool exact, bool both_ways, int key_multiple, bool by_splits) {
   const Kernels& kernels = kernels_named(set);
   const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
   const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
@@ -208,24 +209,44 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
     kernels.store_value(values.data() + std::size_t(p) * std::size_t(value_dim), value_dim,
                         cache.value_stride(), layout, page + cache.values(0, 0), in_page);
   }
-  kernels.attention({.q = q.data(),
-                     .q_stride = q.shape(1),
-                     .out = out.data(),
-                     .out_stride = out.shape(1),
-                     .pages = pages.data(),
-                     .keys = cache.keys(0, 0),
-                     .values = cache.values(0, 0),
-                     .layout = layout,
-                     .key_dim = key_dim,
-                     .value_dim = value_dim,
-                     .key_stride = cache.key_stride(),
-                     .value_stride = cache.value_stride(),
-                     .heads = heads,
-                     .position = positions - tokens,
-                     .window = window,
-                     .length = both_ways ? positions : 0,
-                     .scale = scale},
-                    first, count);
+  AttentionHead head = {.q = q.data(),
+                        .q_stride = q.shape(1),
+                        .out = out.data(),
+                        .out_stride = out.shape(1),
+                        .pages = pages.data(),
+                        .keys = cache.keys(0, 0),
+                        .values = cache.values(0, 0),
+                        .layout = layout,
+                        .key_dim = key_dim,
+                        .value_dim = value_dim,
+                        .key_stride = cache.key_stride(),
+                        .value_stride = cache.value_stride(),
+                        .heads = heads,
+                        .position = positions - tokens,
+                        .window = window,
+                        .length = both_ways ? positions : 0,
+                        .scale = scale};
+  if (by_splits) {
+    // The last split first; what no row writes stays NaN.
+    const int n = ceil_div(positions, kSplitPositions);
+    const std::size_t size = out.shape(0) * out.shape(1), row_sums = std::size_t(heads);
+    std::vector<float> results(std::size_t(n) * size, std::numeric_limits<float>::quiet_NaN());
+    std::vector<SoftmaxSum> sums(std::size_t(n) * out.shape(0) * row_sums);
+    head.sums_stride = row_sums;
+    for (head.split = n - 1; head.split >= 0; --head.split) {
+      head.out = results.data() + std::size_t(head.split) * size;
+      head.sums = sums.data() + std::size_t(head.split) * out.shape(0) * row_sums;
+      kernels.attention(head, first, count);
+    }
+    for (int token = first; token < first + count; ++token)
+      for (int h = 0; h < heads; ++h) {
+        const std::size_t at = std::size_t(token) * out.shape(1) + std::size_t(h * value_dim);
+        kernels.combine_splits(results.data() + at, size, sums.data() + std::size_t(token * heads + h),
+                               out.shape(0) * row_sums, n, value_dim, out.data() + at);
+      }
+  } else {
+    kernels.attention(head, first, count);
+  }
   if (kernels.end_phase) kernels.end_phase();
 }
 

@@ -165,7 +165,8 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
             .k = work->k,
             .v = work->v,
         };
-        attend(c, step, work->tiles, {.forms = {.f32 = true}, .f32 = work->out, .int8 = {}, .bfloat16 = {}});
+        const AttentionItems items(step, work->tiles, worker.count());
+        attend(c, step, items, {}, {.forms = {.f32 = true}, .f32 = work->out, .int8 = {}, .bfloat16 = {}});
       },
       pairs * heads * 2 * head_dim, 0);
 }

@@ -1,0 +1,268 @@
+#include <algorithm>
+
+#include "ops.h"
+
+namespace metal_prefill::cpu {
+
+namespace {
+
+// Norms whole rows of queries or keys, where the model has such norms.
+void normalize_heads_together(const Context& c, const AttentionStep& step, const Tensor& norm,
+                              const FloatRows& heads, int rows) {
+  if (!norm || step.config.qk_norm_place != QkNormPlace::kRows) return;
+  c.worker.for_each(rows, [&](int i) {
+    c.kernels.rms_norm(heads.row(i), floats(norm), step.config.norm_eps, norm.cols, heads.row(i));
+  });
+}
+
+// Norms and rotates a head of a row of the pass.
+void prepare_head(const Context& c, const AttentionStep& step, const Tensor& norm, int row, float* head) {
+  const std::size_t pairs = std::size_t(step.config.rope_dim) / 2;
+  const auto norm_at = [&](QkNormPlace place) {
+    if (norm && step.config.qk_norm_place == place)
+      c.kernels.rms_norm(head, floats(norm), step.config.norm_eps, norm.cols, head);
+  };
+  norm_at(QkNormPlace::kHeads);
+  if (step.rotations)
+    c.kernels.rope(head, step.rotations + std::size_t(row) * 2 * pairs, int(pairs), step.config.rope_style);
+  norm_at(QkNormPlace::kRotatedHeads);
+}
+
+int rows_of(std::span<const QueryTile> tiles) {
+  int rows = 0;
+  for (const QueryTile& tile : tiles) rows += tile.count;
+  return rows;
+}
+
+// What the rows of a tile see together.
+Sight sight_of(const Config& config, int window, const QueryTile& tile) {
+  const int length = config.causal ? 0 : tile.end;
+  return {cpu::sight_of(tile.position, window, length).begin,
+          cpu::sight_of(tile.position + tile.count - 1, window, length).end};
+}
+
+// Splits that hold some of the positions.
+int splits_of(Sight sight) {
+  return ceil_div(sight.end, kSplitPositions) - sight.begin / kSplitPositions;
+}
+
+// Products of a query and a key that the rows of a tile compute.
+double visible_pairs(const Config& config, int window, const QueryTile& tile) {
+  double pairs = 0;
+  for (int own = tile.position; own < tile.position + tile.count; ++own) {
+    const Sight sight = cpu::sight_of(own, window, config.causal ? 0 : tile.end);
+    pairs += sight.end - sight.begin;
+  }
+  return pairs;
+}
+
+// Norms and rotates the queries of an item, in rows of `q`.
+void prepare_queries(const Context& c, const AttentionStep& step, const AttentionItem& item,
+                     const FloatRows& q) {
+  const QueryTile& tile = item.tile;
+  for (int i = 0; i < tile.count; ++i)
+    for (int h = item.first_head; h < item.first_head + item.heads; ++h)
+      prepare_head(c, step, step.weights.q_norm, tile.index + i,
+                   q.row(tile.first + i) + std::size_t(h) * std::size_t(step.config.key_dim));
+}
+
+// The attention of an item, all of it, from rows of `q` into rows of `out`.
+AttentionHead attention_head(const AttentionStep& step, const AttentionItem& item, const FloatRows& q,
+                             const FloatRows& out) {
+  const Config& config = step.config;
+  const std::size_t head = std::size_t(item.first_head);
+  return {
+      .q = q.row(item.tile.first) + head * std::size_t(config.key_dim),
+      .q_stride = q.stride,
+      .out = out.row(item.tile.first) + head * std::size_t(config.value_dim),
+      .out_stride = out.stride,
+      .pages = item.tile.pages,
+      .keys = step.cache.keys(step.layer, item.kv_head),
+      .values = step.cache.values(step.layer, item.kv_head),
+      .layout = step.cache.layout(),
+      .key_dim = config.key_dim,
+      .value_dim = config.value_dim,
+      .key_stride = step.cache.key_stride(),
+      .value_stride = step.cache.value_stride(),
+      .heads = item.heads,
+      .position = item.tile.position,
+      .window = config.window(step.layer),
+      .length = config.causal ? 0 : item.tile.end,
+      .scale = config.score_scale(),
+  };
+}
+
+// A split of an item, number `split` of its sequence. Each split prepares queries of its own: none waits for
+// another.
+void attend_to_split(const Context& c, const AttentionStep& step, const AttentionItem& item, int split,
+                     int rows, const AttentionSplits& splits) {
+  const std::size_t n_heads = std::size_t(step.config.n_heads), first_head = std::size_t(item.first_head);
+  const std::size_t key_dim = std::size_t(step.config.key_dim);
+  const auto of_split = [&](const FloatRows& all) {
+    return FloatRows{all.row(item.split * rows), all.stride};
+  };
+  const FloatRows q = of_split(splits.q);
+  for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
+    std::copy_n(step.q.row(row) + first_head * key_dim, std::size_t(item.heads) * key_dim,
+                q.row(row) + first_head * key_dim);
+  prepare_queries(c, step, item, q);
+  AttentionHead head = attention_head(step, item, q, of_split(splits.out));
+  head.sums = splits.sums + std::size_t(item.split * rows + item.tile.first) * n_heads + first_head;
+  head.sums_stride = n_heads;
+  head.split = split;
+  c.kernels.attention(head, 0, item.tile.count);
+}
+
+// Adds up the `n` splits of an item.
+void combine_splits(const Context& c, const AttentionStep& step, const AttentionItem& item, int n, int rows,
+                    const AttentionSplits& splits, const FloatRows& out) {
+  const std::size_t n_heads = std::size_t(step.config.n_heads);
+  for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
+    for (int h = item.first_head; h < item.first_head + item.heads; ++h) {
+      const std::size_t column = std::size_t(h) * std::size_t(step.config.value_dim);
+      c.kernels.combine_splits(splits.out.row(row) + column, std::size_t(rows) * splits.out.stride,
+                               splits.sums + std::size_t(row) * n_heads + std::size_t(h),
+                               std::size_t(rows) * n_heads, n, step.config.value_dim, out.row(row) + column);
+    }
+}
+
+}  // namespace
+
+void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows,
+                     std::span<const KeyBlock> blocks) {
+  const Config& config = step.config;
+  const KvPages& cache = step.cache;
+  normalize_heads_together(c, step, step.weights.k_norm, step.k, int(rows.size()));
+  c.worker.for_each(int(blocks.size()) * config.n_kv_heads, [&](int item) {
+    const auto [first, count] = blocks[std::size_t(item / config.n_kv_heads)];
+    const int h = item % config.n_kv_heads;
+    for (int i = first; i < first + count; ++i) {
+      const Row& row = rows[std::size_t(i)];
+      float* key = step.k.row(i) + std::size_t(h) * std::size_t(config.key_dim);
+      const float* value = step.v.row(i) + std::size_t(h) * std::size_t(config.value_dim);
+      std::byte* page = row.pages[row.position / kPagePositions];
+      const int in_page = row.position % kPagePositions;
+      prepare_head(c, step, step.weights.k_norm, row.index, key);
+      c.kernels.store_key(key, config.key_dim, cache.key_stride(), cache.layout(),
+                          page + cache.keys(step.layer, h), in_page);
+      c.kernels.store_value(value, config.value_dim, cache.value_stride(), cache.layout(),
+                            page + cache.values(step.layer, h), in_page);
+    }
+  });
+}
+
+int query_tile_rows(int total, int kv_heads, int threads) {
+  constexpr int kSmallest = 4;
+  const int items_of_thread = threads > 8 ? 6 : 3;  // many threads end together only with short items
+  int rows = kQueryTile;
+  while (rows > kSmallest && ceil_div(total, rows) * kv_heads < items_of_thread * threads) rows /= 2;
+  return rows;
+}
+
+void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows) {
+  for (int i = 0; i < int(rows.size()); i += tile_rows) {
+    const Row& row = rows[std::size_t(i)];
+    const int count = std::min(tile_rows, int(rows.size()) - i);
+    tiles.push_back({first + i, count, row.index, row.position, rows.back().position + 1, row.pages});
+  }
+}
+
+void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, int first) {
+  for (int i = 0; i < int(rows.size());) {
+    const int left = kKeyBlock - rows[std::size_t(i)].position % kKeyBlock;
+    const int count = std::min(left, int(rows.size()) - i);
+    blocks.push_back({first + i, count});
+    i += count;
+  }
+}
+
+int attention_splits(const Config& config, int window, std::span<const QueryTile> tiles, int threads) {
+  constexpr int kItemsOfThread = 4;  // as long as the longest: with more, threads end together anyway
+  if (threads == 1 || rows_of(tiles) > kQueryTile) return 1;
+  int splits = 1;
+  double longest = 0, all = 0;
+  for (const QueryTile& tile : tiles) {
+    const double pairs = visible_pairs(config, window, tile);
+    longest = std::max(longest, pairs);
+    all += pairs * config.n_kv_heads;
+    splits = std::max(splits, splits_of(sight_of(config, window, tile)));
+  }
+  return all < longest * threads * kItemsOfThread ? splits : 1;
+}
+
+AttentionItems::AttentionItems(const AttentionStep& step, std::span<const QueryTile> tiles, int threads)
+    : step_(step), tiles_(tiles) {
+  const Config& config = step.config;
+  splits_ = attention_splits(config, config.window(step.layer), tiles, threads);
+  // Where a single token has too few groups to share among threads, its heads go one by one.
+  const bool single = tiles.size() == 1 && tiles[0].count == 1;
+  group_ = config.n_heads / config.n_kv_heads;
+  heads_ = single && config.n_kv_heads * splits_ < threads ? 1 : group_;
+}
+
+AttentionItem AttentionItems::operator[](int i) const {
+  const int n_groups = step_.config.n_heads / heads_, group = i / splits_;
+  const int first_head = group % n_groups * heads_;
+  return {tiles_[std::size_t(group / n_groups)], first_head / group_, first_head, heads_, i % splits_};
+}
+
+void AttentionItems::fetch(int i) const {
+  constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor follows what comes after it
+  const AttentionItem item = (*this)[i];
+  const Sight sight = sight_of(step_.config, step_.config.window(step_.layer), item.tile);
+  const int begin = item.split == 0 ? sight.begin / kPagePositions * kPagePositions
+                                    : (sight.begin / kSplitPositions + item.split) * kSplitPositions;
+  const int end = std::min(sight.end, begin + kMost);
+  for (int position = begin; position < end; position += kPagePositions)
+    step_.cache.fetch(item.tile.pages[position / kPagePositions], step_.layer, item.kv_head,
+                      std::min(end - position, kPagePositions));
+}
+
+void AttentionItems::fetch_share(int share, int shares) const {
+  const auto first_of = [&](int i) { return int(std::int64_t(count()) * i / shares); };
+  for (int i = first_of(share); i < first_of(share + 1); ++i)
+    if (i == first_of(share) || i % splits_ == 0) fetch(i);  // the processor follows
+}
+
+void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,
+            const AttentionSplits& splits, const Activations& out) {
+  const Config& config = step.config;
+  const int window = config.window(step.layer), rows = rows_of(items.tiles());
+  const int columns = items.heads() * config.value_dim;
+  const bool whole_blocks = !out.forms.int8 || columns % kBlockCols == 0;
+  // False where other splits of the item are still to come.
+  const auto attend_to = [&](const AttentionItem& item, int i) {
+    if (items.splits() == 1) {
+      prepare_queries(c, step, item, step.q);
+      c.kernels.attention(attention_head(step, item, step.q, out.f32), 0, item.tile.count);
+      return true;
+    }
+    const Sight sight = sight_of(config, window, item.tile);
+    const int n = splits_of(sight);
+    if (item.split >= n) return false;
+    attend_to_split(c, step, item, sight.begin / kSplitPositions + item.split, rows, splits);
+    std::atomic<int>& done = splits.done[i / items.splits()];
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n) return false;
+    done.store(0, std::memory_order_relaxed);  // for the next layer
+    combine_splits(c, step, item, n, rows, splits, out.f32);
+    return true;
+  };
+
+  normalize_heads_together(c, step, step.weights.q_norm, step.q, rows);
+  c.for_each(items.count(), [&](int i) {
+    // Not all that was asked for during the products is still near.
+    if (items.tiles().size() > 1 && i + 1 < items.count()) items.fetch(i + 1);
+    const AttentionItem item = items[i];
+    if (!attend_to(item, i)) return;
+    c.scratch.multiply_adds +=
+        visible_pairs(config, window, item.tile) * item.heads * (config.key_dim + config.value_dim);
+    if (whole_blocks)
+      for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
+        round_row(c, out, row, item.first_head * config.value_dim, columns);
+  });
+  // Blocks that hold columns of two items wait for both.
+  if (!whole_blocks)
+    c.worker.for_each(rows, [&](int row) { round_row(c, out, row, 0, config.n_heads * config.value_dim); });
+}
+
+}  // namespace metal_prefill::cpu
