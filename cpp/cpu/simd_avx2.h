@@ -163,6 +163,7 @@ struct Simd {
   }
   template <int kByte>
   static I byte_of(I a) {  // of each lane, as it is counted from 0
+    if constexpr (kByte == 3) return _mm256_srli_epi32(a, 24);
     return _mm256_and_si256(_mm256_srli_epi32(a, 8 * kByte), _mm256_set1_epi32(255));
   }
 

@@ -6,7 +6,8 @@
 // where products of bfloat16 pairs take 4 and of float32 8, and half of the bytes are read. Sums of integers
 // are exact in any order.
 //
-// Elsewhere codes become float32, times their scales, which is exact, and are multiplied as such.
+// Elsewhere codes become float32, times their scales, which is exact, and are multiplied as such: for several
+// tiles a span at a time, for one between its products.
 #pragma once
 
 #include <bit>
@@ -28,6 +29,43 @@ inline void load_scales(const std::byte* scales, int n, float (&out)[kKeySpan]) 
   for (int i = n; i < kKeySpan; ++i) out[i] = 0;
 }
 
+// Codes of a span as they are stored, for tiles of a kind.
+struct Q8Keys {
+  const std::byte* codes;
+};
+struct Q8Values {
+  const std::byte* codes;
+  float scales[kMaxHeadDim / kBlockCols][kKeySpan];  // 0 for what was not stored
+};
+template <template <int> class KindOfTile>
+struct Q8Codes {
+  template <int kRows>
+  using Tile = KindOfTile<kRows>;
+  Q8Values stored;
+
+  Q8Keys keys(const AttentionHead& head, int span) {
+    return {static_cast<const std::byte*>(head.keys_of(span))};
+  }
+  const Q8Values* values(const AttentionHead& head, int span, int n) {
+    stored.codes = static_cast<const std::byte*>(head.values_of(span));
+    for (int block = 0; block < head.value_dim / kBlockCols; ++block)
+      load_scales(stored.codes + q8_scale(head.value_dim, block, 0), n, stored.scales[block]);
+    return &stored;
+  }
+};
+
+inline I load_codes(const std::byte* codes) {
+  return Simd::load_codes(reinterpret_cast<const std::uint8_t*>(codes));
+}
+// (code - 128) * scale for the i-th code of each lane, with zero = -128 * scale. Exact.
+template <int i>
+inline F widened(I lanes, F scale, F zero) {
+  return Simd::fma(Simd::to_float(Simd::template byte_of<i>(lanes)), scale, zero);
+}
+inline F zero_of(F scale) {
+  return Simd::mul(scale, Simd::set(-128));
+}
+
 // Codes of Q8_0 as float32: keys [kKeySpan / 16][key_dim][16] and values [kKeySpan][value_dim].
 struct WidenedQ8Span {
   template <int kRows>
@@ -42,10 +80,10 @@ struct WidenedQ8Span {
       load_scales(codes + q8_scale(dim, block, 0), kKeySpan, scales);
       for (int d = block * kBlockCols; d < (block + 1) * kBlockCols; d += 4)
         for (int position = 0; position < kKeySpan; position += Simd::kLanes) {
-          const F scale = Simd::load(scales + position);
+          const F scale = Simd::load(scales + position), zero = zero_of(scale);
           float* out = elements + (position / kKeyBlock * dim + d) * kKeyBlock + position % kKeyBlock;
-          widen(codes + std::size_t(position) * kKeyLane + d / 4 * kKeyLaneStep,
-                [&](int i, F code) { Simd::store(out + i * kKeyBlock, scaled(code, scale)); });
+          const I lanes = load_codes(codes + std::size_t(position) * kKeyLane + d / 4 * kKeyLaneStep);
+          unrolled<4>([&](auto i) { Simd::store(out + i * kKeyBlock, widened<i>(lanes, scale, zero)); });
         }
     }
     return elements;
@@ -60,24 +98,95 @@ struct WidenedQ8Span {
       for (int position = 0; position < n; position += 4)
         for (int d = block * kBlockCols; d < (block + 1) * kBlockCols; d += Simd::kLanes) {
           float* out = elements + position * dim + d;
-          widen(codes + q8_value(dim, position) + 4 * d, [&](int i, F code) {
-            Simd::store(out + i * dim, scaled(code, Simd::set(scales[position + i])));
+          const I lanes = load_codes(codes + q8_value(dim, position) + 4 * d);
+          unrolled<4>([&](auto i) {
+            const F scale = Simd::set(scales[position + i]);
+            Simd::store(out + i * dim, widened<i>(lanes, scale, zero_of(scale)));
           });
         }
     }
     return elements;
   }
-
- private:
-  // Exact: a code has 8 bits, a scale 11.
-  static F scaled(F code, F scale) { return Simd::mul(Simd::sub(code, Simd::set(128)), scale); }
-  // Calls put(i, i-th codes) for the four codes of each lane.
-  template <typename Put>
-  static void widen(const std::byte* codes, Put&& put) {
-    const I lanes = Simd::load_codes(reinterpret_cast<const std::uint8_t*>(codes));
-    unrolled<4>([&](auto i) { put(i, Simd::to_float(Simd::template byte_of<i>(lanes))); });
-  }
 };
+
+// A single tile makes float32 of codes while it multiplies them: what several tiles share need not be stored
+// for one. Vectors of sums for a number of rows: enough to hide the latency of a product, with registers left
+// for codes, scales and factors on AVX2.
+template <int kRows>
+constexpr int kWidenedVectors = kRows >= Simd::kAttentionRows ? 2 : 4;
+
+// p[r][key] = q[r] . k[key] for the positions of a span, with the sums of the float tiles.
+template <int kRows, class Lines>
+void score_span(const AttentionHead& head, Q8Keys keys, AttentionTile<kRows>& tile, Lines next) {
+  constexpr int kVectors = kWidenedVectors<kRows>;
+  const int dim = head.key_dim;
+  next.begin_tile(kKeySpan / (kVectors * Simd::kLanes) * (dim / 4));
+  for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
+    F acc[kRows][kVectors];
+    unrolled<kRows * kVectors>([&](auto i) { acc[i / kVectors][i % kVectors] = Simd::set(0); });
+    for (int block = 0; block < dim / kBlockCols; ++block) {
+      F scale[kVectors], zero[kVectors];
+      unrolled<kVectors>([&](auto v) {
+        const std::byte* at = keys.codes + q8_scale(dim, block, first + v * Simd::kLanes);
+        scale[v] = Simd::load_half(reinterpret_cast<const std::uint16_t*>(at));
+        zero[v] = zero_of(scale[v]);
+      });
+      for (int d = block * kBlockCols; d < (block + 1) * kBlockCols; d += 4) {
+        next.step();
+        const std::byte* codes =
+            keys.codes + std::size_t(first) * kKeyLane + std::size_t(d / 4) * kKeyLaneStep;
+        I lanes[kVectors];
+        unrolled<kVectors>([&](auto v) { lanes[v] = load_codes(codes + v * Simd::kLanes * kKeyLane); });
+        unrolled<4>([&](auto i) __attribute__((always_inline)) {
+          each_product<kRows, kVectors>(
+              [&](int r) __attribute__((always_inline)) { return Simd::set(tile.q[r][d + i]); },
+              [&](int v) __attribute__((always_inline)) { return widened<i>(lanes[v], scale[v], zero[v]); },
+              [&](int r, int v, F q, F key)
+                  __attribute__((always_inline)) { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
+        });
+      }
+    }
+    unrolled<kRows * kVectors>([&](auto i) {
+      Simd::store(tile.p[i / kVectors] + first + i % kVectors * Simd::kLanes,
+                  acc[i / kVectors][i % kVectors]);
+    });
+  }
+}
+
+// acc = acc * rescale + p * v over the first `n` positions. Weights and scales of positions after them are 0.
+template <int kRows, class Lines>
+void value_span(const AttentionHead& head, const Q8Values* values, int n, AttentionTile<kRows>& tile,
+                Lines next) {
+  constexpr int kVectors = kWidenedVectors<kRows>;
+  const int dim = head.value_dim;
+  next.begin_tile(dim / (kVectors * Simd::kLanes) * ceil_div(n, 4));
+  for (int column = 0; column < dim; column += kVectors * Simd::kLanes) {
+    const float* scales = values->scales[column / kBlockCols];
+    F acc[kRows][kVectors];
+    unrolled<kRows * kVectors>([&](auto i) {
+      constexpr int r = i / kVectors, v = i % kVectors;
+      acc[r][v] = Simd::mul(Simd::load(tile.acc[r] + column + v * Simd::kLanes), Simd::set(tile.rescale[r]));
+    });
+    for (int position = 0; position < n; position += 4) {
+      next.step();
+      const std::byte* codes = values->codes + q8_value(dim, position) + 4 * std::size_t(column);
+      I lanes[kVectors];
+      unrolled<kVectors>([&](auto v) { lanes[v] = load_codes(codes + v * Simd::kLanes * 4); });
+      unrolled<4>([&](auto i) __attribute__((always_inline)) {
+        const F scale = Simd::set(scales[position + i]), zero = zero_of(scale);
+        each_product<kRows, kVectors>(
+            [&](int r) __attribute__((always_inline)) { return Simd::set(tile.p[r][position + i]); },
+            [&](int v) __attribute__((always_inline)) { return widened<i>(lanes[v], scale, zero); },
+            [&](int r, int v, F weight, F value)
+                __attribute__((always_inline)) { acc[r][v] = Simd::fma(weight, value, acc[r][v]); });
+      });
+    }
+    unrolled<kRows * kVectors>([&](auto i) {
+      constexpr int r = i / kVectors, v = i % kVectors;
+      Simd::store(tile.acc[r] + column + v * Simd::kLanes, acc[r][v]);
+    });
+  }
+}
 
 // Numbers n = 256 * high + low of two signed digits. `start` is what their products with codes that count
 // from 128 begin with, for each kBlock places: -128 * sum(n) where dot() counts codes from 0.
@@ -129,7 +238,7 @@ inline __attribute__((always_inline)) void multiply_digits(const Digits<kPlaces,
   for (int place = first; place < first + count; place += 4, codes += step) {
     I code[kVectors];
     unrolled<kVectors>([&](auto v) __attribute__((always_inline)) {
-      code[v] = Simd::load_codes(reinterpret_cast<const std::uint8_t*>(codes + std::size_t(v) * vector_step));
+      code[v] = load_codes(codes + std::size_t(v) * vector_step);
     });
     unrolled<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
       constexpr int r = i / kVectors, v = i % kVectors;
@@ -155,29 +264,6 @@ void begin_tile(const AttentionHead& head, int row, Q8Tile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) tile.q_unit[r] = tile.q_digits[r].split(tile.q[r], head.key_dim);
 }
 
-struct Q8Span {
-  template <int kRows>
-  using Tile = Q8Tile<kRows>;
-  struct Keys {
-    const std::byte* codes;
-  };
-  struct Values {
-    const std::byte* codes;
-    float scales[kMaxHeadDim / kBlockCols][kKeySpan];
-  };
-  Values stored;
-
-  Keys keys(const AttentionHead& head, int span) {
-    return {static_cast<const std::byte*>(head.keys_of(span))};
-  }
-  const Values* values(const AttentionHead& head, int span, int n) {
-    stored.codes = static_cast<const std::byte*>(head.values_of(span));
-    for (int block = 0; block < head.value_dim / kBlockCols; ++block)
-      load_scales(stored.codes + q8_scale(head.value_dim, block, 0), n, stored.scales[block]);
-    return &stored;
-  }
-};
-
 // Vectors of sums of each digit, for a number of rows: enough to hide the latency of a product, with
 // registers left for GCC, which needs some for copies of sums.
 template <int kRows>
@@ -185,7 +271,7 @@ constexpr int kDigitVectors = kRows >= Simd::kAttentionRows ? 1 : 2;
 
 // p[r][key] = q[r] . k[key] for the positions of a span.
 template <int kRows, class Lines>
-void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& tile, Lines next) {
+void score_span(const AttentionHead& head, Q8Keys keys, Q8Tile<kRows>& tile, Lines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.key_dim;
   next.all();
@@ -211,8 +297,7 @@ void score_span(const AttentionHead& head, Q8Span::Keys keys, Q8Tile<kRows>& til
 
 // acc = acc * rescale + p * v over the first `n` positions.
 template <int kRows, class Lines>
-void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, Q8Tile<kRows>& tile,
-                Lines next) {
+void value_span(const AttentionHead& head, const Q8Values* values, int n, Q8Tile<kRows>& tile, Lines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.value_dim;
   next.all();
@@ -237,7 +322,8 @@ void value_span(const AttentionHead& head, const Q8Span::Values* values, int n, 
   }
 }
 
-using CachedQ8 = std::conditional_t<Simd::kOneDot, Q8Span, WidenedQ8Span>;
+using Q8SpanOfOne = std::conditional_t<Simd::kOneDot, Q8Codes<Q8Tile>, Q8Codes<AttentionTile>>;
+using Q8SpanOfMany = std::conditional_t<Simd::kOneDot, Q8Codes<Q8Tile>, WidenedQ8Span>;
 
 }  // namespace
 }  // namespace metal_prefill::cpu

@@ -281,6 +281,13 @@ CPU = (
         (_SEVERAL, "-k", "cpu"),
     ),
     Mutant(
+        "cpp/cpu/tile_attention_q8.h",
+        "Simd::set(tile.p[r][position + i])",
+        "Simd::set(tile.p[r][position])",
+        "a weight of the softmax counts for four positions of a cache in q8_0",
+        ("tests/test_cpu_kernels.py::test_attention", "-k", "q8_0"),
+    ),
+    Mutant(
         "cpp/cpu/attention.cpp",
         "FloatRows{all.row(item.split * rows), all.stride}",
         "FloatRows{all.row(0), all.stride}",
