@@ -191,7 +191,7 @@ int attention_splits(const Config& config, int window, std::span<const QueryTile
 }
 
 AttentionItems::AttentionItems(const AttentionStep& step, std::span<const QueryTile> tiles, int threads)
-    : step_(step), tiles_(tiles) {
+    : step_(step), tiles_(tiles), threads_(threads) {
   const Config& config = step.config;
   splits_ = attention_splits(config, config.window(step.layer), tiles, threads);
   // Where a single token has too few groups to share among threads, its heads go one by one.
@@ -219,9 +219,11 @@ void AttentionItems::fetch(int i) const {
 }
 
 void AttentionItems::fetch_share(int share, int shares) const {
-  const auto first_of = [&](int i) { return int(std::int64_t(count()) * i / shares); };
-  for (int i = first_of(share); i < first_of(share + 1); ++i)
-    if (i == first_of(share) || i % splits_ == 0) fetch(i);  // the processor follows
+  const std::int64_t n = count();
+  const auto begins_share = [&](std::int64_t i) { return n * ceil_div(i * threads_, n) / threads_ == i; };
+  // The processor follows from one split to the next.
+  for (std::int64_t i = n * share / shares; i < n * (share + 1) / shares; ++i)
+    if (i % splits_ == 0 || begins_share(i)) fetch(int(i));
 }
 
 void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,

@@ -163,6 +163,7 @@ class AttentionItems {
  private:
   const AttentionStep& step_;
   const std::span<const QueryTile> tiles_;
+  const int threads_;
   int splits_, heads_, group_;  // heads of a group share those of keys
 };
 // Norms and rotates keys and stores them, and values, in the pages.
