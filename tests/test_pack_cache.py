@@ -167,7 +167,7 @@ def test_an_entry_under_a_wrong_name_is_not_believed(
     name = only_entry(folder)
     name.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(_pack_cache, "version", lambda name: "99.0")
+        patch.setattr(_pack_cache, "version", lambda: "99.0")
         opened(path)
     only_entry(folder).rename(name)
     assert opened(path) == (expected, False)
@@ -179,7 +179,7 @@ def test_another_version_module_or_instruction_set_has_entries_of_its_own(
     path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = opened(path)
-    monkeypatch.setattr(_pack_cache, "version", lambda name: "99.0")
+    monkeypatch.setattr(_pack_cache, "version", lambda: "99.0")
     assert opened(path) == (expected, False)
     assert opened(path) == (expected, True)
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")

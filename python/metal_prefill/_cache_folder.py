@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
 PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model are some megabytes
@@ -24,10 +23,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metal_prefill"
 
 
+def version() -> str:
+    """Return the version of the package."""
+    from importlib import metadata  # imports much that a model has no use for
+
+    return metadata.version("metal_prefill")
+
+
 def cache_key(parts: Iterable[object] = ()) -> str:
     """Return a key for the build of the OS, the version of the package, and `parts`, which JSON can hold."""
     system = f"{platform.system()} {platform.release()} {os.uname().version} {platform.mac_ver()[0]}"
-    text = json.dumps([system, version("metal_prefill"), *parts])
+    text = json.dumps([system, version(), *parts])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

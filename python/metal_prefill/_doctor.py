@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from metal_prefill import _core
+from metal_prefill._cache_folder import version
 from metal_prefill._checks.first_contact import QUICK, kernel_differences, known_tokens
 from metal_prefill.errors import DeviceError
 from metal_prefill.model import Model
@@ -35,7 +35,7 @@ Report = dict[str, Any]
 def machine() -> Report:
     """Return what is known of the machine and of the package."""
     return {
-        "package": version("metal_prefill"),
+        "package": version(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "macos": platform.mac_ver()[0],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metal_prefill._batch_call import BatchCall
 from metal_prefill._continuation import Piece
@@ -15,6 +14,9 @@ from metal_prefill._pending_calls import PendingCall
 from metal_prefill._shared_engine import SharedEngine
 from metal_prefill._stream import Stream, make_streams
 from metal_prefill.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Made(NamedTuple):
@@ -42,6 +44,8 @@ class Texts:
     """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
+        import asyncio  # who comes here has it: it takes longer to import than most of the package
+
         self.streams = list(streams)
         self.cancelled = False
         self._loop = asyncio.get_running_loop()
@@ -151,6 +155,8 @@ class EngineLoop:
 
     async def generate(self, prompt: Any, max_tokens: int, **options: Any) -> AsyncIterator[str]:
         """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
+        import asyncio
+
         streams = await asyncio.to_thread(make_streams, self._model, prompt, 1, max_tokens, **options)
         texts = self.enter(streams)
         try:

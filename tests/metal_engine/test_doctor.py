@@ -164,7 +164,7 @@ def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(first_contact, "kernel_differences", None)
     with Model(path, device="metal"):
         pass
-    monkeypatch.setattr(_cache_folder, "version", lambda package: "another")
+    monkeypatch.setattr(_cache_folder, "version", lambda: "another")
     with pytest.raises(TypeError, match="not callable"):
         Model(path, device="metal")
 

@@ -141,7 +141,7 @@ def test_pipelines_are_of_one_device_one_version_and_one_set_of_kernels(
     gpu.set_limits(gpu.Limits(name="Apple M9"))
     compiled["device"] = compiled_by_opening(path)[0]
     gpu.set_limits(gpu.Limits())
-    monkeypatch.setattr(_cache_folder, "version", lambda _: "99.0")
+    monkeypatch.setattr(_cache_folder, "version", lambda: "99.0")
     compiled["version"] = compiled_by_opening(path)[0]
     assert all(compiled.values()), compiled
     assert len(archives(folder)) == len(compiled)
