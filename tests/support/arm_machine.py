@@ -123,7 +123,7 @@ class Kernels:
                 return getattr(cpu_testing(), name)(isa, *arguments, **options)
             if name == "attention":
                 arguments += tuple(options.get(name, False) for name in ("exact", "both_ways"))
-                arguments += (options.get("key_multiple", 0),)
+                arguments += (options.get("key_multiple", 0), options.get("by_splits", False))
             return machine_of(isa).call(name, isa, *arguments)
 
         return call
