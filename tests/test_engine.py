@@ -262,12 +262,12 @@ def test_threads_that_share_the_positions_of_a_token_give_the_same_bits(
     path = write(tmp_path / "m.gguf", LONG[name])
     ids = prompt(1100, LONG[name].vocab)
     outcomes = []
-    for threads, last in [(1, [12]), (1, [1] * 12), (2, [1] * 12), (5, [1] * 12), (5, [4, 8])]:
+    token_by_token = [1088] + [1] * 12
+    for threads, cuts in [(1, [1100]), *((n, token_by_token) for n in (1, 2, 5)), (5, [1088, 4, 8])]:
         with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
-            logits = [model.forward_prompt_logits(ids[: len(ids) - 12])]
-            for n in last:
-                logits.append(model.forward_prompt_logits(ids[model.position : model.position + n]))
-            outcomes.append((logits[-1], exported(model)[1]))
+            for end in np.cumsum(cuts):
+                logits = model.forward_prompt_logits(ids[model.position : end])
+            outcomes.append((logits, exported(model)[1]))
     for logits, rows in outcomes[1:]:
         np.testing.assert_array_equal(logits, outcomes[0][0])
         for row, first in zip(rows, outcomes[0][1], strict=True):
