@@ -67,25 +67,22 @@ def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage:" in capsys.readouterr().err
 
 
-def test_help_waits_for_no_library() -> None:
-    code = (
-        "import sys; from metal_prefill import cli; cli.main(['--help']); "
-        "late = ('metal_prefill._commands', 'metal_prefill._bench', 'metal_prefill.bench', 'rich', 'numpy'); "
-        "print([m for m in sys.modules if m.startswith(late)])"
-    )
+def imported_by(code: str, late: tuple[str, ...]) -> str:
+    """Run code in a Python of its own, and return which modules it imported whose names begin so."""
+    code += f"; import sys; print([m for m in sys.modules if m.startswith({late!r})])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines()[-1] == "[]"
+    return out.splitlines()[-1]
+
+
+def test_help_waits_for_no_library() -> None:
+    late = ("metal_prefill._commands", "metal_prefill._bench", "metal_prefill.bench", "rich", "numpy")
+    assert imported_by("from metal_prefill import cli; cli.main(['--help'])", late) == "[]"
 
 
 def test_opening_a_model_waits_for_no_library_that_it_has_no_use_for() -> None:
     """They took a third of the time that the import takes."""
-    code = (
-        "import sys; from metal_prefill import Model; Model(device='cpu', threads=1); "
-        "late = ('asyncio', 'email', 'importlib.metadata', 'ssl', 'metal_prefill._checks'); "
-        "print([m for m in late if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines()[-1] == "[]"
+    late = ("asyncio", "email", "importlib.metadata", "ssl", "metal_prefill._checks")
+    assert imported_by("from metal_prefill import Model; Model(device='cpu', threads=1)", late) == "[]"
 
 
 def test_run_continues_the_prompt_as_the_model_does(capsys: pytest.CaptureFixture[str]) -> None:

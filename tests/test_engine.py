@@ -190,6 +190,24 @@ def exported(model: Model) -> tuple[list[int], list[npt.NDArray[Any]]]:
     return tokens.tolist(), [row.view(element) for row in rows]
 
 
+Outcome = tuple[npt.NDArray[np.float32], list[npt.NDArray[Any]]]
+
+
+def after(model: Model, ids: npt.NDArray[np.int64], cuts: list[int]) -> Outcome:
+    """Logits and the cache after a prompt in pieces of so many tokens."""
+    for end in np.cumsum(cuts):
+        logits = model.forward_prompt_logits(ids[model.position : end])
+    return logits, exported(model)[1]
+
+
+def assert_same_bits(outcomes: list[Outcome]) -> None:
+    """Compare logits and caches with the first."""
+    for logits, rows in outcomes[1:]:
+        np.testing.assert_array_equal(logits, outcomes[0][0])
+        for row, first in zip(rows, outcomes[0][1], strict=True):
+            np.testing.assert_array_equal(row, first)
+
+
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
 @pytest.mark.parametrize("compute", ["int8", "f32"])
 @pytest.mark.parametrize(
@@ -214,15 +232,8 @@ def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
         with Model(
             path, device="cpu", compute=compute, kv_dtype=kv_dtype, threads=threads, chunk_tokens=chunk_tokens
         ) as model:
-            at = 0
-            for n in cuts:
-                logits = model.forward_prompt_logits(ids[at : at + n])
-                at += n
-            outcomes.append((logits, exported(model)[1]))
-    for logits, rows in outcomes[1:]:
-        np.testing.assert_array_equal(logits, outcomes[0][0])
-        for row, first in zip(rows, outcomes[0][1], strict=True):
-            np.testing.assert_array_equal(row, first)
+            outcomes.append(after(model, ids, cuts))
+    assert_same_bits(outcomes)
 
 
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
@@ -236,13 +247,8 @@ def test_each_instruction_set_gives_the_same_bits_however_a_prompt_is_split(
     for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
         with Model(model_path(name), device="cpu", threads=threads) as model:
             assert f"({isa}," in model.device
-            for end in np.cumsum(cuts):
-                logits = model.forward_prompt_logits(ids[model.position : end])
-            outcomes.append((logits, exported(model)[1]))
-    for logits, rows in outcomes[1:]:
-        np.testing.assert_array_equal(logits, outcomes[0][0])
-        for row, first in zip(rows, outcomes[0][1], strict=True):
-            np.testing.assert_array_equal(row, first)
+            outcomes.append(after(model, ids, cuts))
+    assert_same_bits(outcomes)
 
 
 LONG = {
@@ -265,13 +271,8 @@ def test_threads_that_share_the_positions_of_a_token_give_the_same_bits(
     token_by_token = [1088] + [1] * 12
     for threads, cuts in [(1, [1100]), *((n, token_by_token) for n in (1, 2, 5)), (5, [1088, 4, 8])]:
         with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
-            for end in np.cumsum(cuts):
-                logits = model.forward_prompt_logits(ids[model.position : end])
-            outcomes.append((logits, exported(model)[1]))
-    for logits, rows in outcomes[1:]:
-        np.testing.assert_array_equal(logits, outcomes[0][0])
-        for row, first in zip(rows, outcomes[0][1], strict=True):
-            np.testing.assert_array_equal(row, first)
+            outcomes.append(after(model, ids, cuts))
+    assert_same_bits(outcomes)
 
 
 def test_a_long_and_a_short_sequence_of_a_pass_get_what_they_get_alone(tmp_path: Path) -> None:
