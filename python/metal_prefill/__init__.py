@@ -86,9 +86,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     value: Any
     if name == "__version__":
-        from importlib import metadata
+        from metal_prefill._cache_folder import version
 
-        value = metadata.version(__name__)
+        value = version()
     elif name in _HOMES:
         with interruptions() as interrupted:
             try:

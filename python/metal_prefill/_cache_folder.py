@@ -25,9 +25,9 @@ def cache_folder() -> Path:
 
 def version() -> str:
     """Return the version of the package."""
-    from metal_prefill import __version__  # to look it up imports much that a model has no use for
+    from importlib import metadata  # imports much that a model has no use for
 
-    return str(__version__)
+    return metadata.version("metal_prefill")
 
 
 def cache_key(parts: Iterable[object] = ()) -> str:
