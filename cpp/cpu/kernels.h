@@ -149,7 +149,7 @@ struct AttentionHead {
   int window, length;  // of sight_of()
   float scale;         // multiplies q.k
   // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
-  // sums of weights then, and rows that see none of the split are left as they are.
+  // sums of weights then.
   SoftmaxSum* sums = nullptr;
   std::size_t sums_stride = 0;
   int split = 0;

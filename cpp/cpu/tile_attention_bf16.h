@@ -28,6 +28,7 @@ constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or va
 constexpr int kPairsOfSpan = kKeySpan / 2;
 constexpr int kKeyPairStep = kKeySpan * 2;  // elements from one pair of dimensions to the next
 constexpr float kSlack = 8;                 // weights are up to 2^8
+constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
 static_assert(kStripValues <= kMaxTileRows * kMaxHeadDim);
@@ -35,9 +36,9 @@ struct alignas(64) AttentionStrip {
   std::uint16_t q[kMaxTileRows * kMaxHeadDim];  // [rows][key_stride], scaled: scores are base-2 logarithms
   float acc[kMaxTileRows * kMaxHeadDim];        // [rows][value_stride], sum of p * v
   float sum[kStripRows][16];                    // of p, in 16 parts
-  float shift[kStripRows];                      // of scores: weights are relative to it
+  float shift[kStripRows] = {};                 // of scores: weights are relative to it
   float limit[kStripRows];                      // of scores, above which it changes
-  SoftmaxSum total[kStripRows];                 // of the splits before
+  SplitSums<kStripRows> splits;                 // before this one
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
   const std::uint16_t *keys, *values;           // of the span
 };
@@ -127,10 +128,12 @@ inline int seen_positions(const AttentionStrip& strip, int row, int rows, int sp
 
 // Makes weights of a row relative to a score; earlier results follow.
 inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride) {
-  const bool first = strip.limit[row] == -std::numeric_limits<float>::infinity();
-  const F change = first ? Simd::set(0) : weight_exp2(Simd::set(strip.shift[row] - shift));
+  const bool first = strip.limit[row] == kNoScore;
+  const float before = strip.shift[row];
   strip.shift[row] = shift;
   strip.limit[row] = shift + kSlack;
+  if (first) return;  // nothing was added up
+  const F change = weight_exp2(Simd::set(before - shift));
   Simd::store(strip.sum[row], Simd::mul(Simd::load(strip.sum[row]), change));
   float* acc = strip.acc + row * stride;
   for (int d = 0; d < stride; d += Simd::kLanes) Simd::store(acc + d, Simd::mul(Simd::load(acc + d), change));
@@ -143,7 +146,7 @@ template <bool kWhole>
 inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
                                                         int stride, const float (*scores)[kKeySpan],
                                                         std::uint16_t (*p)[kKeySpan]) {
-  const F nothing = Simd::set(-std::numeric_limits<float>::infinity());
+  const F nothing = Simd::set(kNoScore);
   const auto score = [&](int r, std::uint64_t seen, int i) __attribute__((always_inline)) {
     const F all = Simd::load(scores[r] + i);
     return kWhole ? all : _mm512_mask_mov_ps(nothing, __mmask16(seen >> i), all);
@@ -275,23 +278,26 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     const Sight sight = sight_of(head.position + token, head.window, head.length);
     strip.begin[r] = sight.begin;
     strip.end[r] = sight.end;
-    strip.total[r] = {};
   }
+  begin_rows(head, row, rows, strip.splits);
   each_split(head, {strip.begin[0], strip.end[rows - 1]}, [&](Sight split, bool last) {
     std::fill_n(strip.acc, rows * head.value_stride, 0.0f);
     for (int r = 0; r < rows; ++r) {
       std::fill_n(strip.sum[r], 16, 0.0f);
       strip.shift[r] = 0;
-      strip.limit[r] = -std::numeric_limits<float>::infinity();
+      strip.limit[r] = kNoScore;
     }
     for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span) {
       strip.keys = static_cast<const std::uint16_t*>(head.keys_of(span));
       strip.values = static_cast<const std::uint16_t*>(head.values_of(span));
       Tiles::span(head, span, std::min(kKeySpan, split.end - span * kKeySpan), rows, strip);
     }
-    for (int r = 0; r < rows; ++r)
-      add_split(head, row + r, {strip.shift[r], Simd::reduce_add(Simd::load(strip.sum[r]))},
-                strip.acc + r * head.value_stride, last, strip.total[r]);
+    float sums[kStripRows] = {};
+    for (int r = 0; r < rows; ++r) {
+      sums[r] = Simd::reduce_add(Simd::load(strip.sum[r]));
+      if (strip.limit[r] == kNoScore) strip.shift[r] = kNoScore;
+    }
+    add_split(head, row, rows, strip.shift, sums, strip.acc, head.value_stride, last, strip.splits);
   });
 }
 

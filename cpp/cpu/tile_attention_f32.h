@@ -19,8 +19,8 @@ struct AttentionTile {
   float q[kRows][kMaxHeadDim];    // scaled so that scores are base-2 logarithms
   float acc[kRows][kMaxHeadDim];  // sum of p * v
   float p[kRows][kKeySpan];       // scores, then weights of the current span
-  float max[kRows], sum[kRows], rescale[kRows];
-  SoftmaxSum total[kRows];       // of the splits before
+  float max[SplitSums<kRows>::kPadded], sum[SplitSums<kRows>::kPadded], rescale[kRows];
+  SplitSums<kRows> splits;       // before this one
   int begin[kRows], end[kRows];  // positions that the row sees
 };
 
@@ -148,23 +148,21 @@ void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) 
     const Sight sight = sight_of(head.position + token, head.window, head.length);
     tile.begin[r] = sight.begin;
     tile.end[r] = sight.end;
-    tile.total[r] = {};
   }
+  begin_rows(head, row, kRows, tile.splits);
 }
 
 template <int kRows>
 void begin_split(const AttentionHead& head, AttentionTile<kRows>& tile) {
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; ++r)
     for (int d = 0; d < head.value_stride; ++d) tile.acc[r][d] = 0;
-    tile.max[r] = -std::numeric_limits<float>::infinity();
-    tile.sum[r] = 0;
-  }
+  std::ranges::fill(tile.max, -std::numeric_limits<float>::infinity());
+  std::ranges::fill(tile.sum, 0.0f);
 }
 
 template <int kRows>
 void end_split(const AttentionHead& head, int row, bool last, AttentionTile<kRows>& tile) {
-  for (int r = 0; r < kRows; ++r)
-    add_split(head, row + r, {tile.max[r], tile.sum[r]}, tile.acc[r], last, tile.total[r]);
+  add_split(head, row, kRows, tile.max, tile.sum, tile.acc[0], kMaxHeadDim, last, tile.splits);
 }
 
 // Keys and values of a span as tiles read them: where they are stored, or, for several tiles, a copy in

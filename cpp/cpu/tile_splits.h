@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "tile_rows.h"
 
@@ -23,45 +24,82 @@ inline void each_split(const AttentionHead& head, Sight sight, Body&& body) {
     body(of_split(split), (split + 1) * kSplitPositions >= sight.end);
 }
 
-// Adds a split of a row, its sum of weights and `acc`, that of weights times values, to the splits before in
-// `row` and `out`. After the last one, `out` is divided by the sum of weights.
-inline void add_split(SoftmaxSum split, const float* acc, int dim, bool last, SoftmaxSum& row, float* out) {
-  const bool sees = split.sum != 0, saw = row.sum != 0;  // NaN is something
-  if (!sees && !last) return;
-  F before = Simd::set(1), now = Simd::set(1);
-  if (sees && saw) {
-    const float shift = std::max(row.shift, split.shift);
-    before = exp2(Simd::set(row.shift - shift));
-    now = exp2(Simd::set(split.shift - shift));
-    float sums[Simd::kLanes];
-    Simd::store(sums, Simd::fma(Simd::set(row.sum), before, Simd::mul(Simd::set(split.sum), now)));
-    row = {shift, sums[0]};
-  } else if (sees) {
-    row = split;
+// The splits of kRows rows so far, added up: a lane for each row.
+template <int kRows>
+struct SplitSums {
+  static constexpr int kPadded = round_up(kRows, Simd::kLanes);
+  float shift[kPadded] = {}, sum[kPadded] = {};  // of the softmax
+  float before[kPadded], now[kPadded];           // factors of what rows have and of what a split adds to it
+  float scale[kPadded];                          // of both: 1, after the last split the inverse of the sum
+  float* out[kRows];                             // weights times values
+
+  void begin_row(int r, float* to, int dim) {
+    shift[r] = std::numeric_limits<float>::lowest();
+    sum[r] = 0;
+    out[r] = to;
+    std::fill_n(to, dim, 0.0f);
   }
-  const F scale = Simd::set(last ? 1 / row.sum : 1);
-  for (int d = 0; d < dim; d += Simd::kLanes) {
-    const int left = dim - d;
-    F sum = saw ? load_part(out + d, left) : load_part(acc + d, left);
-    if (sees && saw) sum = Simd::fma(sum, before, Simd::mul(load_part(acc + d, left), now));
-    store_part(out + d, Simd::mul(sum, scale), left);
+
+  // Adds the sums of a split for the first `rows` rows; what lanes after those hold does not matter.
+  void add(const float* split_shift, const float* split_sum, int rows, bool last) {
+    for (int r = 0; r < rows; r += Simd::kLanes) {
+      const F old_shift = Simd::load(shift + r), next_shift = Simd::load(split_shift + r);
+      const F new_shift = Simd::max(next_shift, old_shift);
+      const F old_factor = exp2(Simd::sub(old_shift, new_shift));
+      const F next_factor = exp2(Simd::sub(next_shift, new_shift));
+      const F weights =
+          Simd::fma(Simd::load(sum + r), old_factor, Simd::mul(Simd::load(split_sum + r), next_factor));
+      Simd::store(shift + r, new_shift);
+      Simd::store(sum + r, weights);
+      Simd::store(before + r, old_factor);
+      Simd::store(now + r, next_factor);
+      Simd::store(scale + r, last ? Simd::div(Simd::set(1), weights) : Simd::set(1));
+    }
+  }
+
+  // The split's sum of weights times values of row r, `acc`.
+  void add_row(int r, const float* acc, int dim) const {
+    const F old_factor = Simd::set(before[r]), next_factor = Simd::set(now[r]), both = Simd::set(scale[r]);
+    for (int d = 0; d < dim; d += Simd::kLanes) {
+      const F old = load_part(out[r] + d, dim - d), next = load_part(acc + d, dim - d);
+      const F weighted = Simd::fma(old, old_factor, Simd::mul(next, next_factor));
+      store_part(out[r] + d, Simd::mul(weighted, both), dim - d);
+    }
+  }
+};
+
+// Begins `rows` rows of an item, from `row` on; row = token * heads + head.
+template <int kRows>
+void begin_rows(const AttentionHead& head, int row, int rows, SplitSums<kRows>& splits) {
+  for (int r = 0; r < rows; ++r) {
+    const std::size_t token = std::size_t((row + r) / head.heads), h = std::size_t((row + r) % head.heads);
+    splits.begin_row(r, head.out + token * head.out_stride + h * std::size_t(head.value_dim), head.value_dim);
   }
 }
 
-// The same for a row of an item, token * heads + head; `acc` is filled up to the stride of values.
-inline void add_split(const AttentionHead& head, int row, SoftmaxSum split, const float* acc, bool last,
-                      SoftmaxSum& total) {
-  const std::size_t token = std::size_t(row / head.heads), h = std::size_t(row % head.heads);
-  add_split(split, acc, head.value_dim, last, total,
-            head.out + token * head.out_stride + h * std::size_t(head.value_dim));
-  if (head.sums) head.sums[token * head.sums_stride + h] = total;
+// Adds a split of them: shifts and sums of the softmax, and `acc`, [rows][acc_stride], sums of weights times
+// values.
+template <int kRows>
+void add_split(const AttentionHead& head, int row, int rows, const float* shift, const float* sum,
+               const float* acc, int acc_stride, bool last, SplitSums<kRows>& splits) {
+  splits.add(shift, sum, rows, last);
+  for (int r = 0; r < rows; ++r) splits.add_row(r, acc + r * acc_stride, head.value_dim);
+  if (!head.sums) return;
+  for (int r = 0; r < rows; ++r) {
+    const std::size_t token = std::size_t((row + r) / head.heads), h = std::size_t((row + r) % head.heads);
+    head.sums[token * head.sums_stride + h] = {splits.shift[r], splits.sum[r]};
+  }
 }
 
 void combine_splits(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
                     std::size_t sums_stride, int count, int value_dim, float* out) {
-  SoftmaxSum row = {};
-  for (int i = 0; i < count; ++i, results += results_stride, sums += sums_stride)
-    add_split(*sums, results, value_dim, i + 1 == count, row, out);
+  SplitSums<1> row;
+  row.begin_row(0, out, value_dim);
+  for (int i = 0; i < count; ++i, results += results_stride, sums += sums_stride) {
+    const float shift[Simd::kLanes] = {sums->shift}, sum[Simd::kLanes] = {sums->sum};
+    row.add(shift, sum, 1, i + 1 == count);
+    row.add_row(0, results, value_dim);
+  }
 }
 
 }  // namespace
