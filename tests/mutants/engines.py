@@ -303,8 +303,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/tile_splits.h",
-        "before = exp2(Simd::set(row.shift - shift));",
-        "",
+        "const F old_factor = exp2(Simd::sub(old_shift, new_shift));",
+        "const F old_factor = Simd::set(1);",
         "the weights of earlier splits stay relative to their own shift",
         ("tests/test_cpu_kernels.py::test_a_split_may_have_nearly_all_of_the_weight",),
     ),
