@@ -15,6 +15,7 @@ from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, with_tensor, write
 
 from metal_prefill import Model, NumericalError, UnsupportedModelError, _core
+from metal_prefill.gguf_file import GGUFFile
 
 Logits = npt.NDArray[np.float32]
 
@@ -383,3 +384,18 @@ def test_normed_heads_that_need_padding_are_refused_only_by_metal(metal: None, t
     ids = prompt(5, model.vocab)
     with Model(path, device="cpu", compute="f32", kv_dtype="f32") as cpu:
         assert_close("cpu", cpu.forward_prompt_logits(ids), reference(path).forward(ids).logits[-1])
+
+
+def test_norms_and_biases_are_copied_when_a_model_is_opened(tmp_path: Path) -> None:
+    """In the file they lie between packed matrices, of which a page that is read brings back up to 2 MiB."""
+    path = write(tmp_path / "m.gguf", MODELS["qwen2"])
+    vectors = [tensor for tensor in GGUFFile(path).tensors.values() if len(tensor.shape) == 1]
+    assert {tensor.name.rpartition(".")[2] for tensor in vectors} == {"weight", "bias"}
+    with Model(path, device="cpu") as model:
+        before = model.forward_prompt_logits([1, 2, 3])
+        with open(path, "r+b") as changed:
+            for tensor in vectors:
+                changed.seek(tensor.offset)
+                changed.write(b"\xff" * tensor.nbytes)  # NaN
+        model.reset()
+        np.testing.assert_array_equal(model.forward_prompt_logits([1, 2, 3]), before)

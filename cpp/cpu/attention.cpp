@@ -99,7 +99,7 @@ void attend_to_split(const Context& c, const AttentionStep& step, const Attentio
   const std::size_t n_heads = std::size_t(step.config.n_heads), first_head = std::size_t(item.first_head);
   const std::size_t key_dim = std::size_t(step.config.key_dim);
   const auto of_split = [&](const FloatRows& all) {
-    return FloatRows{all.row(item.split * rows), all.stride};
+    return FloatRows{all.row(item.seen_split * rows), all.stride};
   };
   const FloatRows q = of_split(splits.q);
   for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
@@ -107,7 +107,7 @@ void attend_to_split(const Context& c, const AttentionStep& step, const Attentio
                 q.row(row) + first_head * key_dim);
   prepare_queries(c, step, item, q);
   AttentionHead head = attention_head(step, item, q, of_split(splits.out));
-  head.sums = splits.sums + std::size_t(item.split * rows + item.tile.first) * n_heads + first_head;
+  head.sums = splits.sums + std::size_t(item.seen_split * rows + item.tile.first) * n_heads + first_head;
   head.sums_stride = n_heads;
   head.split = split;
   c.kernels.attention(head, 0, item.tile.count);
@@ -210,8 +210,9 @@ void AttentionItems::fetch(int i) const {
   constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor follows what comes after it
   const AttentionItem item = (*this)[i];
   const Sight sight = sight_of(step_.config, step_.config.window(step_.layer), item.tile);
-  const int begin = item.split == 0 ? sight.begin / kPagePositions * kPagePositions
-                                    : (sight.begin / kSplitPositions + item.split) * kSplitPositions;
+  const int begin = item.seen_split == 0
+                        ? sight.begin / kPagePositions * kPagePositions
+                        : (sight.begin / kSplitPositions + item.seen_split) * kSplitPositions;
   const int end = std::min(sight.end, begin + kMost);
   for (int position = begin; position < end; position += kPagePositions)
     step_.cache.fetch(item.tile.pages[position / kPagePositions], step_.layer, item.kv_head,
@@ -241,8 +242,8 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     }
     const Sight sight = sight_of(config, window, item.tile);
     const int n = splits_of(sight);
-    if (item.split >= n) return false;
-    attend_to_split(c, step, item, sight.begin / kSplitPositions + item.split, rows, splits);
+    if (item.seen_split >= n) return false;
+    attend_to_split(c, step, item, sight.begin / kSplitPositions + item.seen_split, rows, splits);
     std::atomic<int>& done = splits.done[i / items.splits()];
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n) return false;
     done.store(0, std::memory_order_relaxed);  // for the next layer

@@ -39,6 +39,7 @@ class CpuEngine final : public Engine {
  public:
   CpuEngine(Model model, const EngineOptions& options)
       : Engine(std::move(model), options),
+        vectors_(gather_vectors(model_)),
         kernels_(select_kernels()),
         team_(options.threads),
         store_(config(), kv_layout(kernels_, options, model_), kernels_.key_multiple,
@@ -70,6 +71,7 @@ class CpuEngine final : public Engine {
  private:
   class CpuCache;
 
+  const Buffer vectors_;  // of model_
   const Kernels& kernels_;
   Team team_;
   KvPages store_;

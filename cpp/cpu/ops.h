@@ -138,7 +138,7 @@ struct AttentionStep {
 struct AttentionItem {
   const QueryTile& tile;
   int kv_head, first_head, heads;
-  int split;  // which of the splits that the tile sees, where threads share positions; else 0
+  int seen_split;  // which of the splits that the tile sees, where threads share positions; else 0
 };
 // How attention of a layer is cut into items. In a long context, few rows are few items, and some are much
 // longer than others: then threads share positions as well.

@@ -31,6 +31,30 @@ std::size_t expanded_bytes(const Linear& linear) {
 
 }  // namespace
 
+Buffer gather_vectors(Model& model) {
+  std::vector<Tensor*> vectors;
+#define MODEL_NORM(member, ...) vectors.push_back(&model.member);
+#define MODEL_VECTOR MODEL_NORM
+#include "../tensors.inc"
+  for (LayerWeights& layer : model.layers) {
+#define LAYER_NORM(member, ...) vectors.push_back(&layer.member);
+#define LAYER_VECTOR LAYER_NORM
+#include "../tensors.inc"
+  }
+  const auto room = [](const Tensor& vector) { return round_up(vector.bytes, std::size_t(64)); };
+  std::size_t bytes = 0;
+  for (const Tensor* vector : vectors) bytes += room(*vector);
+  Buffer copies(bytes, "norms and biases");
+  std::byte* next = copies.data();
+  for (Tensor* vector : vectors) {
+    if (!*vector) continue;
+    std::memcpy(next, vector->data, vector->bytes);
+    vector->data = next;
+    next += room(*vector);
+  }
+  return copies;
+}
+
 bool rounds_to_int8(const Model& model, Compute compute) {
   if (compute != Compute::kInt8) return false;
   const auto packed = [](const Tensor& tensor) { return packing_of(tensor.type) != Packing::kNone; };

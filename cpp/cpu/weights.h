@@ -42,6 +42,10 @@ struct Forms {
   void add(const Linear& linear) { (linear.int8() ? int8 : linear.pairs ? bfloat16 : f32) = true; }
 };
 
+// Copies norms and biases, and lets the model refer to the copies. In the file they lie between matrices: who
+// reads them there brings back pages of matrices, which the system maps around them.
+Buffer gather_vectors(Model& model);
+
 // Whether any product rounds activations to 8 bits.
 bool rounds_to_int8(const Model& model, Compute compute);
 

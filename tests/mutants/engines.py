@@ -289,7 +289,7 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
-        "FloatRows{all.row(item.split * rows), all.stride}",
+        "FloatRows{all.row(item.seen_split * rows), all.stride}",
         "FloatRows{all.row(0), all.stride}",
         "splits of positions share their queries and results",
         (f"{_ENGINE}::test_threads_that_share_the_positions_of_a_token_give_the_same_bits",),
