@@ -50,9 +50,9 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
       _mm512_store_si512(out.codes[step], _mm512_sub_epi8(packed, zero));
     }
   }
-  if constexpr (requires { block.half_scale; }) {
+  if constexpr (kHasHalves<Block>) {
     for (int half = 0; half < 2; ++half)
-      Simd::store(out.scale[half], Simd::load(block.half_scale[half] + panel * kPanelRows));
+      Simd::store(out.scale[half], half_scale(block, half, panel * kPanelRows));
   } else {
     Simd::store(out.scale[0], load_floats(block.scale + panel * kPanelRows));
   }

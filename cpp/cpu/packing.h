@@ -116,9 +116,13 @@ struct alignas(64) ByteHalvesBlock {
   float half_scale[2][kGroupRows];
 };
 
-struct SixBitByteHalvesBlock : ByteHalvesBlock {
+// The scales are integers, multiples of a float.
+struct alignas(64) SixBitByteHalvesBlock {
   static constexpr Packing kPacking = Packing::kSixBitByteHalves;
-  static constexpr int kZero = 32, kMaxCode = 63;
+  static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  std::int8_t scale_code[2][kGroupRows];
+  float scale_unit[kGroupRows];
 };
 
 struct alignas(64) ByteHalvesMinBlock {
@@ -133,7 +137,7 @@ static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
               sizeof(NibbleF16MinBlock) == 640 && sizeof(ByteBlock) == 1088 &&
               sizeof(FiveBitByteBlock) == 1088 && sizeof(ByteFloatBlock) == 1152 &&
               sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
-              sizeof(SixBitByteHalvesBlock) == 1280 && sizeof(ByteHalvesMinBlock) == 1536);
+              sizeof(SixBitByteHalvesBlock) == 1216 && sizeof(ByteHalvesMinBlock) == 1536);
 
 // Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
 // A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
@@ -218,9 +222,11 @@ struct alignas(64) SuperThreeTableHalvesBlock
 template <class Block>
 concept IsNarrow = requires { typename Block::Wide; };
 
-// Of a wide block: scales of 16 columns, minima of 32 columns, minima of 16.
+// Of a wide block: scales of 16 columns, the same as integers, minima of 32 columns, minima of 16.
 template <class Block>
-constexpr bool kHasHalves = requires(Block b) { b.half_scale; };
+constexpr bool kHasIntegerHalves = requires(Block b) { b.scale_code; };
+template <class Block>
+constexpr bool kHasHalves = requires(Block b) { b.half_scale; } || kHasIntegerHalves<Block>;
 template <class Block>
 constexpr bool kHasMin = requires(Block b) { b.min; };
 template <class Block>

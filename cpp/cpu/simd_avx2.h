@@ -182,13 +182,17 @@ struct Simd {
     return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, x)));
   }
   static I add_halfwords(I a, I b) { return _mm256_add_epi16(a, b); }
-  static I sum_halfwords(I acc, I pairs) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  static I sum_halfwords(I acc, I pairs, I factors = _mm256_set1_epi16(1)) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, factors));
   }
-  // And those of two steps of codes up to 63.
-  static I add_two_pairs(I acc, I codes, I x, I next_codes, I next_x) {
-    return in_register(sum_halfwords(acc, add_pairs(_mm256_maddubs_epi16(codes, x), next_codes, next_x)));
+  // And those of two steps of codes up to 63. The sum of them in 32 bits may have factors in 16 bits.
+  static constexpr bool kScalesHalfwords = true;
+  static I add_two_pairs(I acc, I codes, I x, I next_codes, I next_x, I factors = _mm256_set1_epi16(1)) {
+    return in_register(
+        sum_halfwords(acc, add_pairs(_mm256_maddubs_epi16(codes, x), next_codes, next_x), factors));
   }
+  // The low halves of two vectors' lanes in a lane.
+  static I halfwords(I low, I high) { return _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), 0xaa); }
   // maddubs adds pairs of products in 16 bits: codes up to 63 leave room (2 * 63 * 127), bytes do not. Those
   // are centred, and the sign of the weight goes to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <
   // 2^15.

@@ -23,6 +23,27 @@ struct Sum<S, true> {
   using Type = typename S::Halfwords;
 };
 
+// Whether a set adds up the two sums of a block, times the integers of their scales, as integers. They stay
+// below 2^24, so float32 holds them, too.
+template <class S, class Block>
+constexpr bool kAddsHalves = kHasIntegerHalves<Block> && requires { S::kScalesHalfwords; };
+
+// Scales of 16 columns of the rows from `row` on.
+template <class Block>
+inline F half_scale(const Block& block, int half, int row) {
+  if constexpr (kHasIntegerHalves<Block>)
+    return Simd::mul(load_floats(block.scale_unit + row),
+                     Simd::to_float(Simd::load_int8(block.scale_code[half] + row)));
+  else
+    return load_floats(block.half_scale[half] + row);
+}
+
+// The sums of both halves of a block times the integers of their scales, for the rows from `row` on.
+inline F scaled_sum(const std::int8_t (&scale_code)[2][kGroupRows], int row, F first, F second) {
+  const auto scale = [&](int half) { return Simd::to_float(Simd::load_int8(scale_code[half] + row)); };
+  return Simd::fma(first, scale(0), Simd::mul(second, scale(1)));
+}
+
 // Integer sums of a block, each with a scale.
 template <class Block>
 constexpr int kBlockSums = kHasHalves<Block> ? 2 : 1;

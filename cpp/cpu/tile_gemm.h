@@ -121,11 +121,21 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const int row = (v + r) * Simd::kLanes;
+      if constexpr (kAddsHalves<S, Block>) {
+        const F unit = load_floats(block->scale_unit + row);
+#pragma GCC unroll 16
+        for (int t = 0; t < kTokens; ++t) {
+          const F total =
+              scaled_sum(block->scale_code, row, Simd::to_float(sum[0][r][t]), Simd::to_float(sum[1][r][t]));
+          acc[r][t] = Simd::fma(total, Simd::mul(unit, Simd::set(x->terms[token + t].scale)), acc[r][t]);
+        }
+        continue;
+      }
 #pragma GCC unroll 2
       for (int h = 0; h < kSums; ++h) {
         F scale;
         if constexpr (kHalves) {
-          scale = load_floats(block->half_scale[h] + row);
+          scale = half_scale(*block, h, row);
         } else {
           scale = load_floats(block->scale + row);
         }

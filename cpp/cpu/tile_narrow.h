@@ -25,7 +25,7 @@ inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
 }
 
 template <class Block>
-constexpr bool kNarrowHalves = requires(typename Block::Wide wide) { wide.half_scale; };
+constexpr bool kNarrowHalves = kHasHalves<typename Block::Wide>;
 template <class Block>
 constexpr bool kNarrowMin = requires(Block b) { b.min; } || requires(Block b) { b.min_unit; };
 
@@ -107,7 +107,11 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
           sum[step / 4] = Simd::template dot<Block::kZero>(sum[step / 4], codes,
                                                            Simd::broadcast4(x->q[token] + 4 * step));
         });
-        if constexpr (kSums == 2) {
+        if constexpr (kAddsHalves<Simd, typename Block::Wide>) {
+          const F total =
+              scaled_sum(block->scale_code[span], row, Simd::to_float(sum[0]), Simd::to_float(sum[1]));
+          acc[v] = Simd::fma(total, Simd::mul(load_floats(block->scale_unit + row), x_scale), acc[v]);
+        } else if constexpr (kSums == 2) {
 #pragma GCC unroll 2
           for (int half = 0; half < 2; ++half) {
             acc[v] = Simd::fma(Simd::to_float(sum[half]),
@@ -159,7 +163,11 @@ void widen_span(const Block& block, int span, I table, typename Block::Wide& out
         Simd::store_codes(out.codes[panel][step][lane], Simd::sub_int(codes, to_zero));
       });
     }
-    if constexpr (requires { out.half_scale; }) {
+    if constexpr (kHasIntegerHalves<Wide>) {
+      for (int half = 0; half < 2; ++half)
+        std::memcpy(out.scale_code[half] + row, block.scale_code[span][half] + row, Simd::kLanes);
+      Simd::store(out.scale_unit + row, load_floats(block.scale_unit + row));
+    } else if constexpr (requires { out.half_scale; }) {
       for (int half = 0; half < 2; ++half)
         Simd::store(out.half_scale[half] + row, narrow_scale(block, span, half, row));
     } else if constexpr (std::is_same_v<decltype(out.scale[0]), float&>) {

@@ -30,8 +30,12 @@ constexpr int kFewTokens<S> = 2 * S::kUnpackedTokens;
 // Vectors [v, v + kRows) of a block's rows: codes of four columns a step, scales and minima in float32.
 template <class S, class Block>
 struct UnpackedBlock {
-  static constexpr int kRows = S::kUnpackedRows, kSums = kBlockSums<Block>;
+  static constexpr bool kAdds = kAddsHalves<S, Block>;  // the scales are factors of products then
+  static constexpr int kRows = S::kUnpackedRows, kSums = kAdds ? 1 : kBlockSums<Block>;
   I codes[8][kRows];
+  // Pairs in 16 bits: of a half, and of Terms::start_half and Terms::start, which make -32 times the scales
+  // times the sums of the activations of both halves.
+  I factors[kAdds ? 2 : 1][kRows], start_factors[kRows];
   F scale[kSums][kRows], min[kSums][kRows];
 
   UnpackedBlock(const Block& block, int v) {
@@ -46,8 +50,16 @@ struct UnpackedBlock {
         else
           codes[step][r] = stored(step);
       }
-      if constexpr (kHasHalves<Block>)
-        for (int h = 0; h < kSums; ++h) scale[h][r] = load_floats(block.half_scale[h] + row);
+      if constexpr (kAdds) {
+        const I first = S::load_int8(block.scale_code[0] + row),
+                second = S::load_int8(block.scale_code[1] + row);
+        factors[0][r] = S::halfwords(first, first);
+        factors[1][r] = S::halfwords(second, second);
+        start_factors[r] = S::halfwords(S::template shift_left<2>(S::sub_int(first, second)),
+                                        S::template shift_left<2>(second));
+        scale[0][r] = load_floats(block.scale_unit + row);
+      } else if constexpr (kHasHalves<Block>)
+        for (int h = 0; h < kSums; ++h) scale[h][r] = half_scale(block, h, row);
       else
         scale[0][r] = load_floats(block.scale + row);
       if constexpr (kHasHalfMins<Block>)
@@ -62,7 +74,9 @@ template <class S, class Block, int kTokens>
 inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock<S, Block>& block,
                                                              const ActivationTile& x, int token, float* out,
                                                              std::size_t stride) {
-  constexpr int kRows = S::kUnpackedRows, kSums = kBlockSums<Block>, kSteps = 8 / kSums;
+  constexpr bool kAdds = kAddsHalves<S, Block>;
+  static_assert(!kAdds || Block::kZero == 32);
+  constexpr int kRows = S::kUnpackedRows, kSums = UnpackedBlock<S, Block>::kSums, kSteps = 8 / kSums;
   constexpr bool kHalfwords = kWholeHalfwords<S, Block>;
   constexpr int kTogether = !kHalfwords && kHalfwordSteps<S, Block> >= 2 ? 2 : 1;
   const ActivationTile::Terms* terms = x.terms + token;
@@ -74,7 +88,14 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
       I start[2];
       first_sums<S, Block>(terms[t], start);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) sum[t][r] = kHalfwords ? S::set_int(0) : start[h];
+      for (int r = 0; r < kRows; ++r) {
+        if constexpr (kAdds)
+          sum[t][r] = S::sum_halfwords(
+              S::set_int(0), S::halfwords(S::set_int(terms[t].start_half), S::set_int(terms[t].start)),
+              block.start_factors[r]);
+        else
+          sum[t][r] = kHalfwords ? S::set_int(0) : start[h];
+      }
     }
 #pragma GCC unroll 8
     for (int step = h * kSteps; step < (h + 1) * kSteps; step += kTogether) {
@@ -92,6 +113,9 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
         for (int r = 0; r < kRows; ++r) {
           if constexpr (kHalfwords)
             sum[t][r] = S::add_pairs(sum[t][r], codes[0][r], values[0]);
+          else if constexpr (kAdds)
+            sum[t][r] = S::add_two_pairs(sum[t][r], codes[0][r], values[0], codes[1][r], values[1],
+                                         block.factors[step / 4][r]);
           else if constexpr (kTogether == 2)
             sum[t][r] = S::add_two_pairs(sum[t][r], codes[0][r], values[0], codes[1][r], values[1]);
           else
