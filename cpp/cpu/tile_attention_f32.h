@@ -6,6 +6,8 @@
 // same steps whatever the tile; a span in which a row sees nothing leaves it untouched.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <type_traits>
 
 #include "tile_rows.h"
@@ -156,8 +158,8 @@ template <int kRows>
 void begin_split(const AttentionHead& head, AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r)
     for (int d = 0; d < head.value_stride; ++d) tile.acc[r][d] = 0;
-  std::ranges::fill(tile.max, -std::numeric_limits<float>::infinity());
-  std::ranges::fill(tile.sum, 0.0f);
+  std::fill(std::begin(tile.max), std::end(tile.max), -std::numeric_limits<float>::infinity());
+  std::fill(std::begin(tile.sum), std::end(tile.sum), 0.0f);
 }
 
 template <int kRows>

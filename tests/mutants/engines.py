@@ -302,6 +302,27 @@ CPU = (
         (f"{_ENGINE}::test_threads_that_share_the_positions_of_a_token_give_the_same_bits",),
     ),
     Mutant(
+        "cpp/cpu/tile_unpacked.h",
+        "block.factors[step / 4][r]",
+        "block.factors[0][r]",
+        "both halves of a block have the scale of the first",
+        ("tests/test_cpu_kernels.py::test_quantized_product_is_the_exact_one", "-k", "Q6_K"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_blocks.h",
+        "return Simd::fma(first, scale(0), Simd::mul(second, scale(1)));",
+        "return Simd::fma(first, scale(0), Simd::mul(second, scale(0)));",
+        "both halves of a block of a single token have the scale of the first",
+        ("tests/test_cpu_kernels.py::test_product_of_a_token_does_not_depend_on_the_batch", "-k", "Q6_K"),
+    ),
+    Mutant(
+        "cpp/cpu/weights.cpp",
+        "    vector->data = next;\n",
+        "",
+        "norms are read in the file",
+        (f"{_ENGINE}::test_norms_and_biases_are_copied_when_a_model_is_opened",),
+    ),
+    Mutant(
         "cpp/cpu/tile_splits.h",
         "const F old_factor = exp2(Simd::sub(old_shift, new_shift));",
         "const F old_factor = Simd::set(1);",
