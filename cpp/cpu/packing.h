@@ -146,7 +146,7 @@ constexpr int low_plane(int bits) {
 }
 
 // What narrow blocks have in common. Products of a single token do the operations of those of Wide in their
-// order, so that results are the same to the bit.
+// order, but for exact ones, so that results are the same to the bit.
 template <Packing kPackingOf, class WideBlock, int kBitsOf, int kZeroOf, int kSpansOf = 1,
           bool kTableOf = false>
 struct Narrow {
