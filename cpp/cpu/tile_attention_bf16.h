@@ -266,8 +266,8 @@ struct VectorTiles {
 template <class Tiles>
 void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
   for (int r = 0; r < rows; ++r) {
-    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
-    const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
+    const auto [token, h] = token_and_head(head, row + r);
+    const float* q = head.q + token * head.q_stride + h * std::size_t(head.key_dim);
     std::uint16_t* out = strip.q + r * head.key_stride;
     const F scale = Simd::set(head.scale * kLog2E);
     for (int d = 0; d < head.key_stride; d += Simd::kLanes) {
@@ -275,7 +275,7 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
       _mm256_mask_storeu_epi16(out + d, lanes_below(head.key_stride - d),
                                reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
     }
-    const Sight sight = sight_of(head.position + token, head.window, head.length);
+    const Sight sight = sight_of(head.position + int(token), head.window, head.length);
     strip.begin[r] = sight.begin;
     strip.end[r] = sight.end;
   }

@@ -144,10 +144,10 @@ void value_span(const AttentionHead& head, const Element* values, int n, Attenti
 template <int kRows>
 void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) {
-    const int token = (row + r) / head.heads, h = (row + r) % head.heads;
-    const float* q = head.q + std::size_t(token) * head.q_stride + std::size_t(h) * std::size_t(head.key_dim);
+    const auto [token, h] = token_and_head(head, row + r);
+    const float* q = head.q + token * head.q_stride + h * std::size_t(head.key_dim);
     for (int d = 0; d < head.key_dim; ++d) tile.q[r][d] = q[d] * (head.scale * kLog2E);
-    const Sight sight = sight_of(head.position + token, head.window, head.length);
+    const Sight sight = sight_of(head.position + int(token), head.window, head.length);
     tile.begin[r] = sight.begin;
     tile.end[r] = sight.end;
   }

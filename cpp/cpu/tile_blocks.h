@@ -32,16 +32,15 @@ constexpr bool kAddsHalves = kHasIntegerHalves<Block> && requires { S::kScalesHa
 template <class Block>
 inline F half_scale(const Block& block, int half, int row) {
   if constexpr (kHasIntegerHalves<Block>)
-    return Simd::mul(load_floats(block.scale_unit + row),
-                     Simd::to_float(Simd::load_int8(block.scale_code[half] + row)));
+    return Simd::mul(load_floats(block.scale_unit + row), load_floats(block.scale_code[half] + row));
   else
     return load_floats(block.half_scale[half] + row);
 }
 
 // The sums of both halves of a block times the integers of their scales, for the rows from `row` on.
 inline F scaled_sum(const std::int8_t (&scale_code)[2][kGroupRows], int row, F first, F second) {
-  const auto scale = [&](int half) { return Simd::to_float(Simd::load_int8(scale_code[half] + row)); };
-  return Simd::fma(first, scale(0), Simd::mul(second, scale(1)));
+  return Simd::fma(first, load_floats(scale_code[0] + row),
+                   Simd::mul(second, load_floats(scale_code[1] + row)));
 }
 
 // Integer sums of a block, each with a scale.

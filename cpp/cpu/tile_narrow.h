@@ -25,8 +25,6 @@ inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
 }
 
 template <class Block>
-constexpr bool kNarrowHalves = kHasHalves<typename Block::Wide>;
-template <class Block>
 constexpr bool kNarrowMin = requires(Block b) { b.min; } || requires(Block b) { b.min_unit; };
 
 inline I load_table(const std::uint8_t* table) {
@@ -60,8 +58,7 @@ inline F narrow_scale(const Block& block, int span, int half, int row) {
       return Simd::mul(unit, Simd::to_float(Simd::field<4, 0, 0>(both)));
     } else {
       constexpr int kHalves = int(sizeof(block.scale_code[0]) / kGroupRows);
-      return Simd::mul(
-          unit, Simd::to_float(Simd::load_int8(block.scale_code[span][kHalves == 2 ? half : 0] + row)));
+      return Simd::mul(unit, load_floats(block.scale_code[span][kHalves == 2 ? half : 0] + row));
     }
   }
 }
@@ -83,7 +80,7 @@ inline F narrow_min(const Block& block, int span, int half, int row) {
 template <class Block>
 void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, const ActivationTile* x,
                   int token, float* out) {
-  constexpr int kSums = kNarrowHalves<Block> ? 2 : 1;
+  constexpr int kSums = kBlockSums<typename Block::Wide>;
   const I values = load_table(table);
   F acc[kGroupVectors];
 #pragma GCC unroll 8

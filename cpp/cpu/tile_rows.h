@@ -53,6 +53,9 @@ inline F load_floats(const float* p) {
 inline F load_floats(const std::uint16_t* p) {
   return Simd::load_half(p);
 }
+inline F load_floats(const std::int8_t* p) {
+  return Simd::to_float(Simd::load_int8(p));
+}
 inline F load_floats(const Bfloat16* p) {
   return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
 }

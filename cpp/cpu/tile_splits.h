@@ -68,11 +68,19 @@ struct SplitSums {
   }
 };
 
-// Begins `rows` rows of an item, from `row` on; row = token * heads + head.
+// What a row of an item is of: row = token * heads + head.
+struct TokenAndHead {
+  std::size_t token, head;
+};
+inline TokenAndHead token_and_head(const AttentionHead& of, int row) {
+  return {std::size_t(row / of.heads), std::size_t(row % of.heads)};
+}
+
+// Begins `rows` rows of an item, from `row` on.
 template <int kRows>
 void begin_rows(const AttentionHead& head, int row, int rows, SplitSums<kRows>& splits) {
   for (int r = 0; r < rows; ++r) {
-    const std::size_t token = std::size_t((row + r) / head.heads), h = std::size_t((row + r) % head.heads);
+    const auto [token, h] = token_and_head(head, row + r);
     splits.begin_row(r, head.out + token * head.out_stride + h * std::size_t(head.value_dim), head.value_dim);
   }
 }
@@ -86,7 +94,7 @@ void add_split(const AttentionHead& head, int row, int rows, const float* shift,
   for (int r = 0; r < rows; ++r) splits.add_row(r, acc + r * acc_stride, head.value_dim);
   if (!head.sums) return;
   for (int r = 0; r < rows; ++r) {
-    const std::size_t token = std::size_t((row + r) / head.heads), h = std::size_t((row + r) % head.heads);
+    const auto [token, h] = token_and_head(head, row + r);
     head.sums[token * head.sums_stride + h] = {splits.shift[r], splits.sum[r]};
   }
 }

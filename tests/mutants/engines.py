@@ -310,8 +310,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",
-        "return Simd::fma(first, scale(0), Simd::mul(second, scale(1)));",
-        "return Simd::fma(first, scale(0), Simd::mul(second, scale(0)));",
+        "Simd::mul(second, load_floats(scale_code[1] + row))",
+        "Simd::mul(second, load_floats(scale_code[0] + row))",
         "both halves of a block of a single token have the scale of the first",
         ("tests/test_cpu_kernels.py::test_product_of_a_token_does_not_depend_on_the_batch", "-k", "Q6_K"),
     ),
