@@ -229,6 +229,7 @@ def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
         (2, 7, [61]),
         (1, 512, [1] * 61),
         (2, 512, [1, 30, 2, 8, 20]),
+        (16, 512, [4, 3, 2, 1, 51]),  # so many that each of them norms a few rows for itself
     ]:
         with Model(
             path, device="cpu", compute=compute, kv_dtype=kv_dtype, threads=threads, chunk_tokens=chunk_tokens

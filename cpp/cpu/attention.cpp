@@ -6,13 +6,14 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Norms whole rows of queries or keys, where the model has such norms.
-void normalize_heads_together(const Context& c, const AttentionStep& step, const Tensor& norm,
-                              const FloatRows& heads, int rows) {
-  if (!norm || step.config.qk_norm_place != QkNormPlace::kRows) return;
-  c.worker.for_each(rows, [&](int i) {
-    c.kernels.rms_norm(heads.row(i), floats(norm), step.config.norm_eps, norm.cols, heads.row(i));
-  });
+// Whether the heads of a row have one norm in common.
+bool normed_together(const AttentionStep& step, const Tensor& norm) {
+  return norm && step.config.qk_norm_place == QkNormPlace::kRows;
+}
+
+// Norms all heads of a row together.
+void normalize_heads(const Context& c, const AttentionStep& step, const Tensor& norm, float* row) {
+  c.kernels.rms_norm(row, floats(norm), step.config.norm_eps, norm.cols, row);
 }
 
 // Norms and rotates a head of a row of the pass.
@@ -26,6 +27,10 @@ void prepare_head(const Context& c, const AttentionStep& step, const Tensor& nor
   if (step.rotations)
     c.kernels.rope(head, step.rotations + std::size_t(row) * 2 * pairs, int(pairs), step.config.rope_style);
   norm_at(QkNormPlace::kRotatedHeads);
+}
+
+std::byte* page_of(const Row& row) {
+  return row.pages[row.position / kPagePositions];
 }
 
 int rows_of(std::span<const QueryTile> tiles) {
@@ -128,27 +133,59 @@ void combine_splits(const Context& c, const AttentionStep& step, const Attention
 
 }  // namespace
 
-void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows,
-                     std::span<const KeyBlock> blocks) {
-  const Config& config = step.config;
-  const KvPages& cache = step.cache;
-  normalize_heads_together(c, step, step.weights.k_norm, step.k, int(rows.size()));
-  c.worker.for_each(int(blocks.size()) * config.n_kv_heads, [&](int item) {
-    const auto [first, count] = blocks[std::size_t(item / config.n_kv_heads)];
-    const int h = item % config.n_kv_heads;
-    for (int i = first; i < first + count; ++i) {
-      const Row& row = rows[std::size_t(i)];
-      float* key = step.k.row(i) + std::size_t(h) * std::size_t(config.key_dim);
-      const float* value = step.v.row(i) + std::size_t(h) * std::size_t(config.value_dim);
-      std::byte* page = row.pages[row.position / kPagePositions];
-      const int in_page = row.position % kPagePositions;
-      prepare_head(c, step, step.weights.k_norm, row.index, key);
-      c.kernels.store_key(key, config.key_dim, cache.key_stride(), cache.layout(),
-                          page + cache.keys(step.layer, h), in_page);
-      c.kernels.store_value(value, config.value_dim, cache.value_stride(), cache.layout(),
-                            page + cache.values(step.layer, h), in_page);
+CacheWriter::CacheWriter(const AttentionStep& step, std::span<const Row> rows,
+                         std::span<const RowRange> blocks, std::atomic<int>* done)
+    : step_(step), rows_(rows), blocks_(blocks), done_(done) {}
+
+void CacheWriter::computed(const Context& c, CachePart part, int column, int columns) const {
+  if (part == CachePart::kNone || !at_once()) return;
+  const Config& config = step_.config;
+  const Tensor& norm = step_.weights.k_norm;
+  const bool keys = part == CachePart::kKeys, together = keys && normed_together(step_, norm);
+  const int heads = together ? config.n_kv_heads : 1;  // that are complete at the same time
+  const int width = heads * (keys ? config.key_dim : config.value_dim);
+  for (int i = column / width; i * width < column + columns; ++i) {
+    const int products = ceil_div((i + 1) * width, kGroupRows) - i * width / kGroupRows;
+    std::atomic<int>& done = done_[(keys ? 0 : config.n_kv_heads) + i];
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < products) continue;
+    done.store(0, std::memory_order_relaxed);  // for the next layer
+    for (int row = 0; row < int(rows_.size()); ++row) {
+      if (together) normalize_heads(c, step_, norm, step_.k.row(row));
+      for (int head = i * heads; head < (i + 1) * heads; ++head)
+        keys ? store_key(c, row, head) : store_value(c, row, head);
+    }
+  }
+}
+
+void CacheWriter::store_rest(const Context& c) const {
+  if (at_once()) return;
+  if (const Tensor& norm = step_.weights.k_norm; normed_together(step_, norm))
+    c.worker.for_each(int(rows_.size()), [&](int row) { normalize_heads(c, step_, norm, step_.k.row(row)); });
+  const int heads = step_.config.n_kv_heads;
+  c.worker.for_each(int(blocks_.size()) * heads, [&](int item) {
+    const auto [first, count] = blocks_[std::size_t(item / heads)];
+    for (int row = first; row < first + count; ++row) {
+      store_key(c, row, item % heads);
+      store_value(c, row, item % heads);
     }
   });
+}
+
+void CacheWriter::store_key(const Context& c, int index, int head) const {
+  const Config& config = step_.config;
+  const Row& row = rows_[std::size_t(index)];
+  float* key = step_.k.row(index) + std::size_t(head) * std::size_t(config.key_dim);
+  prepare_head(c, step_, step_.weights.k_norm, row.index, key);
+  c.kernels.store_key(key, config.key_dim, step_.cache.key_stride(), step_.cache.layout(),
+                      page_of(row) + step_.cache.keys(step_.layer, head), row.position % kPagePositions);
+}
+
+void CacheWriter::store_value(const Context& c, int index, int head) const {
+  const Config& config = step_.config;
+  const Row& row = rows_[std::size_t(index)];
+  const float* value = step_.v.row(index) + std::size_t(head) * std::size_t(config.value_dim);
+  c.kernels.store_value(value, config.value_dim, step_.cache.value_stride(), step_.cache.layout(),
+                        page_of(row) + step_.cache.values(step_.layer, head), row.position % kPagePositions);
 }
 
 int query_tile_rows(int total, int kv_heads, int threads) {
@@ -167,7 +204,7 @@ void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int fir
   }
 }
 
-void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, int first) {
+void add_key_blocks(std::vector<RowRange>& blocks, std::span<const Row> rows, int first) {
   for (int i = 0; i < int(rows.size());) {
     const int left = kKeyBlock - rows[std::size_t(i)].position % kKeyBlock;
     const int count = std::min(left, int(rows.size()) - i);
@@ -251,7 +288,8 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     return true;
   };
 
-  normalize_heads_together(c, step, step.weights.q_norm, step.q, rows);
+  if (const Tensor& norm = step.weights.q_norm; normed_together(step, norm))
+    c.worker.for_each(rows, [&](int i) { normalize_heads(c, step, norm, step.q.row(i)); });
   c.for_each(items.count(), [&](int i) {
     // Not all that was asked for during the products is still near.
     if (items.tiles().size() > 1 && i + 1 < items.count()) items.fetch(i + 1);

@@ -46,7 +46,10 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
   for (float& weight : scaled_norm_) weight *= config_.logit_scale;
   head_norm_ = model.output_norm;
   head_norm_.data = reinterpret_cast<const std::byte*>(scaled_norm_.data());
-  for (Scratch& scratch : scratch_) scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
+  for (Scratch& scratch : scratch_) {
+    scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
+    scratch.rows = reserve_normed(config_, weights_, rows_of_own(team.size()), scratch.normed);
+  }
 }
 
 double ForwardPass::run(std::span<Chunk> chunks) {
@@ -88,18 +91,22 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
       .v = a.v,
   };
   const AttentionItems items(step, wanted.tiles, team_.size());
-  const Product q = {w.wq, a.q, &m.bq}, k = {w.wk, a.k, &m.bk}, v = {w.wv, a.v, &m.bv};
-  normalize(c, a.x, stream_norm(m.attn_norm), 0, n, a.normed);
+  const CacheWriter cache(step, all_.rows, key_blocks_, a.cache_done);
+  const Product q = {.weight = w.wq, .out = a.q, .bias = &m.bq};
+  const Product k = {.weight = w.wk, .out = a.k, .bias = &m.bk, .part = CachePart::kKeys};
+  const Product v = {.weight = w.wv, .out = a.v, .bias = &m.bv, .part = CachePart::kValues};
+  const auto normed = [&](int rows) {
+    return normalize(c, a.x, stream_norm(m.attn_norm), 0, rows, a.normed);
+  };
   if (n_wanted == n) {
-    multiply(c, {q, k, v}, a.normed, n, &items);
-    append_to_cache(c, step, all_.rows, key_blocks_);
+    multiply(c, {q, k, v}, normed(n), n, &items, &cache);
+    cache.store_rest(c);
   } else {
-    multiply(c, {k, v}, a.normed, n, &items);
-    append_to_cache(c, step, all_.rows, key_blocks_);
+    multiply(c, {k, v}, normed(n), n, &items, &cache);
+    cache.store_rest(c);
     if (n_wanted == 0) return;
     keep_rows(c, a.x, config_.dim, wanted.rows);
-    normalize(c, a.x, stream_norm(m.attn_norm), 0, n_wanted, a.normed);
-    multiply(c, {q}, a.normed, n_wanted);
+    multiply(c, {q}, normed(n_wanted), n_wanted);
   }
   attend(c, step, items, a.splits, a.att);
   add_block(c, w.wo, a.att, m.post_attn_norm, n_wanted);
@@ -109,7 +116,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
 // x += w * in, or the norm of that where the model has one after the block.
 void ForwardPass::add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
                             int rows) {
-  if (!post_norm) return multiply(c, {{w, work_.x, nullptr, true}}, in, rows);
+  if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, in, rows);
   multiply(c, {{w, work_.block}}, in, rows);
   add_normalized(c, work_.block, {post_norm, config_.dim, config_.norm_eps}, rows, work_.x);
 }
@@ -117,8 +124,8 @@ void ForwardPass::add_block(const Context& c, const Linear& w, const Activations
 void ForwardPass::feed_forward(const Context& c, int layer, int rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
-  normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
-  multiply_gated(c, w.w_gate, w.w_up, config_.activation, work_.normed, rows, work_.ffn);
+  const Input normed = normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
+  multiply_gated(c, w.w_gate, w.w_up, config_.activation, normed, rows, work_.ffn);
   add_block(c, w.w_down, work_.ffn, m.post_ffn_norm, rows);
 }
 
@@ -126,8 +133,8 @@ void ForwardPass::head(const Context& c) {
   const int n = int(logits_.size());
   for (int first = 0; first < n; first += kHeadRows) {
     const int count = std::min(kHeadRows, n - first);
-    normalize(c, work_.x, stream_norm(head_norm_), first, count, work_.normed);
-    multiply_head(c, weights_.output, work_.normed, count, logits_.data() + first, first);
+    const Input normed = normalize(c, work_.x, stream_norm(head_norm_), first, count, work_.normed);
+    multiply_head(c, weights_.output, normed, count, logits_.data() + first, first);
     use_logits(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
   }
 }

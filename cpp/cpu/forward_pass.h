@@ -76,7 +76,7 @@ class ForwardPass {
   Workspace work_;
   std::vector<std::byte*> pages_;
   Rows all_, wanted_;                 // of every layer, and of the last one
-  std::vector<KeyBlock> key_blocks_;  // of all rows
+  std::vector<RowRange> key_blocks_;  // of all rows
   std::vector<Wanted> outputs_;       // those of logits first, after them hidden states
   std::vector<float*> logits_;        // where those of each output go; null: only the largest is wanted
 };

@@ -20,15 +20,11 @@ constexpr int kNarrowTokens = 2;  // for which widening a group first costs more
 
 using Tile = float[kTokenBlock][kGroupRows];
 
-struct TokenRange {
-  int first, count;
-};
-
 // The rows of a pass in blocks of about equal length. A block begins with a tile of quantized activations.
 struct TokenBlocks {
   int rows, count, length;
 
-  TokenRange range(int block) const {
+  RowRange range(int block) const {
     const int first = block * length;
     return {first, std::min(rows - first, length)};
   }
@@ -112,7 +108,7 @@ Next next_group(const Tensor& tensor, int group) {
 }
 
 // out[t] = the product of a group of rows with token range.first + t.
-void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, TokenRange range,
+void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     float* out, std::size_t stride) {
   const int n_rows = std::min(kGroupRows, linear.packed.rows - group * kGroupRows);
   c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * range.count;
@@ -133,6 +129,17 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
     c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out, stride,
                              next_group(linear.tensor, group));
   }
+}
+
+// A phase of items that multiply rows of x.
+template <typename F>
+void for_each_of(const Context& c, int items, const Input& x, F&& body) {
+  bool prepared = false;
+  c.for_each(items, [&](int item) {
+    if (!prepared) x.prepare(c);
+    prepared = true;
+    body(item);
+  });
 }
 
 void update(Best& best, const float* values, int n, int index) {
@@ -161,48 +168,51 @@ void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int gro
   kernels.multiply_int8(wide_group(weight, scratch), 0, x, first, count, out, stride);
 }
 
-void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows,
-              const AttentionItems* fetch) {
+void multiply(const Context& c, std::initializer_list<Product> products, const Input& x, int rows,
+              const AttentionItems* fetch, const CacheWriter* cache) {
   int groups = 0;
   for (const Product& p : products) groups += p.weight.packed.groups();
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count());
   const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * blocks.count; };
-  c.for_each(groups * blocks.count, [&](int item) {
+  for_each_of(c, groups * blocks.count, x, [&](int item) {
     if (fetch) fetch->fetch_share(item, groups * blocks.count);
     const Product* p = products.begin();
     for (; item >= items_of(*p); ++p) item -= items_of(*p);
     const int group = item / blocks.count;
-    const TokenRange range = blocks.range(item % blocks.count);
+    const RowRange range = blocks.range(item % blocks.count);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
     const auto* bias = p->bias && *p->bias ? floats(*p->bias) + row : nullptr;
     float* first_out = p->out.row(range.first) + row;
-    if (!p->add && !bias && n_rows == kGroupRows)
-      return multiply_group(c, p->weight, group, x, range, first_out, p->out.stride);
-    alignas(64) Tile tile;
-    multiply_group(c, p->weight, group, x, range, tile[0], kGroupRows);
-    for (int t = 0; t < range.count; ++t) {
-      float* out = first_out + std::size_t(t) * p->out.stride;
-      if (p->add) {
-        for (int r = 0; r < n_rows; ++r) out[r] += tile[t][r];
-      } else if (bias) {
-        for (int r = 0; r < n_rows; ++r) out[r] = tile[t][r] + bias[r];
-      } else {
-        std::copy_n(tile[t], n_rows, out);
+    if (!p->add && !bias && n_rows == kGroupRows) {
+      multiply_group(c, p->weight, group, x.rows(), range, first_out, p->out.stride);
+    } else {
+      alignas(64) Tile tile;
+      multiply_group(c, p->weight, group, x.rows(), range, tile[0], kGroupRows);
+      for (int t = 0; t < range.count; ++t) {
+        float* out = first_out + std::size_t(t) * p->out.stride;
+        if (p->add) {
+          for (int r = 0; r < n_rows; ++r) out[r] += tile[t][r];
+        } else if (bias) {
+          for (int r = 0; r < n_rows; ++r) out[r] = tile[t][r] + bias[r];
+        } else {
+          std::copy_n(tile[t], n_rows, out);
+        }
       }
     }
+    if (cache) cache->computed(c, p->part, row, n_rows);
   });
 }
 
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const Activations& x, int rows, const Activations& h) {
+                    const Input& x, int rows, const Activations& h) {
   const TokenBlocks blocks = blocks_of(rows, gate.packed.groups(), c.worker.count());
-  c.for_each(gate.packed.groups() * blocks.count, [&](int item) {
+  for_each_of(c, gate.packed.groups() * blocks.count, x, [&](int item) {
     const int group = item / blocks.count;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, gate.packed.rows - row);
-    const TokenRange range = blocks.range(item % blocks.count);
+    const RowRange range = blocks.range(item % blocks.count);
     alignas(64) Tile gates, ups;
-    multiply_group(c, gate, group, x, range, gates[0], kGroupRows);
-    multiply_group(c, up, group, x, range, ups[0], kGroupRows);
+    multiply_group(c, gate, group, x.rows(), range, gates[0], kGroupRows);
+    multiply_group(c, up, group, x.rows(), range, ups[0], kGroupRows);
     c.kernels.gated(gates[0], ups[0], activation, range.count * kGroupRows, gates[0]);
     if (h.forms.f32) {
       for (int t = 0; t < range.count; ++t) std::copy_n(gates[t], n_rows, h.f32.row(range.first + t) + row);
@@ -219,12 +229,12 @@ void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Acti
   });
 }
 
-void multiply_head(const Context& c, const Linear& head, const Activations& x, int rows, float* const* logits,
+void multiply_head(const Context& c, const Linear& head, const Input& x, int rows, float* const* logits,
                    int first_best) {
-  c.for_each(head.packed.groups(), [&](int group) {
+  for_each_of(c, head.packed.groups(), x, [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, head.packed.rows - row);
     alignas(64) Tile tile;
-    multiply_group(c, head, group, x, {0, rows}, tile[0], kGroupRows);
+    multiply_group(c, head, group, x.rows(), {0, rows}, tile[0], kGroupRows);
     for (int t = 0; t < rows; ++t) {
       if (logits[t])
         std::copy_n(tile[t], n_rows, logits[t] + row);

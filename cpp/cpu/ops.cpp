@@ -4,6 +4,18 @@
 
 namespace metal_prefill::cpu {
 
+namespace {
+
+void normalize_row(const Context& c, const float* x, const Norm& norm, int row, const Activations& out) {
+  if (norm.weight)
+    c.kernels.rms_norm(x, floats(norm.weight), norm.eps, norm.dim, out.f32.row(row));
+  else
+    std::copy_n(x, norm.dim, out.f32.row(row));
+  round_row(c, out, row, 0, norm.dim);
+}
+
+}  // namespace
+
 void round_row(const Context& c, const Activations& a, int row, int first, int columns) {
   const float* from = a.f32.row(row) + first;
   if (a.forms.int8)
@@ -23,15 +35,17 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
   });
 }
 
-void normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
-               const Activations& out) {
-  c.worker.for_each(rows, [&](int i) {
-    if (norm.weight)
-      c.kernels.rms_norm(x.row(first + i), floats(norm.weight), norm.eps, norm.dim, out.f32.row(i));
-    else
-      std::copy_n(x.row(first + i), norm.dim, out.f32.row(i));
-    round_row(c, out, i, 0, norm.dim);
-  });
+void Input::prepare(const Context& c) const {
+  if (!pending_) return;
+  const auto& [x, norm, first, count] = *pending_;
+  for (int i = 0; i < count; ++i) normalize_row(c, x->row(first + i), norm, i, rows_);
+}
+
+Input normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
+                const Activations& out) {
+  if (rows <= rows_of_own(c.worker.count())) return {x, norm, first, rows, c.scratch.normed};
+  c.worker.for_each(rows, [&](int i) { normalize_row(c, x.row(first + i), norm, i, out); });
+  return out;
 }
 
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x) {

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -25,6 +26,8 @@ struct Best {
 // Memory that each thread needs for itself.
 struct alignas(128) Scratch {
   Buffer weights;            // kGroupRows rows in float32, or a widened group
+  Buffer rows;               // of `normed`
+  Activations normed;        // few rows after a norm, as an Input has them
   std::vector<Best> best;    // of each row whose largest logit is wanted, among those this thread computed
   double multiply_adds = 0;  // that this thread did in products and attention
 };
@@ -40,6 +43,35 @@ struct Context {
     worker.for_each(items, std::forward<F>(body));
     if (kernels.end_phase) kernels.end_phase();
   }
+};
+
+// RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
+struct Norm {
+  const Tensor& weight;
+  int dim;
+  float eps;
+};
+
+// Rows that a step multiplies: activations, or the norm of few rows of x, which each thread computes for
+// itself. To wait until others have done it takes longer.
+class Input {
+ public:
+  Input(const Activations& rows) : rows_(rows) {}
+  Input(const FloatRows& x, const Norm& norm, int first, int count, const Activations& own)
+      : rows_(own), pending_({&x, norm, first, count}) {}
+
+  // Computes the norm, within an item of the step: until that is done, no later step changes x.
+  void prepare(const Context& c) const;
+  const Activations& rows() const { return rows_; }
+
+ private:
+  struct Pending {
+    const FloatRows* x;
+    Norm norm;
+    int first, count;
+  };
+  const Activations& rows_;
+  const std::optional<Pending> pending_;
 };
 
 // A row of a pass: one token of one sequence.
@@ -58,8 +90,8 @@ struct QueryTile {
   int end;       // positions of the sequence, after the pass
   std::byte* const* pages;
 };
-// Rows whose keys lie in one block of a page, which one thread fills.
-struct KeyBlock {
+// Consecutive rows of a pass.
+struct RowRange {
   int first, count;
 };
 // Rows of a tile, for a pass of `total` rows: K and V are read once for all of them, but all threads should
@@ -67,8 +99,9 @@ struct KeyBlock {
 int query_tile_rows(int total, int kv_heads, int threads);
 // Cuts the last rows of one sequence into tiles.
 void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows);
-// Cuts rows of one sequence, of which the first is number `first`, where blocks of keys end.
-void add_key_blocks(std::vector<KeyBlock>& blocks, std::span<const Row> rows, int first);
+// Cuts rows of one sequence, of which the first is number `first`, where blocks of keys end: a block of a
+// page is filled by one thread.
+void add_key_blocks(std::vector<RowRange>& blocks, std::span<const Row> rows, int first);
 // The most splits of positions (kSplitPositions) that a tile sees, where threads share positions; else 1.
 int attention_splits(const Config& config, int window, std::span<const QueryTile> tiles, int threads);
 
@@ -78,23 +111,26 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
 void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int group, const Int8Rows& x,
                      int first, int count, float* out, std::size_t stride, std::byte* scratch);
 
+enum class CachePart { kNone, kKeys, kValues };
 // One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`.
 struct Product {
   const Linear& weight;
   FloatRows out;
   const Tensor* bias = nullptr;
   bool add = false;
+  CachePart part = CachePart::kNone;  // that `out` becomes
 };
 class AttentionItems;
-// What `fetch` reads is asked for meanwhile, where it is given.
-void multiply(const Context& c, std::initializer_list<Product> products, const Activations& x, int rows,
-              const AttentionItems* fetch = nullptr);
+class CacheWriter;
+// What `fetch` reads is asked for meanwhile, where it is given. `cache` hears of what is to go there.
+void multiply(const Context& c, std::initializer_list<Product> products, const Input& x, int rows,
+              const AttentionItems* fetch = nullptr, const CacheWriter* cache = nullptr);
 // h = activation(gate * x) * (up * x), in the forms that h asks for.
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const Activations& x, int rows, const Activations& h);
+                    const Input& x, int rows, const Activations& h);
 // Logits of rows [0, rows) of x. `logits` names where each goes, null where only the largest is wanted, which
 // the scratch of each thread collects from best[first_best] on.
-void multiply_head(const Context& c, const Linear& head, const Activations& x, int rows, float* const* logits,
+void multiply_head(const Context& c, const Linear& head, const Input& x, int rows, float* const* logits,
                    int first_best);
 // The best of a row over all threads.
 Best best_of(std::span<const Scratch> scratch, int row);
@@ -106,16 +142,10 @@ inline const float* floats(const Tensor& tensor) {
 // Fills the other forms of columns [first, first + columns) of a row from the float32 one.
 void round_row(const Context& c, const Activations& a, int row, int first, int columns);
 
-// RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
-struct Norm {
-  const Tensor& weight;
-  int dim;
-  float eps;
-};
-// out = norm(x) in the forms that `out` asks for, for rows [first, first + rows) of x, which become rows
-// [0, rows) of out.
-void normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
-               const Activations& out);
+// The norm of rows [first, first + rows) of x, which become rows [0, rows). Many rows go to `out`, in a
+// phase; few go to the scratch of each thread, when it needs them.
+Input normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
+                const Activations& out);
 // x += norm(y).
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x);
 // Row kept[i].index, which is i or a later one, becomes row i.
@@ -166,9 +196,31 @@ class AttentionItems {
   const int threads_;
   int splits_, heads_, group_;  // heads of a group share those of keys
 };
-// Norms and rotates keys and stores them, and values, in the pages.
-void append_to_cache(const Context& c, const AttentionStep& step, std::span<const Row> rows,
-                     std::span<const KeyBlock> blocks);
+// Keys, normed and rotated, and values of a pass on their way to the cache. Whoever computes the last columns
+// of a head stores it where rows are few, which saves a phase. Many rows have a phase for it: one thread
+// would take longer, as half of the columns lie in the caches of other cores.
+class CacheWriter {
+ public:
+  // `blocks` are add_key_blocks() of the rows. `done`, [2][n_kv_heads], counts products of a head of keys or
+  // values that are done; it is 0 between layers.
+  CacheWriter(const AttentionStep& step, std::span<const Row> rows, std::span<const RowRange> blocks,
+              std::atomic<int>* done);
+
+  // Columns [column, column + columns) of keys or values are computed, for all rows.
+  void computed(const Context& c, CachePart part, int column, int columns) const;
+  // Stores what was not stored as it was computed.
+  void store_rest(const Context& c) const;
+
+ private:
+  bool at_once() const { return rows_.size() <= kTileTokens; }
+  void store_key(const Context& c, int row, int head) const;
+  void store_value(const Context& c, int row, int head) const;
+
+  const AttentionStep& step_;
+  const std::span<const Row> rows_;
+  const std::span<const RowRange> blocks_;
+  std::atomic<int>* const done_;
+};
 // Norms and rotates queries and attends, in the forms that `out` asks for. `splits` has room for each split
 // of the rows, where threads share positions.
 void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,

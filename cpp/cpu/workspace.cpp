@@ -49,6 +49,17 @@ class Layout {
 
 }  // namespace
 
+Buffer reserve_normed(const Config& c, const Weights& weights, int rows, Activations& out) {
+  const auto lay_out = [&](std::byte* base) {
+    Layout layout(base, std::size_t(rows));
+    out = layout.activations(std::size_t(c.dim), weights.dim_input, Layout::Float32::kAlways);
+    return layout.bytes();
+  };
+  Buffer memory(lay_out(nullptr), "the norm of a thread's rows");
+  lay_out(memory.data());
+  return memory;
+}
+
 void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rope_tables, int rows,
                         int logit_rows) {
   if (rows > rows_) {
@@ -66,11 +77,13 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
                                  Layout::Float32::kAlways);
       w.ffn = layout.activations(std::size_t(c.ffn_dim), weights.ffn_input, Layout::Float32::kWhereRead);
       w.rotations = layout.take<float>(rope_tables * std::size_t(rows) * std::size_t(c.rope_dim));
+      w.cache_done = layout.take<std::atomic<int>>(2 * kv_heads);
       return layout.bytes();
     };
     Workspace unused;
     Buffer memory(lay_out(nullptr, unused), "the workspace of a pass");
     lay_out(memory.data(), *this);
+    std::uninitialized_value_construct_n(cache_done, 2 * c.n_kv_heads);
     memory_ = std::move(memory);
     rows_ = rows;
   }

@@ -1,6 +1,7 @@
 // Intermediate results of a pass. One workspace serves all sessions of an engine.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 
@@ -27,6 +28,14 @@ struct AttentionSplits {
       nullptr;  // [items]: splits of a tile and its heads that are done; 0 between layers
 };
 
+// The most rows that each thread norms for itself. The more threads there are, the longer does a phase take
+// in which they do it once.
+inline int rows_of_own(int threads) {
+  return std::clamp(threads / 4, 1, kTileTokens);
+}
+// Room for the norm of rows of the stream, which `out` then refers to.
+Buffer reserve_normed(const Config& config, const Weights& weights, int rows, Activations& out);
+
 // Room for `rows` rows. Named as in the forward pass.
 struct Workspace {
   FloatRows x;                 // [rows][dim]: the residual stream
@@ -40,6 +49,8 @@ struct Workspace {
   float* rotations = nullptr;  // [tables][rows][rope_dim] cosines and sines
   float* logits = nullptr;     // [logit_rows][vocab_size]
   AttentionSplits splits;      // where threads share positions
+  // [2][n_kv_heads]: products of heads of keys and values that are done; 0 between layers.
+  std::atomic<int>* cache_done = nullptr;
 
   // Makes room, in one allocation for the rows and one for the logits; does nothing where there is enough.
   // Throws DeviceError without a change.

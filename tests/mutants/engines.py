@@ -233,6 +233,20 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
+        "if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < products) continue;",
+        "if (done.fetch_add(1, std::memory_order_acq_rel) > 0) continue;",
+        "a head of few rows goes to the cache when the first of its columns are computed",
+        (f"{_ENGINE}::test_the_cpu_gives_the_same_bits_however_a_prompt_is_split",),
+    ),
+    Mutant(
+        "cpp/cpu/linear.cpp",
+        "bool prepared = false;",
+        "bool prepared = c.worker.index() > 0;",
+        "all threads but one multiply the norm of an earlier step, where rows are few",
+        (f"{_ENGINE}::test_the_cpu_gives_the_same_bits_however_a_prompt_is_split",),
+    ),
+    Mutant(
+        "cpp/cpu/attention.cpp",
         "pairs += sight.end - sight.begin;",
         "pairs += sight.end - sight.begin - 1;",
         "multiply-adds of attention are counted without the token itself",
@@ -254,8 +268,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
-        "row.pages[row.position / kPagePositions];",
-        "row.pages[(row.position + 1) / kPagePositions];",
+        "return row.pages[row.position / kPagePositions];",
+        "return row.pages[(row.position + 1) / kPagePositions];",
         "what is at the last position of a page goes to the next page",
         (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
     ),
