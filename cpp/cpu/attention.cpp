@@ -29,6 +29,13 @@ void prepare_head(const Context& c, const AttentionStep& step, const Tensor& nor
   norm_at(QkNormPlace::kRotatedHeads);
 }
 
+// Counts one of `n` parts as done; whether it was the last one, after which the count is 0 again.
+bool is_last(std::atomic<int>& done, int n) {
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n) return false;
+  done.store(0, std::memory_order_relaxed);
+  return true;
+}
+
 std::byte* page_of(const Row& row) {
   return row.pages[row.position / kPagePositions];
 }
@@ -146,9 +153,7 @@ void CacheWriter::computed(const Context& c, CachePart part, int column, int col
   const int width = heads * (keys ? config.key_dim : config.value_dim);
   for (int i = column / width; i * width < column + columns; ++i) {
     const int products = ceil_div((i + 1) * width, kGroupRows) - i * width / kGroupRows;
-    std::atomic<int>& done = done_[(keys ? 0 : config.n_kv_heads) + i];
-    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < products) continue;
-    done.store(0, std::memory_order_relaxed);  // for the next layer
+    if (!is_last(done_[(keys ? 0 : config.n_kv_heads) + i], products)) continue;
     for (int row = 0; row < int(rows_.size()); ++row) {
       if (together) normalize_heads(c, step_, norm, step_.k.row(row));
       for (int head = i * heads; head < (i + 1) * heads; ++head)
@@ -281,9 +286,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     const int n = splits_of(sight);
     if (item.seen_split >= n) return false;
     attend_to_split(c, step, item, sight.begin / kSplitPositions + item.seen_split, rows, splits);
-    std::atomic<int>& done = splits.done[i / items.splits()];
-    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n) return false;
-    done.store(0, std::memory_order_relaxed);  // for the next layer
+    if (!is_last(splits.done[i / items.splits()], n)) return false;
     combine_splits(c, step, item, n, rows, splits, out.f32);
     return true;
   };
