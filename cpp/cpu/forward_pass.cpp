@@ -116,8 +116,8 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
 // x += w * in, or the norm of that where the model has one after the block.
 void ForwardPass::add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
                             int rows) {
-  if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, in, rows);
-  multiply(c, {{w, work_.block}}, in, rows);
+  if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, Input(in), rows);
+  multiply(c, {{w, work_.block}}, Input(in), rows);
   add_normalized(c, work_.block, {post_norm, config_.dim, config_.norm_eps}, rows, work_.x);
 }
 

@@ -45,7 +45,7 @@ Input normalize(const Context& c, const FloatRows& x, const Norm& norm, int firs
                 const Activations& out) {
   if (rows <= rows_of_own(c.worker.count())) return {x, norm, first, rows, c.scratch.normed};
   c.worker.for_each(rows, [&](int i) { normalize_row(c, x.row(first + i), norm, i, out); });
-  return out;
+  return Input(out);
 }
 
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x) {

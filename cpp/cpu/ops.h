@@ -56,7 +56,7 @@ struct Norm {
 // itself. To wait until others have done it takes longer.
 class Input {
  public:
-  Input(const Activations& rows) : rows_(rows) {}
+  explicit Input(const Activations& rows) : rows_(rows) {}
   Input(const FloatRows& x, const Norm& norm, int first, int count, const Activations& own)
       : rows_(own), pending_({&x, norm, first, count}) {}
 
@@ -213,8 +213,8 @@ class CacheWriter {
 
  private:
   bool at_once() const { return rows_.size() <= kTileTokens; }
-  void store_key(const Context& c, int row, int head) const;
-  void store_value(const Context& c, int row, int head) const;
+  void store_key(const Context& c, int index, int head) const;
+  void store_value(const Context& c, int index, int head) const;
 
   const AttentionStep& step_;
   const std::span<const Row> rows_;
