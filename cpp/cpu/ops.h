@@ -212,6 +212,7 @@ class CacheWriter {
   void store_rest(const Context& c) const;
 
  private:
+  // Whether rows are so few that each item of a product has all of them, as computed() takes for granted.
   bool at_once() const { return rows_.size() <= kTileTokens; }
   void store_key(const Context& c, int index, int head) const;
   void store_value(const Context& c, int index, int head) const;
