@@ -14,8 +14,8 @@ import pytest
 from support.sampling_reference import Drawn
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model
+from metal_prefill._constraint import Constraint
 from metal_prefill._continuation import Continuation
-from metal_prefill._guide import Guide
 from metal_prefill._speculation import MOST_DRAFTS, RowCost
 from metal_prefill.sampling import REPEAT_WINDOW, sample
 
@@ -42,7 +42,7 @@ def model(demo_path: Path) -> Iterator[Model]:
         yield model
 
 
-def one_by_one(model: Model, ids: list[int], guide: Guide, seed: int, **options: Any) -> list[int]:
+def one_by_one(model: Model, ids: list[int], guide: Constraint, seed: int, **options: Any) -> list[int]:
     """Choose each token in NumPy among those that the mask allows."""
     made: list[int] = []
     with model.session() as session:
@@ -68,7 +68,7 @@ def test_tokens_are_those_of_masks_alone(model: Model, options: dict[str, Any]) 
     """So texts have the same probabilities whether forced tokens are sampled or not."""
     ids = model.tokenizer.encode(PROMPT)
     for seed in range(4):
-        expected = one_by_one(model, ids, Guide(model.tokenizer, json_schema=PERSON), seed, **options)
+        expected = one_by_one(model, ids, Constraint(model.tokenizer, json_schema=PERSON), seed, **options)
         kwargs: dict[str, Any] = {"seed": seed, "json_schema": PERSON, **options}
         assert [p.token for p in model.stream(ids, 200, **kwargs)] == expected
         with_scores = list(model.stream(ids, 200, logprobs=0, **kwargs))
@@ -198,7 +198,7 @@ def test_guesses_and_forced_tokens_together_are_rows_that_are_exact(
 
 
 def test_an_error_of_a_guess_is_none_of_the_text(model: Model) -> None:
-    guide = Guide(model.tokenizer, regex="abc")
+    guide = Constraint(model.tokenizer, regex="abc")
     a, b = (model.tokenizer.encode(c, add_bos=False)[0] for c in "ab")
     guide.take(a)
     expected = guide.mask()

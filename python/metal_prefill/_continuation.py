@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core, sampling
 from metal_prefill._arguments import integer, token_id
-from metal_prefill._guide import Guide
+from metal_prefill._constraint import Constraint
 from metal_prefill._speculation import MOST_DRAFTS, RowCost, Speculate, Speculation, make_drafter
 from metal_prefill.errors import ConstraintError
 
@@ -188,7 +188,7 @@ class Continuation:
     speculate
         What guesses at the next tokens.
     json_schema, regex, grammar
-        A constraint on the text, see :class:`metal_prefill._guide.Guide`.
+        A constraint on the text, see :class:`metal_prefill._constraint.Constraint`.
     how
         To choose tokens, see :class:`metal_prefill.sampling.Options`.
 
@@ -255,9 +255,9 @@ class Continuation:
         self._made, self._least, self._most = 0, given + min_tokens, given + max_tokens
         self._context = context
         self._reports = logprobs is not None
-        self._guide: Guide | None = None
+        self._guide: Constraint | None = None
         if json_schema is not None or regex is not None or grammar is not None:
-            self._guide = Guide(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar)
+            self._guide = Constraint(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar)
         self.sampler: _core.Sampler | None = None
         if not options.is_greedy or self._reports or min_tokens or self._guide is not None:
             self.sampler = sampling.core_sampler(options, seed, self.ids.tolist(), answer)

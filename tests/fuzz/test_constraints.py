@@ -1,0 +1,63 @@
+"""Random constraints: each compiles or is a ConstraintError, and a text follows it to its end or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from support.constraint_writer import write_constraint
+from support.fuzzing import TIMEOUT, kept, regressions, rounds
+
+from metal_prefill import ConstraintError, Model
+
+pytest.importorskip("llguidance", reason="needs the extra guide")
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+STEPS = 40  # tokens of a text
+
+
+@pytest.fixture(scope="module")
+def model(demo_path: Path) -> Iterator[Model]:
+    with Model(demo_path, device="cpu", threads=1) as model:
+        yield model
+
+
+def follow(model: Model, kind: str, source: str, random: Random) -> None:
+    """Choose random tokens among those that a constraint allows, after drafts some of which are wrong."""
+    from metal_prefill._constraint import Constraint
+
+    try:
+        constraint = Constraint(model.tokenizer, **{kind: source})
+        for _ in range(STEPS):
+            bits = np.unpackbits(np.frombuffer(constraint.mask(), np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits[: model.config.vocab_size])
+            assert allowed.size
+            token = int(random.choice(allowed))
+            masks = constraint.ahead([token, random.randrange(model.config.vocab_size)])
+            if token in model.tokenizer.stop_ids:
+                break
+            constraint.take(token)
+            if constraint.complete:
+                break
+            assert not masks or masks[0] == constraint.mask()
+            for forced in constraint.forced():
+                constraint.take(forced)
+            if constraint.complete:
+                break
+    except ConstraintError:
+        pass
+
+
+def test_constraints(model: Model) -> None:
+    def run(content: bytes, random: Random) -> None:
+        with kept("constraint", content):
+            kind, _, source = content.decode("utf-8", "surrogatepass").partition(" ")
+            follow(model, kind, source, random)
+
+    for content in regressions("constraint"):
+        run(content, Random(1))
+    for random in rounds(150):
+        run(" ".join(write_constraint(random)).encode("utf-8", "surrogatepass"), random)

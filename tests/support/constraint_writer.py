@@ -1,0 +1,140 @@
+"""Random regular expressions, Lark grammars and JSON schemas, valid or not, some of them hostile."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+Constraint = tuple[str, str]  # kind and source
+
+_ATOMS = [
+    "a",
+    "b",
+    ".",
+    r"\d",
+    r"\w",
+    "[a-z]",
+    "[^#]",
+    "ab",
+    "é",
+    r"\.",
+    "(?i:x)",
+    "[",
+    r"\p{L}",
+    "(?s:.)",
+    "$",
+    "^",
+]
+_COUNTS = ["*", "+", "?", "{2}", "{0,3}", "{500}", "{20000}", "{3,}", "{5,2}"]
+_NAMES = ["start", "r1", "r2", "r3", "T1", "T2", "missing"]
+_KEYWORDS = ["anyOf", "allOf", "oneOf"]
+
+
+def write_constraint(random: Random) -> Constraint:
+    """Return a constraint of any kind."""
+    kind = random.choice(["regex", "grammar", "json_schema"])
+    if kind == "regex":
+        source = _regex(random, 4)
+    elif kind == "grammar":
+        source = _chain_of_rules(random) if random.random() < 0.1 else _grammar(random)
+    else:
+        schema = _chain_of_definitions(random) if random.random() < 0.1 else _schema(random, 3)
+        source = json.dumps(schema)
+    if random.random() < 0.1 and source:
+        at = random.randrange(len(source))
+        source = (
+            source[:at] + random.choice(["", "(", '"', "/", "{", "\\", "\0", "\ud800"]) + source[at + 1 :]
+        )
+    return kind, source
+
+
+def _regex(random: Random, depth: int) -> str:
+    parts = []
+    for _ in range(random.randrange(1, 4)):
+        part = random.choice(_ATOMS)
+        if depth and random.random() < 0.4:
+            alternatives = [_regex(random, depth - 1) for _ in range(random.randrange(1, 4))]
+            part = f"({'|'.join(alternatives)})"
+        parts.append(part + (random.choice(_COUNTS) if random.random() < 0.3 else ""))
+    return "".join(parts)
+
+
+def _grammar(random: Random) -> str:
+    lines = ["%ignore /[ ]+/"] if random.random() < 0.2 else []
+    for name in random.sample(_NAMES[:-1], random.randrange(1, 6)):
+        lines.append(f"{name}: {_expansion(random, 3, terminals_only=name.isupper() or name[0] == 'T')}")
+    if not any(line.startswith("start") for line in lines):
+        lines.append("start: r1 T1?")
+    return "\n".join(lines)
+
+
+def _expansion(random: Random, depth: int, terminals_only: bool) -> str:
+    items = []
+    for _ in range(random.randrange(1, 4)):
+        choice = random.randrange(5 if depth else 3)
+        if choice == 0:
+            item = '"' + random.choice(["a", "b", " ", "{", "abc", '\\"']) + '"'
+        elif choice == 1:
+            item = "/" + _regex(random, 1).replace("/", "") + "/"
+        elif choice == 2:
+            names = [name for name in _NAMES if name[0] == "T"] if terminals_only else _NAMES
+            item = random.choice(names)
+        else:
+            item = f"({_expansion(random, depth - 1, terminals_only)})"
+        items.append(item + random.choice(["", "", "", "*", "+", "?", "~2", "~1..400", "{3,90}"]))
+    return random.choice([" ", " | "]).join(items)
+
+
+def _chain_of_rules(random: Random) -> str:
+    n, kind = random.randrange(2, 3000), random.choice("rT")
+    link = random.choice(["{}", '"a" {}', '{} | "b"', "({})?"])
+    lines = [f"{kind}{i}: {link.format(f'{kind}{i + 1}')}" for i in range(n)]
+    return "\n".join([f"start: {kind}0", *lines, f'{kind}{n}: "a"'])
+
+
+def _schema(random: Random, depth: int) -> object:
+    choice = random.randrange(9 if depth else 5)
+    if choice == 0:
+        return {"type": "integer", "minimum": random.randrange(-9, 9), "maximum": random.randrange(10**9)}
+    if choice == 1:
+        return {"type": "string", "pattern": _regex(random, 2)}
+    if choice == 2:
+        return {"type": "string", "minLength": random.randrange(5), "maxLength": random.choice([0, 9, 10**6])}
+    if choice == 3:
+        return {"enum": random.sample(["a", 1, None, 2.5, "é\n", [1], {"x": 1}], random.randrange(1, 4))}
+    if choice == 4:
+        return random.choice([True, False, {}, {"$ref": "#"}, {"$ref": "#/$defs/d"}, {"type": "number"}, 7])
+    if choice == 5:
+        inner = [_schema(random, depth - 1) for _ in range(random.randrange(1, 4))]
+        return {random.choice(_KEYWORDS): inner}
+    if choice == 6:
+        return {
+            "type": "array",
+            "items": _schema(random, depth - 1),
+            "minItems": random.choice([0, 1, 50, 10**6]),
+        }
+    names = random.sample(["a", "b", 'c"', "dé"], random.randrange(1, 4))
+    return {
+        "type": "object",
+        "properties": {name: _schema(random, depth - 1) for name in names},
+        "required": names[: random.randrange(len(names) + 1)],
+        "additionalProperties": random.choice([True, False, {"type": "string"}]),
+        "$defs": {"d": _schema(random, depth - 1)},
+    }
+
+
+def _chain_of_definitions(random: Random) -> object:
+    n = random.randrange(2, 1500)
+    kind = random.choice(["$ref", "items", "properties", *_KEYWORDS])
+
+    def link(ref: dict[str, str]) -> object:
+        if kind == "$ref":
+            return ref
+        if kind == "items":
+            return {"type": "array", "items": ref}
+        if kind == "properties":
+            return {"type": "object", "properties": {"x": ref}, "required": ["x"]}
+        return {kind: [ref, {"type": "null"}]}
+
+    chain = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(n)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{n}": {"type": "integer"}}}
