@@ -59,20 +59,25 @@ enum class KvType { kF16, kF32, kQ8_0 };
 // The type whose rows a cache of this type has.
 TensorType tensor_type(KvType type);
 
+// Options of the Metal engine alone.
+struct MetalOptions {
+  bool fused_norm = false;       // RMSNorm inside the projections (decode)
+  bool fused_silu = false;       // SwiGLU inside the down projection (decode)
+  double buffer_work = 0;        // multiply-adds of a command buffer; 0: chosen for the GPU
+  std::string pipeline_folder;   // of compiled pipelines; empty: they are not kept
+  std::string no_matmul_tensor;  // why matmul_tensor is not used; empty: used where it is faster
+};
+
 struct EngineOptions {
   int threads = 0;  // 0: one per available core
   Compute compute = Compute::kInt8;
   KvType kv_type = KvType::kF16;
-  int chunk_tokens = 512;   // tokens of a prompt that go through the layers together
-  int max_context = 0;      // positions that sessions are made for; 0: the model's. Others may be longer
-  bool fused_norm = false;  // Metal: RMSNorm inside the projections (decode)
-  bool fused_silu = false;  // Metal: SwiGLU inside the down projection (decode)
+  int chunk_tokens = 512;  // tokens of a prompt that go through the layers together
+  int max_context = 0;     // positions that sessions are made for; 0: the model's. Others may be longer
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
-  std::size_t kv_memory = 0;    // bytes of K and V that all sessions may hold together; 0: half of the memory
-  double buffer_work = 0;       // Metal: multiply-adds of a command buffer; 0: what suits the GPU
-  std::string pipeline_folder;  // Metal: where compiled pipelines are kept; empty: nowhere
-  std::string no_matmul_tensor;  // Metal: why matmul_tensor is not used; empty: it is, where the GPU gains
-  bool poison_cache = false;     // fills pages with NaN before they are used, for tests
+  std::size_t kv_memory = 0;  // bytes of K and V that all sessions may hold together; 0: half of the memory
+  bool poison_cache = false;  // fills pages with NaN before they are used, for tests
+  MetalOptions metal;
 };
 
 // What the last layer computes of a row with an output. Logits leave the engine for kLogits alone.

@@ -50,7 +50,7 @@ class Device {
   // trial.
   Device();
   // The same of an engine: matrix units are used where the GPU has them and they pass a trial, which compiles
-  // kernels. `no_matmul_tensor`: see EngineOptions.
+  // kernels. `no_matmul_tensor`: see MetalOptions.
   static Device of_engine(const std::string& no_matmul_tensor);
 
   // The same device, with its allocations and commands counted in `counters`, which must outlive it.

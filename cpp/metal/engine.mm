@@ -26,11 +26,11 @@ class MetalEngine final : public Engine, private PassInspector {
  public:
   MetalEngine(Model model, const EngineOptions& options)
       : Engine(std::move(model), options),
-        device_(Device::of_engine(options.no_matmul_tensor)),
+        device_(Device::of_engine(options.metal.no_matmul_tensor)),
         padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
         weights_(device_, padded_),
         forward_(device_.tuning(), padded_, options_, weights_),
-        kernels_(device_, forward_.kernels(), forward_.cache_shape(), options_.pipeline_folder),
+        kernels_(device_, forward_.kernels(), forward_.cache_shape(), options_.metal.pipeline_folder),
         rope_tables_(padded_),
         residency_(device_.mtl(), device_.queue()),
         store_(device_, residency_, forward_.page_layout(), options_.poison_cache),
@@ -279,7 +279,8 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
       rope_tables_(engine.rope_tables_.by_layer()),
       rows_(engine.forward_.rows_of(shapes_of(chunks))),
       encoder_(device_, engine.kernels_, label_of(rows_, chunks),
-               engine.options().buffer_work > 0 ? engine.options().buffer_work : device_.tuning().buffer_work,
+               engine.options().metal.buffer_work > 0 ? engine.options().metal.buffer_work
+                                                      : device_.tuning().buffer_work,
                choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
   MetalPassBuffers buffers(device_, *lease_, pages, rope_tables_, choices);
   fill(engine.forward_.tables(rows_, buffers), rows_, chunks);
@@ -562,7 +563,7 @@ std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& opti
     return make(options);
   } catch (const metal::TensorKernelError& error) {
     EngineOptions without = options;
-    without.no_matmul_tensor = error.what();
+    without.metal.no_matmul_tensor = error.what();
     return make(without);
   }
 }

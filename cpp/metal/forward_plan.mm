@@ -141,14 +141,14 @@ ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
 }
 
 bool ForwardPass::fuses_norm(const Norm& norm, const std::vector<Projection>& projections) const {
-  return options_.fused_norm && norm.weight &&
+  return options_.metal.fused_norm && norm.weight &&
          std::all_of(projections.begin(), projections.end(), [](const Projection& w) {
            return w.type == TensorType::kQ4_0 || w.type == TensorType::kF32;
          });
 }
 
 bool ForwardPass::fuses_silu(const Layer& w) const {
-  return options_.fused_silu && w.w_down.type == TensorType::kQ4_0 && !w.post_ffn_norm.weight;
+  return options_.metal.fused_silu && w.w_down.type == TensorType::kQ4_0 && !w.post_ffn_norm.weight;
 }
 
 bool ForwardPass::gate_up_apart(const Layer& w, Path path) const {

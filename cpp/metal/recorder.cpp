@@ -58,7 +58,7 @@ std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output 
     throw std::invalid_argument("cannot plan " + std::to_string(tokens) + " tokens at position " +
                                 std::to_string(position));
   Tuning tuning = tuned_for(tuning_of(family), gpu);
-  tuning.matmul_tensor = tuning.matmul_tensor && options.no_matmul_tensor.empty();
+  tuning.matmul_tensor = tuning.matmul_tensor && options.metal.no_matmul_tensor.empty();
   validate(shape);
   const Config& c = shape.config;
   if (!fits_kernels(c))

@@ -171,6 +171,12 @@ void bind_model(nb::module_& m) {
       "The tensor types that a matrix can have.");
   m.def("tensors", &tensor_specs, "config"_a, "The rows of the table of tensors.");
 
+  nb::class_<MetalOptions>(m, "MetalOptions", "Options of the Metal engine alone.")
+      .def_rw("fused_norm", &MetalOptions::fused_norm)
+      .def_rw("fused_silu", &MetalOptions::fused_silu)
+      .def_rw("buffer_work", &MetalOptions::buffer_work)
+      .def_rw("pipeline_folder", &MetalOptions::pipeline_folder)
+      .def_rw("no_matmul_tensor", &MetalOptions::no_matmul_tensor);
   nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")
       .def(nb::init<>())
       .def_rw("threads", &EngineOptions::threads)
@@ -178,14 +184,10 @@ void bind_model(nb::module_& m) {
       .def_rw("kv_type", &EngineOptions::kv_type)
       .def_rw("chunk_tokens", &EngineOptions::chunk_tokens)
       .def_rw("max_context", &EngineOptions::max_context)
-      .def_rw("fused_norm", &EngineOptions::fused_norm)
-      .def_rw("fused_silu", &EngineOptions::fused_silu)
       .def_rw("kv_memory", &EngineOptions::kv_memory)
       .def_rw("prefix_memory", &EngineOptions::prefix_memory)
-      .def_rw("buffer_work", &EngineOptions::buffer_work)
-      .def_rw("pipeline_folder", &EngineOptions::pipeline_folder)
-      .def_rw("no_matmul_tensor", &EngineOptions::no_matmul_tensor)
-      .def_rw("poison_cache", &EngineOptions::poison_cache);
+      .def_rw("poison_cache", &EngineOptions::poison_cache)
+      .def_rw("metal", &EngineOptions::metal);
 
   nb::class_<ModelBuilder>(m, "ModelBuilder", "Collects weight views and builds an engine.")
       .def(nb::init<const Config&, ByteArray, nb::object>(), "config"_a, "mapping"_a, "owner"_a)

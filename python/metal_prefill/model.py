@@ -187,16 +187,16 @@ class Model:
         options.chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, 2048)
         options.kv_memory = 0 if kv_memory is None else integer("kv_memory", kv_memory, 1, MAX_INTEGER)
         options.prefix_memory = integer("prefix_memory", prefix_memory, 0, MAX_INTEGER)
-        options.fused_norm = fused_norm
-        options.fused_silu = fused_silu
+        options.metal.fused_norm = fused_norm
+        options.metal.fused_silu = fused_silu
         if max_context is not None:
             integer("max_context", max_context, 1)  # before the file is opened
         automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"
         device = resolve_device(device)
         if device == "metal":
-            options.pipeline_folder = pipeline_folder(_core.has_emulator)
+            options.metal.pipeline_folder = pipeline_folder(_core.has_emulator)
             if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
-                options.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
+                options.metal.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
 
         self._path = default_model_path() if path is None else packaged_model(path) or Path(path)
         self._kv_dtype = kv_dtype
@@ -232,7 +232,7 @@ class Model:
 
             try:
                 engine = first_contact.build_checked(builder, options, self._config)
-                remove_old_pipelines(options.pipeline_folder)
+                remove_old_pipelines(options.metal.pipeline_folder)
                 return engine
             except DeviceError as error:
                 if not automatic:

@@ -179,7 +179,7 @@ def with_work(monkeypatch: pytest.MonkeyPatch, multiply_adds: float) -> None:
     class Limited(_core.EngineOptions):
         def __init__(self) -> None:
             super().__init__()
-            self.buffer_work = multiply_adds
+            self.metal.buffer_work = multiply_adds
 
     monkeypatch.setattr(_core, "EngineOptions", Limited)
 

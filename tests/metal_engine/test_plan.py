@@ -175,8 +175,8 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     engine = _core.EngineOptions()
     engine.kv_type = _core.KvType[options.get("kv_dtype", "f16").upper()]
     engine.chunk_tokens = chunk_tokens
-    engine.fused_norm = options.get("fused_norm", False)
-    engine.fused_silu = options.get("fused_silu", False)
+    engine.metal.fused_norm = options.get("fused_norm", False)
+    engine.metal.fused_silu = options.get("fused_silu", False)
     for tokens in lengths:
         positions = range(context) if tokens == 1 else (0, context - tokens)
         for position in positions:

@@ -127,7 +127,7 @@ def build_checked(
         return engine
     wrong = _findings(engine, config)
     if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
-        options.no_matmul_tensor = "; ".join(wrong)
+        options.metal.no_matmul_tensor = "; ".join(wrong)
         _log.warning("matrix units are not used, since what they compute is wrong: %s", "; ".join(wrong))
         engine = builder.build("metal", options)
         wrong = _findings(engine, config)

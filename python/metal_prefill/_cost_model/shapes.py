@@ -124,7 +124,7 @@ def plan(
     options = _core.EngineOptions()
     options.kv_type = _core.KvType[kv_type.upper()]
     options.chunk_tokens = chunk_tokens
-    options.fused_norm = fused_norm
-    options.fused_silu = fused_silu
-    options.no_matmul_tensor = "" if matmul_tensor else "not wanted"
+    options.metal.fused_norm = fused_norm
+    options.metal.fused_silu = fused_silu
+    options.metal.no_matmul_tensor = "" if matmul_tensor else "not wanted"
     return from_core(shape.core.plan(tokens, position, _core.Output[output.upper()], family, gpu, options))
