@@ -14,7 +14,7 @@ namespace metal_prefill {
 // The requests of one call, while it is the turn of this thread on all of their sessions.
 class Batch {
  public:
-  Batch(Engine& engine, std::span<Request> requests, const char* call);
+  Batch(Engine& engine, std::span<Request* const> requests, const char* call);
 
   void run(const Progress& progress);
 
@@ -29,19 +29,17 @@ class Batch {
 
     Session& session() const { return *request.session; }
     int left() const { return int(request.tokens.size()) - request.result.done; }
-    // Of the tokens before the first row with an output.
-    int without_output() const {
-      return int(request.tokens.size()) - (request.output == Output::kNone ? 0 : request.output_rows);
-    }
-    bool chooses() const { return request.output == Output::kGreedy || request.output == Output::kSampled; }
+    // Number of tokens before the first row with an output.
+    int without_output() const { return int(request.tokens.size()) - rows_of(request.output); }
     bool reuses() const { return request.prefix == Prefix::kReuse; }
   };
 
+  static void check_rows(const Output& output);
   void begin(Item& item) const;
   void follow_leaders();
   bool is_waiting(Item& item) const;
   void make_room(Item& item, int kept, int end) const;
-  bool goes_on(Item& item, int end) const;
+  bool continues(Item& item, int end) const;
   Chunk next_chunk(Item& item, int tokens) const;
   void check_results(const Chunk& chunk) const;
   void finish(Item& item, const Chunk& chunk) const;
@@ -56,35 +54,35 @@ class Batch {
   std::deque<Turn::Hold> turns_;
 };
 
-Batch::Batch(Engine& engine, std::span<Request> requests, const char* call) : engine_(engine) {
+Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* call) : engine_(engine) {
   std::vector<Session*> sessions;
-  for (Request& request : requests) {
-    if (&request.session->engine() != &engine)
+  std::vector<const Sampler*> samplers;
+  for (Request* request : requests) {
+    if (&request->session->engine() != &engine)
       throw std::invalid_argument("a batch takes sessions of one model only");
-    items_.push_back({request});
-    sessions.push_back(request.session);
+    items_.push_back({*request});
+    sessions.push_back(request->session);
+    if (const auto* sampled = std::get_if<SampledOutput>(&request->output))
+      samplers.push_back(sampled->sampler);
+    check_rows(request->output);
   }
   // In the order of their addresses, so that two batches never wait for each other.
   std::sort(sessions.begin(), sessions.end(), std::less<>());
   if (std::adjacent_find(sessions.begin(), sessions.end()) != sessions.end())
     throw std::invalid_argument("a session appears twice in a batch");
-  std::vector<Sampler*> samplers;
-  for (const Request& request : requests)
-    if (request.output == Output::kSampled) samplers.push_back(request.sampler);
   std::sort(samplers.begin(), samplers.end(), std::less<>());
   if (std::adjacent_find(samplers.begin(), samplers.end()) != samplers.end())
     throw std::invalid_argument("a sampler appears twice in a batch");
-  if (!samplers.empty() && !samplers.front()) throw std::invalid_argument("a sampled output needs a sampler");
-  for (const Request& request : requests) {
-    const Output output = request.output;
-    const bool of_many = output == Output::kLogProbs || output == Output::kGreedy || is_hidden(output) ||
-                         (output == Output::kSampled && request.are_drafts);
-    if (request.output_rows < 1 || (request.output_rows > 1 && !of_many))
-      throw std::invalid_argument("an output of " + std::to_string(request.output_rows) +
-                                  " rows is not known");
-  }
   for (Session* session : sessions) turns_.emplace_back(session->turn_, call);
   for (Item& item : items_) item.before = item.session().tokens_.size();
+}
+
+void Batch::check_rows(const Output& output) {
+  if (std::holds_alternative<NoOutput>(output)) return;
+  const int rows = rows_of(output);
+  const auto* sampled = std::get_if<SampledOutput>(&output);
+  if (rows < 1 || (rows > 1 && sampled && sampled->choices.drafts.empty()))
+    throw std::invalid_argument("an output of " + std::to_string(rows) + " rows is not known");
 }
 
 // Checks the request before anything changes, and finds what is known of its tokens.
@@ -99,9 +97,9 @@ void Batch::begin(Item& item) const {
   }
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
   if (item.without_output() < 0)
-    throw std::invalid_argument("an output of " + std::to_string(item.request.output_rows) +
+    throw std::invalid_argument("an output of " + std::to_string(rows_of(item.request.output)) +
                                 " rows is wanted of " + std::to_string(tokens.size()) + " tokens");
-  if (item.reuses() && item.request.output != Output::kNone && item.request.output_rows > 1)
+  if (item.reuses() && rows_of(item.request.output) > 1)
     throw std::invalid_argument("an output of several rows needs each to be computed: none can be reused");
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_.check_token(tokens[i], i);
   item.start = item.reuses() ? 0 : session.tokens_.size();
@@ -113,7 +111,7 @@ void Batch::begin(Item& item) const {
     item.before = session.keep_known(tokens);
     item.request.result.done = int(item.before);
   }
-  if (item.chooses()) item.request.chosen.assign(std::size_t(item.request.output_rows), -1);
+  if (const Choices* choices = choices_of(item.request.output)) std::ranges::fill(choices->chosen, -1);
   const std::scoped_lock lock(session.state_mutex_);
   session.tokens_.reserve(item.start + tokens.size());  // what follows a computed chunk must not fail
   session.claim_ = claim;
@@ -170,12 +168,13 @@ void Batch::make_room(Item& item, int kept, int end) const {
   session.counters_ += counters;
 }
 
-// Whether the engine may begin with the token after the position `end`, for which there is room then. It is
-// not needed yet: where there is none, nobody need know.
-bool Batch::goes_on(Item& item, int end) const {
+// Whether the engine may start on the token at position `end` early. Makes room for it; a lack of memory is no
+// error here, as the token has not been requested yet.
+bool Batch::continues(Item& item, int end) const {
   const Request& request = item.request;
-  if (!request.more || !engine_.runs_ahead() || request.output != Output::kGreedy ||
-      request.output_rows != 1 || request.trace || end >= item.session().max_context())
+  const auto* greedy = std::get_if<GreedyOutput>(&request.output);
+  if (!greedy || !greedy->continues || !engine_.runs_ahead() || rows_of(request.output) != 1 ||
+      request.trace || end >= item.session().max_context())
     return false;
   try {
     make_room(item, end, end + 1);
@@ -199,62 +198,63 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   chunk.cache = item.session().cache_.get();
   chunk.trace = request.trace;
   const int first = std::max(int(done), item.without_output());  // token with an output
-  chunk.output_rows = std::max(int(done) + tokens - first, 0);
-  if (chunk.output_rows == 0) return chunk;
-  const std::size_t before = std::size_t(first - item.without_output());
-  chunk.output = request.output;
-  chunk.more = goes_on(item, position + tokens);
-  chunk.logits = request.logits;
-  chunk.sampler = request.sampler;
-  if (request.output == Output::kLogProbs) {
-    chunk.targets = request.targets.subspan(before, std::size_t(chunk.output_rows));
-    chunk.log_probs = request.log_probs + before;
-  }
-  if (item.chooses())
-    chunk.chosen = std::span(item.request.chosen).subspan(before, std::size_t(chunk.output_rows));
-  if (request.are_drafts) {
-    chunk.drafts = request.tokens.last(std::size_t(request.output_rows) - 1);
-    chunk.drafts_before = int(before);
-  }
-  if (is_hidden(request.output)) chunk.hidden = request.hidden + before * std::size_t(engine_.config().dim);
+  chunk.output =
+      part_of(request.output, first - item.without_output(), std::max(int(done) + tokens - first, 0));
+  if (auto* greedy = std::get_if<GreedyOutput>(&chunk.output))
+    greedy->continues = continues(item, position + tokens);
   return chunk;
 }
 
-// Nothing that is not a number leaves a call.
+// Throws NumericalError for a result that is NaN: none leaves a call.
 void Batch::check_results(const Chunk& chunk) const {
-  const auto of_token = [&](std::size_t token) {
-    return " of the token at position " + std::to_string(chunk.position + int(token)) + " is NaN";
+  const std::size_t first = chunk.tokens.size() - std::size_t(rows_of(chunk.output));
+  const auto fail = [&](const std::string& what, std::size_t row) {
+    throw NumericalError(what + " of the token at position " +
+                         std::to_string(chunk.position + int(first + row)) + " is NaN");
   };
-  const std::size_t last = chunk.tokens.size() - 1, rows = std::size_t(chunk.output_rows);
-  const std::size_t first = chunk.tokens.size() - rows;
-  if (chunk.output == Output::kLogits) {
-    const float *logits = chunk.logits, *end = logits + engine_.config().vocab_size;
-    const float* bad = std::find_if(logits, end, [](float logit) { return std::isnan(logit); });
-    if (bad != end) throw NumericalError("logit " + std::to_string(bad - logits) + of_token(last));
-  }
-  for (std::size_t i = 0; i < chunk.chosen.size(); ++i) {
-    if (chunk.chosen[i] < 0 && chunk.output == Output::kGreedy)
-      throw NumericalError("every logit" + of_token(first + i));
-    if (chunk.chosen[i] < 0) try {
-        std::rethrow_exception(chunk.error);
-      } catch (const NanLogitError& error) {
-        throw NumericalError("logit " + std::to_string(error.token) + of_token(first + i));
-      }
-    // What follows a wrong draft does not count.
-    const std::size_t draft = std::size_t(chunk.drafts_before) + i;
-    if (draft < chunk.drafts.size() && chunk.chosen[i] != chunk.drafts[draft]) break;
-  }
-  if (is_hidden(chunk.output)) {
-    const std::size_t dim = std::size_t(engine_.config().dim);
-    const float *hidden = chunk.hidden, *end = hidden + rows * dim;
-    const float* bad = std::find_if(hidden, end, [](float value) { return std::isnan(value); });
-    if (bad != end)
-      throw NumericalError("the hidden state" + of_token(first + std::size_t(bad - hidden) / dim));
-  }
-  if (chunk.output == Output::kLogProbs)
-    for (std::size_t i = 0; i < rows; ++i)
-      if (chunk.targets[i] >= 0 && std::isnan(chunk.log_probs[i]))
-        throw NumericalError("the log probability after that" + of_token(first + i));
+  const auto first_nan = [](std::span<const float> values) {
+    return std::size_t(std::ranges::find_if(values, [](float value) { return std::isnan(value); }) -
+                       values.begin());
+  };
+  // What follows a wrong draft does not count.
+  const auto check_choices = [&](const Choices& choices, const auto& fail_row) {
+    for (std::size_t i = 0; i < choices.chosen.size(); ++i) {
+      if (choices.chosen[i] < 0) fail_row(i);
+      const std::size_t draft = std::size_t(choices.first) + i;
+      if (draft < choices.drafts.size() && choices.chosen[i] != choices.drafts[draft]) break;
+    }
+  };
+  std::visit(Overloaded{[](const NoOutput&) {},
+                        [&](const GreedyOutput& greedy) {
+                          check_choices(greedy.choices, [&](std::size_t row) { fail("every logit", row); });
+                        },
+                        [&](const SampledOutput& sampled) {
+                          check_choices(sampled.choices, [&](std::size_t row) {
+                            try {
+                              std::rethrow_exception(sampled.error);
+                            } catch (const NanLogitError& error) {
+                              fail("logit " + std::to_string(error.token), row);
+                            }
+                          });
+                        },
+                        [&](const LogitsOutput& all) {
+                          const std::span<const float> logits(all.logits,
+                                                              std::size_t(engine_.config().vocab_size));
+                          if (const std::size_t bad = first_nan(logits); bad < logits.size())
+                            fail("logit " + std::to_string(bad), 0);
+                        },
+                        [&](const LogProbsOutput& scored) {
+                          for (std::size_t i = 0; i < scored.targets.size(); ++i)
+                            if (scored.targets[i] >= 0 && std::isnan(scored.log_probs[i]))
+                              fail("the log probability after that", i);
+                        },
+                        [&](const HiddenOutput& hidden) {
+                          const std::size_t dim = std::size_t(hidden.dim);
+                          const std::span<const float> states(hidden.states, std::size_t(hidden.rows) * dim);
+                          if (const std::size_t bad = first_nan(states); bad < states.size())
+                            fail("the hidden state", bad / dim);
+                        }},
+             chunk.output);
 }
 
 void Batch::finish(Item& item, const Chunk& chunk) const {
@@ -269,21 +269,24 @@ void Batch::finish(Item& item, const Chunk& chunk) const {
   }
   request.result.done += kept;
   item.active = std::size_t(kept) == chunk.tokens.size() && item.left() > 0;
-  if (item.active || !item.chooses()) return;
-  if (request.are_drafts) request.chosen.resize(std::size_t(request.result.accepted) + 1);
-  request.result.token = request.chosen.back();
-  if (request.sampler)
-    for (const TokenId token : request.chosen) request.sampler->accept(token);
+  Choices* choices = choices_of(request.output);
+  if (item.active || !choices) return;
+  if (!choices->drafts.empty())
+    choices->chosen = choices->chosen.first(std::size_t(request.result.accepted) + 1);
+  request.result.token = choices->chosen.back();
+  if (const auto* sampled = std::get_if<SampledOutput>(&request.output))
+    for (const TokenId token : choices->chosen) sampled->sampler->accept(token);
 }
 
 // Tokens of the chunk before the first draft that is not what was chosen there.
 int Batch::accepted_tokens(Item& item, const Chunk& chunk) {
-  Request& request = item.request;
-  int& right = request.result.accepted;
-  for (const TokenId token : chunk.chosen) {
-    if (!request.are_drafts || std::size_t(right) == chunk.drafts.size()) break;
-    if (token != chunk.drafts[std::size_t(right)])
-      return item.without_output() + 1 + right - request.result.done;
+  const Choices* choices = choices_of(chunk.output);
+  if (!choices) return int(chunk.tokens.size());
+  PromptResult& result = item.request.result;
+  int& right = result.accepted;
+  for (const TokenId token : choices->chosen) {
+    if (std::size_t(right) == choices->drafts.size()) break;
+    if (token != choices->drafts[std::size_t(right)]) return item.without_output() + 1 + right - result.done;
     ++right;
   }
   return int(chunk.tokens.size());
@@ -294,13 +297,14 @@ int Batch::accepted_tokens(Item& item, const Chunk& chunk) {
 // numbers.
 bool Batch::drop_drafts(Item& item) {
   Request& request = item.request;
-  const int rows = request.result.accepted + 1;
-  if (!request.are_drafts || !item.chooses() || request.output_rows == rows) return false;
-  request.tokens = request.tokens.first(std::size_t(item.without_output() + rows));
-  request.output_rows = rows;
-  request.chosen.assign(std::size_t(rows), -1);
-  const auto right = request.tokens.last(std::size_t(rows) - 1);
-  std::copy(right.begin(), right.end(), request.chosen.begin());
+  Choices* choices = choices_of(request.output);
+  const std::size_t right = std::size_t(request.result.accepted);
+  if (!choices || choices->drafts.size() == right) return false;
+  request.tokens = request.tokens.first(std::size_t(item.without_output()) + right + 1);
+  choices->drafts = choices->drafts.first(right);
+  choices->chosen = choices->chosen.first(right + 1);
+  std::ranges::copy(choices->drafts, choices->chosen.begin());
+  choices->chosen.back() = -1;
   Session& session = item.session();
   const std::scoped_lock lock(session.state_mutex_);
   session.drop_uncounted_rows();
@@ -391,7 +395,8 @@ void Batch::run(const Progress& progress) {
   for (Item& item : items_) item.session().remember_pages();
 }
 
-void run_batch(Engine& engine, std::span<Request> requests, const char* call, const Progress& progress) {
+void run_batch(Engine& engine, std::span<Request* const> requests, const char* call,
+               const Progress& progress) {
   Batch(engine, requests, call).run(progress);
 }
 

@@ -7,7 +7,6 @@
 
 #include <exception>
 #include <span>
-#include <vector>
 
 #include "engine.h"
 
@@ -18,28 +17,18 @@ struct Request {
   Session* session = nullptr;
   std::span<const TokenId> tokens;
   Prefix prefix = Prefix::kAppend;
-  Output output = Output::kNone;
-  int output_rows = 1;  // the last tokens, of which the output is wanted; kLogits: 1
-  // kGreedy, kSampled: the tokens after the first of those rows are guesses at what is chosen. The first that
-  // is wrong and those after it are not appended.
-  bool are_drafts = false;
-  float* logits = nullptr;           // kLogits: [vocab_size]
-  std::span<const TokenId> targets;  // kLogProbs: [output_rows]; a negative one is not asked for
-  float* log_probs = nullptr;        // kLogProbs: [output_rows]
-  float* hidden = nullptr;           // kHidden, kResidual: [output_rows][dim]
-  Sampler* sampler = nullptr;        // kSampled: of this request alone; takes one row, or drafts
-  bool more = false;                 // kGreedy: the token that is chosen will be appended next
+  Output output;  // of the last tokens. Afterwards `chosen` lacks the rows after a wrong draft
   Trace* trace = nullptr;
   Claim claim = 0;
 
-  std::vector<TokenId> chosen;  // kGreedy, kSampled: [output_rows], less the rows after a wrong draft
   PromptResult result = {};
   std::exception_ptr error;  // null: none
 };
 
 // Each session may appear once, and all must be of `engine`; else std::invalid_argument, and nothing is
-// computed. All other errors are those of single requests, but for SessionBusyError. `call` is a string
+// computed. All other errors are those of single requests, except SessionBusyError. `call` is a string
 // literal: the name of the call in messages.
-void run_batch(Engine& engine, std::span<Request> requests, const char* call, const Progress& progress = {});
+void run_batch(Engine& engine, std::span<Request* const> requests, const char* call,
+               const Progress& progress = {});
 
 }  // namespace metal_prefill

@@ -31,16 +31,6 @@ CallCounters& CallCounters::operator+=(const CallCounters& other) {
   return *this;
 }
 
-void Chunk::choose_token(int row, std::span<const float> all_logits) noexcept {
-  const std::size_t r = std::size_t(row), ahead = std::size_t(drafts_before) + r;
-  if (error || (row > 0 && chosen[r - 1] != drafts[ahead - 1])) return;
-  try {
-    chosen[r] = sampler->choose(all_logits, drafts.first(ahead));
-  } catch (...) {
-    error = std::current_exception();
-  }
-}
-
 Session::Session(std::shared_ptr<Engine> engine, int max_context)
     : engine_(std::move(engine)),
       max_context_(max_context),
@@ -110,32 +100,38 @@ void Session::check_room(std::size_t position, std::size_t tokens) const {
 
 PromptResult Session::run(const char* call, Request request, const Progress& progress) {
   request.session = this;
-  run_batch(*engine_, {&request, 1}, call, progress);
+  Request* const only = &request;
+  run_batch(*engine_, {&only, 1}, call, progress);
   if (request.error) std::rethrow_exception(request.error);
   return request.result;
 }
 
 PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress,
                                      Claim claim, bool more) {
+  TokenId chosen = -1;
   return run("forward_prompt",
-             {.tokens = tokens, .prefix = prefix, .output = Output::kGreedy, .more = more, .claim = claim},
+             {.tokens = tokens,
+              .prefix = prefix,
+              .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}, .continues = more},
+              .claim = claim},
              progress);
 }
 
 PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix,
                                             const Progress& progress, Claim claim) {
-  return run(
-      "forward_prompt_logits",
-      {.tokens = tokens, .prefix = prefix, .output = Output::kLogits, .logits = logits, .claim = claim},
-      progress);
+  return run("forward_prompt_logits",
+             {.tokens = tokens, .prefix = prefix, .output = LogitsOutput{logits}, .claim = claim}, progress);
 }
 
 PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler, Prefix prefix,
                                              const Progress& progress, Claim claim) {
-  return run(
-      "forward_prompt_sampled",
-      {.tokens = tokens, .prefix = prefix, .output = Output::kSampled, .sampler = &sampler, .claim = claim},
-      progress);
+  TokenId chosen = -1;
+  return run("forward_prompt_sampled",
+             {.tokens = tokens,
+              .prefix = prefix,
+              .output = SampledOutput{.choices = {.chosen = {&chosen, 1}}, .sampler = &sampler},
+              .claim = claim},
+             progress);
 }
 
 std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
@@ -143,37 +139,34 @@ std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, in
   if (drafts < 0 || std::size_t(drafts) >= std::max(tokens.size(), std::size_t(1)))
     throw std::invalid_argument(std::to_string(drafts) + " of " + std::to_string(tokens.size()) +
                                 " tokens cannot be guesses: at least one that is not comes before them");
-  Request request = {.session = this,
-                     .tokens = tokens,
-                     .output = sampler ? Output::kSampled : Output::kGreedy,
-                     .output_rows = drafts + 1,
-                     .are_drafts = true,
-                     .sampler = sampler,
-                     .more = more,
-                     .claim = claim};
-  run_batch(*engine_, {&request, 1}, "forward_drafts");
-  if (request.error) std::rethrow_exception(request.error);
-  return std::move(request.chosen);
+  std::vector<TokenId> chosen(std::size_t(drafts) + 1, -1);
+  const Choices choices = {.chosen = chosen, .drafts = tokens.last(std::size_t(drafts))};
+  Output output = GreedyOutput{choices, more};
+  if (sampler) output = SampledOutput{.choices = choices, .sampler = sampler};
+  const PromptResult result =
+      run("forward_drafts", {.tokens = tokens, .output = std::move(output), .claim = claim}, {});
+  chosen.resize(std::size_t(result.accepted) + 1);
+  return chosen;
 }
 
 PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
   if (tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
   engine_->check_token(tokens.back(), tokens.size() - 1);
-  return run("score",
-             {.tokens = tokens.first(tokens.size() - 1),
-              .output = Output::kLogProbs,
-              .output_rows = int(tokens.size()) - 1,
-              .targets = tokens.subspan(1),
-              .log_probs = log_probs},
-             progress);
+  return run(
+      "score",
+      {.tokens = tokens.first(tokens.size() - 1), .output = LogProbsOutput{tokens.subspan(1), log_probs}},
+      progress);
 }
 
 TokenId Session::forward_token_greedy(TokenId token) {
-  return run("forward_token_greedy", {.tokens = {&token, 1}, .output = Output::kGreedy}, {}).token;
+  TokenId chosen = -1;
+  return run("forward_token_greedy",
+             {.tokens = {&token, 1}, .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}}}, {})
+      .token;
 }
 
 void Session::forward_token(TokenId token, float* logits) {
-  run("forward_token", {.tokens = {&token, 1}, .output = Output::kLogits, .logits = logits}, {});
+  run("forward_token", {.tokens = {&token, 1}, .output = LogitsOutput{logits}}, {});
 }
 
 int Session::reuse(std::span<const TokenId> tokens) {

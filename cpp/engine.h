@@ -22,6 +22,7 @@
 
 #include "fork_handler.h"
 #include "model.h"
+#include "output.h"
 #include "pages.h"
 #include "sampling.h"
 #include "token.h"
@@ -80,20 +81,6 @@ struct EngineOptions {
   MetalOptions metal;
 };
 
-// What the last layer computes of a row with an output. Logits leave the engine for kLogits alone.
-enum class Output {
-  kNone,      // nothing: more chunks follow
-  kGreedy,    // the id of the largest logit
-  kLogits,    // all logits, of the last token only
-  kSampled,   // the id that a sampler chooses by the logits
-  kLogProbs,  // the log probability of the row's target
-  kHidden,    // the residual stream after the output norm
-  kResidual,  // the same before the output norm
-};
-inline bool is_hidden(Output output) {
-  return output == Output::kHidden || output == Output::kResidual;
-}
-
 class Cache;
 class PassInspector;  // inspection.h
 struct Trace;         // inspection.h
@@ -103,24 +90,8 @@ struct Chunk {
   std::span<const TokenId> tokens;
   int position = 0;        // of tokens[0]
   Cache* cache = nullptr;  // of the session, with room for the tokens
-  Output output = Output::kNone;
-  int output_rows = 0;               // the last tokens, of which the output is wanted
-  float* logits = nullptr;           // kLogits: [vocab_size]
-  std::span<const TokenId> targets;  // kLogProbs: [output_rows]; a negative one is not asked for
-  float* log_probs = nullptr;        // kLogProbs: [output_rows]
-  float* hidden = nullptr;           // kHidden, kResidual: [output_rows][dim]
-  std::span<TokenId> chosen;         // kGreedy, kSampled: [output_rows]; stays -1 where there is none
-  Sampler* sampler = nullptr;        // kSampled: its own, given the logits by choose_token()
-  std::span<const TokenId> drafts;   // kSampled: the tokens after the first row with an output
-  int drafts_before = 0;             // kSampled: of those, how many earlier chunks had
-  bool more = false;                 // kGreedy: a pass with the chosen token follows, at the next position,
-                                     // for which the cache has room, together with those of the other chunks
-  Trace* trace = nullptr;            // if not null: each dispatch runs alone and is noted there
-  std::exception_ptr error;          // kSampled: why there is no token
-
-  // Has the sampler choose where the logits are, for the rows with an output in their order. A row after a
-  // draft that was not chosen has no meaning and is left out. [vocab_size]
-  void choose_token(int row, std::span<const float> all_logits) noexcept;
+  Output output;           // of the last tokens
+  Trace* trace = nullptr;  // if not null: each dispatch runs alone and is recorded there
 };
 
 // Counts of one call, for Session::stats().
@@ -160,7 +131,7 @@ using Progress = std::function<bool(int done, int total)>;
 
 struct PromptResult {
   int done = 0;        // tokens of the prompt that are now in the cache
-  TokenId token = -1;  // kGreedy, kSampled: the next token; -1 when the prompt was stopped
+  TokenId token = -1;  // the next token where one is chosen; -1 when the prompt was stopped
   int accepted = 0;    // drafts that were chosen, and are in the cache; the others are not
 };
 
@@ -311,7 +282,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual int pass_rows() const = 0;
   // Most tokens of one sequence in a pass that get, bit for bit, what they would get one by one.
   virtual int exact_rows() const = 0;
-  // Whether it begins with the token after a chunk before the caller asks for it (Chunk::more).
+  // Whether it begins with the token after a chunk before the caller asks for it (GreedyOutput::continues).
   virtual bool runs_ahead() const { return false; }
   // Appends the chunks, each of a different session, to their caches and computes their outputs. When this
   // throws, the positions before the chunks are intact in all caches.

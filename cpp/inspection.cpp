@@ -19,7 +19,11 @@ std::vector<Dispatch> SessionInspector::plan(int tokens) const {
 
 PromptResult SessionInspector::trace(std::span<const TokenId> tokens, Trace& trace,
                                      const Progress& progress) {
-  return session_.run("trace", {.tokens = tokens, .output = Output::kGreedy, .trace = &trace}, progress);
+  TokenId chosen = -1;
+  return session_.run(
+      "trace",
+      {.tokens = tokens, .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}}, .trace = &trace},
+      progress);
 }
 
 std::vector<float> SessionInspector::intermediate(const std::string& name) const {

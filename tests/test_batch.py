@@ -258,6 +258,25 @@ def test_nothing_is_computed_when_arguments_are_wrong(demo: Model, demo_path: Pa
     assert session.position == 0
 
 
+def test_a_native_request_is_computed_once(demo: Model) -> None:
+    session, engine = demo.session(), demo._core_engine()
+    request = _core.Request.logits(session._open(), np.array([1, 2], np.int32))
+    engine.forward_batch([request])
+    with pytest.raises(ValueError, match="a request is computed once"):
+        engine.forward_batch([request])
+    assert session.position == 2
+
+
+def test_a_native_request_has_no_more_rows_than_tokens(demo: Model) -> None:
+    core, ids = demo.session()._open(), np.array([1, 2], np.int32)
+    for rows in (-1, 0, 3):
+        for make in (_core.Request.greedy, _core.Request.hidden):
+            with pytest.raises(ValueError, match=f"an output of {rows} rows is wanted of 2 tokens"):
+                make(core, ids, rows)
+    with pytest.raises(ValueError, match="an output of 2 rows is wanted of 1 tokens"):
+        _core.Request.log_probs(core, ids, 2)
+
+
 def test_the_limit_of_memory_is_named_and_nothing_changes(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])

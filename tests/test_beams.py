@@ -132,9 +132,9 @@ def test_the_beams_are_rows_of_one_pass(tiny: Model, monkeypatch: pytest.MonkeyP
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-        def forward_batch(self, sessions: Any, *arguments: Any, **options: Any) -> Any:
-            passes.append(len(sessions))
-            return engine.forward_batch(sessions, *arguments, **options)
+        def forward_batch(self, requests: Any) -> Any:
+            passes.append(len(requests))
+            return engine.forward_batch(requests)
 
     monkeypatch.setattr(tiny, "_core_engine", Counting)
     position = tiny.position

@@ -282,9 +282,9 @@ class CountingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def forward_batch(self, sessions: Any, tokens: Any, *args: Any, **options: Any) -> Any:
-        self.rows += sum(map(len, tokens))
-        return self._engine.forward_batch(sessions, tokens, *args, **options)
+    def forward_batch(self, requests: Any) -> Any:
+        self.rows += sum(request.n_tokens for request in requests)
+        return self._engine.forward_batch(requests)
 
 
 def test_answers_are_made_from_one_prefill_on_each_device(demo: Model) -> None:
@@ -402,13 +402,22 @@ def test_calls_share_passes_with_streams_and_neither_waits_for_all_of_the_other(
         np.testing.assert_array_equal(pending.results[0], state)
 
 
-def test_a_cancelled_call_is_dropped_and_one_of_many_greedy_rows_refused(cpu: Model) -> None:
+def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     session = cpu.session()
     pending = scheduler.call(call(cpu, [session], [[1, 2, 3]], "hidden"))
     pending.cancelled = True
     assert scheduler.step() == []
     assert (scheduler.busy, session.position, scheduler.passes) == (False, 0, 0)
-    many = BatchCall(cpu.config, [session], [[1, 2, 3]], "greedy", "all")
-    with pytest.raises(ValueError, match="greedy tokens of one row"):
-        scheduler.call(many)
+
+
+def test_a_call_gets_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
+    ids = [3, 1, 4, 1, 5]
+    expected = cpu.forward_batch([cpu.session()], [ids], rows="all")[0]
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit(TEXTS[0], 2)
+    pending = scheduler.call(BatchCall(cpu.config, [cpu.session()], [ids], "greedy", "all"))
+    while scheduler.busy:
+        scheduler.step()
+    assert writing.finish_reason == "length"
+    assert pending.results == [expected.tolist()]

@@ -10,8 +10,21 @@ namespace {
 
 constexpr int kHeadRows = 32;  // rows whose logits are in memory together when the pass itself needs them
 
-bool uses_logits(const Chunk& chunk) {
-  return chunk.output == Output::kLogProbs || chunk.output == Output::kSampled;
+// Where the logits of a row with an output go.
+enum class LogitsUse {
+  kNone,     // they are not computed
+  kLargest,  // nowhere: only the largest is needed
+  kCaller,   // to the caller's memory
+  kPass,     // to the workspace, where the pass reads them
+};
+LogitsUse logits_use(const Output& output) {
+  return std::visit(Overloaded{
+                        [](const OneOf<NoOutput, HiddenOutput> auto&) { return LogitsUse::kNone; },
+                        [](const GreedyOutput&) { return LogitsUse::kLargest; },
+                        [](const LogitsOutput&) { return LogitsUse::kCaller; },
+                        [](const OneOf<SampledOutput, LogProbsOutput> auto&) { return LogitsUse::kPass; },
+                    },
+                    output);
 }
 
 // The tiles that see the most first, dealt to the threads in turns, back and forth: their shares are alike,
@@ -143,9 +156,10 @@ void ForwardPass::deliver_hidden(const Context& c) {
   const int first = int(logits_.size());
   c.worker.for_each(int(outputs_.size()) - first, [&](int i) {
     const auto& [chunk, row] = outputs_[std::size_t(first + i)];
+    const auto& hidden = std::get<HiddenOutput>(chunk->output);
     const float* x = work_.x.row(first + i);
-    float* out = chunk->hidden + std::ptrdiff_t(row) * config_.dim;
-    if (chunk->output == Output::kHidden)
+    float* out = hidden.states + std::ptrdiff_t(row) * config_.dim;
+    if (hidden.normed)
       c.kernels.rms_norm(x, floats(model_.output_norm), config_.stream_eps(), config_.dim, out);
     else
       std::transform(x, x + config_.dim, out, [&](float value) { return value * config_.residual_scale; });
@@ -154,38 +168,43 @@ void ForwardPass::deliver_hidden(const Context& c) {
 
 // Log probabilities of targets and sampled tokens, where those are wanted.
 void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
-  if (std::none_of(wanted.begin(), wanted.end(), [](const Wanted& w) { return uses_logits(*w.chunk); }))
+  if (std::ranges::none_of(wanted,
+                           [](const Wanted& w) { return logits_use(w.chunk->output) == LogitsUse::kPass; }))
     return;
   const float* const* logits_of = logits_.data() + (wanted.data() - outputs_.data());
   const int n = int(wanted.size());
-  c.worker.for_each(n, [&](int i) {
-    const auto& [chunk, row] = wanted[std::size_t(i)];
-    if (chunk->output == Output::kSampled) {
-      // One thread takes all rows of a chunk: which of them count depends on the ones before.
-      if (i > 0 && wanted[std::size_t(i) - 1].chunk == chunk) return;
-      for (int j = i; j < n && wanted[std::size_t(j)].chunk == chunk; ++j)
-        chunk->choose_token(wanted[std::size_t(j)].row, {logits_of[j], std::size_t(config_.vocab_size)});
-      return;
-    }
-    if (chunk->output != Output::kLogProbs) return;
-    const TokenId target = chunk->targets[std::size_t(row)];
+  // One thread takes all rows of a chunk: which of them count depends on the ones before.
+  const auto choose = [&](SampledOutput& sampled, int i) {
+    const Chunk* chunk = wanted[std::size_t(i)].chunk;
+    if (i > 0 && wanted[std::size_t(i) - 1].chunk == chunk) return;
+    for (int j = i; j < n && wanted[std::size_t(j)].chunk == chunk; ++j)
+      sampled.choose(wanted[std::size_t(j)].row, {logits_of[j], std::size_t(config_.vocab_size)});
+  };
+  const auto score = [&](const LogProbsOutput& scored, int i) {
+    const int row = wanted[std::size_t(i)].row;
+    const TokenId target = scored.targets[std::size_t(row)];
     if (target < 0) return;
     const float* logits = logits_of[i];
     const float largest = *std::max_element(logits, logits + config_.vocab_size);
     const double log_sum = std::log(kernels_.sum_exp(logits, largest, config_.vocab_size));
-    chunk->log_probs[row] = float(double(logits[target]) - double(largest) - log_sum);
+    scored.log_probs[row] = float(double(logits[target]) - double(largest) - log_sum);
+  };
+  c.worker.for_each(n, [&](int i) {
+    std::visit(Overloaded{[&](SampledOutput& sampled) { choose(sampled, i); },
+                          [&](const LogProbsOutput& scored) { score(scored, i); },
+                          [](const OneOf<NoOutput, GreedyOutput, LogitsOutput, HiddenOutput> auto&) {}},
+               wanted[std::size_t(i)].chunk->output);
   });
 }
 
 // Lists the rows of the pass, those of the last layer, and makes room for them.
 void ForwardPass::plan(std::span<Chunk> chunks) {
-  const auto rows_of = [](const Chunk& chunk) { return int(chunk.tokens.size()); };
   int n = 0, n_wanted = 0, n_used = 0;
   std::size_t n_pages = 0;
   for (const Chunk& chunk : chunks) {
-    n += rows_of(chunk);
-    n_wanted += chunk.output_rows;
-    if (uses_logits(chunk)) n_used += chunk.output_rows;
+    n += int(chunk.tokens.size());
+    n_wanted += rows_of(chunk.output);
+    if (logits_use(chunk.output) == LogitsUse::kPass) n_used += rows_of(chunk.output);
     n_pages += chunk.cache->pages().size();
   }
   work_.reserve(config_, weights_, ropes_.ropes.size(), n, std::min(n_used, kHeadRows));
@@ -201,30 +220,31 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   const auto tile_rows = [&](int total) { return query_tile_rows(total, config_.n_kv_heads, team_.size()); };
   std::byte** pages = pages_.data();
   const auto add = [&](Chunk& chunk) {
-    const int first = all_.count(), first_wanted = wanted_.count(), count = rows_of(chunk);
+    const int first = all_.count(), first_wanted = wanted_.count();
+    const int count = int(chunk.tokens.size()), count_wanted = rows_of(chunk.output);
+    const auto* logits = std::get_if<LogitsOutput>(&chunk.output);
     cache_.addresses(chunk.cache->pages(), pages);
     for (int i = 0; i < count; ++i)
       all_.rows.push_back({chunk.tokens[std::size_t(i)], chunk.position + i, first + i, pages});
     const auto rows = std::span<const Row>(all_.rows).subspan(std::size_t(first));
     add_tiles(all_.tiles, rows, first, tile_rows(n));
     add_key_blocks(key_blocks_, rows, first);
-    for (int i = 0; i < chunk.output_rows; ++i) {
-      wanted_.rows.push_back(all_.rows[std::size_t(first + count - chunk.output_rows + i)]);
+    for (int i = 0; i < count_wanted; ++i) {
+      wanted_.rows.push_back(all_.rows[std::size_t(first + count - count_wanted + i)]);
       outputs_.push_back({&chunk, i});
-      if (!is_hidden(chunk.output))
-        logits_.push_back(chunk.output == Output::kLogits ? chunk.logits : nullptr);
+      if (logits_use(chunk.output) != LogitsUse::kNone) logits_.push_back(logits ? logits->logits : nullptr);
     }
     add_tiles(wanted_.tiles, std::span(wanted_.rows).subspan(std::size_t(first_wanted)), first_wanted,
               tile_rows(n_wanted));
     pages += chunk.cache->pages().size();
   };
-  for (const bool hidden : {false, true})
+  for (const bool with_logits : {true, false})
     for (Chunk& chunk : chunks)
-      if (is_hidden(chunk.output) == hidden) add(chunk);
+      if ((logits_use(chunk.output) != LogitsUse::kNone) == with_logits) add(chunk);
   // Logits that only the pass needs take turns: at most kHeadRows are in use at a time.
   std::size_t used = 0;
   for (std::size_t i = 0; i < logits_.size(); ++i)
-    if (uses_logits(*outputs_[i].chunk))
+    if (logits_use(outputs_[i].chunk->output) == LogitsUse::kPass)
       logits_[i] = work_.logits + used++ % kHeadRows * std::size_t(config_.vocab_size);
   for (Rows* rows : {&all_, &wanted_}) {
     deal(rows->tiles, team_.size());
@@ -240,8 +260,8 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
 
 void ForwardPass::deliver() {
   for (std::size_t i = 0; i < outputs_.size(); ++i)
-    if (const auto& [chunk, row] = outputs_[i]; chunk->output == Output::kGreedy)
-      chunk->chosen[std::size_t(row)] = best_of(scratch_, int(i)).index;
+    if (auto* greedy = std::get_if<GreedyOutput>(&outputs_[i].chunk->output))
+      greedy->choices.chosen[std::size_t(outputs_[i].row)] = best_of(scratch_, int(i)).index;
 }
 
 }  // namespace metal_prefill::cpu

@@ -267,7 +267,8 @@ std::string label_of(const PassRows& rows, std::span<Chunk* const> chunks) {
 std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
   std::vector<PassChunk> shapes;
   for (const Chunk* chunk : chunks)
-    shapes.push_back({int(chunk->tokens.size()), chunk->position, chunk->output, chunk->output_rows});
+    shapes.push_back(
+        {int(chunk->tokens.size()), chunk->position, row_output_of(chunk->output), rows_of(chunk->output)});
   return shapes;
 }
 
@@ -295,8 +296,10 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
   KvPages::Hold pages(store_);
   const std::vector<AskedPass> passes = passes_for(chunks, pages);
   std::shared_ptr<SentPass> next;
-  const bool goes_on =
-      std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) { return chunk->more; });
+  const bool goes_on = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
+    const auto* greedy = std::get_if<GreedyOutput>(&chunk->output);
+    return greedy && greedy->continues;
+  });
   // Its rows are those that the pass after it finds the tokens of.
   if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
     next = send_after(chunks, pages, *passes[0].pass);
@@ -312,7 +315,7 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
         .keep_ahead({next,
                      i,
                      chunks[i]->position + int(chunks[i]->tokens.size()),
-                     chunks[i]->chosen[0],
+                     std::get<GreedyOutput>(chunks[i]->output).choices.chosen[0],
                      {held.begin(), held.end()}});
   }
 }
@@ -359,15 +362,15 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
 // The pass with the tokens that `before` chooses. An error of it is not one of the call that sends it: null.
 std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* const> chunks,
                                                                KvPages::Hold& pages, const SentPass& before) {
-  static constexpr TokenId kUnknown[] = {0};  // the host writes no tokens that a kernel reads
+  static constexpr TokenId kUnknown[] = {0};       // the host writes no tokens that a kernel reads
+  std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that ask for the pass, not here
   std::vector<Chunk> next(chunks.size());
   std::vector<Chunk*> pointers;
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     next[i].tokens = kUnknown;
     next[i].position = chunks[i]->position + int(chunks[i]->tokens.size());
     next[i].cache = chunks[i]->cache;
-    next[i].output = Output::kGreedy;
-    next[i].output_rows = 1;
+    next[i].output = GreedyOutput{.choices = {.chosen = {&chosen[i], 1}}};
     pointers.push_back(&next[i]);
   }
   try {
@@ -382,9 +385,9 @@ std::unique_ptr<MetalEngine::Ahead> MetalEngine::MetalCache::take_ahead(const Ch
   const std::span<const PageId> held = pages();
   const bool same_pages = held.size() >= ahead_->pages.size() &&
                           std::equal(ahead_->pages.begin(), ahead_->pages.end(), held.begin());
-  const bool is_it = chunk.tokens.size() == 1 && chunk.tokens[0] == ahead_->token &&
-                     chunk.position == ahead_->position && chunk.output == Output::kGreedy &&
-                     chunk.output_rows == 1 && same_pages;
+  const bool is_it =
+      chunk.tokens.size() == 1 && chunk.tokens[0] == ahead_->token && chunk.position == ahead_->position &&
+      std::holds_alternative<GreedyOutput>(chunk.output) && rows_of(chunk.output) == 1 && same_pages;
   if (!is_it) drop_ahead();
   return std::move(ahead_);
 }
@@ -408,60 +411,62 @@ void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span
   for (const RowRun& run : rows.all.runs)
     copy(tokens_of(run, chunks[std::size_t(run.chunk)]->tokens), tables.ids, std::size_t(run.row));
   for (const RowRun& run : rows.wanted.runs)
-    if (const Chunk& chunk = *chunks[std::size_t(run.chunk)]; chunk.output == Output::kLogProbs)
-      copy(chunk.targets, tables.targets, std::size_t(run.row - rows.scored.first));
+    if (const auto* scored = std::get_if<LogProbsOutput>(&chunks[std::size_t(run.chunk)]->output))
+      copy(scored->targets, tables.targets, std::size_t(run.row - rows.scored.first));
 }
 
 std::vector<Dispatch> MetalEngine::plan(int tokens, int position) const {
-  return record_prompt(forward_, tokens, position, Output::kGreedy);
+  return record_prompt(forward_, tokens, position, RowOutput::kGreedy);
 }
 
 // Copies the outputs from the buffers that the host can read.
 void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const {
   const auto contents = [&](BufferName name) { return batch.peek(name).contents; };
   const std::size_t vocab_size = std::size_t(config().vocab_size);
+  // Logits of rows for the host, [rows][vocab_size].
+  const auto logits_of = [&](const RowRun& run) {
+    const auto* logits = static_cast<const float*>(contents(BufferName::kHostLogits));
+    return logits + std::size_t(run.row - rows.logits.first) * vocab_size;
+  };
   for (const RowRun& run : rows.wanted.runs) {
     if (!chunks[std::size_t(run.chunk)]) continue;
-    Chunk& chunk = *chunks[std::size_t(run.chunk)];
-    switch (chunk.output) {
-      case Output::kNone:
-        break;
-      case Output::kGreedy: {
-        const auto* best = static_cast<const Candidate*>(contents(BufferName::kResult));
-        best += run.row - rows.greedy.first;
-        for (std::size_t i = 0; i < chunk.chosen.size(); ++i)
-          chunk.chosen[i] = best[i].index == ARGMAX_NONE ? -1 : TokenId(best[i].index);
-        break;
-      }
-      case Output::kLogits:
-      case Output::kSampled: {
-        const auto* logits = static_cast<const float*>(contents(BufferName::kHostLogits));
-        logits += std::size_t(run.row - rows.logits.first) * vocab_size;
-        if (chunk.output == Output::kLogits) std::memcpy(chunk.logits, logits, vocab_size * sizeof(float));
-        for (int i = 0; i < int(chunk.chosen.size()); ++i)
-          chunk.choose_token(i, {logits + std::size_t(i) * vocab_size, vocab_size});
-        break;
-      }
-      case Output::kLogProbs: {
-        const auto* log_probs = static_cast<const float*>(contents(BufferName::kLogProbs));
-        log_probs += run.row - rows.scored.first;
-        std::memcpy(chunk.log_probs, log_probs, std::size_t(run.count) * sizeof(float));
-        break;
-      }
-      case Output::kHidden:
-      case Output::kResidual: {
-        // Rows of the residual stream follow those that are normed.
-        const auto* hidden = static_cast<const float*>(contents(BufferName::kHidden));
-        const std::size_t first = std::size_t(run.row - rows.hidden.first);
-        const std::size_t dim = std::size_t(config().dim), padded_dim = std::size_t(padded_.config.dim);
-        const float factor = chunk.output == Output::kHidden ? 1.0f : config().residual_scale;
-        for (std::size_t i = 0; i < std::size_t(run.count); ++i) {
-          const float* x = hidden + (first + i) * padded_dim;
-          std::transform(x, x + dim, chunk.hidden + i * dim, [&](float value) { return value * factor; });
-        }
-        break;
-      }
-    }
+    std::visit(Overloaded{[](const NoOutput&) {},
+                          [&](const GreedyOutput& greedy) {
+                            const auto* best = static_cast<const Candidate*>(contents(BufferName::kResult));
+                            best += run.row - rows.greedy.first;
+                            for (TokenId& chosen : greedy.choices.chosen) {
+                              chosen = best->index == ARGMAX_NONE ? -1 : TokenId(best->index);
+                              ++best;
+                            }
+                          },
+                          [&](SampledOutput& sampled) {
+                            const float* logits = logits_of(run);
+                            for (int i = 0; i < run.count; ++i)
+                              sampled.choose(i, {logits + std::size_t(i) * vocab_size, vocab_size});
+                          },
+                          [&](const LogitsOutput& all) {
+                            std::memcpy(all.logits, logits_of(run), vocab_size * sizeof(float));
+                          },
+                          [&](const LogProbsOutput& scored) {
+                            const auto* log_probs =
+                                static_cast<const float*>(contents(BufferName::kLogProbs));
+                            log_probs += run.row - rows.scored.first;
+                            std::memcpy(scored.log_probs, log_probs, std::size_t(run.count) * sizeof(float));
+                          },
+                          [&](const HiddenOutput& hidden) {
+                            // Rows of the residual stream follow those that are normed.
+                            const auto* states = static_cast<const float*>(contents(BufferName::kHidden));
+                            const std::size_t first = std::size_t(run.row - rows.hidden.first);
+                            const std::size_t dim = std::size_t(hidden.dim),
+                                              padded_dim = std::size_t(padded_.config.dim);
+                            const float factor = hidden.normed ? 1.0f : config().residual_scale;
+                            for (std::size_t i = 0; i < std::size_t(run.count); ++i) {
+                              const float* x = states + (first + i) * padded_dim;
+                              std::transform(x, x + dim, hidden.states + i * dim,
+                                             [&](float value) { return value * factor; });
+                            }
+                          }},
+               chunks[std::size_t(run.chunk)]->output);
   }
 }
 

@@ -261,8 +261,8 @@ KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   RecordedBuffers buffers;
   for (const int tokens : lengths)
     for (const int position : {0, config_.context_length - tokens})
-      for (const Output output :
-           {Output::kNone, Output::kGreedy, Output::kLogits, Output::kLogProbs, Output::kHidden})
+      for (const RowOutput output : {RowOutput::kNone, RowOutput::kGreedy, RowOutput::kLogits,
+                                     RowOutput::kLogProbs, RowOutput::kHidden})
         encode(collector, rows_of({{last_rows(tokens, position, output)}}), buffers);
   return collector.kernels();
 }

@@ -41,6 +41,19 @@ void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows
 
 }  // namespace
 
+RowOutput row_output_of(const Output& output) {
+  return std::visit(Overloaded{
+                        [](const NoOutput&) { return RowOutput::kNone; },
+                        [](const GreedyOutput&) { return RowOutput::kGreedy; },
+                        [](const OneOf<SampledOutput, LogitsOutput> auto&) { return RowOutput::kLogits; },
+                        [](const LogProbsOutput&) { return RowOutput::kLogProbs; },
+                        [](const HiddenOutput& hidden) {
+                          return hidden.normed ? RowOutput::kHidden : RowOutput::kResidual;
+                        },
+                    },
+                    output);
+}
+
 PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile,
                    bool causal)
     : few(causal), one_each(causal), one_wanted(causal) {
@@ -67,7 +80,7 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
     if (unwanted > 0) all.runs.push_back(add(i, 0, unwanted, chunk.position));
   }
   wanted.first = int(rows.size());
-  const auto add_wanted = [&](Output output) {
+  const auto add_wanted = [&](RowOutput output) {
     const int first = int(rows.size());
     for (int i = 0; i < int(chunks.size()); ++i) {
       const PassChunk& chunk = chunks[std::size_t(i)];
@@ -82,12 +95,11 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
     }
     return Range{first, int(rows.size()) - first};
   };
-  scored = add_wanted(Output::kLogProbs);
-  greedy = add_wanted(Output::kGreedy);
-  logits = add_wanted(Output::kLogits);
-  logits.count += add_wanted(Output::kSampled).count;
-  hidden = add_wanted(Output::kHidden);
-  residual = add_wanted(Output::kResidual);
+  scored = add_wanted(RowOutput::kLogProbs);
+  greedy = add_wanted(RowOutput::kGreedy);
+  logits = add_wanted(RowOutput::kLogits);
+  hidden = add_wanted(RowOutput::kHidden);
+  residual = add_wanted(RowOutput::kResidual);
 
   all.count = int(rows.size());
   wanted.count = all.count - wanted.first;

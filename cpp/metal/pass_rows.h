@@ -10,18 +10,30 @@
 
 namespace metal_prefill::metal {
 
+// What dispatches compute of a row after the last layer.
+enum class RowOutput {
+  kNone,
+  kGreedy,    // the id of the largest logit
+  kLogits,    // all logits
+  kLogProbs,  // the log probability of the row's target
+  kHidden,    // the residual stream after the output norm
+  kResidual,  // the same before the output norm
+};
+RowOutput row_output_of(const Output& output);
+
 // The part of one sequence in a pass. The dispatches of a pass depend on its chunks, and not on the ids of
 // their tokens.
 struct PassChunk {
   int tokens;
   int position;  // of the first one
-  Output output;
+  RowOutput output;
   int output_rows;  // the last tokens, of which the output is wanted
 };
 
 // One that wants the output of its last token, or the log probabilities of all.
-inline PassChunk last_rows(int tokens, int position, Output output) {
-  return {tokens, position, output, output == Output::kNone ? 0 : output == Output::kLogProbs ? tokens : 1};
+inline PassChunk last_rows(int tokens, int position, RowOutput output) {
+  const int rows = output == RowOutput::kNone ? 0 : output == RowOutput::kLogProbs ? tokens : 1;
+  return {tokens, position, output, rows};
 }
 
 // Most tokens of a chunk that are computed as if they came one by one, bit for bit.

@@ -46,7 +46,7 @@ class ModelShape {
     model_.mapping.bytes += round_up(bytes, 32);
   }
 
-  std::vector<Dispatch> plan(int tokens, int position, Output output, int family, const std::string& gpu,
+  std::vector<Dispatch> plan(int tokens, int position, RowOutput output, int family, const std::string& gpu,
                              const EngineOptions& options) const {
     return metal::plan(model_, tokens, position, output, family, gpu, options);
   }
@@ -95,6 +95,14 @@ nb::object contents(nb::handle self, std::size_t binding) {
 }  // namespace
 
 void bind_recordings(nb::module_& m) {
+  nb::enum_<RowOutput>(m, "RowOutput",
+                       "What the dispatches of a prompt compute of rows after the last layer.")
+      .value("NONE", RowOutput::kNone)
+      .value("GREEDY", RowOutput::kGreedy)
+      .value("LOGITS", RowOutput::kLogits)
+      .value("LOG_PROBS", RowOutput::kLogProbs)
+      .value("HIDDEN", RowOutput::kHidden)
+      .value("RESIDUAL", RowOutput::kResidual);
   nb::class_<PipelineInfo>(m, "PipelineInfo", "A pipeline that was built when the model was opened.")
       .def_ro("kernel", &PipelineInfo::kernel)
       .def_ro("seconds", &PipelineInfo::seconds, "That building it took, others at the same time.")

@@ -24,13 +24,13 @@ Dispatch describe(const Step& step, const CacheShape& cache) {
   return dispatch;
 }
 
-std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, Output output) {
+std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, RowOutput output) {
   std::vector<Dispatch> dispatches;
   RecordedBuffers buffers;
   for (int done = 0; done < tokens;) {
     const int n = std::min(forward.pass_rows(), tokens - done);
-    const bool has_output = done + n == tokens || output == Output::kLogProbs;
-    const PassChunk chunk = last_rows(n, position + done, has_output ? output : Output::kNone);
+    const bool has_output = done + n == tokens || output == RowOutput::kLogProbs;
+    const PassChunk chunk = last_rows(n, position + done, has_output ? output : RowOutput::kNone);
     Recorder recorder(forward.tuning(), forward.cache_shape());
     forward.encode(recorder, forward.rows_of({{chunk}}), buffers);
     for (Dispatch& dispatch : recorder.take()) dispatches.push_back(std::move(dispatch));
@@ -52,7 +52,7 @@ const Tuning& tuning_of(int family) {
 
 }  // namespace
 
-std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output output, int family,
+std::vector<Dispatch> plan(const Model& shape, int tokens, int position, RowOutput output, int family,
                            const std::string& gpu, const EngineOptions& options) {
   if (tokens < 1 || position < 0)
     throw std::invalid_argument("cannot plan " + std::to_string(tokens) + " tokens at position " +

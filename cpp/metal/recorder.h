@@ -76,12 +76,12 @@ class RecordedWeights final : public WeightViews {
 // The dispatches of a prompt, in the passes that a batch makes of it when it is alone; what else a batch does
 // needs sessions and pages. Only the last chunk has the output; log probabilities are the output of every
 // chunk.
-std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, Output output);
+std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, RowOutput output);
 
 // The dispatches for a model of which only configuration, types and dimensions are known, on a GPU of Apple's
 // `family` with the name `gpu`. Throws std::invalid_argument for arguments out of range,
 // UnsupportedModelError for dimensions that the engine would have to pad.
-std::vector<Dispatch> plan(const Model& shape, int tokens, int position, Output output, int family,
+std::vector<Dispatch> plan(const Model& shape, int tokens, int position, RowOutput output, int family,
                            const std::string& gpu, const EngineOptions& options);
 
 }  // namespace metal_prefill::metal

@@ -6,9 +6,10 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <memory>
+#include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "../batch.h"
@@ -21,91 +22,153 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// For each session what its output is: an id, an array, None, or the exception that ended it. `rows`: of how
-// many of its last tokens the output is wanted; by default of the last one, and log probabilities of all.
-// With it ids come as lists. `drafts`: the tokens after the first of those rows are guesses. `more`: the ids
-// that are chosen greedily will be appended next, all in one call.
-nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Session*>& sessions,
-                                           const std::vector<TokenArray>& tokens,
-                                           const std::vector<Output>& outputs, bool reuse,
-                                           nb::object progress, const std::vector<Sampler*>& samplers,
-                                           const std::vector<int>& rows, bool drafts, bool more) {
-  if (sessions.size() != tokens.size() || sessions.size() != outputs.size() ||
-      (!rows.empty() && rows.size() != sessions.size()))
-    throw std::invalid_argument("a batch needs tokens and an output for each session");
-  const std::size_t n = sessions.size(), vocab_size = std::size_t(engine.config().vocab_size);
-  std::vector<Request> requests(n);
-  std::vector<std::unique_ptr<FloatResult>> arrays(n);
-  const std::size_t dim = std::size_t(engine.config().dim);
-  if (std::count(outputs.begin(), outputs.end(), Output::kSampled) != std::ptrdiff_t(samplers.size()))
-    throw std::invalid_argument("a batch needs a sampler for each sampled output");
-  auto sampler = samplers.begin();
-  for (std::size_t i = 0; i < n; ++i) {
-    Request& request = requests[i];
-    request.session = sessions[i];
-    request.tokens = view(tokens[i]);
-    request.prefix = prefix_of(reuse);
-    request.output = outputs[i];
-    if (!rows.empty()) request.output_rows = rows[i];
-    request.are_drafts = drafts;
-    request.more = more;
-    if (outputs[i] == Output::kLogits) {
-      arrays[i] = std::make_unique<FloatResult>(vocab_size);
-      request.logits = arrays[i]->data();
-    } else if (outputs[i] == Output::kSampled) {
-      request.sampler = *sampler++;
-    } else if (outputs[i] == Output::kLogProbs) {
-      if (request.tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
-      engine.check_token(request.tokens.back(), request.tokens.size() - 1);
-      request.tokens = request.tokens.first(request.tokens.size() - 1);
-      const std::size_t n_tokens = request.tokens.size();
-      if (rows.empty()) request.output_rows = int(n_tokens);
-      const std::size_t scored = std::size_t(std::clamp(request.output_rows, 0, int(n_tokens)));
-      request.targets = view(tokens[i]).last(scored);
-      arrays[i] = std::make_unique<FloatResult>(scored);
-      request.log_probs = arrays[i]->data();
-    } else if (is_hidden(outputs[i])) {
-      const int most = int(request.tokens.size());  // a call for more fails
-      arrays[i] = std::make_unique<FloatResult>(std::size_t(std::clamp(request.output_rows, 0, most)) * dim);
-      request.hidden = arrays[i]->data();
-    }
+// A request, with the objects that it refers to and the memory of its results. Computed once.
+class OwnedRequest {
+ public:
+  static OwnedRequest none(nb::handle_t<Session> session, TokenArray tokens, bool reuse) {
+    return {session, std::move(tokens), reuse};
   }
+
+  static OwnedRequest greedy(nb::handle_t<Session> session, TokenArray tokens, int rows, bool drafts,
+                             bool continues, bool reuse) {
+    OwnedRequest owned(session, std::move(tokens), reuse);
+    owned.request_.output = GreedyOutput{owned.make_choices(rows, drafts), continues};
+    return owned;
+  }
+
+  static OwnedRequest sampled(nb::handle_t<Session> session, TokenArray tokens, nb::handle_t<Sampler> sampler,
+                              int rows, bool reuse) {
+    OwnedRequest owned(session, std::move(tokens), reuse);
+    owned.sampler_ = nb::borrow(sampler);
+    owned.request_.output =
+        SampledOutput{owned.make_choices(rows, true), &nb::cast<Sampler&>(owned.sampler_), {}};
+    return owned;
+  }
+
+  static OwnedRequest logits(nb::handle_t<Session> session, TokenArray tokens, bool reuse) {
+    OwnedRequest owned(session, std::move(tokens), reuse);
+    owned.request_.output = LogitsOutput{owned.make_floats(std::size_t(owned.config().vocab_size))};
+    return owned;
+  }
+
+  static OwnedRequest log_probs(nb::handle_t<Session> session, TokenArray tokens, int rows, bool reuse) {
+    OwnedRequest owned(session, std::move(tokens), reuse);
+    const std::span<const TokenId> all = owned.request_.tokens;
+    if (all.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
+    owned.request_.session->engine().check_token(all.back(), all.size() - 1);
+    owned.request_.tokens = all.first(all.size() - 1);
+    const std::span<const TokenId> targets = all.last(owned.check_rows(rows));
+    owned.request_.output = LogProbsOutput{targets, owned.make_floats(targets.size())};
+    return owned;
+  }
+
+  static OwnedRequest hidden(nb::handle_t<Session> session, TokenArray tokens, int rows, bool normed,
+                             bool reuse) {
+    OwnedRequest owned(session, std::move(tokens), reuse);
+    const int dim = owned.config().dim;
+    float* states = owned.make_floats(owned.check_rows(rows) * std::size_t(dim));
+    owned.request_.output = HiddenOutput{states, rows, dim, normed};
+    return owned;
+  }
+
+  std::size_t n_tokens() const { return request_.tokens.size(); }
+
+  Request& begin() {
+    if (std::exchange(is_used_, true))
+      throw std::invalid_argument("a request is computed once: make another for further tokens");
+    return request_;
+  }
+
+  // The ids, an array, None, or the exception that ended the request.
+  nb::object take_result() {
+    if (request_.error) return exception_of(request_.error);
+    return std::visit(Overloaded{[](const NoOutput&) -> nb::object { return nb::none(); },
+                                 [](const OneOf<GreedyOutput, SampledOutput> auto& output) -> nb::object {
+                                   nb::list ids;
+                                   for (const TokenId token : output.choices.chosen) ids.append(token);
+                                   return ids;
+                                 },
+                                 [&](const OneOf<LogitsOutput, LogProbsOutput, HiddenOutput> auto&) {
+                                   return nb::cast(floats_->release());
+                                 }},
+                      request_.output);
+  }
+
+ private:
+  OwnedRequest(nb::handle session, TokenArray tokens, bool reuse)
+      : session_(nb::borrow(session)), tokens_(std::move(tokens)) {
+    request_.session = &nb::cast<Session&>(session_);
+    request_.tokens = view(tokens_);
+    request_.prefix = prefix_of(reuse);
+  }
+
+  const Config& config() const { return request_.session->engine().config(); }
+
+  std::size_t check_rows(int rows) const {
+    if (rows < 1 || std::size_t(rows) > n_tokens())
+      throw std::invalid_argument("an output of " + std::to_string(rows) + " rows is wanted of " +
+                                  std::to_string(n_tokens()) + " tokens");
+    return std::size_t(rows);
+  }
+
+  Choices make_choices(int rows, bool drafts) {
+    chosen_.assign(check_rows(rows), -1);
+    return {.chosen = chosen_, .drafts = request_.tokens.last(drafts ? chosen_.size() - 1 : 0)};
+  }
+
+  float* make_floats(std::size_t n) {
+    floats_ = std::make_unique<FloatResult>(n);
+    return floats_->data();
+  }
+
+  nb::object session_, sampler_;
+  TokenArray tokens_;
+  std::vector<TokenId> chosen_;
+  std::unique_ptr<FloatResult> floats_;
+  Request request_;
+  bool is_used_ = false;
+};
+
+nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<OwnedRequest*>& owned,
+                                           nb::object progress) {
+  std::vector<Request*> requests;
+  for (OwnedRequest* one : owned) requests.push_back(&one->begin());
   ProgressGuard guard(std::move(progress));
   without_gil([&] { run_batch(engine, requests, "forward_batch", guard.function()); });
   guard.raise_pending();
   nb::list results;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (requests[i].error)
-      results.append(exception_of(requests[i].error));
-    else if (arrays[i])
-      results.append(arrays[i]->release());
-    else if (requests[i].chosen.empty())
-      results.append(nb::none());
-    else if (rows.empty())
-      results.append(requests[i].result.token);
-    else
-      results.append(nb::cast(requests[i].chosen));
-  }
+  for (OwnedRequest* one : owned) results.append(one->take_result());
   return results;
 }
 
 }  // namespace
 
 void bind_engines(nb::module_& m) {
-  nb::enum_<Output>(m, "Output", "What a call computes of the tokens that it is given.")
-      .value("NONE", Output::kNone)
-      .value("GREEDY", Output::kGreedy)
-      .value("LOGITS", Output::kLogits)
-      .value("SAMPLED", Output::kSampled)
-      .value("LOG_PROBS", Output::kLogProbs)
-      .value("HIDDEN", Output::kHidden)
-      .value("RESIDUAL", Output::kResidual);
+  nb::class_<OwnedRequest>(m, "Request",
+                           "Tokens of a session, and the output that is computed of the last ones; for one "
+                           "call of Engine.forward_batch.")
+      .def_static("none", &OwnedRequest::none, "session"_a, "tokens"_a, "reuse"_a = false,
+                  "No output; the result is None.")
+      .def_static("greedy", &OwnedRequest::greedy, "session"_a, "tokens"_a, "rows"_a = 1, "drafts"_a = false,
+                  "continues"_a = false, "reuse"_a = false,
+                  "List of the most probable ids after the last tokens. With `drafts`, the tokens after the "
+                  "first of those rows are drafts; with `continues`, the id is appended in the next call.")
+      .def_static("sampled", &OwnedRequest::sampled, "session"_a, "tokens"_a, "sampler"_a, "rows"_a = 1,
+                  "reuse"_a = false,
+                  "List of the ids that the sampler chooses; the tokens after the first row are drafts.")
+      .def_static("logits", &OwnedRequest::logits, "session"_a, "tokens"_a, "reuse"_a = false,
+                  "Logits after the last token, [vocab_size].")
+      .def_static("log_probs", &OwnedRequest::log_probs, "session"_a, "tokens"_a, "rows"_a, "reuse"_a = false,
+                  "Log probabilities of the last tokens, [rows]. The last token itself is not appended.")
+      .def_static("hidden", &OwnedRequest::hidden, "session"_a, "tokens"_a, "rows"_a = 1, "normed"_a = true,
+                  "reuse"_a = false,
+                  "Hidden states of the last tokens, [rows * dim], after the output norm or before it.")
+      .def_prop_ro("n_tokens", &OwnedRequest::n_tokens, "Number of tokens that are computed.");
 
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
       .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
-      .def("forward_batch", &forward_batch, "sessions"_a, "tokens"_a, "outputs"_a, "reuse"_a = false,
-           "progress"_a = nb::none(), "samplers"_a = std::vector<Sampler*>(), "rows"_a = std::vector<int>(),
-           "drafts"_a = false, "more"_a = false)
+      .def("forward_batch", &forward_batch, "requests"_a, "progress"_a = nb::none(),
+           "Return the result of each request, or the exception that ended it.")
       .def("check_fits", &Engine::check_fits, "positions"_a,
            "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
       .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")

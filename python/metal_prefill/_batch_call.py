@@ -1,11 +1,12 @@
-"""Tokens for several sessions that go through the model together, checked, and what comes of them."""
+"""Checked arguments of a batch: tokens of several sessions that go through the model together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._arguments import TokenIds, integer, one_of
@@ -17,24 +18,18 @@ if TYPE_CHECKING:
 BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
 OutputRows: TypeAlias = int | Literal["all"] | None
 
-_KINDS = {
-    "none": _core.Output.NONE,
-    "greedy": _core.Output.GREEDY,
-    "logits": _core.Output.LOGITS,
-    "log_probs": _core.Output.LOG_PROBS,
-    "hidden": _core.Output.HIDDEN,
-    "residual": _core.Output.RESIDUAL,
-}
+_OUTPUTS: dict[str, BatchOutput] = {name: name for name in get_args(BatchOutput)}
 
 
 class BatchCall:
-    """Arguments of :meth:`metal_prefill.Model.forward_batch`, which says what they are.
+    """Checked arguments of :meth:`metal_prefill.Model.forward_batch`, where they are documented.
 
     Attributes
     ----------
-    sessions, tokens, kinds, rows
-        For each session itself, its ids, its output, and the number of rows with one, as the native engine
-        takes them.
+    sessions : list of _core.Session
+        The native sessions.
+    tokens : list of numpy.ndarray
+        Token ids of each session, int32 ``[n]``.
 
     Raises
     ------
@@ -66,18 +61,30 @@ class BatchCall:
                 self.tokens.append(session._checked(ids, unread=int(outputs[i] == "log_probs")))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"session {i}: {error}") from None
-        self.kinds = [one_of("output", name, _KINDS) for name in outputs]
-        self.rows = [
+        self._outputs = [one_of("output", name, _OUTPUTS) for name in outputs]
+        self._rows = [
             _row_count(i, *item)
             for i, item in enumerate(zip(outputs, map(len, self.tokens), wanted, strict=True))
         ]
         self.sessions = [session._open() for session in sessions]
-        self._outputs, self._wanted = outputs, wanted
+        self._wanted = wanted
 
-    def take_sessions(self) -> list[_core.Session]:
-        """Return the sessions, once: an exception that somebody keeps must not hold their pages."""
-        sessions, self.sessions = self.sessions, []
-        return sessions
+    def requests(self, *, reuse: bool = False) -> list[_core.Request]:
+        """Return a request for each session; the native engine computes each request once."""
+        return [
+            _request(output, session, ids, rows, reuse)
+            for output, session, ids, rows in zip(
+                self._outputs, self.sessions, self.tokens, self._rows, strict=True
+            )
+        ]
+
+    def take_requests(self, *, reuse: bool) -> list[_core.Request]:
+        """Return the requests and forget the sessions.
+
+        The traceback of an exception may hold this object, which must not keep the pages of the sessions.
+        """
+        requests, self.sessions = self.requests(reuse=reuse), []
+        return requests
 
     def results(self, computed: list[Any], *, return_errors: bool) -> list[Any]:
         """Return what the engine computed, in the form that was asked for."""
@@ -96,6 +103,22 @@ class BatchCall:
                 if isinstance(result, Exception):
                     raise type(result)(f"session {i}: {result}") from result
         return results
+
+
+def _request(
+    output: BatchOutput, session: _core.Session, ids: npt.NDArray[np.int32], rows: int, reuse: bool
+) -> _core.Request:
+    match output:
+        case "none":
+            return _core.Request.none(session, ids, reuse=reuse)
+        case "greedy":
+            return _core.Request.greedy(session, ids, rows, reuse=reuse)
+        case "logits":
+            return _core.Request.logits(session, ids, reuse=reuse)
+        case "log_probs":
+            return _core.Request.log_probs(session, ids, rows, reuse=reuse)
+        case "hidden" | "residual":
+            return _core.Request.hidden(session, ids, rows, normed=output == "hidden", reuse=reuse)
 
 
 def _row_count(session: int, output: str, tokens: int, rows: object) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from metal_prefill import _core
 from metal_prefill._batch_call import BatchCall
 
 
@@ -42,17 +41,7 @@ class PendingCalls:
         return len(self._calls)
 
     def add(self, call: BatchCall) -> PendingCall:
-        """Add a call.
-
-        Raises
-        ------
-        ValueError
-            It wants greedy tokens of several rows, which would be taken for guesses.
-        """
-        if any(
-            kind == _core.Output.GREEDY and rows > 1 for kind, rows in zip(call.kinds, call.rows, strict=True)
-        ):
-            raise ValueError("a scheduler computes greedy tokens of one row of a session only")
+        """Add a call."""
         pending = PendingCall(call)
         self._calls.append(pending)
         return pending

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
-from metal_prefill._continuation import Continuation, FinishReason, Piece, TextOptions
+from metal_prefill._continuation import Continuation, FinishReason, NextTokens, Piece, TextOptions
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 
 if TYPE_CHECKING:
@@ -119,11 +118,14 @@ class Stream:
         different = np.flatnonzero(self._ids[:n] != other._ids[:n])
         return int(different[0]) if different.size else n
 
-    def _output(self, tokens: npt.NDArray[np.int32]) -> _core.Output:
-        """Return what a pass with these tokens is to compute for it."""
-        if not self._writing and self._session.position + len(tokens) < len(self._ids):
-            return _core.Output.NONE
-        return _core.Output.GREEDY if self._text.sampler is None else _core.Output.SAMPLED
+    def _request(self, tokens: NextTokens, *, continues: bool) -> _core.Request:
+        """Return the request for these tokens; `continues`: the chosen token will be appended next."""
+        ids, rows = tokens.ids, tokens.drafts + 1
+        if not self._writing and self._session.position + len(ids) < len(self._ids):
+            return _core.Request.none(self._session, ids)
+        if self._text.sampler is not None:
+            return _core.Request.sampled(self._session, ids, self._text.sampler, rows)
+        return _core.Request.greedy(self._session, ids, rows, drafts=True, continues=continues)
 
 
 def make_streams(

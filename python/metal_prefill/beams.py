@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -250,8 +251,8 @@ def generate_beams(
     try:
         while search.running:
             used = samplers[: len(sessions)]
-            outputs = [_core.Output.SAMPLED] * len(sessions)
-            for result in engine.forward_batch(sessions, tokens, outputs, reuse, samplers=used):
+            requests = map(partial(_core.Request.sampled, reuse=reuse), sessions, tokens, used)
+            for result in engine.forward_batch(list(requests)):
                 if isinstance(result, Exception):
                     raise result
             parents = search.advance([sampler.reports[0][1] for sampler in used])

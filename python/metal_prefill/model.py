@@ -539,9 +539,7 @@ class Model:
             From inside a progress callback of one of the sessions.
         """
         call = BatchCall(self._config, sessions, tokens, output, rows)
-        results = self._core_engine().forward_batch(
-            call.take_sessions(), call.tokens, call.kinds, reuse, progress, rows=call.rows
-        )
+        results = self._core_engine().forward_batch(call.take_requests(reuse=reuse), progress)
         return call.results(results, return_errors=return_errors)
 
     def embed(

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from metal_prefill import _core
 from metal_prefill._arguments import TokenIds, integer
 from metal_prefill._batch_call import BatchCall
 from metal_prefill._continuation import NextTokens, Piece, TextOptions
@@ -165,8 +164,7 @@ class Scheduler:
     def call(self, call: BatchCall) -> PendingCall:
         """Add tokens of sessions that are not the scheduler's: they share passes with the streams.
 
-        All of them go into one pass. Raises ValueError for greedy tokens of several rows, which would be
-        taken for guesses.
+        All of them go into one pass.
         """
         return self._calls.add(call)
 
@@ -202,18 +200,10 @@ class Scheduler:
             return []
         alone = self._engine.runs_ahead and not pieces and not calls
         more = alone and all(s._text.goes_on_greedily for s, _ in chosen)
-        outputs = [s._output(tokens.ids) for s, tokens in chosen]
-        sampled = [s for (s, _), kind in zip(chosen, outputs, strict=True) if kind == _core.Output.SAMPLED]
-        arguments = [c.call for c in calls]
         start = time.perf_counter()
         results = self._engine.forward_batch(
-            [s._session for s, _ in chosen] + [s for call in arguments for s in call.sessions],
-            [tokens.ids for _, tokens in chosen] + [ids for call in arguments for ids in call.tokens],
-            outputs + [kind for call in arguments for kind in call.kinds],
-            samplers=[s._text.sampler for s in sampled if s._text.sampler is not None],
-            rows=[tokens.drafts + 1 for _, tokens in chosen] + [n for call in arguments for n in call.rows],
-            drafts=True,
-            more=more,
+            [s._request(tokens, continues=more) for s, tokens in chosen]
+            + [request for pending in calls for request in pending.call.requests()]
         )
         seconds = time.perf_counter() - start
         rows = sum(len(tokens.ids) for _, tokens in chosen)

@@ -245,19 +245,24 @@ def test_logits_of_nan_end_their_own_stream(tmp_path: Path) -> None:
     assert "is NaN" in str(streams[1].error)
 
 
+def greedy_tokens(
+    model: Model, cores: Sequence[_core.Session], tokens: Sequence[Sequence[int]], *, continues: bool = False
+) -> list[int]:
+    """Append tokens to sessions in one batch and return the most probable token after each."""
+    requests = [
+        _core.Request.greedy(core, np.array(ids, np.int32), continues=continues)
+        for core, ids in zip(cores, tokens, strict=True)
+    ]
+    return [chosen for (chosen,) in model._core_engine().forward_batch(requests)]
+
+
 class Batch:
     """Sessions after a batch whose next tokens are on their way."""
 
     def __init__(self, model: Model) -> None:
         self.sessions = [model.session() for _ in PROMPTS]
         self.cores = [session._open() for session in self.sessions]
-        engine = model._core_engine()
-        self.tokens = engine.forward_batch(
-            self.cores,
-            [np.array(prompt, np.int32) for prompt in PROMPTS],
-            [_core.Output.GREEDY] * len(PROMPTS),
-            more=True,
-        )
+        self.tokens = greedy_tokens(model, self.cores, PROMPTS, continues=True)
 
 
 @pytest.fixture
@@ -323,9 +328,7 @@ def test_groups_that_were_sent_apart_join(model: Model, batch: Batch, wanted: li
         cores = [other.cores[1], fresh._open(), batch.cores[2], other.cores[0]]
         tokens = [other.tokens[1], token, batch.tokens[2], other.tokens[0]]
         before = gpu.counters().command_buffers
-        found = model._core_engine().forward_batch(
-            cores, [np.array([t], np.int32) for t in tokens], [_core.Output.GREEDY] * 4
-        )
+        found = greedy_tokens(model, cores, [[token] for token in tokens])
     assert found == [wanted[1][1], wanted[0][1], wanted[2][1], wanted[0][1]]
     assert gpu.counters().command_buffers == before + 1
     for session in other.sessions:

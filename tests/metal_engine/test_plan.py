@@ -180,7 +180,7 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     for tokens in lengths:
         positions = range(context) if tokens == 1 else (0, context - tokens)
         for position in positions:
-            for output in _core.Output:
+            for output in _core.RowOutput:
                 passes = shape.core.plan(tokens, position, output, options["family"], options["gpu"], engine)
                 found.update(d.kernel for d in passes)
     return found

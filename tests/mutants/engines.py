@@ -20,8 +20,8 @@ SHARED = (
     ),
     Mutant(
         "cpp/batch.cpp",
-        "return item.without_output() + 1 + right - request.result.done;",
-        "return item.without_output() + 2 + right - request.result.done;",
+        "return item.without_output() + 1 + right - result.done;",
+        "return item.without_output() + 2 + right - result.done;",
         "the first wrong guess stays in the session",
         (f"{_ROWS}::test_drafts_count_up_to_the_first_that_is_wrong", "-k", "cpu"),
     ),
@@ -38,6 +38,27 @@ SHARED = (
         "std::min(a.size(), b.size())",
         "a prompt that others begin with computes no token of its own",
         (_BATCH, "-k", "cpu and (once or random or forward_prompts)", "--timeout=60"),
+    ),
+    Mutant(
+        "cpp/output.cpp",
+        "choices.drafts, choices.first + int(first)",
+        "choices.drafts, choices.first",
+        "the choices of a later pass are compared with the drafts of the first",
+        (f"{_ROWS}::test_drafts_are_cut_where_a_pass_is_full",),
+    ),
+    Mutant(
+        "cpp/output.cpp",
+        "hidden.states + begin * std::size_t(hidden.dim)",
+        "hidden.states",
+        "the hidden states of a later pass replace those of the first",
+        ("tests/test_hidden_states.py::test_a_prompt_of_several_passes_gives_one_array", "-k", "cpu"),
+    ),
+    Mutant(
+        "cpp/python/engine.cpp",
+        "if (std::exchange(is_used_, true))",
+        "if (is_used_)",
+        "a request that was computed writes to arrays that Python has since taken",
+        (f"{_BATCH}::test_a_native_request_is_computed_once", "-k", "cpu"),
     ),
     Mutant(
         "cpp/engine.cpp",

@@ -127,4 +127,4 @@ def plan(
     options.metal.fused_norm = fused_norm
     options.metal.fused_silu = fused_silu
     options.metal.no_matmul_tensor = "" if matmul_tensor else "not wanted"
-    return from_core(shape.core.plan(tokens, position, _core.Output[output.upper()], family, gpu, options))
+    return from_core(shape.core.plan(tokens, position, _core.RowOutput[output.upper()], family, gpu, options))
