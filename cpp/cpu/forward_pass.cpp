@@ -90,43 +90,57 @@ void ForwardPass::run_layers(const Context& c) {
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
-  Workspace& a = work_;
-  const int n = all_.count(), n_wanted = wanted.count();
-  const std::size_t table = std::size_t(ropes_.of_layer[std::size_t(layer)]) * std::size_t(n);
-  const AttentionStep step = {
-      .config = config_,
-      .weights = m,
-      .cache = cache_,
-      .layer = layer,
-      .rotations = config_.uses_rope(layer) ? a.rotations + table * std::size_t(config_.rope_dim) : nullptr,
-      .q = a.q,
-      .k = a.k,
-      .v = a.v,
-  };
+  const int n = wanted.count();
+  const AttentionStep step = attention_step(layer);
   const AttentionItems items(step, wanted.tiles, team_.size());
-  const CacheWriter cache(step, all_.rows, key_blocks_, a.cache_done);
-  const Product q = {.weight = w.wq, .out = a.q, .bias = &m.bq};
-  const Product k = {.weight = w.wk, .out = a.k, .bias = &m.bk, .part = CachePart::kKeys};
-  const Product v = {.weight = w.wv, .out = a.v, .bias = &m.bv, .part = CachePart::kValues};
-  const auto normed = [&](int rows) {
-    return normalize(c, a.x, stream_norm(m.attn_norm), 0, rows, a.normed);
-  };
-  if (n_wanted == n) {
-    multiply(c, {q, k, v}, normed(n), n, &items, &cache);
-    cache.store_rest(c);
-  } else {
-    multiply(c, {k, v}, normed(n), n, &items, &cache);
-    cache.store_rest(c);
-    if (n_wanted == 0) return;
-    keep_rows(c, a.x, config_.dim, wanted.rows);
-    multiply(c, {q}, normed(n_wanted), n_wanted);
-  }
-  attend(c, step, items, a.splits, a.att);
-  add_block(c, w.wo, a.att, m.post_attn_norm, n_wanted);
-  feed_forward(c, layer, n_wanted);
+
+  project_qkv(c, w, step, items, wanted);
+  if (n == 0) return;
+  attend(c, step, items, work_.splits, work_.att);
+  add_block(c, w.wo, work_.att, m.post_attn_norm, n);
+  gate_and_up(c, w, m.ffn_norm, n);
+  add_block(c, w.w_down, work_.ffn, m.post_ffn_norm, n);
 }
 
-// x += w * in, or the norm of that where the model has one after the block.
+AttentionStep ForwardPass::attention_step(int layer) const {
+  const std::size_t table = std::size_t(ropes_.of_layer[std::size_t(layer)]) * std::size_t(all_.count());
+  return {
+      .config = config_,
+      .weights = model_.layers[std::size_t(layer)],
+      .cache = cache_,
+      .layer = layer,
+      .rotations =
+          config_.uses_rope(layer) ? work_.rotations + table * std::size_t(config_.rope_dim) : nullptr,
+      .q = work_.q,
+      .k = work_.k,
+      .v = work_.v,
+  };
+}
+
+// Keys and values of all rows, into the cache, and queries of the wanted rows, which become the first rows of
+// x. Meanwhile prefetches what attention reads first.
+void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
+                              const AttentionItems& items, const Rows& wanted) {
+  const LayerWeights& m = step.weights;
+  const CacheWriter cache(step, all_.rows, key_blocks_, work_.cache_done);
+  const Product q = {.weight = w.wq, .out = step.q, .bias = &m.bq};
+  const Product k = {.weight = w.wk, .out = step.k, .bias = &m.bk, .part = CachePart::kKeys};
+  const Product v = {.weight = w.wv, .out = step.v, .bias = &m.bv, .part = CachePart::kValues};
+  const auto normed = [&](int rows) {
+    return normalize(c, work_.x, stream_norm(m.attn_norm), 0, rows, work_.normed);
+  };
+  const int n = all_.count(), n_wanted = wanted.count();
+  if (n_wanted == n)
+    multiply(c, {q, k, v}, normed(n), n, &items, &cache);
+  else
+    multiply(c, {k, v}, normed(n), n, &items, &cache);
+  cache.store_rest(c);
+  if (n_wanted == n || n_wanted == 0) return;
+  keep_rows(c, work_.x, config_.dim, wanted.rows);
+  multiply(c, {q}, normed(n_wanted), n_wanted);
+}
+
+// x += w * in; where the model has a norm after the block, x += norm(w * in).
 void ForwardPass::add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
                             int rows) {
   if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, Input(in), rows);
@@ -134,12 +148,10 @@ void ForwardPass::add_block(const Context& c, const Linear& w, const Activations
   add_normalized(c, work_.block, {post_norm, config_.dim, config_.norm_eps}, rows, work_.x);
 }
 
-void ForwardPass::feed_forward(const Context& c, int layer, int rows) {
-  const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
-  const Input normed = normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
+// The feed-forward block up to its down projection: activation(gate * norm(x)) * (up * norm(x)).
+void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const Tensor& norm, int rows) {
+  const Input normed = normalize(c, work_.x, stream_norm(norm), 0, rows, work_.normed);
   multiply_gated(c, w.w_gate, w.w_up, config_.activation, normed, rows, work_.ffn);
-  add_block(c, w.w_down, work_.ffn, m.post_ffn_norm, rows);
 }
 
 void ForwardPass::head(const Context& c) {

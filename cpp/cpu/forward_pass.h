@@ -54,8 +54,11 @@ class ForwardPass {
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
   void run_layer(const Context& c, int layer, const Rows& wanted);
+  AttentionStep attention_step(int layer) const;
+  void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
+                   const AttentionItems& items, const Rows& wanted);
   void add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm, int rows);
-  void feed_forward(const Context& c, int layer, int rows);
+  void gate_and_up(const Context& c, const CpuLayer& w, const Tensor& norm, int rows);
   void head(const Context& c);
   void deliver_hidden(const Context& c);
   void use_logits(const Context& c, std::span<const Wanted> wanted);
