@@ -11,7 +11,7 @@
 
 namespace metal_prefill {
 
-// The requests of one call, while it is the turn of this thread on all of their sessions.
+// The requests of one call, which holds the locks of all of their sessions.
 class Batch {
  public:
   Batch(Engine& engine, std::span<Request* const> requests, const char* call);
@@ -51,7 +51,7 @@ class Batch {
   Engine& engine_;
   std::vector<Item> items_;
   std::vector<Item*> order_;  // in which they are computed: those that begin alike follow each other
-  std::deque<Turn::Hold> turns_;
+  std::deque<SessionLock::Hold> locks_;
 };
 
 Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* call) : engine_(engine) {
@@ -73,7 +73,7 @@ Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* cal
   std::sort(samplers.begin(), samplers.end(), std::less<>());
   if (std::adjacent_find(samplers.begin(), samplers.end()) != samplers.end())
     throw std::invalid_argument("a sampler appears twice in a batch");
-  for (Session* session : sessions) turns_.emplace_back(session->turn_, call);
+  for (Session* session : sessions) locks_.emplace_back(session->lock_, call);
   for (Item& item : items_) item.before = item.session().tokens_.size();
 }
 
@@ -168,8 +168,8 @@ void Batch::make_room(Item& item, int kept, int end) const {
   session.counters_ += counters;
 }
 
-// Whether the engine may start on the token at position `end` early. Makes room for it; a lack of memory is no
-// error here, as the token has not been requested yet.
+// Whether the engine may start on the token at position `end` early. Makes room for it; a lack of memory is
+// no error here, as the token has not been requested yet.
 bool Batch::continues(Item& item, int end) const {
   const Request& request = item.request;
   const auto* greedy = std::get_if<GreedyOutput>(&request.output);

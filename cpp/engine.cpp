@@ -38,15 +38,15 @@ Session::Session(std::shared_ptr<Engine> engine, int max_context)
       fork_handler_(
           [this] {
             state_mutex_.lock();
-            turn_.before_fork();
+            lock_.before_fork();
           },
           [this](bool child) {
-            turn_.after_fork(child);
+            lock_.after_fork(child);
             state_mutex_.unlock();
           }) {}
 
 Session::~Session() {
-  if (turn_.lost()) {
+  if (lock_.lost()) {
     [[maybe_unused]] const Cache* lost =
         cache_.release();  // another thread was changing it: of no known form
     return;
@@ -170,7 +170,7 @@ void Session::forward_token(TokenId token, float* logits) {
 }
 
 int Session::reuse(std::span<const TokenId> tokens) {
-  const Turn::Hold turn(turn_, "reuse");
+  const SessionLock::Hold hold(lock_, "reuse");
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_->check_token(tokens[i], i);
   check_room(0, tokens.size());
@@ -206,7 +206,7 @@ void Session::check_claim(Claim claim) const {
 }
 
 void Session::rewind(int position, Claim claim) {
-  const Turn::Hold turn(turn_, "rewind");
+  const SessionLock::Hold hold(lock_, "rewind");
   if (claim != 0 && claim != claim_) return;
   if (position < 0 || std::size_t(position) > tokens_.size())
     throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
@@ -221,7 +221,7 @@ void Session::rewind(int position, Claim claim) {
 
 std::unique_ptr<Session> Session::fork() {
   auto copy = engine_->session(max_context_);
-  const Turn::Share turn(turn_, "fork");
+  const SessionLock::Share hold(lock_, "fork");
   copy->cache_->share(*cache_, int(tokens_.size()));
   copy->cache_bytes_ = copy->cache_->bytes();
   copy->tokens_ = tokens_;
@@ -235,7 +235,7 @@ std::size_t Session::kv_row_bytes(bool values) const {
 }
 
 std::vector<TokenId> Session::export_state(const KvSink& sink) {
-  const Turn::Share turn(turn_, "save");
+  const SessionLock::Share hold(lock_, "save");
   for (int layer = 0; layer < engine_->config().n_layers; ++layer)
     for (const bool values : {false, true})
       cache_->read(layer, values, int(tokens_.size()),
@@ -244,7 +244,7 @@ std::vector<TokenId> Session::export_state(const KvSink& sink) {
 }
 
 void Session::import_state(std::span<const TokenId> tokens, const KvSource& source) {
-  const Turn::Hold turn(turn_, "import_state");
+  const SessionLock::Hold hold(lock_, "import_state");
   if (tokens.size() > std::size_t(max_context_))
     throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
                                " tokens exceeds the context of " + std::to_string(max_context_));

@@ -25,8 +25,8 @@
 #include "output.h"
 #include "pages.h"
 #include "sampling.h"
+#include "session_lock.h"
 #include "token.h"
-#include "turn.h"
 
 namespace metal_prefill {
 
@@ -231,13 +231,13 @@ class Session {
   const std::shared_ptr<Engine> engine_;
   const int max_context_;
 
-  mutable Turn turn_;             // held for the length of a call that computes or changes something
-  std::unique_ptr<Cache> cache_;  // used only by the call that holds the turn
+  mutable SessionLock lock_;      // held by a call that computes or changes something, until it ends
+  std::unique_ptr<Cache> cache_;  // used only by the call that holds the lock
   bool remembers_ = false;        // it was used with kReuse: others may find its pages, also after it ended
   std::size_t remembered_ = 0;    // pages that they can find
 
   mutable std::mutex
-      state_mutex_;  // guards the members below, for moments; the call that holds the turn reads without it
+      state_mutex_;  // guards the members below, for moments; the call that holds lock_ reads without it
   std::vector<TokenId> tokens_;  // in the cache
   std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
   std::size_t cache_bytes_ = 0;

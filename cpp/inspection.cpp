@@ -27,7 +27,7 @@ PromptResult SessionInspector::trace(std::span<const TokenId> tokens, Trace& tra
 }
 
 std::vector<float> SessionInspector::intermediate(const std::string& name) const {
-  const Turn::Share turn(session_.turn_, "intermediate");
+  const SessionLock::Share hold(session_.lock_, "intermediate");
   return passes_.intermediate(*session_.cache_, name);
 }
 

@@ -15,7 +15,7 @@
 #include "../file_mapping.h"
 #include "../metal/python.h"
 #include "../quants.h"
-#include "../turn.h"
+#include "../session_lock.h"
 #include "arrays.h"
 #include "bindings.h"
 #ifdef METAL_PREFILL_EMULATOR
@@ -41,7 +41,7 @@ NB_MODULE(_core, m) {
   using namespace metal_prefill;
   m.doc() = "Native engines of metal_prefill.";
   nb::register_exception_translator(translate);
-  Turn::while_waiting = check_signals;
+  SessionLock::while_waiting = check_signals;
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
     interpreter_exits();
     // Objects that other threads hold at exit are not leaks.

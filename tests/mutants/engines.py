@@ -138,7 +138,7 @@ SHARED = (
         ("tests/test_speculation.py", "-k", "lookup"),
     ),
     Mutant(
-        "cpp/turn.cpp",
+        "cpp/session_lock.cpp",
         "lost_ = lost_ || (owner != std::thread::id() && owner != std::this_thread::get_id());",
         "",
         "a forked process waits for a thread that it does not have",

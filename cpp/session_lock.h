@@ -1,4 +1,4 @@
-// Whose turn it is to compute with a session, or to change it.
+// The lock of a session, held by calls that compute with it or change it.
 #pragma once
 
 #include <atomic>
@@ -14,56 +14,56 @@ struct SessionBusyError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A lock that knows its owner and can stop waiting. A mutex would do neither: a progress callback that calls
-// its own session would hang, and so would Ctrl-C while another thread computes.
-class Turn {
+// A lock that knows its owner and whose waiting can be interrupted. With a mutex, a progress callback that
+// calls its own session would hang, and so would Ctrl-C while another thread computes.
+class SessionLock {
  public:
   // Calls of other threads wait until this one ends.
   class Hold {
    public:
     // `call` is a string literal: the name of the call in messages. Throws SessionBusyError if this thread
-    // holds the turn already, which means that the call comes from the progress callback of another.
-    Hold(Turn& turn, const char* call) : turn_(turn) { turn.take(call); }
-    ~Hold() { turn_.give_back(); }
+    // holds the lock already, which means that the call comes from the progress callback of another.
+    Hold(SessionLock& lock, const char* call) : lock_(lock) { lock.acquire(call); }
+    ~Hold() { lock_.release(); }
     Hold(const Hold&) = delete;
     Hold& operator=(const Hold&) = delete;
 
    private:
-    Turn& turn_;
+    SessionLock& lock_;
   };
 
-  // The same for a call that only reads the cache: in a progress callback it shares the turn of its thread.
+  // The same for a call that only reads the cache: in a progress callback it shares the lock of its thread.
   class Share {
    public:
-    Share(Turn& turn, const char* call) : turn_(turn.mine() ? nullptr : &turn) {
-      if (turn_) turn_->take(call);
+    Share(SessionLock& lock, const char* call) : lock_(lock.mine() ? nullptr : &lock) {
+      if (lock_) lock_->acquire(call);
     }
     ~Share() {
-      if (turn_) turn_->give_back();
+      if (lock_) lock_->release();
     }
     Share(const Share&) = delete;
     Share& operator=(const Share&) = delete;
 
    private:
-    Turn* const turn_;
+    SessionLock* const lock_;
   };
 
-  // Around a fork() of the process. A turn that another thread has then is lost in the child.
+  // Around a fork() of the process. A lock that another thread holds then is lost in the child.
   void before_fork() { mutex_.lock(); }
   void after_fork(bool child);
   bool lost() const { return lost_; }
 
-  // A thread that waits for its turn calls this ten times a second. What it throws ends the wait.
+  // A waiting thread calls this ten times a second. An exception from it ends the wait.
   static inline std::atomic<void (*)()> while_waiting{nullptr};
 
  private:
   bool mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
-  void take(const char* call);  // also throws ForkError
-  void give_back();
+  void acquire(const char* call);  // also throws ForkError
+  void release();
 
   std::mutex mutex_;
   std::condition_variable free_;
-  std::atomic<std::thread::id> owner_{std::thread::id()};  // none: nobody has the turn
+  std::atomic<std::thread::id> owner_{std::thread::id()};  // none: it is free
   const char* call_ = "";                                  // the owner's
   bool lost_ = false;  // the owner is a thread of the process that forked this one
 };

@@ -1,4 +1,4 @@
-#include "turn.h"
+#include "session_lock.h"
 
 #include <chrono>
 #include <new>
@@ -8,7 +8,7 @@
 
 namespace metal_prefill {
 
-void Turn::take(const char* call) {
+void SessionLock::acquire(const char* call) {
   if (mine())
     throw SessionBusyError(std::string(call) +
                            " would change the session inside the progress callback of its " + call_ +
@@ -30,7 +30,7 @@ void Turn::take(const char* call) {
   owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
 }
 
-void Turn::give_back() {
+void SessionLock::release() {
   {
     const std::scoped_lock lock(mutex_);
     owner_.store(std::thread::id(), std::memory_order_relaxed);
@@ -38,7 +38,7 @@ void Turn::give_back() {
   free_.notify_one();
 }
 
-void Turn::after_fork(bool child) {
+void SessionLock::after_fork(bool child) {
   if (child) {
     const std::thread::id owner = owner_.load(std::memory_order_relaxed);
     lost_ = lost_ || (owner != std::thread::id() && owner != std::this_thread::get_id());
