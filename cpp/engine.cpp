@@ -107,12 +107,12 @@ PromptResult Session::run(const char* call, Request request, const Progress& pro
 }
 
 PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress,
-                                     Claim claim, bool more) {
+                                     Claim claim, bool continues) {
   TokenId chosen = -1;
   return run("forward_prompt",
              {.tokens = tokens,
               .prefix = prefix,
-              .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}, .continues = more},
+              .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}, .continues = continues},
               .claim = claim},
              progress);
 }
@@ -135,13 +135,13 @@ PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sa
 }
 
 std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
-                                             Claim claim, bool more) {
+                                             Claim claim, bool continues) {
   if (drafts < 0 || std::size_t(drafts) >= std::max(tokens.size(), std::size_t(1)))
     throw std::invalid_argument(std::to_string(drafts) + " of " + std::to_string(tokens.size()) +
                                 " tokens cannot be guesses: at least one that is not comes before them");
   std::vector<TokenId> chosen(std::size_t(drafts) + 1, -1);
   const Choices choices = {.chosen = chosen, .drafts = tokens.last(std::size_t(drafts))};
-  Output output = GreedyOutput{choices, more};
+  Output output = GreedyOutput{choices, continues};
   if (sampler) output = SampledOutput{.choices = choices, .sampler = sampler};
   const PromptResult result =
       run("forward_drafts", {.tokens = tokens, .output = std::move(output), .claim = claim}, {});

@@ -162,10 +162,10 @@ class Session {
   // `prefix` says where the tokens go: after those in the cache, or, with kReuse, in their place: the longest
   // common prefix is kept and only the rest is computed.
   //
-  // `more` says that the token that is chosen will be appended next: an engine may begin with it before the
-  // caller has seen it. Nothing else changes if the caller does otherwise.
+  // `continues`: the chosen token will be appended next, so an engine may start on it before the caller has
+  // seen it. If the caller does otherwise, only that work is lost.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
-                              const Progress& progress = {}, Claim claim = 0, bool more = false);
+                              const Progress& progress = {}, Claim claim = 0, bool continues = false);
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
                                      Prefix prefix = Prefix::kAppend, const Progress& progress = {},
                                      Claim claim = 0);
@@ -178,7 +178,7 @@ class Session {
   // Returns what was chosen after the tokens that are no guesses, and after each right guess. Where guesses
   // bring NaN, the call continues without those of the pass, also without right ones.
   std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
-                                      Claim claim = 0, bool more = false);
+                                      Claim claim = 0, bool continues = false);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);

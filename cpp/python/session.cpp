@@ -84,15 +84,15 @@ void bind_sessions(nb::module_& m) {
   nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
       .def(
           "forward_prompt",
-          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim, bool more) {
+          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim, bool continues) {
             ProgressGuard guard(std::move(progress));
             const PromptResult result = without_gil([&] {
-              return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function(), claim, more);
+              return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function(), claim, continues);
             });
             guard.raise_pending();
             return result.token;
           },
-          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0, "more"_a = false)
+          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0, "continues"_a = false)
       .def(
           "forward_prompt_logits",
           [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim) {
@@ -131,11 +131,11 @@ void bind_sessions(nb::module_& m) {
           "tokens"_a, "progress"_a = nb::none())
       .def(
           "forward_drafts",
-          [](Session& self, TokenArray tokens, int drafts, Sampler* sampler, Claim claim, bool more) {
+          [](Session& self, TokenArray tokens, int drafts, Sampler* sampler, Claim claim, bool continues) {
             return without_gil(
-                [&] { return self.forward_drafts(view(tokens), drafts, sampler, claim, more); });
+                [&] { return self.forward_drafts(view(tokens), drafts, sampler, claim, continues); });
           },
-          "tokens"_a, "drafts"_a, "sampler"_a.none() = nb::none(), "claim"_a = 0, "more"_a = false)
+          "tokens"_a, "drafts"_a, "sampler"_a.none() = nb::none(), "claim"_a = 0, "continues"_a = false)
       .def("check_claim", &Session::check_claim, "claim"_a)
       .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<GilRelease>())
       .def(
