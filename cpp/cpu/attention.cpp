@@ -47,23 +47,23 @@ int rows_of(std::span<const QueryTile> tiles) {
 }
 
 // What the rows of a tile see together.
-Sight sight_of(const Config& config, int window, const QueryTile& tile) {
+VisibleRange visible_range(const Config& config, int window, const QueryTile& tile) {
   const int length = config.causal ? 0 : tile.end;
-  return {cpu::sight_of(tile.position, window, length).begin,
-          cpu::sight_of(tile.position + tile.count - 1, window, length).end};
+  return {cpu::visible_range(tile.position, window, length).begin,
+          cpu::visible_range(tile.position + tile.count - 1, window, length).end};
 }
 
 // Splits that hold some of the positions.
-int splits_of(Sight sight) {
-  return ceil_div(sight.end, kSplitPositions) - sight.begin / kSplitPositions;
+int splits_of(VisibleRange visible) {
+  return ceil_div(visible.end, kSplitPositions) - visible.begin / kSplitPositions;
 }
 
 // Products of a query and a key that the rows of a tile compute.
 double visible_pairs(const Config& config, int window, const QueryTile& tile) {
   double pairs = 0;
   for (int own = tile.position; own < tile.position + tile.count; ++own) {
-    const Sight sight = cpu::sight_of(own, window, config.causal ? 0 : tile.end);
-    pairs += sight.end - sight.begin;
+    const VisibleRange visible = cpu::visible_range(own, window, config.causal ? 0 : tile.end);
+    pairs += visible.end - visible.begin;
   }
   return pairs;
 }
@@ -227,7 +227,7 @@ int attention_splits(const Config& config, int window, std::span<const QueryTile
     const double pairs = visible_pairs(config, window, tile);
     longest = std::max(longest, pairs);
     all += pairs * config.n_kv_heads;
-    splits = std::max(splits, splits_of(sight_of(config, window, tile)));
+    splits = std::max(splits, splits_of(visible_range(config, window, tile)));
   }
   return all < longest * threads * kItemsOfThread ? splits : 1;
 }
@@ -251,11 +251,11 @@ AttentionItem AttentionItems::operator[](int i) const {
 void AttentionItems::fetch(int i) const {
   constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor follows what comes after it
   const AttentionItem item = (*this)[i];
-  const Sight sight = sight_of(step_.config, step_.config.window(step_.layer), item.tile);
+  const VisibleRange visible = visible_range(step_.config, step_.config.window(step_.layer), item.tile);
   const int begin = item.seen_split == 0
-                        ? sight.begin / kPagePositions * kPagePositions
-                        : (sight.begin / kSplitPositions + item.seen_split) * kSplitPositions;
-  const int end = std::min(sight.end, begin + kMost);
+                        ? visible.begin / kPagePositions * kPagePositions
+                        : (visible.begin / kSplitPositions + item.seen_split) * kSplitPositions;
+  const int end = std::min(visible.end, begin + kMost);
   for (int position = begin; position < end; position += kPagePositions)
     step_.cache.fetch(item.tile.pages[position / kPagePositions], step_.layer, item.kv_head,
                       std::min(end - position, kPagePositions));
@@ -282,10 +282,10 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
       c.kernels.attention(attention_head(step, item, step.q, out.f32), 0, item.tile.count);
       return true;
     }
-    const Sight sight = sight_of(config, window, item.tile);
-    const int n = splits_of(sight);
+    const VisibleRange visible = visible_range(config, window, item.tile);
+    const int n = splits_of(visible);
     if (item.seen_split >= n) return false;
-    attend_to_split(c, step, item, sight.begin / kSplitPositions + item.seen_split, rows, splits);
+    attend_to_split(c, step, item, visible.begin / kSplitPositions + item.seen_split, rows, splits);
     if (!is_last(splits.done[i / items.splits()], n)) return false;
     combine_splits(c, step, item, n, rows, splits, out.f32);
     return true;

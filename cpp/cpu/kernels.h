@@ -121,12 +121,12 @@ struct SoftmaxSum {
 };
 
 // The positions that a token sees. Neither end goes back from one token to the next.
-struct Sight {
+struct VisibleRange {
   int begin, end;
 };
 // Of the token at position `own`. `window`: how many positions it sees, itself included; 0: all. `length`:
 // how many there are where it sees those after it, half the window before it and half after it; else 0.
-inline Sight sight_of(int own, int window, int length) {
+inline VisibleRange visible_range(int own, int window, int length) {
   const int before = window == 0 ? own : length == 0 ? window - 1 : window / 2;
   const int after = length == 0 ? 0 : window == 0 ? length : window / 2;
   const int last = length > 0 && own + after >= length ? length - 1 : own + after;
@@ -146,7 +146,7 @@ struct AttentionHead {
   int key_stride, value_stride;
   int heads;           // query heads in the group
   int position;        // of token 0
-  int window, length;  // of sight_of()
+  int window, length;  // of visible_range()
   float scale;         // multiplies q.k
   // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
   // sums of weights then.

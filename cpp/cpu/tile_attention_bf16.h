@@ -275,12 +275,12 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
       _mm256_mask_storeu_epi16(out + d, lanes_below(head.key_stride - d),
                                reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
     }
-    const Sight sight = sight_of(head.position + int(token), head.window, head.length);
-    strip.begin[r] = sight.begin;
-    strip.end[r] = sight.end;
+    const VisibleRange visible = visible_range(head.position + int(token), head.window, head.length);
+    strip.begin[r] = visible.begin;
+    strip.end[r] = visible.end;
   }
   begin_rows(head, row, rows, strip.splits);
-  each_split(head, {strip.begin[0], strip.end[rows - 1]}, [&](Sight split, bool last) {
+  each_split(head, {strip.begin[0], strip.end[rows - 1]}, [&](VisibleRange split, bool last) {
     std::fill_n(strip.acc, rows * head.value_stride, 0.0f);
     for (int r = 0; r < rows; ++r) {
       std::fill_n(strip.sum[r], 16, 0.0f);

@@ -147,9 +147,9 @@ void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) 
     const auto [token, h] = token_and_head(head, row + r);
     const float* q = head.q + token * head.q_stride + h * std::size_t(head.key_dim);
     for (int d = 0; d < head.key_dim; ++d) tile.q[r][d] = q[d] * (head.scale * kLog2E);
-    const Sight sight = sight_of(head.position + int(token), head.window, head.length);
-    tile.begin[r] = sight.begin;
-    tile.end[r] = sight.end;
+    const VisibleRange visible = visible_range(head.position + int(token), head.window, head.length);
+    tile.begin[r] = visible.begin;
+    tile.end[r] = visible.end;
   }
   begin_rows(head, row, kRows, tile.splits);
 }
@@ -237,11 +237,11 @@ void attention_tiles(const AttentionHead& head, int row) {
   Tile tiles[kTiles];
   Span elements;
   for (int i = 0; i < kTiles; ++i) begin_tile(head, row + i * kRows, tiles[i]);
-  const Sight sight = {tiles[0].begin[0], tiles[kTiles - 1].end[kRows - 1]};
-  each_split(head, sight, [&](Sight split, bool last) {
+  const VisibleRange visible = {tiles[0].begin[0], tiles[kTiles - 1].end[kRows - 1]};
+  each_split(head, visible, [&](VisibleRange split, bool last) {
     for (Tile& tile : tiles) begin_split<kRows>(head, tile);
     for (int span = split.begin / kKeySpan; span * kKeySpan < split.end; ++span)
-      attention_span<Span, Tile, kRows>(head, span, (span + 1) * kKeySpan < sight.end, elements, tiles);
+      attention_span<Span, Tile, kRows>(head, span, (span + 1) * kKeySpan < visible.end, elements, tiles);
     for (int i = 0; i < kTiles; ++i) end_split<kRows>(head, row + i * kRows, last, tiles[i]);
   });
 }

@@ -14,14 +14,14 @@ namespace {
 
 // Calls body(positions, last) for each split that is asked for, with those of its positions that rows see.
 template <typename Body>
-inline void each_split(const AttentionHead& head, Sight sight, Body&& body) {
+inline void each_split(const AttentionHead& head, VisibleRange visible, Body&& body) {
   const auto of_split = [&](int split) {
-    return Sight{std::max(sight.begin, split * kSplitPositions),
-                 std::min(sight.end, (split + 1) * kSplitPositions)};
+    return VisibleRange{std::max(visible.begin, split * kSplitPositions),
+                        std::min(visible.end, (split + 1) * kSplitPositions)};
   };
   if (head.sums) return body(of_split(head.split), false);
-  for (int split = sight.begin / kSplitPositions; split * kSplitPositions < sight.end; ++split)
-    body(of_split(split), (split + 1) * kSplitPositions >= sight.end);
+  for (int split = visible.begin / kSplitPositions; split * kSplitPositions < visible.end; ++split)
+    body(of_split(split), (split + 1) * kSplitPositions >= visible.end);
 }
 
 // The splits of kRows rows so far, added up: a lane for each row.

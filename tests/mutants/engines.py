@@ -268,8 +268,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
-        "pairs += sight.end - sight.begin;",
-        "pairs += sight.end - sight.begin - 1;",
+        "pairs += visible.end - visible.begin;",
+        "pairs += visible.end - visible.begin - 1;",
         "multiply-adds of attention are counted without the token itself",
         ("tests/test_work_counts.py",),
     ),
