@@ -68,7 +68,7 @@ struct PairRows {
 constexpr int kPairPad = 32;
 
 // Memory that is read after a product: meanwhile it is brought to the L2 cache.
-struct Next {
+struct PrefetchRange {
   const std::byte* begin = nullptr;
   std::size_t bytes = 0;
 };
@@ -174,7 +174,7 @@ struct Kernels {
   void (*end_phase)() = nullptr;
   // multiply_int8 with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
   void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
-                         float* out, std::size_t stride, const Next& next);
+                         float* out, std::size_t stride, const PrefetchRange& next);
   // The same for few tokens, with 16-bit weights where they lie: rows of cols, a multiple of kFloatPad.
   void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
                         int count, float* out, std::size_t stride);
@@ -182,7 +182,7 @@ struct Kernels {
   // bfloat16; cols is a multiple of kPairPad. Null where a set multiplies such weights in float32.
   void (*multiply_bfloat16)(const std::uint16_t* weight, std::size_t weight_stride, int cols,
                             const PairRows& x, int first, int count, float* out, std::size_t stride,
-                            const Next& next) = nullptr;
+                            const PrefetchRange& next) = nullptr;
   // To nearest, ties to even.
   void (*round_to_bfloat16)(const float* x, int n, std::uint16_t* out) = nullptr;
   void (*half_to_float)(const std::uint16_t* in, float* out, int n);

@@ -101,7 +101,7 @@ PairRows pairs_of_group(const Context& c, const Linear& linear, int group) {
 }
 
 // Where the rows of the group after this one lie in the file.
-Next next_group(const Tensor& tensor, int group) {
+PrefetchRange next_group(const Tensor& tensor, int group) {
   const int begin = (group + 1) * kGroupRows, end = std::min(begin + kGroupRows, tensor.rows);
   if (begin >= end) return {};
   return {tensor.row(begin), tensor.bytes / std::size_t(tensor.rows) * std::size_t(end - begin)};

@@ -29,7 +29,8 @@ inline __attribute__((always_inline)) void prefetch(const void* from) {
 // Cache lines that are fetched while a product is computed, a share with each of its tiles.
 class NextLines {
  public:
-  NextLines(const Next& next, int tiles) : at_(next.begin), lines_(int(next.bytes / 64)), tiles_(tiles) {}
+  NextLines(const PrefetchRange& next, int tiles)
+      : at_(next.begin), lines_(int(next.bytes / 64)), tiles_(tiles) {}
 
   // The share of the next tile, which has `steps` steps.
   void begin_tile(int steps) {
@@ -54,7 +55,7 @@ class NextLines {
 
 // None of them.
 struct NoLines {
-  NoLines(const Next&, int) {}
+  NoLines(const PrefetchRange&, int) {}
   void begin_tile(int) {}
   void step() {}
   void all() {}

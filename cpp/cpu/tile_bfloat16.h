@@ -25,7 +25,7 @@ constexpr int kPairRows = 4;
 constexpr int kFewPairTokens = PairProduct::kTokens;
 
 void multiply_bfloat16(const std::uint16_t* weight, std::size_t weight_stride, int cols, const PairRows& x,
-                       int first, int count, float* out, std::size_t stride, const Next& next) {
+                       int first, int count, float* out, std::size_t stride, const PrefetchRange& next) {
   const Operands<PairProduct> from{weight, weight_stride, x.row(first), x.stride, cols};
   if (count <= kFewPairTokens)
     multiply_rows<PairProduct, 1>(from, count, out, stride, {});

@@ -115,7 +115,7 @@ void row_tiles(int count, const Operands<Product>& from, int token, float* out, 
 // of a multiply-add are too many streams for the processor to fetch ahead.
 template <class Product, int kRows>
 void multiply_rows(const Operands<Product>& from, int count, float* out, std::size_t stride,
-                   const Next& next) {
+                   const PrefetchRange& next) {
   int passes = ceil_div(count, Product::kTokens);
   NextLines lines(next, passes * (kGroupRows / kRows));
   for (int token = 0, share = 0; passes > 0; --passes, token += share) {
@@ -126,7 +126,7 @@ void multiply_rows(const Operands<Product>& from, int count, float* out, std::si
 }
 
 void multiply_float(const FloatRows& weight, int cols, const FloatRows& x, int first, int count, float* out,
-                    std::size_t stride, const Next& next) {
+                    std::size_t stride, const PrefetchRange& next) {
   multiply_rows<FloatProduct<float>, Simd::kFloatRows>(
       {weight.data, weight.stride, x.row(first), x.stride, round_up(cols, kFloatPad)}, count, out, stride,
       next);

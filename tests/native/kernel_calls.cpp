@@ -133,8 +133,8 @@ void multiply_bfloat16(const std::string& set, const Halves& weight, const Matri
   const PairRows rows{memory.as<std::uint16_t>(), stride};
   for (std::size_t t = 0; t < tokens; ++t)
     kernels.round_to_bfloat16(x.data() + t * cols, int(cols), rows.row(first + int(t)));
-  const Next itself{reinterpret_cast<const std::byte*>(weight.data()),
-                    weight.shape(0) * sizeof(std::uint16_t)};
+  const PrefetchRange itself{reinterpret_cast<const std::byte*>(weight.data()),
+                             weight.shape(0) * sizeof(std::uint16_t)};
   kernels.multiply_bfloat16(weight.data(), cols, int(cols), rows, first, int(tokens), out.data(),
                             out.shape(1), itself);
   if (kernels.end_phase) kernels.end_phase();
