@@ -143,14 +143,14 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
 // x += w * in; where the model has a norm after the block, x += norm(w * in).
 void ForwardPass::add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
                             int rows) {
-  if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, Input(in), rows);
-  multiply(c, {{w, work_.block}}, Input(in), rows);
+  if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, NormedRows(in), rows);
+  multiply(c, {{w, work_.block}}, NormedRows(in), rows);
   add_normalized(c, work_.block, {post_norm, config_.dim, config_.norm_eps}, rows, work_.x);
 }
 
 // The feed-forward block up to its down projection: activation(gate * norm(x)) * (up * norm(x)).
 void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const Tensor& norm, int rows) {
-  const Input normed = normalize(c, work_.x, stream_norm(norm), 0, rows, work_.normed);
+  const NormedRows normed = normalize(c, work_.x, stream_norm(norm), 0, rows, work_.normed);
   multiply_gated(c, w.w_gate, w.w_up, config_.activation, normed, rows, work_.ffn);
 }
 
@@ -158,7 +158,7 @@ void ForwardPass::head(const Context& c) {
   const int n = int(logits_.size());
   for (int first = 0; first < n; first += kHeadRows) {
     const int count = std::min(kHeadRows, n - first);
-    const Input normed = normalize(c, work_.x, stream_norm(head_norm_), first, count, work_.normed);
+    const NormedRows normed = normalize(c, work_.x, stream_norm(head_norm_), first, count, work_.normed);
     multiply_head(c, weights_.output, normed, count, logits_.data() + first, first);
     use_logits(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
   }

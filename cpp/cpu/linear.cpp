@@ -133,7 +133,7 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
 
 // A phase of items that multiply rows of x.
 template <typename F>
-void for_each_of(const Context& c, int items, const Input& x, F&& body) {
+void for_each_of(const Context& c, int items, const NormedRows& x, F&& body) {
   bool prepared = false;
   c.for_each(items, [&](int item) {
     if (!prepared) x.prepare(c);
@@ -168,7 +168,7 @@ void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int gro
   kernels.multiply_int8(wide_group(weight, scratch), 0, x, first, count, out, stride);
 }
 
-void multiply(const Context& c, std::initializer_list<Product> products, const Input& x, int rows,
+void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch, const CacheWriter* cache) {
   int groups = 0;
   for (const Product& p : products) groups += p.weight.packed.groups();
@@ -204,7 +204,7 @@ void multiply(const Context& c, std::initializer_list<Product> products, const I
 }
 
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const Input& x, int rows, const Activations& h) {
+                    const NormedRows& x, int rows, const Activations& h) {
   const TokenBlocks blocks = blocks_of(rows, gate.packed.groups(), c.worker.count());
   for_each_of(c, gate.packed.groups() * blocks.count, x, [&](int item) {
     const int group = item / blocks.count;
@@ -229,7 +229,7 @@ void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Acti
   });
 }
 
-void multiply_head(const Context& c, const Linear& head, const Input& x, int rows, float* const* logits,
+void multiply_head(const Context& c, const Linear& head, const NormedRows& x, int rows, float* const* logits,
                    int first_best) {
   for_each_of(c, head.packed.groups(), x, [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, head.packed.rows - row);

@@ -35,17 +35,17 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
   });
 }
 
-void Input::prepare(const Context& c) const {
+void NormedRows::prepare(const Context& c) const {
   if (!pending_) return;
   const auto& [x, norm, first, count] = *pending_;
   for (int i = 0; i < count; ++i) normalize_row(c, x->row(first + i), norm, i, rows_);
 }
 
-Input normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
-                const Activations& out) {
+NormedRows normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
+                     const Activations& out) {
   if (rows <= rows_of_own(c.worker.count())) return {x, norm, first, rows, c.scratch.normed};
   c.worker.for_each(rows, [&](int i) { normalize_row(c, x.row(first + i), norm, i, out); });
-  return Input(out);
+  return NormedRows(out);
 }
 
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x) {

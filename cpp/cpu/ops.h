@@ -27,7 +27,7 @@ struct Best {
 struct alignas(128) Scratch {
   Buffer weights;            // kGroupRows rows in float32, or a widened group
   Buffer rows;               // of `normed`
-  Activations normed;        // few rows after a norm, as an Input has them
+  Activations normed;        // few rows after a norm, for NormedRows
   std::vector<Best> best;    // of each row whose largest logit is wanted, among those this thread computed
   double multiply_adds = 0;  // that this thread did in products and attention
 };
@@ -54,10 +54,10 @@ struct Norm {
 
 // Rows that a step multiplies: activations, or the norm of few rows of x, which each thread computes for
 // itself. To wait until others have done it takes longer.
-class Input {
+class NormedRows {
  public:
-  explicit Input(const Activations& rows) : rows_(rows) {}
-  Input(const FloatRows& x, const Norm& norm, int first, int count, const Activations& own)
+  explicit NormedRows(const Activations& rows) : rows_(rows) {}
+  NormedRows(const FloatRows& x, const Norm& norm, int first, int count, const Activations& own)
       : rows_(own), pending_({&x, norm, first, count}) {}
 
   // Computes the norm, within an item of the step: until that is done, no later step changes x.
@@ -123,14 +123,14 @@ struct Product {
 class AttentionItems;
 class CacheWriter;
 // What `fetch` reads is asked for meanwhile, where it is given. `cache` hears of what is to go there.
-void multiply(const Context& c, std::initializer_list<Product> products, const Input& x, int rows,
+void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch = nullptr, const CacheWriter* cache = nullptr);
 // h = activation(gate * x) * (up * x), in the forms that h asks for.
 void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const Input& x, int rows, const Activations& h);
+                    const NormedRows& x, int rows, const Activations& h);
 // Logits of rows [0, rows) of x. `logits` names where each goes, null where only the largest is wanted, which
 // the scratch of each thread collects from best[first_best] on.
-void multiply_head(const Context& c, const Linear& head, const Input& x, int rows, float* const* logits,
+void multiply_head(const Context& c, const Linear& head, const NormedRows& x, int rows, float* const* logits,
                    int first_best);
 // The best of a row over all threads.
 Best best_of(std::span<const Scratch> scratch, int row);
@@ -144,8 +144,8 @@ void round_row(const Context& c, const Activations& a, int row, int first, int c
 
 // The norm of rows [first, first + rows) of x, which become rows [0, rows). Many rows go to `out`, in a
 // phase; few go to the scratch of each thread, when it needs them.
-Input normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
-                const Activations& out);
+NormedRows normalize(const Context& c, const FloatRows& x, const Norm& norm, int first, int rows,
+                     const Activations& out);
 // x += norm(y).
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x);
 // Row kept[i].index, which is i or a later one, becomes row i.

@@ -108,7 +108,7 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
       threads,
       [work](Worker& worker, int i) {
         const Context c{worker, work->kernels, work->scratch[std::size_t(worker.index())]};
-        multiply(c, {{work->copies[std::size_t(i) % work->copies.size()], work->out}}, Input(work->x),
+        multiply(c, {{work->copies[std::size_t(i) % work->copies.size()], work->out}}, NormedRows(work->x),
                  work->tokens);
       },
       double(rows) * double(cols) * double(tokens), double(packed > 0 ? packed : bytes));
