@@ -1,12 +1,12 @@
 // The table of one instruction set; included last by each gemm_*.cpp.
 #pragma once
 
+#include "row_ops.h"
 #include "tile_attention.h"
 #include "tile_float.h"
 #include "tile_gemm.h"
 #include "tile_narrow.h"
 #include "tile_peak.h"
-#include "tile_rows.h"
 
 namespace metal_prefill::cpu {
 namespace {

@@ -10,7 +10,7 @@
 #include <iterator>
 #include <type_traits>
 
-#include "tile_rows.h"
+#include "row_ops.h"
 #include "tile_splits.h"
 
 namespace metal_prefill::cpu {

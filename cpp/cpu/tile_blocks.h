@@ -1,7 +1,7 @@
 // What products of 8-bit integers share, whatever the order in which they take blocks and tokens.
 #pragma once
 
-#include "tile_rows.h"
+#include "row_ops.h"
 
 namespace metal_prefill::cpu {
 namespace {

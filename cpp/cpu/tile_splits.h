@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "tile_rows.h"
+#include "row_ops.h"
 
 namespace metal_prefill::cpu {
 namespace {
