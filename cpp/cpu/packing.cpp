@@ -26,24 +26,24 @@ struct PackedAs {
   };
 METAL_PREFILL_PACKED(Q4_0, NibbleBlock)
 METAL_PREFILL_PACKED(Q4_1, NibbleF16MinBlock)
-METAL_PREFILL_PACKED(Q5_0, FiveBlock)
-METAL_PREFILL_PACKED(Q5_1, FiveMinBlock)
+METAL_PREFILL_PACKED(Q5_0, Q5_0Block)
+METAL_PREFILL_PACKED(Q5_1, Q5_1Block)
 METAL_PREFILL_PACKED(Q8_0, ByteBlock)
-METAL_PREFILL_PACKED(Q2_K, SuperTwoMinBlock)
-METAL_PREFILL_PACKED(Q3_K, SuperThreeBlock)
-METAL_PREFILL_PACKED(Q4_K, SuperNibbleMinBlock)
-METAL_PREFILL_PACKED(Q5_K, SuperFiveMinBlock)
-METAL_PREFILL_PACKED(Q6_K, SuperSixBlock)
-METAL_PREFILL_PACKED(IQ2_XXS, SuperThreeTableBlock)
-METAL_PREFILL_PACKED(IQ2_XS, SuperThreeTableHalvesBlock)
-METAL_PREFILL_PACKED(IQ2_S, SuperThreeTableHalvesBlock)
-METAL_PREFILL_PACKED(IQ3_XXS, SuperTableBlock)
-METAL_PREFILL_PACKED(IQ3_S, SuperTableBlock)
-METAL_PREFILL_PACKED(IQ4_NL, TableBlock)
-METAL_PREFILL_PACKED(IQ4_XS, SuperTableBlock)
-METAL_PREFILL_PACKED(TQ1_0, SuperTwoBlock)
-METAL_PREFILL_PACKED(TQ2_0, SuperTwoBlock)
-METAL_PREFILL_PACKED(MXFP4, TableBfloat16Block)
+METAL_PREFILL_PACKED(Q2_K, Q2_KBlock)
+METAL_PREFILL_PACKED(Q3_K, Q3_KBlock)
+METAL_PREFILL_PACKED(Q4_K, Q4_KBlock)
+METAL_PREFILL_PACKED(Q5_K, Q5_KBlock)
+METAL_PREFILL_PACKED(Q6_K, Q6_KBlock)
+METAL_PREFILL_PACKED(IQ2_XXS, IQ2_XXSBlock)
+METAL_PREFILL_PACKED(IQ2_XS, IQ2_XSBlock)
+METAL_PREFILL_PACKED(IQ2_S, IQ2_XSBlock)
+METAL_PREFILL_PACKED(IQ3_XXS, IQ4_XSBlock)
+METAL_PREFILL_PACKED(IQ3_S, IQ4_XSBlock)
+METAL_PREFILL_PACKED(IQ4_NL, IQ4_NLBlock)
+METAL_PREFILL_PACKED(IQ4_XS, IQ4_XSBlock)
+METAL_PREFILL_PACKED(TQ1_0, TernaryBlock)
+METAL_PREFILL_PACKED(TQ2_0, TernaryBlock)
+METAL_PREFILL_PACKED(MXFP4, MXFP4Block)
 #undef METAL_PREFILL_PACKED
 
 template <class Format>
@@ -90,7 +90,7 @@ void put_scales(const typename Format::Block& from, int span, int r, Block& out,
     for (int half = 0; half < kHalves; ++half)
       out.scale_code[at][half][r] = std::int8_t(Format::scale_code(from, span, half));
     if constexpr (HasMin<Format>) out.min_code[at][r] = std::int8_t(Format::min_code(from, span, 0));
-  } else if constexpr (std::is_same_v<Block, TableBfloat16Block>) {
+  } else if constexpr (std::is_same_v<Block, MXFP4Block>) {
     out.scale[r] = Bfloat16(std::bit_cast<std::uint32_t>(unit_of<Format>(from)) >> 16);  // a power of two
   } else {
     out.scale[r] = Format::scale_bits(from);

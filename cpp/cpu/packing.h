@@ -39,19 +39,19 @@ enum class Packing {
   kSixBitByteHalves,
   kByteHalvesMin,
   // narrow
-  kFive,
-  kFiveMin,
-  kTable,
-  kTableBfloat16,
-  kSuperTwo,
-  kSuperTwoMin,
-  kSuperThree,
-  kSuperNibbleMin,
-  kSuperFiveMin,
-  kSuperSix,
-  kSuperTable,
-  kSuperThreeTable,
-  kSuperThreeTableHalves,
+  kQ5_0,
+  kQ5_1,
+  kIQ4_NL,
+  kMXFP4,
+  kTernary,
+  kQ2_K,
+  kQ3_K,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIQ4_XS,
+  kIQ2_XXS,
+  kIQ2_XS,
 };
 
 enum class Bfloat16 : std::uint16_t {};
@@ -159,62 +159,55 @@ struct Narrow {
   std::uint8_t codes[kSpans][2][kBits][kPanelRows][4];
 };
 
-struct alignas(64) FiveBlock : Narrow<Packing::kFive, FiveBitByteBlock, 5, 16> {  // Q5_0
-  std::uint16_t scale[kGroupRows];                                                // f16
+struct alignas(64) Q5_0Block : Narrow<Packing::kQ5_0, FiveBitByteBlock, 5, 16> {
+  std::uint16_t scale[kGroupRows];  // f16
 };
-struct alignas(64) FiveMinBlock : Narrow<Packing::kFiveMin, ByteMinBlock, 5, 0> {  // Q5_1
-  std::uint16_t scale[kGroupRows], min[kGroupRows];                                // f16
+struct alignas(64) Q5_1Block : Narrow<Packing::kQ5_1, ByteMinBlock, 5, 0> {
+  std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
 };
-struct alignas(64) TableBlock : Narrow<Packing::kTable, ByteBlock, 4, 128, 1, true> {  // IQ4_NL
-  std::uint16_t scale[kGroupRows];                                                     // f16
+struct alignas(64) IQ4_NLBlock : Narrow<Packing::kIQ4_NL, ByteBlock, 4, 128, 1, true> {
+  std::uint16_t scale[kGroupRows];  // f16
 };
-struct alignas(64) TableBfloat16Block
-    : Narrow<Packing::kTableBfloat16, ByteFloatBlock, 4, 128, 1, true> {  // MXFP4
+struct alignas(64) MXFP4Block : Narrow<Packing::kMXFP4, ByteFloatBlock, 4, 128, 1, true> {
   Bfloat16 scale[kGroupRows];
 };
 
 // In a super-block scales and minima are integers, multiples of a float of the super-block.
-struct alignas(64) SuperTwoBlock
-    : Narrow<Packing::kSuperTwo, FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
-  std::uint16_t scale[kGroupRows];                                       // f16
+struct alignas(64) TernaryBlock
+    : Narrow<Packing::kTernary, FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
+  std::uint16_t scale[kGroupRows];                                      // f16
 };
-struct alignas(64) SuperTwoMinBlock
-    : Narrow<Packing::kSuperTwoMin, ByteHalvesMinBlock, 2, 0, kSuperSpans> {  // Q2_K
-  std::uint8_t scale_and_min[kSuperSpans][2][kGroupRows];                     // low and high nibble
-  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];                 // f16
+struct alignas(64) Q2_KBlock : Narrow<Packing::kQ2_K, ByteHalvesMinBlock, 2, 0, kSuperSpans> {
+  std::uint8_t scale_and_min[kSuperSpans][2][kGroupRows];      // low and high nibble
+  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
 };
-struct alignas(64) SuperThreeBlock
-    : Narrow<Packing::kSuperThree, SixBitByteHalvesBlock, 3, 4, kSuperSpans> {  // Q3_K
+struct alignas(64) Q3_KBlock : Narrow<Packing::kQ3_K, SixBitByteHalvesBlock, 3, 4, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   std::uint16_t scale_unit[kGroupRows];  // f16
 };
-struct alignas(64) SuperNibbleMinBlock
-    : Narrow<Packing::kSuperNibbleMin, NibbleMinBlock, 4, 0, kSuperSpans> {  // Q4_K
+struct alignas(64) Q4_KBlock : Narrow<Packing::kQ4_K, NibbleMinBlock, 4, 0, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
 };
-struct alignas(64) SuperFiveMinBlock
-    : Narrow<Packing::kSuperFiveMin, ByteMinBlock, 5, 0, kSuperSpans> {  // Q5_K
+struct alignas(64) Q5_KBlock : Narrow<Packing::kQ5_K, ByteMinBlock, 5, 0, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
 };
-struct alignas(64) SuperSixBlock
-    : Narrow<Packing::kSuperSix, SixBitByteHalvesBlock, 6, 32, kSuperSpans> {  // Q6_K
+struct alignas(64) Q6_KBlock : Narrow<Packing::kQ6_K, SixBitByteHalvesBlock, 6, 32, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   std::uint16_t scale_unit[kGroupRows];  // f16
 };
-struct alignas(64) SuperTableBlock
-    : Narrow<Packing::kSuperTable, ByteFloatBlock, 4, 128, kSuperSpans, true> {  // IQ4_XS, IQ3
+struct alignas(64) IQ4_XSBlock
+    : Narrow<Packing::kIQ4_XS, ByteFloatBlock, 4, 128, kSuperSpans, true> {  // also of IQ3_XXS and IQ3_S
   std::int8_t scale_code[kSuperSpans][1][kGroupRows];
   float scale_unit[kGroupRows];
 };
-struct alignas(64) SuperThreeTableBlock
-    : Narrow<Packing::kSuperThreeTable, ByteFloatBlock, 3, 128, kSuperSpans, true> {  // IQ2_XXS
+struct alignas(64) IQ2_XXSBlock : Narrow<Packing::kIQ2_XXS, ByteFloatBlock, 3, 128, kSuperSpans, true> {
   std::int8_t scale_code[kSuperSpans][1][kGroupRows];
   float scale_unit[kGroupRows];
 };
-struct alignas(64) SuperThreeTableHalvesBlock
-    : Narrow<Packing::kSuperThreeTableHalves, ByteHalvesBlock, 3, 128, kSuperSpans, true> {  // IQ2_XS, IQ2_S
+struct alignas(64) IQ2_XSBlock
+    : Narrow<Packing::kIQ2_XS, ByteHalvesBlock, 3, 128, kSuperSpans, true> {  // also of IQ2_S
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   float scale_unit[kGroupRows];
 };
@@ -258,32 +251,32 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<SixBitByteHalvesBlock>());
     case Packing::kByteHalvesMin:
       return with_block(std::type_identity<ByteHalvesMinBlock>());
-    case Packing::kFive:
-      return with_block(std::type_identity<FiveBlock>());
-    case Packing::kFiveMin:
-      return with_block(std::type_identity<FiveMinBlock>());
-    case Packing::kTable:
-      return with_block(std::type_identity<TableBlock>());
-    case Packing::kTableBfloat16:
-      return with_block(std::type_identity<TableBfloat16Block>());
-    case Packing::kSuperTwo:
-      return with_block(std::type_identity<SuperTwoBlock>());
-    case Packing::kSuperTwoMin:
-      return with_block(std::type_identity<SuperTwoMinBlock>());
-    case Packing::kSuperThree:
-      return with_block(std::type_identity<SuperThreeBlock>());
-    case Packing::kSuperNibbleMin:
-      return with_block(std::type_identity<SuperNibbleMinBlock>());
-    case Packing::kSuperFiveMin:
-      return with_block(std::type_identity<SuperFiveMinBlock>());
-    case Packing::kSuperSix:
-      return with_block(std::type_identity<SuperSixBlock>());
-    case Packing::kSuperTable:
-      return with_block(std::type_identity<SuperTableBlock>());
-    case Packing::kSuperThreeTable:
-      return with_block(std::type_identity<SuperThreeTableBlock>());
-    case Packing::kSuperThreeTableHalves:
-      return with_block(std::type_identity<SuperThreeTableHalvesBlock>());
+    case Packing::kQ5_0:
+      return with_block(std::type_identity<Q5_0Block>());
+    case Packing::kQ5_1:
+      return with_block(std::type_identity<Q5_1Block>());
+    case Packing::kIQ4_NL:
+      return with_block(std::type_identity<IQ4_NLBlock>());
+    case Packing::kMXFP4:
+      return with_block(std::type_identity<MXFP4Block>());
+    case Packing::kTernary:
+      return with_block(std::type_identity<TernaryBlock>());
+    case Packing::kQ2_K:
+      return with_block(std::type_identity<Q2_KBlock>());
+    case Packing::kQ3_K:
+      return with_block(std::type_identity<Q3_KBlock>());
+    case Packing::kQ4_K:
+      return with_block(std::type_identity<Q4_KBlock>());
+    case Packing::kQ5_K:
+      return with_block(std::type_identity<Q5_KBlock>());
+    case Packing::kQ6_K:
+      return with_block(std::type_identity<Q6_KBlock>());
+    case Packing::kIQ4_XS:
+      return with_block(std::type_identity<IQ4_XSBlock>());
+    case Packing::kIQ2_XXS:
+      return with_block(std::type_identity<IQ2_XXSBlock>());
+    case Packing::kIQ2_XS:
+      return with_block(std::type_identity<IQ2_XSBlock>());
   }
 }
 
