@@ -53,8 +53,8 @@ def test_kernels_that_crash_the_compiler_are_left_out(tmp_path: Path) -> None:
     sources = subprocess.run(
         [cmake, "--build", build, "--", "-n"], capture_output=True, text=True, check=True
     ).stdout
-    assert "gemm_amx" not in sources
-    assert "gemm_avx512bf16" in sources
+    assert "kernels_amx" not in sources
+    assert "kernels_avx512bf16" in sources
 
 
 METAL_PROJECT = f"""

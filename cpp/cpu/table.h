@@ -1,4 +1,4 @@
-// The table of one instruction set; included last by each gemm_*.cpp.
+// The table of one instruction set; included last by each kernels_*.cpp.
 #pragma once
 
 #include "row_ops.h"
