@@ -97,9 +97,9 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   project_qkv(c, w, step, items, wanted);
   if (n == 0) return;
   attend(c, step, items, work_.splits, work_.att);
-  add_block(c, w.wo, work_.att, m.post_attn_norm, n);
+  add_residual(c, w.wo, work_.att, m.post_attn_norm, n);
   gate_and_up(c, w, m.ffn_norm, n);
-  add_block(c, w.w_down, work_.ffn, m.post_ffn_norm, n);
+  add_residual(c, w.w_down, work_.ffn, m.post_ffn_norm, n);
 }
 
 AttentionStep ForwardPass::attention_step(int layer) const {
@@ -141,8 +141,8 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
 }
 
 // x += w * in; where the model has a norm after the block, x += norm(w * in).
-void ForwardPass::add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
-                            int rows) {
+void ForwardPass::add_residual(const Context& c, const Linear& w, const Activations& in,
+                               const Tensor& post_norm, int rows) {
   if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, NormedRows(in), rows);
   multiply(c, {{w, work_.block}}, NormedRows(in), rows);
   add_normalized(c, work_.block, {post_norm, config_.dim, config_.norm_eps}, rows, work_.x);

@@ -57,7 +57,8 @@ class ForwardPass {
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& wanted);
-  void add_block(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm, int rows);
+  void add_residual(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
+                    int rows);
   void gate_and_up(const Context& c, const CpuLayer& w, const Tensor& norm, int rows);
   void head(const Context& c);
   void deliver_hidden(const Context& c);

@@ -142,8 +142,8 @@ class ForwardPass {
   void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,
                Write write) const;
   // Adds a block's output, w x, to the residual stream.
-  void add_block(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
-                 const View& residual, const Rows& rows) const;
+  void add_residual(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
+                    const View& residual, const Rows& rows) const;
   void feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
   void head(const Pass& pass, const Rows& rows, const View& logits) const;
   void score(const Pass& pass) const;

@@ -69,7 +69,7 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
     ops::attention_prefill(pass.e, q, wanted.sequences, cache, a.att, attention);
   else
     ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
-  add_block(pass, w.wo, a.att, w.post_attn_norm, x, rows);
+  add_residual(pass, w.wo, a.att, w.post_attn_norm, x, rows);
   feed_forward(pass, w, x, rows);
 }
 
@@ -98,7 +98,7 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
     }
     ops::swiglu(e, a.gate_up, a.ffn, config_.ffn_dim, rows.count, activation_, rows.precision());
   }
-  add_block(pass, w.w_down, a.ffn, w.post_ffn_norm, x, rows);
+  add_residual(pass, w.w_down, a.ffn, w.post_ffn_norm, x, rows);
 }
 
 View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const View& normed,
@@ -130,8 +130,8 @@ void ForwardPass::project(Encoder& e, const Projection& w, const View& x, const 
     ops::matmul(e, w, x, y, rows.count, write);
 }
 
-void ForwardPass::add_block(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
-                            const View& residual, const Rows& rows) const {
+void ForwardPass::add_residual(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
+                               const View& residual, const Rows& rows) const {
   if (!post_norm.weight) return project(pass.e, w, x, {residual, config_.dim}, rows, Write::kAccumulate);
   project(pass.e, w, x, {pass.a.block, config_.dim}, rows, Write::kStore);
   ops::rmsnorm_add(pass.e, post_norm, pass.a.block, residual, rows.count);
