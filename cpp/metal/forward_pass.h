@@ -129,7 +129,7 @@ class ForwardPass {
   bool fuses_norm(const Norm& norm, const std::vector<Projection>& projections) const;
   bool fuses_silu(const Layer& w) const;
   // True if gate and up are computed before SwiGLU, in dispatches of their own.
-  bool gate_up_apart(const Layer& w, Path path) const;
+  bool gate_up_separate(const Layer& w, Path path) const;
   RopeArgs rope_args(int layer, bool skip_queries) const;
   AttentionArgs attention_args(int layer) const;
 

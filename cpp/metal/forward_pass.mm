@@ -84,7 +84,7 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
   Encoder& e = pass.e;
   const Activations& a = pass.a;
   const bool few = rows.path == Path::kFewTokens;
-  if (!gate_up_apart(w, rows.path)) {
+  if (!gate_up_separate(w, rows.path)) {
     const View input = normalized(e, w.ffn_norm, x, a.normed, rows);
     if (few)
       ops::matvec_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);

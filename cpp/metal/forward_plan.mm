@@ -151,7 +151,7 @@ bool ForwardPass::fuses_silu(const Layer& w) const {
   return options_.metal.fused_silu && w.w_down.type == TensorType::kQ4_0 && !w.post_ffn_norm.weight;
 }
 
-bool ForwardPass::gate_up_apart(const Layer& w, Path path) const {
+bool ForwardPass::gate_up_separate(const Layer& w, Path path) const {
   return w.gate_up.size() > 1 ||
          (path == Path::kFewTokens && (fuses_norm(w.ffn_norm, w.gate_up) || fuses_silu(w)));
 }
@@ -212,8 +212,9 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
   if (any_layer([](const Layer& w) { return w.post_attn_norm.weight || w.post_ffn_norm.weight; }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
-  if (any_layer(
-          [&](const Layer& w) { return gate_up_apart(w, all.path) || gate_up_apart(w, Path::kFewTokens); }))
+  if (any_layer([&](const Layer& w) {
+        return gate_up_separate(w, all.path) || gate_up_separate(w, Path::kFewTokens);
+      }))
     a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * config_.ffn_dim, n));
   const PassPart& decoded = rows.few ? rows.all : rows.wanted;
   if (decoded.splits > 1 && wanted.path == Path::kFewTokens) {
