@@ -85,7 +85,7 @@ class MetalEngine final : public Engine, private PassInspector {
 
   class MetalCache;
   class SentPass;
-  struct AskedPass;
+  struct RequestedPass;
   struct Ahead;
   void require_unforked() const {
     if (forked_)
@@ -95,7 +95,7 @@ class MetalEngine final : public Engine, private PassInspector {
   }
   void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
-  std::vector<AskedPass> passes_for(std::span<Chunk* const> chunks, KvPages::Hold& pages);
+  std::vector<RequestedPass> passes_for(std::span<Chunk* const> chunks, KvPages::Hold& pages);
   std::shared_ptr<SentPass> send_after(std::span<Chunk* const> chunks, KvPages::Hold& pages,
                                        const SentPass& before);
   static void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks);
@@ -180,7 +180,7 @@ class MetalEngine::SentPass {
 };
 
 // A pass, and by its chunks those of a call; null: nobody asks for that one any more.
-struct MetalEngine::AskedPass {
+struct MetalEngine::RequestedPass {
   std::shared_ptr<SentPass> pass;
   std::vector<Chunk*> chunks;
 };
@@ -294,7 +294,7 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
   const AutoreleasePool pool;
   if (chunks[0]->trace) return trace_pass(chunks, counters);
   KvPages::Hold pages(store_);
-  const std::vector<AskedPass> passes = passes_for(chunks, pages);
+  const std::vector<RequestedPass> passes = passes_for(chunks, pages);
   std::shared_ptr<SentPass> next;
   const bool goes_on = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
     const auto* greedy = std::get_if<GreedyOutput>(&chunk->output);
@@ -321,9 +321,9 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
 }
 
 // Those of the chunks that were sent ahead, and one with the others.
-std::vector<MetalEngine::AskedPass> MetalEngine::passes_for(std::span<Chunk* const> chunks,
-                                                            KvPages::Hold& pages) {
-  std::vector<AskedPass> passes;
+std::vector<MetalEngine::RequestedPass> MetalEngine::passes_for(std::span<Chunk* const> chunks,
+                                                                KvPages::Hold& pages) {
+  std::vector<RequestedPass> passes;
   std::vector<Chunk*> others;
   for (Chunk* chunk : chunks) {
     const std::unique_ptr<Ahead> ahead = static_cast<MetalCache&>(*chunk->cache).take_ahead(*chunk);
@@ -332,7 +332,7 @@ std::vector<MetalEngine::AskedPass> MetalEngine::passes_for(std::span<Chunk* con
       continue;
     }
     auto asked = std::find_if(passes.begin(), passes.end(),
-                              [&](const AskedPass& other) { return other.pass == ahead->pass; });
+                              [&](const RequestedPass& other) { return other.pass == ahead->pass; });
     if (asked == passes.end()) {
       const std::size_t n = std::size_t(ahead->pass->rows().all.count);  // chunks of one token
       asked = passes.insert(passes.end(), {ahead->pass, std::vector<Chunk*>(n)});
