@@ -27,7 +27,7 @@ using namespace nb::literals;
 
 namespace {
 
-// Lets a call that waits for its turn on a session be interrupted.
+// Lets a call that waits for the lock of a session be interrupted.
 void check_signals() {
   metal_prefill::with_gil([] {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
