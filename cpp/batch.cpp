@@ -28,6 +28,7 @@ class Batch {
     std::size_t shared = 0;  // tokens of that
 
     Session& session() const { return *request.session; }
+    const std::string& prefix_namespace() const { return request.session->prefix_namespace_; }
     int left() const { return int(request.tokens.size()) - request.result.done; }
     // Number of tokens before the first row with an output.
     int without_output() const { return int(request.tokens.size()) - rows_of(request.output); }
@@ -118,7 +119,7 @@ void Batch::begin(Item& item) const {
   item.active = true;
 }
 
-// Has requests that begin alike compute that once: each follows one that does so before it.
+// Has requests of a namespace that share a prefix compute it once: each follows one that does so before it.
 void Batch::follow_leaders() {
   // Fewer tokens are computed sooner than a page is copied and a pass waited for.
   constexpr std::size_t kWorthSharing = 16;
@@ -127,12 +128,13 @@ void Batch::follow_leaders() {
   if (order_.size() < 2) return;
   std::stable_sort(order_.begin(), order_.end(), [](const Item* a, const Item* b) {
     if (!a->reuses() || !b->reuses()) return a->reuses() < b->reuses();
+    if (a->prefix_namespace() != b->prefix_namespace()) return a->prefix_namespace() < b->prefix_namespace();
     return std::lexicographical_compare(a->request.tokens.begin(), a->request.tokens.end(),
                                         b->request.tokens.begin(), b->request.tokens.end());
   });
   for (std::size_t i = 1; i < order_.size(); ++i) {
     Item &before = *order_[i - 1], &item = *order_[i];
-    if (!before.reuses() || !item.reuses()) continue;
+    if (!before.reuses() || !item.reuses() || before.prefix_namespace() != item.prefix_namespace()) continue;
     const std::span<const TokenId> a = before.request.tokens, b = item.request.tokens;
     const auto end = a.begin() + std::ptrdiff_t(std::min(a.size(), b.size() - 1));
     const std::size_t shared = std::size_t(std::mismatch(a.begin(), end, b.begin()).first - a.begin());

@@ -31,9 +31,10 @@ CallCounters& CallCounters::operator+=(const CallCounters& other) {
   return *this;
 }
 
-Session::Session(std::shared_ptr<Engine> engine, int max_context)
+Session::Session(std::shared_ptr<Engine> engine, int max_context, std::string prefix_namespace)
     : engine_(std::move(engine)),
       max_context_(max_context),
+      prefix_namespace_(std::move(prefix_namespace)),
       cache_(engine_->make_cache(max_context)),
       fork_handler_(
           [this] {
@@ -52,7 +53,7 @@ Session::~Session() {
     return;
   }
   PrefixTree* tree = engine_->prefixes();
-  if (tree && remembers_) static_cast<void>(tree->insert(tokens_, cache_->pages()));
+  if (tree && remembers_) static_cast<void>(tree->insert(prefix_namespace_, tokens_, cache_->pages()));
 }
 
 // Tokens whose K and V the session has, or has now of the pages that are remembered. The last token is always
@@ -67,8 +68,8 @@ std::size_t Session::keep_known(std::span<const TokenId> tokens) {
   std::size_t known = std::size_t(std::mismatch(tokens.begin(), end, tokens_.begin()).first - tokens.begin());
   remembers_ = true;
   PrefixTree* tree = engine_->prefixes();
-  if (tree && tree->known(tokens) > int(known)) {
-    PrefixTree::Match match = tree->find(tokens);
+  if (tree && tree->known(prefix_namespace_, tokens) > int(known)) {
+    PrefixTree::Match match = tree->find(prefix_namespace_, tokens);
     known = std::size_t(match.positions);
     cache_->adopt(std::move(match.pages));
   }
@@ -89,7 +90,8 @@ void Session::remember_pages() {
   const std::size_t full = tokens_.size() / kPagePositions;
   PrefixTree* tree = engine_->prefixes();
   if (!tree || !remembers_ || full <= remembered_) return;
-  if (tree->insert(std::span(tokens_).first(full * kPagePositions), cache_->pages())) remembered_ = full;
+  const auto tokens = std::span(tokens_).first(full * kPagePositions);
+  if (tree->insert(prefix_namespace_, tokens, cache_->pages())) remembered_ = full;
 }
 
 void Session::check_room(std::size_t position, std::size_t tokens) const {
@@ -220,7 +222,7 @@ void Session::rewind(int position, Claim claim) {
 }
 
 std::unique_ptr<Session> Session::fork() {
-  auto copy = engine_->session(max_context_);
+  auto copy = engine_->session(max_context_, prefix_namespace_);
   const SessionLock::Share hold(lock_, "fork");
   copy->cache_->share(*cache_, int(tokens_.size()));
   copy->cache_bytes_ = copy->cache_->bytes();
@@ -296,12 +298,13 @@ void Engine::check_token(TokenId token, std::size_t index) const {
                                 " is outside the vocabulary of " + std::to_string(config().vocab_size));
 }
 
-std::unique_ptr<Session> Engine::session(int max_context) {
+std::unique_ptr<Session> Engine::session(int max_context, std::string prefix_namespace) {
   const int limit = config().context_length;
   if (max_context < 0 || max_context > limit)
     throw std::invalid_argument("max_context " + std::to_string(max_context) + " is outside 1 to " +
                                 std::to_string(limit) + ", the model's context length");
-  return std::unique_ptr<Session>(new Session(shared_from_this(), max_context == 0 ? limit : max_context));
+  return std::unique_ptr<Session>(
+      new Session(shared_from_this(), max_context == 0 ? limit : max_context, std::move(prefix_namespace)));
 }
 
 #ifndef METAL_PREFILL_METAL

@@ -217,7 +217,7 @@ class Session {
   friend class Batch;
   friend class SessionInspector;
 
-  Session(std::shared_ptr<Engine> engine, int max_context);
+  Session(std::shared_ptr<Engine> engine, int max_context, std::string prefix_namespace);
   // The session's part of a prompt with kReuse; `cache_bytes_` and `reused_` follow.
   std::size_t keep_known(std::span<const TokenId> tokens);
   void keep_first(std::span<const TokenId> tokens);
@@ -230,6 +230,7 @@ class Session {
 
   const std::shared_ptr<Engine> engine_;
   const int max_context_;
+  const std::string prefix_namespace_;  // only sessions of the same one share prefixes
 
   mutable SessionLock lock_;      // held by a call that computes or changes something, until it ends
   std::unique_ptr<Cache> cache_;  // used only by the call that holds the lock
@@ -253,8 +254,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // `max_context` 0 stands for the model's context length.
-  std::unique_ptr<Session> session(int max_context = 0);
+  // `max_context` 0 selects the model's context length. With kReuse the session finds only prefixes that
+  // sessions of the same `prefix_namespace` computed.
+  std::unique_ptr<Session> session(int max_context = 0, std::string prefix_namespace = {});
 
   const Config& config() const { return model_.config; }
   const Model& model() const { return model_; }

@@ -24,12 +24,8 @@ std::array<TokenId, kPagePositions> page_tokens(std::span<const TokenId> tokens,
 PrefixTree::PrefixTree(PagePool& pool, std::size_t max_pages) : pool_(pool), max_pages_(max_pages) {}
 
 PrefixTree::~PrefixTree() {
-  while (!root_.children.empty()) {
-    Children* at = &root_.children;
-    while (!at->begin()->second->children.empty()) at = &at->begin()->second->children;
-    pool_.release({&at->begin()->second->page, 1});
-    at->erase(at->begin());
-  }
+  // Leaves first: destroying a root would recurse as deep as a prompt is long.
+  while (oldest_) remove(*oldest_);
 }
 
 PrefixTree::Step PrefixTree::longest(Children& children, const PageTokens& wanted) {
@@ -48,8 +44,10 @@ PrefixTree::Step PrefixTree::longest(Children& children, const PageTokens& wante
 }
 
 template <typename Visit>
-int PrefixTree::walk(std::span<const TokenId> tokens, Visit visit) {
-  Node* at = &root_;
+int PrefixTree::walk(std::string_view name_space, std::span<const TokenId> tokens, Visit visit) {
+  const auto root = roots_.find(name_space);
+  if (root == roots_.end()) return 0;
+  Node* at = &root->second;
   int known = 0;
   while (std::size_t(known) < tokens.size()) {
     const Step step = longest(at->children, page_tokens(tokens, std::size_t(known)));
@@ -62,66 +60,73 @@ int PrefixTree::walk(std::span<const TokenId> tokens, Visit visit) {
   return known;
 }
 
-PrefixTree::Match PrefixTree::find(std::span<const TokenId> tokens) {
+PrefixTree::Match PrefixTree::find(std::string_view name_space, std::span<const TokenId> tokens) {
   const std::scoped_lock lock(mutex_);
-  ++clock_;
   Match match;
-  match.positions = walk(tokens, [&](Node& node) {
-    node.used = clock_;
+  Node* last = nullptr;
+  match.positions = walk(name_space, tokens, [&](Node& node) {
     match.pages.push_back(node.page);
+    last = &node;
   });
+  touch(last);
   pool_.retain(match.pages);
   return match;
 }
 
-int PrefixTree::known(std::span<const TokenId> tokens) {
+int PrefixTree::known(std::string_view name_space, std::span<const TokenId> tokens) {
   const std::scoped_lock lock(mutex_);
-  return walk(tokens, [](Node&) {});
+  return walk(name_space, tokens, [](Node&) {});
 }
 
-bool PrefixTree::insert(std::span<const TokenId> tokens, std::span<const PageId> pages) noexcept {
+bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> tokens,
+                        std::span<const PageId> pages) noexcept {
   const std::scoped_lock lock(mutex_);
+  Node *root = nullptr, *last = nullptr;
+  bool complete = true;
   try {
-    remember(tokens, pages);
-    return true;
+    auto place = roots_.find(name_space);
+    if (place == roots_.end()) place = roots_.try_emplace(std::string(name_space)).first;
+    root = last = &place->second;
+    root->name_space = &place->first;
+    remember(last, tokens, pages);
   } catch (const std::bad_alloc&) {
-    return false;
+    complete = false;
   }
+  touch(last);
+  if (root) drop_if_empty(*root);
+  while (count_ > max_pages_ && drop_oldest(false)) {
+  }
+  return complete;
 }
 
-void PrefixTree::remember(std::span<const TokenId> tokens, std::span<const PageId> pages) {
-  ++clock_;
-  Node* at = &root_;
+// Goes down from a root, `at`, and adds what is missing; `at` is then the last node.
+void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages) {
   for (std::size_t i = 0; i * kPagePositions < tokens.size(); ++i) {
     const PageTokens own = page_tokens(tokens, i * kPagePositions);
     const std::size_t n = std::min(tokens.size() - i * kPagePositions, std::size_t(kPagePositions));
     const Step known = longest(at->children, own);
     if (known.positions == int(n)) {  // with these tokens, or with more after them
-      known.node->used = clock_;
       at = known.node;
       if (n < kPagePositions) return;
       continue;
     }
-    // A page that holds less of the same has served its time.
-    for (auto child = at->children.begin(); child != at->children.end();) {
-      const PageTokens& other = child->first;
-      const auto end = std::find(other.begin(), other.end(), kNone);
-      if (end != other.end() && std::equal(other.begin(), end, own.begin())) {
-        pool_.release({&child->second->page, 1});
-        child = at->children.erase(child);
-        --count_;
-      } else {
-        ++child;
-      }
-    }
-    auto node = std::make_unique<Node>();
-    node->page = pages[i];
-    node->used = clock_;
-    at = (at->children[own] = std::move(node)).get();
+    const auto place = at->children.try_emplace(own, std::make_unique<Node>()).first;
+    Node& node = *place->second;
+    node.parent = at;
+    node.place = place;
+    node.page = pages[i];
+    link(node);
     pool_.retain({&pages[i], 1});
     ++count_;
-  }
-  while (count_ > max_pages_ && drop_oldest(false)) {
+    at = &node;
+    // Replaces a page with fewer of the same tokens. There is at most one, and it is next to the new one:
+    // any page between them would begin with its tokens, and would have replaced it.
+    if (place == node.parent->children.begin()) continue;
+    ++examined_;
+    const auto before = std::prev(place);
+    const PageTokens& other = before->first;
+    const auto end = std::find(other.begin(), other.end(), kNone);
+    if (end != other.end() && std::equal(other.begin(), end, own.begin())) remove(*before->second);
   }
 }
 
@@ -130,35 +135,69 @@ bool PrefixTree::evict() {
   return drop_oldest(true);
 }
 
-// Drops a leaf: the pages before it are of use without it, it is of none without them.
+// Drops a leaf: the pages before it are of use without it, but it is of no use without them.
 bool PrefixTree::drop_oldest(bool unused_only) {
-  Children* parent = nullptr;
-  Children::iterator oldest;
-  std::vector<Node*> stack = {&root_};
-  while (!stack.empty()) {
-    Node* node = stack.back();
-    stack.pop_back();
-    for (auto child = node->children.begin(); child != node->children.end(); ++child) {
-      const Node& candidate = *child->second;
-      if (!candidate.children.empty()) {
-        stack.push_back(child->second.get());
-      } else if ((!parent || candidate.used < oldest->second->used) &&
-                 !(unused_only && pool_.is_shared(candidate.page))) {
-        parent = &node->children;
-        oldest = child;
-      }
+  const Node* first_held = nullptr;
+  while (oldest_ && oldest_ != first_held) {
+    ++examined_;
+    if (!unused_only || !pool_.is_shared(oldest_->page)) {
+      remove(*oldest_);
+      return true;
     }
+    // Later calls do not examine it again before all others.
+    if (!first_held) first_held = oldest_;
+    touch(oldest_);
   }
-  if (!parent) return false;
-  pool_.release({&oldest->second->page, 1});
-  parent->erase(oldest);
+  return false;
+}
+
+void PrefixTree::remove(Node& leaf) {
+  pool_.release({&leaf.page, 1});
+  unlink(leaf);
   --count_;
-  return true;
+  Node& parent = *leaf.parent;
+  parent.children.erase(leaf.place);
+  drop_if_empty(parent);
+}
+
+// Keeps no namespace that has no pages.
+void PrefixTree::drop_if_empty(const Node& root) {
+  if (root.name_space && root.children.empty()) roots_.erase(roots_.find(*root.name_space));
+}
+
+// Makes a node and all before it the most recently used, each more recently than those that follow it.
+void PrefixTree::touch(Node* node) {
+  for (; node && node->parent; node = node->parent) {
+    unlink(*node);
+    link(*node);
+  }
+}
+
+void PrefixTree::link(Node& node) {
+  node.older = newest_;
+  (newest_ ? newest_->newer : oldest_) = &node;
+  newest_ = &node;
+}
+
+void PrefixTree::unlink(Node& node) {
+  (node.older ? node.older->newer : oldest_) = node.newer;
+  (node.newer ? node.newer->older : newest_) = node.older;
+  node.older = node.newer = nullptr;
 }
 
 std::size_t PrefixTree::pages() const {
   const std::scoped_lock lock(mutex_);
   return count_;
+}
+
+std::size_t PrefixTree::namespaces() const {
+  const std::scoped_lock lock(mutex_);
+  return roots_.size();
+}
+
+std::uint64_t PrefixTree::examined() const {
+  const std::scoped_lock lock(mutex_);
+  return examined_;
 }
 
 }  // namespace metal_prefill

@@ -3,10 +3,13 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "pages.h"
@@ -14,58 +17,75 @@
 
 namespace metal_prefill {
 
-// A radix tree over token ids, a page for each node: its tokens are those of the page, and the path to it
-// those before. The tree holds its pages as a session does, so that they outlive the sessions that computed
-// them. Safe to call from several threads.
+// A radix tree over token ids for each namespace, with a page for each node: the tokens of a node are those
+// of its page, and the path to it holds the tokens before them. The tree holds its pages as a session does,
+// so that they outlive the sessions that computed them. A prefix is found only in the namespace that it was
+// inserted in. Safe to call from several threads.
 class PrefixTree {
  public:
-  // Keeps at most `max_pages`; those that were not used for longest leave first.
+  // Keeps at most `max_pages` in all namespaces together; the least recently used leave first.
   PrefixTree(PagePool& pool, std::size_t max_pages);
   ~PrefixTree();
   PrefixTree(const PrefixTree&) = delete;
   PrefixTree& operator=(const PrefixTree&) = delete;
 
-  // The longest beginning of `tokens` that the tree knows. The last page may be known in part.
+  // The longest prefix of `tokens` that the namespace holds. The last page may match in part.
   struct Match {
     std::vector<PageId> pages;  // held for the caller, who releases them
     int positions = 0;
   };
-  Match find(std::span<const TokenId> tokens);
-  // How far `find` would get.
-  int known(std::span<const TokenId> tokens);
-  // Remembers the pages of these tokens, the last one though it may be full in part. Whoever writes to a
-  // page of them from now on writes to a copy. False where there was no memory to note all of them.
-  [[nodiscard]] bool insert(std::span<const TokenId> tokens, std::span<const PageId> pages) noexcept;
-  // Lets go of the page that nobody else holds and that was not used for longest. False: there is none.
+  Match find(std::string_view name_space, std::span<const TokenId> tokens);
+  // Number of positions that `find` would return. Does not count as a use.
+  int known(std::string_view name_space, std::span<const TokenId> tokens);
+  // Adds the pages of these tokens; the last one may be full in part. A session that writes to one of them
+  // from now on writes to a copy. False if memory ran out before all of them were added.
+  [[nodiscard]] bool insert(std::string_view name_space, std::span<const TokenId> tokens,
+                            std::span<const PageId> pages) noexcept;
+  // Releases the least recently used page that nobody else holds, of those that no other page of the tree
+  // follows. False if there is none. A page that a session holds counts as used at this moment.
   bool evict();
 
   std::size_t pages() const;
+  std::size_t namespaces() const;
+  // Nodes that were examined so far to make room or to replace others.
+  std::uint64_t examined() const;
 
  private:
   // Padded with -1 where a page is full in part.
   using PageTokens = std::array<TokenId, kPagePositions>;
-  struct Node {
-    PageId page = 0;
-    std::uint64_t used = 0;  // when, in calls of find and insert
-    std::map<PageTokens, std::unique_ptr<Node>> children;
-  };
+  struct Node;
   using Children = std::map<PageTokens, std::unique_ptr<Node>>;
+  struct Node {
+    Node* parent = nullptr;
+    Children::iterator place;  // among the children of `parent`
+    PageId page = 0;
+    Children children;
+    Node *older = nullptr, *newer = nullptr;  // neighbours in the order of use
+    const std::string* name_space = nullptr;  // of a root, which has no page and no parent
+  };
   struct Step {
     Node* node = nullptr;  // the child that agrees longest
     int positions = 0;     // on so many tokens
   };
   static Step longest(Children& children, const PageTokens& wanted);
   template <typename Visit>
-  int walk(std::span<const TokenId> tokens, Visit visit);
-  void remember(std::span<const TokenId> tokens, std::span<const PageId> pages);
+  int walk(std::string_view name_space, std::span<const TokenId> tokens, Visit visit);
+  void remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages);
+  void drop_if_empty(const Node& root);
+  void link(Node& node);
+  void unlink(Node& node);
+  void touch(Node* node);
+  void remove(Node& node);
   bool drop_oldest(bool unused_only);
 
   PagePool& pool_;
   const std::size_t max_pages_;
   mutable std::mutex mutex_;
-  Node root_;
+  std::map<std::string, Node, std::less<>> roots_;  // by namespace; none is without children
+  // Ends of the order of use. A node is always older than its parent, so the oldest one is a leaf.
+  Node *oldest_ = nullptr, *newest_ = nullptr;
   std::size_t count_ = 0;
-  std::uint64_t clock_ = 0;
+  std::uint64_t examined_ = 0;
   const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 

@@ -435,6 +435,53 @@ def test_remembered_pages_make_room_for_prompts(device: str, demo_path: Path) ->
                 session.forward_prompt(ids_of(model, 3 * PAGE, seed), reuse=True)
 
 
+def test_sessions_find_prefixes_of_their_namespace_only(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device) as model:
+        prompt = ids_of(model, 2 * PAGE + 9)
+        expected = model.session().forward_prompt_logits(prompt)
+        reused = []
+        for namespace in ("one", "two", "", "one"):
+            with model.session(prefix_namespace=namespace) as session:
+                assert_same(model, session.forward_prompt_logits(prompt, reuse=True), expected)
+                reused.append(session.stats()["tokens_reused"])
+        assert reused == [0, 0, 0, 2 * PAGE + 8]
+
+
+def test_a_fork_and_a_loaded_session_have_a_namespace(demo_path: Path, tmp_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        prompt = ids_of(model, 2 * PAGE)
+        with model.session(prefix_namespace="one") as session:
+            session.forward_prompt(prompt, reuse=True)
+            session.save(tmp_path / "saved")
+            copy = session.fork()
+        copy.reset()
+        copy.forward_prompt(prompt, reuse=True)
+        assert copy.stats()["tokens_reused"] == 2 * PAGE - 1
+        with model.load_session(tmp_path / "saved", prefix_namespace="two") as session:
+            session.forward_prompt(prompt, reuse=True)
+        with model.session(prefix_namespace="two") as session:
+            session.forward_prompt(prompt, reuse=True)
+            assert session.stats()["tokens_reused"] == 2 * PAGE - 1
+        with model.session() as session:
+            session.forward_prompt(prompt, reuse=True)
+            assert session.stats()["tokens_reused"] == 0
+
+
+def test_prompts_of_one_batch_share_nothing_with_other_namespaces(device: str, demo_path: Path) -> None:
+    with Model(demo_path, device=device) as model:
+        prompt = ids_of(model, 150)
+        sessions = [model.session(prefix_namespace=n) for n in ("one", "two", "one", "two")]
+        results = model.forward_batch(sessions, [prompt] * 4, output="logits", reuse=True)
+        for logits in results:
+            assert_same(model, logits, model.session().forward_prompt_logits(prompt))
+        assert [s.stats()["tokens_reused"] for s in sessions] == [0, 0, 149, 149]
+
+
+def test_a_namespace_is_a_str(demo: Model) -> None:
+    with pytest.raises(TypeError, match="prefix_namespace must be a str, got int"):
+        demo.session(prefix_namespace=3)  # type: ignore[arg-type]
+
+
 def test_forward_prompts_is_forward_prompt_of_each(demo: Model) -> None:
     prompts = [ids_of(demo, n, n % 5) for n in (1, 3, 40, 17, 40, 90)]
     expected = [demo.session().forward_prompt_logits(p) for p in prompts]

@@ -13,7 +13,7 @@ import pytest
 
 from metal_prefill import ClosedError, ContextOverflowError, KVMemoryError, Model, Scheduler
 from metal_prefill._batch_call import BatchCall
-from metal_prefill.scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream
+from metal_prefill.scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream, make_streams
 
 TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
 
@@ -115,6 +115,19 @@ def test_a_writing_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
         passes += 1
         assert len(writing._made) == before + 1
     assert passes == 59
+
+
+def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
+    """A prompt that waited for another namespace to compute its prefix would tell by its time that it did."""
+    passes: dict[tuple[str, str], int] = {}
+    for spaces in (("one", "one"), ("one", "two")):
+        scheduler = Scheduler(cpu)
+        prompt = [len(passes) + 1, *range(40)]
+        for i, space in enumerate(spaces):
+            scheduler.enter(make_streams(cpu, [*prompt, i], 1, 1, prefix_namespace=space))
+        scheduler.step()
+        passes[spaces] = scheduler.last_pass.prompts
+    assert passes == {("one", "one"): 42, ("one", "two"): 84}
 
 
 def test_no_prompt_waits_for_more_passes_than_there_are_turns(cpu: Model) -> None:

@@ -166,7 +166,8 @@ void bind_engines(nb::module_& m) {
       .def_prop_ro("n_tokens", &OwnedRequest::n_tokens, "Number of tokens that are computed.");
 
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
-      .def("session", &Engine::session, "max_context"_a = 0, nb::call_guard<GilRelease>())
+      .def("session", &Engine::session, "max_context"_a = 0, "prefix_namespace"_a = std::string(),
+           nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "requests"_a, "progress"_a = nb::none(),
            "Return the result of each request, or the exception that ended it.")
       .def("check_fits", &Engine::check_fits, "positions"_a,

@@ -41,9 +41,11 @@ class Stream:
         Tokens of the prompt that are among its pieces: all but the first one, or none.
     reuses : bool
         Whether its prompt begins with what the cache has of it.
+    prefix_namespace : str
+        Namespace in which prefixes of its prompt are found; see :meth:`metal_prefill.Model.session`.
     """
 
-    def __init__(self, text: Continuation, leader: Stream | None = None) -> None:
+    def __init__(self, text: Continuation, leader: Stream | None = None, prefix_namespace: str = "") -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.passes_waited = 0
@@ -51,6 +53,7 @@ class Stream:
         self.scored_tokens = len(text.prompt) - len(text.ids)
         self.prompt = text.prompt
         self.reuses = leader is None and self.scored_tokens == 0
+        self.prefix_namespace = prefix_namespace
         self._computed = 0  # tokens of the prompt that went through the model for this stream
         self._ids = text.ids  # the prompt, and after that what was made
         self._made: list[int] = []
@@ -114,7 +117,9 @@ class Stream:
         return False
 
     def _agrees(self, other: Stream, n: int) -> int:
-        """Leading tokens, of `n` at most, in which two prompts agree."""
+        """Leading tokens, of `n` at most, that two prompts can share; none in different namespaces."""
+        if self.prefix_namespace != other.prefix_namespace:
+            return 0
         different = np.flatnonzero(self._ids[:n] != other._ids[:n])
         return int(different[0]) if different.size else n
 
@@ -135,6 +140,7 @@ def make_streams(
     max_tokens: int,
     *,
     logprobs: int | None = None,
+    prefix_namespace: str = "",
     **options: Unpack[TextOptions],
 ) -> list[Stream]:
     """Make `n` streams of one prompt for a scheduler to enter; all that can be wrong with them is checked.
@@ -169,5 +175,5 @@ def make_streams(
         )
         # Of a prompt with log probabilities every token is computed for each.
         follows = streams and len(text.ids) == len(ids)
-        streams.append(Stream(text, streams[0] if follows else None))
+        streams.append(Stream(text, streams[0] if follows else None, prefix_namespace))
     return streams

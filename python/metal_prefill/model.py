@@ -311,13 +311,24 @@ class Model:
 
         return Tokenizer.from_gguf(self._gguf)
 
-    def session(self, *, max_context: int | None = None) -> Session:
+    def session(self, *, max_context: int | None = None, prefix_namespace: str = "") -> Session:
         """Make a session: its own cache and position over this model's weights.
+
+        Parameters
+        ----------
+        max_context
+            Largest position that the session may reach; by default the model's context length.
+        prefix_namespace
+            Namespace of the prefix cache. With ``reuse=True`` the session finds only prefixes that sessions
+            of the same namespace computed, so that neither results nor times tell anything about prompts in
+            other namespaces. Forks stay in the namespace.
 
         Raises
         ------
         ValueError
             If `max_context` is below 1 or beyond the model's context length.
+        TypeError
+            If `prefix_namespace` is not a str.
         """
         if self._engine is None:
             raise ClosedError("the model is closed")
@@ -325,7 +336,9 @@ class Model:
         context = 0 if max_context is None else integer("max_context", max_context, 1)
         if context > limit:
             raise ValueError(f"max_context {context} is outside 1 to {limit}, the model's context length")
-        return Session(self, self._engine.session(context))
+        if not isinstance(prefix_namespace, str):
+            raise TypeError(f"prefix_namespace must be a str, got {type(prefix_namespace).__name__}")
+        return Session(self, self._engine.session(context, prefix_namespace))
 
     @cached_property
     def _exact_rows(self) -> int:
@@ -344,14 +357,16 @@ class Model:
     def _state_owner(self) -> _state.Owner:
         return _state.Owner(self._config, self._kv_dtype, _state.fingerprint(self._gguf), self._path.name)
 
-    def load_session(self, path: str | os.PathLike[str], *, max_context: int | None = None) -> Session:
+    def load_session(
+        self, path: str | os.PathLike[str], *, max_context: int | None = None, prefix_namespace: str = ""
+    ) -> Session:
         """Make a session that continues where a saved one stood.
 
         Parameters
         ----------
         path
             File written by :meth:`Session.save`, on whatever device.
-        max_context
+        max_context, prefix_namespace
             As in :meth:`session`.
 
         Raises
@@ -363,7 +378,7 @@ class Model:
         OSError
             It cannot be opened.
         """
-        session = self.session(max_context=max_context)
+        session = self.session(max_context=max_context, prefix_namespace=prefix_namespace)
         saved = _state.read(path, self._state_owner)
         try:
             session._open().import_state(saved.tokens, saved.rows)

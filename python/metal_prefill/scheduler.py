@@ -184,7 +184,7 @@ class Scheduler:
         self._drop_ended()
         while self._waiting and len(self._active) < self._max_streams:
             stream = self._waiting.popleft()
-            stream._core = self._engine.session(self._model.max_context)
+            stream._core = self._engine.session(self._model.max_context, stream.prefix_namespace)
             self._active.append(stream)
         writing = [s for s in self._active if s._writing]
         room = max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS)

@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 _ENGINE, _BATCH, _SAMPLING = "tests/test_engine.py", "tests/test_batch.py", "tests/test_native_sampling.py"
 _Q8 = "tests/test_q8_cache.py"
+_TREE = "tests/test_prefix_tree.py"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
 _SEVERAL = f"{_BATCH}::test_prompts_and_tokens_together_are_what_they_are_alone"
@@ -87,6 +88,55 @@ SHARED = (
         "",
         "padding of a page counts as tokens that agree",
         (_BATCH, "-k", "cpu and (living or finished or once or bounded or positions_only)"),
+    ),
+    Mutant(
+        "cpp/prefix_tree.cpp",
+        "const auto root = roots_.find(name_space);",
+        "const auto root = roots_.begin();",
+        "a prompt finds prefixes of another namespace",
+        (f"{_TREE}::test_prefixes_are_found_in_their_namespace_only",),
+    ),
+    Mutant(
+        "cpp/prefix_tree.cpp",
+        "  touch(last);\n  pool_.retain(match.pages);",
+        "  pool_.retain(match.pages);",
+        "pages that are found do not count as used",
+        (f"{_TREE}::test_pages_leave_in_the_order_that_the_policy_states",),
+    ),
+    Mutant(
+        "cpp/prefix_tree.cpp",
+        "for (; node && node->parent; node = node->parent) {",
+        "if (node && node->parent) {",
+        "the page before one that was evicted leaves too late or too early",
+        (f"{_TREE}::test_pages_leave_in_the_order_that_the_policy_states",),
+    ),
+    Mutant(
+        "cpp/prefix_tree.cpp",
+        "if (!unused_only || !pool_.is_shared(oldest_->page)) {",
+        "if (true) {",
+        "a page that a session holds is evicted, which makes no room",
+        (f"{_TREE}::test_nothing_is_evicted_where_sessions_hold_all",),
+    ),
+    Mutant(
+        "cpp/prefix_tree.cpp",
+        "if (root.name_space && root.children.empty()) roots_.erase(roots_.find(*root.name_space));",
+        "",
+        "namespaces stay after their last page",
+        (f"{_TREE}::test_a_namespace_ends_with_its_last_page",),
+    ),
+    Mutant(
+        "cpp/prefix_tree.cpp",
+        "if (end != other.end() && std::equal(other.begin(), end, own.begin())) remove(*before->second);",
+        "",
+        "a page stays next to one with more of the same tokens",
+        (f"{_TREE}::test_pages_leave_in_the_order_that_the_policy_states",),
+    ),
+    Mutant(
+        "cpp/batch.cpp",
+        "|| before.prefix_namespace() != item.prefix_namespace()) continue;",
+        ") continue;",
+        "prompts of one batch share pages with another namespace",
+        (f"{_BATCH}::test_prompts_of_one_batch_share_nothing_with_other_namespaces", "-k", "cpu"),
     ),
     Mutant(
         "cpp/rope.cpp",

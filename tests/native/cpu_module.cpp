@@ -1,5 +1,5 @@
 // _cpu_testing: the kernels of each instruction set on NumPy arrays, and single steps of the engine to be
-// timed. Every function names a set of _core.cpu.kernel_sets().
+// timed. Every function of a kernel names a set of _core.cpu.kernel_sets(). Also the prefix tree by itself.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -20,6 +20,7 @@
 #include "gil.h"
 #include "kernel_calls.h"
 #include "kernel_workloads.h"
+#include "prefix_tree_module.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -124,4 +125,5 @@ NB_MODULE(_cpu_testing, m) {
   m.doc() = "Kernels and steps of the CPU engine, for tests and for tools/bench_kernels.py.";
   metal_prefill::cpu::bind_machine(m);
   metal_prefill::cpu::bind_kernels(m);
+  metal_prefill::bind_prefix_tree(m);
 }

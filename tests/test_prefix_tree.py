@@ -1,0 +1,212 @@
+"""The prefix tree: what it finds, the order in which pages leave, and the steps that takes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from support.cpu_testing import cpu_testing
+
+PAGE = 64
+Node = tuple[Any, ...]  # a namespace, and the token of each page
+
+
+def tokens_of(path: Node, last: int = PAGE) -> list[int]:
+    """Return pages that hold one token over and over, the last one `last` times."""
+    pages = [[token] * PAGE for token in path[1:]]
+    pages[-1] = pages[-1][:last]
+    return [token for page in pages for token in page]
+
+
+def tree_of(max_pages: int, pool_pages: int | None = None) -> Any:
+    return cpu_testing().PrefixTree(max_pages, pool_pages or 2 * max_pages)
+
+
+class Oracle:
+    """The same policy, written down as it is stated, in as many steps as it takes."""
+
+    def __init__(self, max_pages: int) -> None:
+        self._max_pages = max_pages
+        self._clock = 0
+        self.used: dict[Node, int] = {}  # nodes, and when each was used
+        self.length: dict[Node, int] = {}  # tokens of a node's page
+        self.held: list[set[Node]] = []
+
+    def _walk(self, path: Node, last: int) -> tuple[int, list[Node]]:
+        nodes: list[Node] = []
+        known = 0
+        for end in range(2, len(path) + 1):
+            wanted = last if end == len(path) else PAGE
+            if path[:end] not in self.used:
+                break
+            nodes.append(path[:end])
+            known += min(wanted, self.length[path[:end]])
+            if self.length[path[:end]] < wanted:
+                break
+        return known, nodes
+
+    def known(self, path: Node, last: int) -> int:
+        return self._walk(path, last)[0]
+
+    def _use(self, path: Node) -> None:
+        self._clock += 1
+        for end in range(2, len(path) + 1):
+            self.used[path[:end]] = self._clock
+
+    def find(self, path: Node, last: int) -> tuple[int, set[Node]]:
+        known, nodes = self._walk(path, last)
+        if nodes:
+            self._use(nodes[-1])
+        return known, set(nodes)
+
+    def insert(self, path: Node, last: int) -> None:
+        for end in range(2, len(path) + 1):
+            length = last if end == len(path) else PAGE
+            if self.length.get(path[:end], 0) < length:  # a page with fewer of the same tokens is replaced
+                self.length[path[:end]] = length
+                for held in self.held:
+                    held.discard(path[:end])
+        self._use(path)
+        while len(self.used) > self._max_pages:
+            self._drop(self._oldest(self._leaves()))
+
+    def _leaves(self) -> list[Node]:
+        followed = {node[:-1] for node in self.used}
+        return [node for node in self.used if node not in followed]
+
+    def _oldest(self, leaves: list[Node]) -> Node:
+        return min(leaves, key=self.used.__getitem__)
+
+    def _drop(self, node: Node) -> None:
+        del self.used[node], self.length[node]
+        for held in self.held:
+            held.discard(node)
+
+    def evict(self) -> bool:
+        leaves = self._leaves()
+        while leaves:
+            oldest = self._oldest(leaves)
+            if not any(oldest in held for held in self.held):
+                self._drop(oldest)
+                return True
+            self._use(oldest)  # a page that is held is in use
+            leaves.remove(oldest)
+        return False
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_leave_in_the_order_that_the_policy_states(seed: int) -> None:
+    max_pages = 24
+    chance = random.Random(seed)
+    tree, oracle = tree_of(max_pages, 4 * max_pages), Oracle(max_pages)
+    held: list[tuple[list[int], set[Node]]] = []
+    prompts: list[tuple[Node, int]] = []
+    for _ in range(400):
+        path = (chance.choice(["", "a", "b"]), *(chance.randrange(3) for _ in range(chance.randrange(1, 6))))
+        last = chance.choice([PAGE, PAGE, 20, 40])
+        prompts.append((path, last))
+        match chance.randrange(5):
+            case 0 | 1:
+                assert tree.insert(path[0], tokens_of(path, last))
+                oracle.insert(path, last)
+            case 2:
+                positions, pages = tree.find(path[0], tokens_of(path, last))
+                expected, nodes = oracle.find(path, last)
+                assert positions == expected
+                if pages and len(held) < 4 and chance.random() < 0.5:
+                    held.append((pages, nodes))
+                    oracle.held.append(nodes)
+                else:
+                    tree.release(pages)
+            case 3:
+                assert tree.evict() == oracle.evict()
+            case 4 if held and chance.random() < 0.2:
+                pages, nodes = held.pop(chance.randrange(len(held)))
+                oracle.held = [other for other in oracle.held if other is not nodes]
+                tree.release(pages)
+        assert tree.pages == len(oracle.used)
+        assert tree.namespaces == len({node[0] for node in oracle.used})
+        for p, n in chance.sample(prompts, min(len(prompts), 20)):
+            assert tree.known(p[0], tokens_of(p, n)) == oracle.known(p, n), (p, n)
+    for pages, _ in held:
+        tree.release(pages)
+    assert tree.pages_in_use == tree.pages
+    while tree.evict():
+        pass
+    assert (tree.pages, tree.namespaces, tree.pages_in_use) == (0, 0, 0)
+
+
+def filled(pages: int, depth: int) -> Any:
+    """Return a tree of prompts of `depth` pages, each with a first page of its own."""
+    tree = tree_of(pages)
+    for first in range(pages // depth):
+        assert tree.insert("", tokens_of(("", first, *range(depth - 1))))
+    assert tree.pages == pages
+    return tree
+
+
+@pytest.mark.parametrize("depth", [1, 10])
+@pytest.mark.parametrize("pages", [100, 10_000])
+def test_an_eviction_takes_as_many_steps_however_many_pages_there_are(pages: int, depth: int) -> None:
+    tree = filled(pages, depth)
+    before = tree.examined
+    for _ in range(50):
+        assert tree.evict()
+    assert tree.examined - before == 50
+
+
+@pytest.mark.parametrize("pages", [100, 10_000])
+def test_an_insertion_examines_one_neighbour_however_many_there_are(pages: int) -> None:
+    tree = filled(pages, 1)
+    for _ in range(10):
+        assert tree.evict()
+    before = tree.examined
+    for token in range(pages, pages + 10):
+        assert tree.insert("", [token] * PAGE)
+    assert tree.examined - before <= 10
+
+
+@pytest.mark.parametrize("pages", [100, 10_000])
+def test_pages_that_sessions_hold_are_passed_over_once(pages: int) -> None:
+    tree = filled(pages, 1)
+    held = [page for token in range(50) for page in tree.find("", [token] * PAGE)[1]]
+    for token in range(50, pages):
+        tree.release(tree.find("", [token] * PAGE)[1])  # used after those that are held
+    before = tree.examined
+    for _ in range(50):
+        assert tree.evict()
+    assert tree.examined - before == 100
+    assert [tree.known("", [token] * PAGE) for token in (0, 49, 50, 99)] == [PAGE, PAGE, 0, 0]
+    tree.release(held)
+
+
+def test_nothing_is_evicted_where_sessions_hold_all() -> None:
+    tree = filled(20, 2)
+    held = [page for first in range(10) for page in tree.find("", tokens_of(("", first, 0)))[1]]
+    assert not tree.evict()
+    assert tree.pages == 20
+    tree.release(held)
+    assert tree.evict()
+
+
+def test_prefixes_are_found_in_their_namespace_only() -> None:
+    tree = tree_of(10)
+    prompt = tokens_of(("", 1, 2))
+    assert tree.insert("one", prompt)
+    assert [tree.known(space, prompt) for space in ("one", "two", "")] == [2 * PAGE, 0, 0]
+    assert tree.find("two", prompt) == (0, [])
+    assert tree.insert("two", prompt[:PAGE])
+    assert [tree.known(space, prompt) for space in ("one", "two", "")] == [2 * PAGE, PAGE, 0]
+    assert (tree.pages, tree.namespaces) == (3, 2)
+
+
+def test_a_namespace_ends_with_its_last_page() -> None:
+    tree = tree_of(4)
+    for i in range(1000):
+        assert tree.insert(f"namespace {i}", [i] * (PAGE + 1))
+        assert tree.insert(f"empty {i}", [])
+        assert tree.namespaces <= 3
+    while tree.evict():
+        pass
+    assert (tree.pages, tree.namespaces) == (0, 0)
