@@ -22,6 +22,7 @@ try:
     from metal_prefill.serve._app import make_app
     from metal_prefill.serve._bodies import Bodies
     from metal_prefill.serve._errors import ApiError
+    from metal_prefill.serve._keys import prefix_key
     from metal_prefill.serve._relay import Beginning, answers, beginning_of, broken_answer, described
 except ImportError as error:
     needed = "pip install 'metal_prefill[ray,serve]'"
@@ -61,6 +62,7 @@ class Ingress:
 
     def __init__(self, replicas: Any, settings: Settings) -> None:
         self._replicas = replicas
+        self._settings = settings
         self._bodies = Bodies(settings)
 
     async def __call__(self, request: Request) -> Response:
@@ -73,7 +75,7 @@ class Ingress:
             return Response(status_code=499)
         options: dict[str, Any] = {"stream": True}
         if request.method == "POST":
-            options["multiplexed_model_id"] = beginning_of(body)
+            options["multiplexed_model_id"] = beginning_of(body, prefix_key(self._settings, request.headers))
         failure: Exception | None = None
         for _ in range(MOST_TRIES):
             pieces = self._replicas.options(**options).answer.remote(described(request), body)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 _P = "python/metal_prefill"
+_SPACES = "tests/serve/test_prefix_namespaces.py"
+_SCHEDULER = "tests/test_scheduler.py"
 
 FILES = (
     Mutant(
@@ -296,6 +298,34 @@ FIGURES = (
 )
 
 COMMANDS = (
+    Mutant(
+        f"{_P}/serve/_prefix_store.py",
+        'key = hashlib.blake2b(namespace.encode()).digest() if namespace else b""',
+        'key = b""',
+        "a stored prefix of one API key is loaded for another",
+        (f"{_SPACES}::test_a_stored_prefix_is_found_after_a_restart_with_its_own_key_only",),
+    ),
+    Mutant(
+        f"{_P}/serve/_prefix_store.py",
+        "for space, other in self._recent if space == namespace]",
+        "for space, other in self._recent]",
+        "the common prefix of prompts with different API keys is stored",
+        (f"{_SPACES}::test_prompts_of_different_keys_have_nothing_in_common_to_store",),
+    ),
+    Mutant(
+        f"{_P}/serve/_keys.py",
+        "parts = hashlib.blake2b(key).digest() + ",
+        "parts = key + ",
+        "a key and a prompt_cache_key make the namespace of another pair",
+        (f"{_SPACES}::test_a_key_and_a_prompt_cache_key_never_make_the_namespace_of_another_pair",),
+    ),
+    Mutant(
+        f"{_P}/_stream.py",
+        "if self.prefix_namespace != other.prefix_namespace:",
+        "if False:",
+        "a prompt waits for one of another namespace that begins alike",
+        (f"{_SCHEDULER}::test_prompts_of_different_namespaces_share_a_pass",),
+    ),
     Mutant(
         f"{_P}/_commands/perplexity.py",
         "[len(window) // 2 :]",

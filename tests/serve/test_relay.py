@@ -69,4 +69,9 @@ def test_requests_that_begin_alike_have_the_same_word() -> None:
     assert one != word(messages=[{"role": "system", "content": "Be long."}])
     assert word(prompt="a" * 2000) == word(prompt="a" * 3000) != word(prompt="b" * 2000)
     assert word(prompt=[1, 2, 3]) != word(prompt=[1, 2, 4])
+    assert (
+        word(prompt="a", prompt_cache_key="x") != word(prompt="a") != word(prompt="b", prompt_cache_key="x")
+    )
+    body = json.dumps({"prompt": "a"}).encode()
+    assert len({beginning_of(body), beginning_of(body, b"one key"), beginning_of(body, b"another")}) == 3
     assert len({beginning_of(b""), beginning_of(b"[" * 100_000), beginning_of(b"3")}) == 1

@@ -92,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="disk that they may take (default: 1 GiB)",
     )
     parser.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="let requests find prefixes of prompts that came with other API keys: faster, but each key can "
+        "find out what others sent",
+    )
+    parser.add_argument(
         "--pooling", choices=("mean", "cls", "last"), help="of embeddings (default: as the file says)"
     )
     common.add_model_arguments(parser)
@@ -122,6 +128,7 @@ def execute(arguments: argparse.Namespace) -> None:
         pooling=arguments.pooling,
         prefix_store=arguments.prefix_store,
         prefix_store_bytes=arguments.prefix_store_bytes,
+        share_prefixes=arguments.share_prefixes,
     )
     allow_files(settings)
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET

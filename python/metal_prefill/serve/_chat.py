@@ -77,7 +77,7 @@ def constraint_of(form: ChatForm) -> dict[str, Any]:
     return {"json_schema": format_.json_schema.schema}
 
 
-def _streams(service: Service, form: ChatForm, n: int) -> list[Stream]:
+def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[Stream]:
     ids = chat_tokens(service, form)
     options = {**options_of(form), **constraint_of(form)}
     stops = [options["stop"]] if isinstance(options["stop"], str) else list(options["stop"])
@@ -85,7 +85,7 @@ def _streams(service: Service, form: ChatForm, n: int) -> list[Stream]:
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
     max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
-    return make_streams(service.model, ids, n, max_tokens, **options)
+    return make_streams(service.model, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 
 @dataclass
@@ -153,14 +153,14 @@ class ChatChoice(Choice):
         }
 
 
-async def chat(service: Service, form: ChatForm, reply: Reply) -> None:
+async def chat(service: Service, form: ChatForm, reply: Reply, namespace: str) -> None:
     """Answer a conversation."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
     n = check_count(service, form.n or 1)
     tools = offered_tools(form)
     with service.admitted(n):
-        streams = await service.streams(lambda: _streams(service, form, n))
+        streams = await service.streams(lambda: _streams(service, form, n, namespace))
         choices = [ChatChoice(i, stream, i == 0) for i, stream in enumerate(streams)]
         for choice in choices:
             choice.parser = ToolCallParser(tools) if tools else None

@@ -39,7 +39,7 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
     return prompts
 
 
-async def complete(service: Service, form: CompletionForm, reply: Reply) -> None:
+async def complete(service: Service, form: CompletionForm, reply: Reply, namespace: str) -> None:
     """Continue prompts."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
@@ -57,6 +57,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply) -> None
         "logprobs": form.logprobs,
         "echo": bool(form.echo),
         "prompt_logprobs": scored,
+        "prefix_namespace": namespace,
     }
     if max_tokens == 0 and not scored:
         raise ApiError(

@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 import anyio
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from metal_prefill.serve._errors import ApiError, log
-from metal_prefill.serve._forms import decode
+from metal_prefill.serve._forms import Form, decode
+from metal_prefill.serve._keys import prefix_key, prefix_namespace
 from metal_prefill.serve._reply import Reply, StalledClientError, timeout_error
 from metal_prefill.serve._service import Service
 
-_Form = TypeVar("_Form", bound=msgspec.Struct)
+_Form = TypeVar("_Form", bound=Form)
 
 
 class Endpoint(Generic[_Form]):
@@ -29,14 +29,15 @@ class Endpoint(Generic[_Form]):
     form
         Type of the request.
     answer
-        Sends the answer; raises whatever is wrong with the request.
+        Sends the answer; raises whatever is wrong with the request. Its last argument is the prefix namespace
+        of the request.
     """
 
     def __init__(
         self,
         service: Service,
         form: type[_Form],
-        answer: Callable[[Service, _Form, Reply], Awaitable[None]],
+        answer: Callable[[Service, _Form, Reply, str], Awaitable[None]],
     ) -> None:
         self._service = service
         self._form = form
@@ -49,10 +50,12 @@ class Endpoint(Generic[_Form]):
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
-                form = await self._read(Request(scope, receive), reply)
+                request = Request(scope, receive)
+                form = await self._read(request, reply)
                 if form is not None:
                     group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
-                    await self._reply(form, reply)
+                    key = prefix_key(settings, request.headers)
+                    await self._reply(form, reply, prefix_namespace(key, form.prompt_cache_key))
                 group.cancel_scope.cancel()
         finally:
             metrics.requests.labels(scope["path"], reply.status).inc()
@@ -67,11 +70,11 @@ class Endpoint(Generic[_Form]):
             pass
         return None
 
-    async def _reply(self, form: _Form, reply: Reply) -> None:
+    async def _reply(self, form: _Form, reply: Reply, namespace: str) -> None:
         seconds = self._service.settings.max_seconds
         try:
             with anyio.move_on_after(seconds) as scope:
-                await self._answer(self._service, form, reply)
+                await self._answer(self._service, form, reply, namespace)
             if scope.cancelled_caught:
                 await reply.error(timeout_error(seconds))
         except (StalledClientError, OSError):  # uvicorn closes the connection

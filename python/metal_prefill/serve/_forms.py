@@ -28,13 +28,13 @@ class Form(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What every request may have."""
 
     model: str | None = None
+    prompt_cache_key: str | None = None  # prefixes are shared among requests with the same one
     # For the operator of a service; nothing follows from them here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,7 +1,8 @@
-"""API keys."""
+"""API keys, and the prefix namespaces of those who have them."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Iterable
 
@@ -9,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._settings import Settings
 
 OPEN_PATHS = ("/health",)  # for those who ask whether the server is there
 
@@ -23,8 +25,7 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or hand it on."""
         if scope["type"] == "http" and not scope["path"].endswith(OPEN_PATHS):
-            kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            given = key.strip().encode() if kind.lower() == "bearer" else b""
+            given = _given_key(Headers(scope=scope))
             # All keys are compared, each in constant time: how long it takes tells nothing of them.
             if sum(hmac.compare_digest(given, known) for known in self._keys) == 0:
                 problem = "Incorrect API key provided" if given else "You didn't provide an API key"
@@ -32,3 +33,25 @@ class RequireKey:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def prefix_key(settings: Settings, headers: Headers) -> bytes:
+    """Return the API key that separates the prefixes of a request from others; empty if all share them."""
+    return b"" if settings.share_prefixes or not settings.api_keys else _given_key(headers)
+
+
+def prefix_namespace(key: bytes, cache_key: str | None) -> str:
+    """Return the namespace of a request by its :func:`prefix_key` and its ``prompt_cache_key``.
+
+    A hash, so that neither is stored anywhere. Without both it is the namespace of all.
+    """
+    if not key and not cache_key:
+        return ""
+    # Of a fixed size: no key and prompt_cache_key combine to the bytes of another pair.
+    parts = hashlib.blake2b(key).digest() + (cache_key or "").encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(parts, digest_size=32).hexdigest()
+
+
+def _given_key(headers: Headers) -> bytes:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip().encode() if kind.lower() == "bearer" else b""

@@ -1,9 +1,9 @@
 """Beginnings of prompts on disk: after a restart a known system message is loaded, not computed.
 
-A beginning that two prompts had in common is saved as a session is, in a file that is named by its tokens:
-their number and a hash. So nothing but names is read at the start, and a prompt finds its beginnings by
-hashing its own. Files of each model and cache dtype have a folder of their own. A file that is damaged is
-removed.
+A beginning that two prompts of a prefix namespace had in common is saved as a session is, in a file that is
+named by its tokens: their number, and a hash of them and of the namespace. So nothing but names is read at
+the start, and a prompt finds its beginnings by hashing its own; those of other namespaces have other names.
+Files of each model and cache dtype have a folder of their own. A file that is damaged is removed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PrefixStore:
         self._limit = limit
         self._lock = threading.Lock()  # guards what follows
         self._names: dict[int, set[str]] = {}  # hashes by number of tokens
-        self._recent: deque[Ids] = deque(maxlen=RECENT_PROMPTS)
+        self._recent: deque[tuple[str, Ids]] = deque(maxlen=RECENT_PROMPTS)
         self._pending = 0
         self._loading = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metal_prefill prefix store")
@@ -70,31 +70,34 @@ class PrefixStore:
             if found := _NAME.fullmatch(path.name):
                 self._names.setdefault(int(found[1]), set()).add(found[2])
 
-    def load(self, ids: Ids) -> None:
-        """Load the longest beginning of a prompt that is stored, unless the model's cache has as much."""
+    def load(self, ids: Ids, namespace: str = "") -> None:
+        """Load the longest beginning of a prompt that its namespace has, unless the cache has as much."""
         with self._lock:
             lengths = sorted((n for n in self._names if n < len(ids)), reverse=True)
         for n in lengths:
-            digest = _digest(ids[:n])
+            digest = _digest(ids[:n], namespace)
             with self._lock:
                 known = digest in self._names.get(n, ())
-            if known and self._load(ids[: n + 1], n, digest):
+            if known and self._load(ids[: n + 1], n, digest, namespace):
                 return
 
-    def note(self, ids: Ids) -> None:
-        """Save the beginning that a finished prompt shares with an earlier one, in a thread of the store.
+    def note(self, ids: Ids, namespace: str = "") -> None:
+        """Save the beginning that a finished prompt shares with an earlier one of its namespace.
+
+        That is done in a thread of the store.
 
         A conversation that continues shares all of its former prompt, which is no beginning of another.
         """
         with self._lock:
-            shared = max((_shared(ids, other) for other in self._recent), default=0)
-            self._recent.append(ids)
+            others = [other for space, other in self._recent if space == namespace]
+            shared = max((_shared(ids, other) for other in others), default=0)
+            self._recent.append((namespace, ids))
             n = min(shared, len(ids) - 1) // PAGE * PAGE
-            digest = _digest(ids[:n])
+            digest = _digest(ids[:n], namespace)
             if n == 0 or digest in self._names.get(n, ()) or self._pending == MOST_PENDING:
                 return
             self._pending += 1
-        self._writer.submit(self._save, ids[: n + 1], n, digest)
+        self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -103,15 +106,15 @@ class PrefixStore:
     def _path(self, n: int, digest: str) -> Path:
         return self._folder / f"{n}-{digest}.session"
 
-    def _load(self, ids: Ids, n: int, digest: str) -> bool:
+    def _load(self, ids: Ids, n: int, digest: str, namespace: str) -> bool:
         """Put a stored beginning, ``ids[:n]``, into the model's cache; False where the file is of no use."""
         path = self._path(n, digest)
         with self._loading:  # of many prompts that begin alike, one loads it
             try:
-                with self._model.session() as session:
+                with self._model.session(prefix_namespace=namespace) as session:
                     if session._open().reuse(ids) >= n:
                         return True
-                with self._model.load_session(path) as session:
+                with self._model.load_session(path, prefix_namespace=namespace) as session:
                     if session.tokens != ids[:n].tolist():
                         raise StateError(f"{path}: its tokens are not those of its name")
                     session._open().reuse(ids)  # from now on, others find it
@@ -125,9 +128,9 @@ class PrefixStore:
                 log.warning("a stored prefix cannot be loaded: %s", error)
         return False
 
-    def _save(self, ids: Ids, n: int, digest: str) -> None:
+    def _save(self, ids: Ids, n: int, digest: str, namespace: str) -> None:
         try:
-            with self._model.session() as session:
+            with self._model.session(prefix_namespace=namespace) as session:
                 core = session._open()
                 if core.reuse(ids) < n:
                     return  # others have taken its place in the cache
@@ -161,8 +164,9 @@ class PrefixStore:
                 self._names.get(int(found[1]), set()).discard(found[2])
 
 
-def _digest(ids: Ids) -> str:
-    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
+def _digest(ids: Ids, namespace: str) -> str:
+    key = hashlib.blake2b(namespace.encode()).digest() if namespace else b""
+    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16, key=key).hexdigest()
 
 
 def _shared(ids: Ids, other: Ids) -> int:

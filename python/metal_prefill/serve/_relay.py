@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
 from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._keys import prefix_namespace
 
 BEGINNING = 256  # characters of a prompt by which it finds others that begin alike
 MOST_MESSAGES = 16  # of an answer that nobody has taken yet; then the server waits
@@ -113,10 +114,20 @@ async def answers(
             task.result()
 
 
-def beginning_of(body: bytes) -> str:
-    """Return a word for how the prompt of a request begins: the same for those that may share it."""
+def beginning_of(body: bytes, key: bytes = b"") -> str:
+    """Return a hash of how the prompt of a request begins, equal for requests that may share a prefix.
+
+    Parameters
+    ----------
+    body
+        Of the request.
+    key
+        Its :func:`metal_prefill.serve._keys.prefix_key`.
+    """
+    cache_key = None
     try:
         form = json.loads(body)
+        cache_key = form.get("prompt_cache_key")
         messages = form.get("messages") or []
         text = form.get("prompt") or form.get("query") or [m["content"] for m in messages[:1]]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -124,7 +135,9 @@ def beginning_of(body: bytes) -> str:
     if isinstance(text, list):
         text = text[:BEGINNING]
     shown = text if isinstance(text, str) else json.dumps(text)
-    return hashlib.blake2b(shown[:BEGINNING].encode("utf-8", "replace"), digest_size=12).hexdigest()
+    namespace = prefix_namespace(key, cache_key if isinstance(cache_key, str) else None)
+    shown = namespace + shown[:BEGINNING]
+    return hashlib.blake2b(shown.encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
 def broken_answer(error: Exception) -> ApiError:

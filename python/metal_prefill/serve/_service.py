@@ -116,7 +116,7 @@ class Service:
             streams = work()
             for stream in streams if self._store is not None else ():
                 if stream.reuses and self._store is not None:
-                    self._store.load(stream.prompt)
+                    self._store.load(stream.prompt, stream.prefix_namespace)
             return streams
 
         return await self.prepare(prepared)
@@ -125,7 +125,7 @@ class Service:
         """Let what finished prompts share with others be stored."""
         for stream in streams if self._store is not None else ():
             if stream.reuses and self._store is not None:
-                self._store.note(stream.prompt)
+                self._store.note(stream.prompt, stream.prefix_namespace)
 
     def close(self) -> None:
         """Finish what is being stored."""

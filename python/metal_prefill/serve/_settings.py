@@ -47,6 +47,9 @@ class Settings:
         Folder for beginnings of prompts, which are loaded after a restart instead of computed.
     prefix_store_bytes : int
         That they may take of the disk.
+    share_prefixes : bool
+        Whether requests find prefixes of prompts that came with other API keys. If they do, ``cached_tokens``
+        and times tell the owner of one key which prompts others sent.
 
     Raises
     ------
@@ -74,6 +77,7 @@ class Settings:
     pooling: Literal["mean", "cls", "last"] | None = None
     prefix_store: str | os.PathLike[str] | None = None
     prefix_store_bytes: int = 1 << 30
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_streams", "max_connections", "max_body", "max_texts", "max_inputs"):

@@ -9,7 +9,7 @@ from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service
 
 
-async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:
+async def tokenize(service: Service, form: TokenizeForm, reply: Reply, namespace: str) -> None:
     """Return the tokens of a text (`prompt` or `content`) or of a conversation."""
     service.check_model(form.model)
     given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
@@ -29,7 +29,7 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply) -> None:
     await reply.json({"tokens": ids, "count": len(ids), "max_model_len": service.model.max_context})
 
 
-async def detokenize(service: Service, form: DetokenizeForm, reply: Reply) -> None:
+async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, namespace: str) -> None:
     """Return the text of tokens."""
     service.check_model(form.model)
     text = await service.prepare(lambda: service.model.tokenizer.decode(form.tokens))

@@ -24,7 +24,7 @@ def _check_inputs(service: Service, count: int, param: str) -> None:
         raise ApiError(400, f"{param} has {count} texts; the limit is {limit}", param=param)
 
 
-async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
+async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: str) -> None:
     """Turn texts, or token ids of the model's own vocabulary, into vectors."""
     name = service.check_model(form.model)
     inputs = prompts_of(form.input, "input")
@@ -81,7 +81,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply) -> None:
     await reply.json({"object": "list", "data": data, "model": name, "usage": usage})
 
 
-async def rank(service: Service, form: RerankForm, reply: Reply) -> None:
+async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str) -> None:
     """Order documents by how well they answer a query."""
     name = service.check_model(form.model)
     _check_inputs(service, len(form.documents), "documents")

@@ -1,0 +1,168 @@
+"""Prefixes of one API key are not found with another: neither in memory nor in the prefix store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.datastructures import Headers
+from support.running_server import Gate, Running, running, wait_until
+
+from metal_prefill import Model
+from metal_prefill.serve import Settings
+from metal_prefill.serve._keys import prefix_key, prefix_namespace
+
+PROMPT = [7 * i % 250 for i in range(200)]
+KEYS = ["the first key", "the second key"]
+
+
+def cached(server: Running, key: str, prompt: Any = PROMPT, **more: Any) -> int:
+    """Return the tokens of a prompt that a request with this key found in the cache."""
+    headers = {"authorization": f"Bearer {key}"}
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+    answer = server.post("/v1/completions", body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@contextmanager
+def serving(path: Path, **limits: Any) -> Iterator[Running]:
+    with Model(path, device="cpu") as model, running(model, **limits) as server:
+        yield server
+
+
+def test_a_key_does_not_find_the_prompts_of_another(demo_path: Path) -> None:
+    with serving(demo_path, api_keys=KEYS) as server:
+        assert cached(server, KEYS[0]) == 0
+        # A guess at each of the last tokens, as a client would test them one by one.
+        for n in range(len(PROMPT) - 9, len(PROMPT)):
+            assert cached(server, KEYS[1], PROMPT[:n], prompt_cache_key=str(n)) == 0
+        assert cached(server, KEYS[0]) == len(PROMPT) - 1
+
+
+def test_the_first_prompt_of_a_key_is_computed_and_the_second_is_found(demo_path: Path) -> None:
+    with serving(demo_path, api_keys=KEYS) as server:
+        assert [cached(server, key) for key in KEYS] == [0, 0]
+        assert [cached(server, key) for key in KEYS] == [len(PROMPT) - 1] * 2
+
+
+def test_conversations_of_other_keys_are_not_found(demo_path: Path) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Speak the speech, I pray you. " * 10}]
+    with serving(demo_path, api_keys=KEYS) as server:
+        found = []
+        for key in (*KEYS, KEYS[0]):
+            answer = server.client(api_key=key).chat.completions.create(
+                model=server.service.names[0], messages=messages, max_tokens=1
+            )
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            found.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+    assert found[:2] == [0, 0]
+    assert found[2] > 64
+
+
+def test_prompts_of_two_keys_at_the_same_time_are_each_computed(demo_path: Path) -> None:
+    """Neither waits for the other to compute what both begin with."""
+    with serving(demo_path, api_keys=KEYS) as server, ThreadPoolExecutor(3) as threads:
+        gate = Gate(server.service)
+        blocking = threads.submit(cached, server, KEYS[0], [1, 2, 3])
+        assert gate.reached.wait(60)
+        both = [threads.submit(cached, server, key) for key in KEYS]
+        wait_until(lambda: len(server.service.loop._new) == 2)
+        gate.open()
+        assert [future.result() for future in both] == [0, 0]
+        blocking.result()
+
+
+def test_keys_share_prefixes_where_the_server_is_started_so(demo_path: Path) -> None:
+    with serving(demo_path, api_keys=KEYS, share_prefixes=True) as server:
+        assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
+
+
+@pytest.mark.parametrize("limits", [{}, {"api_keys": KEYS}, {"api_keys": KEYS, "share_prefixes": True}])
+def test_prompt_cache_keys_separate_requests_of_a_key(demo_path: Path, limits: dict[str, Any]) -> None:
+    with serving(demo_path, **limits) as server:
+        for cache_key in ("one", "two"):
+            assert cached(server, KEYS[0], prompt_cache_key=cache_key) == 0
+        assert cached(server, KEYS[0]) == 0
+        for more in ({"prompt_cache_key": "one"}, {"prompt_cache_key": "two"}, {}):
+            assert cached(server, KEYS[0], **more) == len(PROMPT) - 1
+
+
+def test_without_keys_all_requests_share_prefixes(demo_path: Path) -> None:
+    with serving(demo_path) as server:
+        assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
+
+
+def test_a_key_and_a_prompt_cache_key_never_make_the_namespace_of_another_pair() -> None:
+    pairs = [
+        (b"", None),
+        (b"a", None),
+        (b"b", None),
+        (b"", "a"),
+        (b"a", "a"),
+        (b"a", "b"),
+        (b"ab", ""),
+        (b"a", "ab"),
+    ]
+    namespaces = [prefix_namespace(key, cache_key) for key, cache_key in pairs]
+    assert len(set(namespaces)) == len(pairs)
+    assert namespaces[0] == ""
+    assert prefix_namespace(b"secret", None) == prefix_namespace(b"secret", "")
+    assert all("secret" not in prefix_namespace(b"secret", word) for word in (None, "secret"))
+
+
+def test_the_spelling_of_a_key_in_its_header_does_not_matter() -> None:
+    settings = Settings(api_keys=["key"])
+    spelt = [
+        prefix_key(settings, Headers({"Authorization": text})) for text in ("Bearer key", "bearer  key ")
+    ]
+    assert spelt == [b"key", b"key"]
+    assert prefix_key(Settings(), Headers({"Authorization": "Bearer key"})) == b""
+
+
+def store_prefix(server: Running, key: str) -> None:
+    """Send two prompts with a common prefix, which is then stored."""
+    for end in (1, 2):
+        cached(server, key, [*PROMPT, end])
+
+
+def test_a_stored_prefix_is_found_after_a_restart_with_its_own_key_only(
+    demo_path: Path, tmp_path: Path
+) -> None:
+    limits: dict[str, Any] = {"api_keys": KEYS, "prefix_store": tmp_path}
+    with serving(demo_path, **limits) as server:
+        store_prefix(server, KEYS[0])
+    (stored,) = tmp_path.glob("*/*.session")
+    assert KEYS[0].encode() not in stored.read_bytes()
+    with serving(demo_path, **limits) as server:
+        assert cached(server, KEYS[1], [*PROMPT, 3]) == 0
+        assert cached(server, KEYS[0], [*PROMPT, 3]) == 192
+        assert server.service._store is not None
+        assert server.service._store.loaded == 1
+    with serving(demo_path, **{**limits, "share_prefixes": True}) as server:
+        assert cached(server, KEYS[0], [*PROMPT, 3]) == 0
+
+
+def test_prompts_of_different_keys_have_nothing_in_common_to_store(demo_path: Path, tmp_path: Path) -> None:
+    with serving(demo_path, api_keys=KEYS, prefix_store=tmp_path) as server:
+        for key, end in zip(KEYS, (1, 2), strict=True):
+            cached(server, key, [*PROMPT, end])
+    assert list(tmp_path.glob("*/*.session")) == []
+
+
+def test_a_file_without_a_namespace_stays_valid_for_a_server_without_keys(
+    demo_path: Path, tmp_path: Path
+) -> None:
+    """Its name is the number of tokens and BLAKE2b of them, as little-endian int32."""
+    with serving(demo_path, prefix_store=tmp_path) as server:
+        store_prefix(server, "any")
+    (stored,) = tmp_path.glob("*/*.session")
+    digest = hashlib.blake2b(np.array(PROMPT[:192], "<i4").tobytes(), digest_size=16).hexdigest()
+    assert stored.name == f"192-{digest}.session"
