@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from support.sampling_reference import Drawn
 
-from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model
+from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
 from metal_prefill._constraint import Constraint
-from metal_prefill._continuation import Continuation
+from metal_prefill._continuation import MOST_FORCED, Continuation
 from metal_prefill._speculation import MOST_DRAFTS, RowCost
 from metal_prefill.sampling import REPEAT_WINDOW, sample
 
@@ -93,6 +93,35 @@ def test_forced_tokens_are_computed_together(model: Model) -> None:
         pieces = list(session.stream(PROMPT, 200, json_schema=PERSON))
     assert sum(calls) >= len(pieces) - 2
     assert len(calls) < 0.7 * len(pieces)
+
+
+@pytest.mark.parametrize("speculate", ["off", "lookup"])
+def test_forced_tokens_come_a_bounded_number_in_a_pass(model: Model, speculate: Any) -> None:
+    regex = "(thou art a fool, my lord! ){40}"
+    expected = [piece.token for piece in model.stream(PROMPT, 700, regex=regex, logprobs=0)]
+    assert len(expected) > 5 * MOST_FORCED
+    scheduler = Scheduler(model)
+    scheduler.submit(PROMPT, 700, regex=regex, speculate=speculate)
+    made: list[int] = []
+    most, passes = 0, 0
+    while scheduler.streams:
+        tokens = [piece.token for _, piece in scheduler.step_pieces()]
+        made += tokens
+        most, passes = max(most, len(tokens)), passes + 1
+    assert made == expected
+    assert most <= 1 + MOST_DRAFTS + MOST_FORCED
+    if speculate == "off":
+        assert passes == -(-len(expected) // (1 + MOST_FORCED))
+
+
+def test_a_text_is_cancelled_between_its_forced_tokens(model: Model) -> None:
+    scheduler = Scheduler(model)
+    stream = scheduler.submit(PROMPT, 700, regex="(thou art a fool, my lord! ){40}")
+    made = len(scheduler.step_pieces())
+    stream.cancel()
+    assert scheduler.step_pieces() == []
+    assert 0 < made <= 1 + MOST_FORCED
+    assert stream.finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])

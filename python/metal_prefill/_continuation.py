@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 
 MOST_LOGPROBS = 1000  # of a token
+# Forced tokens of a text in a pass. Like drafts, they delay every text of the pass, and between passes a text
+# can be cancelled.
+MOST_FORCED = MOST_DRAFTS
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -104,39 +109,83 @@ def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple
     return strings, [token_id(s, vocab_size) for s in stops if not isinstance(s, str)]
 
 
+class _StopString:
+    """A stop string and its Knuth-Morris-Pratt automaton, built as far as a text needs it."""
+
+    def __init__(self, string: str) -> None:
+        self._string = string
+        self.length = len(string)
+        self._borders = [0, 0]  # by n: length of the longest proper prefix of string[:n] that also ends it
+
+    def step(self, matched: int, text: str) -> tuple[int, int | None]:
+        """Read text after `matched` characters of the string, which the text before it ends with.
+
+        Returns
+        -------
+        matched : int
+            Characters of the string that the text ends with now, all of them where it was found.
+        end : int or None
+            Where in `text` the first occurrence of the string ends; None if there is none yet.
+        """
+        for end, char in enumerate(text, 1):
+            matched = self._follow(matched, char)
+            if matched == self.length:
+                return matched, end
+            if matched == len(self._borders):
+                self._borders.append(self._follow(self._borders[-1], char))
+        return matched, None
+
+    def _follow(self, matched: int, char: str) -> int:
+        """Return the length of the longest prefix that a character after `matched` others completes."""
+        while (expected := self._string[matched]) != char and matched:
+            matched = self._borders[matched]
+        return matched + (expected == char)
+
+
 class StopFilter:
-    """Passes text on up to the first stop string, holding back what could be the beginning of one."""
+    """Passes text up to the first stop string and holds back what may be the start of one.
+
+    Time is linear in the text for each stop string, memory in the length of the strings.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._pending = ""
+        self._stops = [_StopString(stop) for stop in stops]
+        self._matched = [0] * len(stops)
+        self._pending: deque[str] = deque()  # characters
         self.found = False
+
+    def copy(self) -> StopFilter:
+        """Return an independent filter in the same state."""
+        other = copy(self)
+        other._matched, other._pending = self._matched.copy(), self._pending.copy()
+        return other
 
     def step(self, piece: str) -> str:
         """Take a piece and return what is certain to come before a stop string."""
-        self._pending += piece
-        found = [at for s in self._stops if (at := self._pending.find(s)) >= 0]
-        if found:
+        if not self._stops:
+            return piece
+        before = len(self._pending)
+        self._pending.extend(piece)
+        starts = []
+        for i, stop in enumerate(self._stops):
+            self._matched[i], end = stop.step(self._matched[i], piece)
+            if end is not None:
+                starts.append(before + end - stop.length)
+        if starts:
             self.found = True
-            ready, self._pending = self._pending[: min(found)], ""
+            ready = self._take(min(starts))
+            self._pending.clear()
+            self._matched = [0] * len(self._stops)
             return ready
-        held = max(
-            (
-                n
-                for s in self._stops
-                for n in range(1, min(len(s), len(self._pending) + 1))
-                if self._pending.endswith(s[:n])
-            ),
-            default=0,
-        )
-        ready = self._pending[: len(self._pending) - held]
-        self._pending = self._pending[len(ready) :]
-        return ready
+        return self._take(len(self._pending) - max(self._matched, default=0))
 
     def flush(self) -> str:
-        """Return what was held back: no stop string came of it."""
-        ready, self._pending = self._pending, ""
-        return ready
+        """Return what was held back: it did not become a stop string."""
+        self._matched = [0] * len(self._stops)
+        return self._take(len(self._pending))
+
+    def _take(self, count: int) -> str:
+        return "".join(self._pending.popleft() for _ in range(count))
 
 
 class NextTokens(NamedTuple):
@@ -270,6 +319,7 @@ class Continuation:
         guesses = drafter is not None and max_tokens > 2
         self._speculation = Speculation(drafter, ids) if drafter is not None and guesses else None
         self._next: list[int] = []  # tokens of the text that are not computed
+        self._forced: list[int] = []  # tokens that must follow those
         self.ended: FinishReason | None = None
 
     def next_tokens(
@@ -334,7 +384,7 @@ class Continuation:
         self._next = [chosen[-1]]
         if self._guide is None or self.sampler is None:
             return
-        for token in self._guide.forced() if self.ended is None and not self._reports else ():
+        for token in self._forced_after(chosen) if self.ended is None and not self._reports else ():
             self.sampler.accept(token)
             self._next.append(token)
             if self._speculation is not None:
@@ -348,6 +398,15 @@ class Continuation:
             raise ConstraintError(
                 f"the context of {self._context} tokens is full before the text meets its constraint"
             )
+
+    def _forced_after(self, chosen: Sequence[int]) -> list[int]:
+        """Return tokens that must follow: the constraint is asked once all that it named before are taken."""
+        n = len(chosen)
+        self._forced = self._forced[n:] if self._forced[:n] == list(chosen) else []
+        if not self._forced and self._guide is not None:
+            self._forced = self._guide.forced()
+        forced, self._forced = self._forced[:MOST_FORCED], self._forced[MOST_FORCED:]
+        return forced
 
     @property
     def wanted(self) -> bool:

@@ -169,7 +169,7 @@ class _Text:
     def after(self, *tokens: int) -> _Text:
         """Return the text with further tokens."""
         text = copy(self)
-        text._decoder, text._filter = self._decoder.copy(), copy(self._filter)
+        text._decoder, text._filter = self._decoder.copy(), self._filter.copy()
         for token in tokens:
             made = text._decoder.step(token)
             text._words += made if text._left > 0 else text._filter.step(made)

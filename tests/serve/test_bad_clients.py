@@ -106,6 +106,18 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(strict: Running) 
         (b'{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias"),
         (b'{"prompt": "a", "logit_bias": {"5000": 1}}', "token id 5000"),
         (b'{"prompt": "a", "stop": ""}', "a stop string is empty"),
+        (
+            b'{"prompt": "a", "stop": "' + b"#" * 1001 + b'"}',
+            "stop: a stop string of 1001 characters; the limit is 1000",
+        ),
+        (
+            b'{"prompt": "a", "stop": ["b", "' + b"#" * 1001 + b'"]}',
+            "stop[1]: a stop string of 1001 characters; the limit is 1000",
+        ),
+        (
+            b'{"prompt": "a", "stop": [' + b'"b", ' * 16 + b'"b"]}',
+            "stop: 17 stop strings; the limit is 16",
+        ),
         (b'{"prompt": [], "max_tokens": 1}', "prompt is a text"),
         (b'{"prompt": "a", "best_of": 3}', "best_of must be n"),
         (b'{"prompt": "a", "regex": "("}', "regex"),

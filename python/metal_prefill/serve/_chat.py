@@ -80,8 +80,7 @@ def constraint_of(form: ChatForm) -> dict[str, Any]:
 def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[Stream]:
     ids = chat_tokens(service, form)
     options = {**options_of(form), **constraint_of(form)}
-    stops = [options["stop"]] if isinstance(options["stop"], str) else list(options["stop"])
-    options["stop"] = [*stops, *service.model.tokenizer.chat_stop]
+    options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
     max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context

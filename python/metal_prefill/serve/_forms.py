@@ -20,7 +20,6 @@ NotNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Stops = str | Annotated[list[str], Meta(max_length=16)]
 TokenOrText = str | int | list[int]
 
 
@@ -49,7 +48,7 @@ class TextForm(Form, kw_only=True):
 
     n: Positive | None = None
     seed: int | None = None
-    stop: Stops | None = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None

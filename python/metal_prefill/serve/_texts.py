@@ -20,6 +20,8 @@ from metal_prefill.tokenizer import Tokenizer
 
 # What a text of this package ends for, in OpenAI's words.
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
+# Of a request: each is looked for in each character of a text, and that many characters may be held back.
+MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1000
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has no number for
 
 
@@ -28,7 +30,7 @@ def options_of(form: TextForm) -> dict[str, Any]:
     options: dict[str, Any] = {
         "temperature": 1.0,
         "seed": None if form.seed is None else form.seed % 2**64,
-        "stop": () if form.stop is None else form.stop,
+        "stop": _stops(form),
     }
     for name in (
         "temperature",
@@ -47,6 +49,27 @@ def options_of(form: TextForm) -> dict[str, Any]:
         if (value := getattr(form, name)) is not None:
             options[name] = value
     return options
+
+
+def _stops(form: TextForm) -> list[str]:
+    stops = [form.stop] if isinstance(form.stop, str) else form.stop or []
+    if len(stops) > MOST_STOPS:
+        raise ApiError(
+            400,
+            f"stop: {len(stops)} stop strings; the limit is {MOST_STOPS}",
+            param="stop",
+            code="invalid_value",
+        )
+    for i, stop in enumerate(stops):
+        if len(stop) > MOST_STOP_CHARACTERS:
+            param = "stop" if isinstance(form.stop, str) else f"stop[{i}]"
+            raise ApiError(
+                400,
+                f"{param}: a stop string of {len(stop)} characters; the limit is {MOST_STOP_CHARACTERS}",
+                param=param,
+                code="invalid_value",
+            )
+    return stops
 
 
 def check_count(service: Service, texts: int) -> int:
