@@ -343,8 +343,16 @@ void Batch::run(const Progress& progress) {
   follow_leaders();
   for (Item* item : order_) {
     if (item->leader) continue;
-    try {
+    const auto make_room_for_all = [&] {
       make_room(*item, int(item->before), int(item->start + item->request.tokens.size()));
+    };
+    try {
+      try {
+        make_room_for_all();
+      } catch (const KvMemoryError&) {
+        if (!drop_drafts(*item)) throw;
+        make_room_for_all();  // a text that fits without drafts must not fail for them
+      }
     } catch (...) {
       fail(*item, std::current_exception());
     }

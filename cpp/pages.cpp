@@ -114,12 +114,26 @@ void BlockTable::reserve(int kept, int end) {
   const std::size_t held = pages_.size(), wanted = std::max(pages_of(end), held);
   const std::size_t first = std::size_t(kept) / kPagePositions;  // page that is written to
   const int kept_in_first = kept % kPagePositions;
-  std::vector<std::size_t> replaced;
-  for (std::size_t i = first; i < std::min(pages_of(end), held); ++i)
-    if (pool_.is_shared(pages_[i])) replaced.push_back(i);
+  const auto shared_pages = [&] {
+    std::vector<std::size_t> shared;
+    for (std::size_t i = first; i < std::min(pages_of(end), held); ++i)
+      if (pool_.is_shared(pages_[i])) shared.push_back(i);
+    return shared;
+  };
+  std::vector<std::size_t> replaced = shared_pages();
   if (wanted == held && replaced.empty()) return;
   pages_.reserve(wanted);
-  std::vector<PageId> taken = pool_.take(wanted - held + replaced.size());
+  std::vector<PageId> taken;
+  try {
+    taken = pool_.take(wanted - held + replaced.size());
+  } catch (const KvMemoryError&) {
+    // Nothing is left to reclaim, except pages of this table that are kept for later prompts.
+    bool forgotten = false;
+    for (const std::size_t i : replaced) forgotten |= pool_.forget && pool_.forget(pages_[i]);
+    if (!forgotten) throw;
+    replaced = shared_pages();
+    taken = pool_.take(wanted - held + replaced.size());
+  }
   if (!replaced.empty() && replaced.front() == first && kept_in_first > 0) try {
       pool_.copy(pages_[first], taken.back(), kept_in_first);
     } catch (...) {

@@ -59,6 +59,9 @@ class PagePool {
   // Asked for pages that nobody needs when there is no room; false: there are none. Set before the first
   // take.
   std::function<bool()> reclaim;
+  // Asked to release a page that is kept for later prompts, so that its only user need not copy it; false: it
+  // is not kept, or pages after it are. Set before the first take.
+  std::function<bool(PageId)> forget;
   void retain(std::span<const PageId> pages);
   void release(std::span<const PageId> pages);
   bool is_shared(PageId page) const;

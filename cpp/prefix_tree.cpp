@@ -135,6 +135,17 @@ bool PrefixTree::evict() {
   return drop_oldest(true);
 }
 
+bool PrefixTree::forget(PageId page) {
+  const std::scoped_lock lock(mutex_);
+  // A page that is about to be written to was used recently.
+  for (Node* node = newest_; node; node = node->older) {
+    if (node->page != page || !node->children.empty()) continue;
+    remove(*node);
+    return true;
+  }
+  return false;
+}
+
 // Drops a leaf: the pages before it are of use without it, but it is of no use without them.
 bool PrefixTree::drop_oldest(bool unused_only) {
   const Node* first_held = nullptr;

@@ -44,6 +44,8 @@ class PrefixTree {
   // Releases the least recently used page that nobody else holds, of those that no other page of the tree
   // follows. False if there is none. A page that a session holds counts as used at this moment.
   bool evict();
+  // Releases a page where no others follow it; false: there is no such page.
+  bool forget(PageId page);
 
   std::size_t pages() const;
   std::size_t namespaces() const;

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from metal_prefill import ClosedError, ContextOverflowError, KVMemoryError, Model, Scheduler
 from metal_prefill._batch_call import BatchCall
+from metal_prefill._speculation import RowCost
 from metal_prefill.scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream, make_streams
 
 TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
@@ -398,9 +401,9 @@ def test_calls_share_passes_with_streams_and_neither_waits_for_all_of_the_other(
     alone_ = alone(cpu, TEXTS[0], 20)
     scheduler = Scheduler(cpu)
     writing = scheduler.submit(TEXTS[0], 20)
-    reading = scheduler.submit([3] * 3 * rows, 1)
+    ((_, made),) = scheduler.step()
+    reading = scheduler.submit(np.random.default_rng(9).integers(1, 900, 3 * PROMPT_TURN), 1)
     calls = [scheduler.call(call(cpu, [cpu.session()], [text], "hidden")) for text in texts]
-    made = ""
     order: list[int | str] = []
     while scheduler.busy:
         for stream, piece in scheduler.step():
@@ -434,3 +437,205 @@ def test_a_call_gets_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
         scheduler.step()
     assert writing.finish_reason == "length"
     assert pending.results == [expected.tolist()]
+
+
+def passes_until_it_ends(scheduler: Scheduler, stream: Stream) -> list[int]:
+    """Return the rows of each pass until a stream has ended."""
+    rows = []
+    while stream.finish_reason is None:
+        scheduler.step()
+        rows.append(scheduler.last_pass.writing + scheduler.last_pass.prompts)
+    return rows
+
+
+def single_rows(passes: list[int]) -> float:
+    """Estimate the time of passes in passes of one row, where each further row adds 5 percent."""
+    return sum(1 + 0.05 * (rows - 1) for rows in passes)
+
+
+@pytest.mark.parametrize(("clients", "most"), [(1, 3), (16, 5)])
+def test_long_prompts_delay_a_short_text_by_a_bounded_factor(cpu: Model, clients: int, most: int) -> None:
+    options: dict[str, Any] = {"speculate": "off", "min_tokens": 8}
+    scheduler = Scheduler(cpu)
+    undisturbed = passes_until_it_ends(scheduler, scheduler.submit([1, 2, 3], 8, **options))
+    assert undisturbed == [3] + [1] * 7
+    for i in range(clients):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 1000), 8)
+    scheduler.step()
+    disturbed = passes_until_it_ends(scheduler, scheduler.submit([1, 2, 3], 8, **options))
+    assert len(disturbed) == len(undisturbed)
+    assert single_rows(disturbed) <= most * single_rows(undisturbed)
+    assert min(disturbed) > LEAST_PROMPT_ROWS  # the long prompts get their share meanwhile
+
+
+def test_long_prompts_alone_fill_passes(cpu: Model) -> None:
+    full = cpu._core_engine().pass_rows
+    scheduler = Scheduler(cpu)
+    for i in range(3):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 900), 1)
+    rows = []
+    while scheduler.streams:
+        scheduler.step()
+        rows.append(scheduler.last_pass.prompts)
+    assert rows == [full] * (2700 // full) + [2700 % full]
+
+
+def test_short_prompts_alone_fill_passes(cpu: Model) -> None:
+    full = cpu._core_engine().pass_rows
+    scheduler = Scheduler(cpu)
+    for i in range(20):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 60), 1)
+    scheduler.step()
+    assert scheduler.last_pass.prompts == full
+
+
+def test_short_prompts_that_keep_coming_do_not_stop_a_long_one(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    long = scheduler.submit(np.random.default_rng(0).integers(1, 900, 500), 1)
+    for i in range(500 // LEAST_PROMPT_ROWS + 1):
+        while scheduler.streams < 24:
+            scheduler.submit(np.random.default_rng([i, scheduler.streams]).integers(1, 900, 60), 1)
+        scheduler.step()
+    assert long.finish_reason == "length"
+
+
+def test_passes_waited_counts_the_passes_since_a_prompt_got_rows(cpu: Model) -> None:
+    n = 12
+    scheduler = Scheduler(cpu, max_streams=n)
+    streams = [scheduler.submit(np.random.default_rng(i).integers(1, 900, 800), 1) for i in range(n)]
+    waited, longest = [0] * n, 0
+    while scheduler.streams:
+        before = [s._computed for s in streams]
+        scheduler.step()
+        for i, (stream, had) in enumerate(zip(streams, before, strict=True)):
+            waited[i] = waited[i] + 1 if stream._computed == had else 0
+        running = [i for i, s in enumerate(streams) if s.finish_reason is None]
+        assert [streams[i].passes_waited for i in running] == [waited[i] for i in running]
+        longest = max([longest, *(waited[i] for i in running)])
+    assert 0 < longest <= -(-n * PROMPT_TURN // cpu._core_engine().pass_rows)
+
+
+def page_bytes(model: Model) -> int:
+    with model.session() as session:
+        session.forward_prompt([1])
+        return int(session.stats()["kv_cache_bytes"])
+
+
+def result_alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> tuple[str, type | None]:
+    """Continue a prompt in a session of its own; return its text and the error that ended it."""
+    text = ""
+    with model.session() as session:
+        try:
+            for piece in session.generate(prompt, max_tokens, **options):
+                text += piece
+        except KVMemoryError as error:
+            return text, type(error)
+    return text, None
+
+
+def results_together(scheduler: Scheduler, streams: list[Stream]) -> list[tuple[str, type | None]]:
+    texts = dict.fromkeys(streams, "")
+    while scheduler.streams:
+        for stream, piece in scheduler.step():
+            texts[stream] += piece
+    return [(texts[s], None if s.error is None else type(s.error)) for s in streams]
+
+
+def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = page_bytes(model)
+    with Model(demo_path, device="cpu", kv_memory=2 * page, prefix_memory=0) as model:
+        prompts = [[1 + i] * 60 for i in range(2)]
+        options: dict[str, Any] = {"min_tokens": 20, "speculate": "off"}
+        expected = [result_alone(model, prompt, 20, **options) for prompt in prompts]
+        scheduler = Scheduler(model)
+        streams = [scheduler.submit(prompt, 20, **options) for prompt in prompts]
+        assert results_together(scheduler, streams) == expected
+        assert [error for _, error in expected] == [None, None]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, data: st.DataObject) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = page_bytes(model)
+    pages = data.draw(st.integers(1, 4), label="pages")
+    texts = data.draw(
+        st.lists(
+            st.tuples(st.integers(1, 64 * pages), st.integers(1, 90), st.integers(1, 3), st.booleans()),
+            min_size=2,
+            max_size=6,
+        ),
+        label="tokens of the prompt, of the text, kind of prompt, sampled",
+    )
+    prefix_memory = data.draw(st.sampled_from([0, 4 * page]), label="prefix_memory")
+    with Model(demo_path, device="cpu", kv_memory=pages * page, prefix_memory=prefix_memory) as model:
+        prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind, _ in texts]
+        options: list[dict[str, Any]] = [
+            {"max_tokens": made, "seed": i, "temperature": 0.9 if sampled else 0.0}
+            for i, (_, made, _, sampled) in enumerate(texts)
+        ]
+        expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
+        scheduler = Scheduler(model, max_streams=data.draw(st.integers(2, 6), label="max_streams"))
+        streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
+        assert results_together(scheduler, streams) == expected
+
+
+def test_more_streams_enter_again_after_memory_ran_out(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = page_bytes(model)
+    with Model(demo_path, device="cpu", kv_memory=6 * page, prefix_memory=0) as model:
+        scheduler = Scheduler(model, max_streams=4)
+        for i in range(4):
+            scheduler.submit([1 + i] * 180, 8, min_tokens=8)  # three pages each
+        least = 4
+        while scheduler.streams:
+            scheduler.step()
+            least = min(least, scheduler.max_streams)
+        assert least < 4
+        for i in range(20):
+            scheduler.submit([1 + i] * 5, 8, min_tokens=8)
+        together: list[int] = []
+        while scheduler.streams:
+            scheduler.step()
+            together.append(scheduler.last_pass.writing)
+        assert max(together) == 4
+        assert scheduler.max_streams == 4
+
+
+def test_a_prompt_that_is_known_to_the_last_page_fits_like_a_new_one(demo_path: Path) -> None:
+    """Where only the prefix cache shares a page, no copy of it is needed before the text continues in it."""
+    ids = np.random.default_rng(0).integers(1, 900, 40)
+    with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page
+        expected = alone(model, ids, 5)
+        scheduler = Scheduler(model)
+        for _ in range(2):
+            assert results_together(scheduler, [scheduler.submit(ids, 5)]) == [(expected, None)]
+        assert result_alone(model, ids, 5) == (expected, None)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_that_do_not_fit_in_memory_are_dropped(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as there may be
+    ids = np.random.default_rng(0).integers(1, 900, 60)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3} if sampled else {}
+    with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page
+        tokens = [p.token for p in model.session().stream(ids, 5, speculate="off", **options)]
+        options |= {"stop": tokens[4], "speculate": lambda so_far: [*tokens[len(so_far) - 60 :], *[7] * 9]}
+        expected = model.tokenizer.decode(tokens[:4])
+        assert result_alone(model, ids, 30, **options) == (expected, None)
+        scheduler = Scheduler(model)
+        assert results_together(scheduler, [scheduler.submit(ids, 30, **options)]) == [(expected, None)]
+
+
+def test_short_prompts_delay_a_text_by_a_bounded_factor(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit([1, 2, 3], 9, speculate="off", min_tokens=9)
+    scheduler.step()
+    for i in range(30):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 200), 1)
+    disturbed = passes_until_it_ends(scheduler, writing)
+    assert len(disturbed) == 8
+    assert PROMPT_TURN < min(disturbed) <= max(disturbed) <= 2 * PROMPT_TURN

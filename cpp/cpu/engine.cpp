@@ -48,6 +48,7 @@ class CpuEngine final : public Engine {
         prefixes_(pool_, std::min(options.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()),
         forward_(model_, options_, kernels_, store_, team_) {
     pool_.reclaim = [this] { return prefixes_.evict(); };
+    pool_.forget = [this](PageId page) { return prefixes_.forget(page); };
   }
 
   std::string device_name() const override {

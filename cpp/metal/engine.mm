@@ -38,6 +38,7 @@ class MetalEngine final : public Engine, private PassInspector {
         prefixes_(pool_, std::min(options_.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()) {
     for (id<MTLBuffer> buffer : weights_.buffers()) residency_.add(buffer);
     pool_.reclaim = [this] { return prefixes_.evict(); };
+    pool_.forget = [this](PageId page) { return prefixes_.forget(page); };
     kernels_.check(forward_.kernels([this](const KernelKey& key) { return kernels_.max_threads(key); }));
   }
 

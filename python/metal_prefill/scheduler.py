@@ -37,7 +37,11 @@ __all__ = [
 ]
 
 PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
-LEAST_PROMPT_ROWS = 32  # of a pass, however many streams are writing
+# Rows of long prompts in a pass, however many streams are writing or short prompts wait. Each row adds 3 to 5
+# percent of the time of a single one (measured on a CPU): 32 make a pass 2 to 2.6 times as long.
+LEAST_PROMPT_ROWS = 32
+ROWS_PER_WRITING = 2  # further prompt rows for each stream that is writing: its own row takes time, too
+SHORT_PROMPT = 4 * PROMPT_TURN  # tokens to compute of a prompt that goes before longer ones
 WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computing what another is computing
 
 
@@ -81,16 +85,22 @@ class Scheduler:
 
     Notes
     -----
-    No stream that is writing ever waits. A prompt that waits gets its turn within
-    ``ceil(max_streams / (LEAST_PROMPT_ROWS / PROMPT_TURN))`` passes: those that got one go to the back. While
-    calls wait, too, prompts and calls are first in turn, and that number is twice as large.
+    Every stream that is writing gets a token in each pass. A prompt that waits gets its turn within
+    ``ceil(max_streams / (LEAST_PROMPT_ROWS / PROMPT_TURN))`` passes: after its turn it goes to the back.
+    While calls wait as well, prompts and calls alternate, and that number is twice as large.
+
+    Prompts fill passes only while no stream is writing. Otherwise a pass has at most
+    ``LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing`` rows of prompts that have more than ``SHORT_PROMPT``
+    tokens to compute, and ``PROMPT_TURN + ROWS_PER_WRITING * writing`` rows of shorter ones, which go first.
+    The limit of long prompts also holds while a short one waits.
     """
 
     def __init__(self, model: SharedEngine, *, max_streams: int = 32) -> None:
         max_streams = integer("max_streams", max_streams, 1)
         self._model = model
         self._engine = model._core_engine()
-        self._max_streams = max_streams
+        self._max_streams = self._most_streams = max_streams
+        self._ends = 0  # streams that ended since `_max_streams` changed
         self._waiting: deque[Stream] = deque()
         self._active: deque[Stream] = deque()
         self._calls = PendingCalls()
@@ -101,7 +111,11 @@ class Scheduler:
 
     @property
     def max_streams(self) -> int:
-        """Most streams under way at a time; less than was asked for once memory has run out."""
+        """Most streams under way at a time.
+
+        Where memory runs out, it drops to the number of streams that kept theirs. It rises by one, up to the
+        number asked for, each time that as many streams have ended.
+        """
         return self._max_streams
 
     @property
@@ -191,7 +205,7 @@ class Scheduler:
         # In turn, so that neither keeps the other waiting.
         self._calls_first = not self._calls_first
         calls = self._calls.fitting(room, 0) if self._calls_first else []
-        pieces = self._prompt_pieces(max(room - rows_of(calls), 0))
+        pieces = self._prompt_pieces(max(room - rows_of(calls), 0), len(writing))
         prompt_rows = sum(len(piece.ids) for _, piece in pieces)
         if not calls:
             calls = self._calls.fitting(room, prompt_rows)
@@ -215,8 +229,9 @@ class Scheduler:
         self._calls.take_results(calls, results[len(chosen) :])
         self.last_pass = PassRows(len(writing), prompt_rows, rows_of(calls), seconds)
         made: list[tuple[Stream, Piece]] = []
+        alone = len(self._active) == 1 and not calls and not len(self._calls)
         for (stream, _), result in zip(chosen, results[: len(chosen)], strict=True):
-            made += self._take(stream, result)
+            made += self._take(stream, result, alone)
         self._drop_ended()
         return made
 
@@ -237,39 +252,62 @@ class Scheduler:
             chosen.append((stream, tokens))
         return chosen
 
-    def _prompt_pieces(self, room: int) -> list[tuple[Stream, NextTokens]]:
-        """Choose what of the prompts goes into the pass, those first that waited longest."""
+    def _prompt_pieces(self, room: int, writing: int) -> list[tuple[Stream, NextTokens]]:
+        """Choose the rows of prompts in a pass: short prompts first, then those that waited longest."""
         prompts = [s for s in self._active if not s._writing and not s._follows()]
+        # What other streams have computed since counts as well.
+        starts = {s: s._session.reuse(s._ids) for s in prompts}
+        short = [s for s in prompts if len(s._ids) - starts[s] + s._computed <= SHORT_PROMPT]
+        long = [s for s in prompts if s not in short]
+        most_short, most_long = room, room
+        if long and (short or writing):
+            least = room // 2 if short else room
+            most_long = min(least, LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing)
+            most_short -= most_long
+        if writing:
+            most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * writing)
         ends: dict[Stream, int] = {}
-        starts: dict[Stream, int] = {}
-        for stream in prompts:
-            start = stream._session.reuse(stream._ids)  # what other streams have computed since counts too
-            end = min(start + PROMPT_TURN, start + room, len(stream._ids))
-            stream.passes_waited += 1
-            worth = start + WORTH_SHARING
-            if end == start or any(stream._agrees(o, min(end, ends[o])) >= worth for o in ends):
-                continue
-            starts[stream], ends[stream] = start, end
-            stream.passes_waited = 0
-            room -= end - start
-        for stream in ends:  # room that nobody else needs
-            more = min(room, len(stream._ids) - ends[stream])
-            ends[stream] += more
-            room -= more
+        self._fill(short, most_short, starts, ends)
+        self._fill(long, most_long, starts, ends)
         for stream in ends:
             self._active.remove(stream)
             self._active.append(stream)
             stream._computed += ends[stream] - starts[stream]
         return [(s, NextTokens(s._ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
 
-    def _take(self, stream: Stream, result: Any) -> Iterator[tuple[Stream, Piece]]:
-        """Note what a pass brought a stream, and yield its tokens."""
-        if isinstance(result, KVMemoryError) and len(self._active) > 1:
+    def _fill(
+        self, prompts: Iterable[Stream], room: int, starts: dict[Stream, int], ends: dict[Stream, int]
+    ) -> None:
+        """Give `room` rows to prompts that begin at `starts`, a turn each, and note their `ends`."""
+        chosen: list[Stream] = []
+        for stream in prompts:
+            start = starts[stream]
+            end = min(start + PROMPT_TURN, start + room, len(stream._ids))
+            stream.passes_waited += 1
+            worth = start + WORTH_SHARING
+            if end == start or any(stream._agrees(o, min(end, ends[o])) >= worth for o in ends):
+                continue
+            chosen.append(stream)
+            ends[stream] = end
+            stream.passes_waited = 0
+            room -= end - start
+        for stream in chosen:  # room that nobody else needs
+            more = min(room, len(stream._ids) - ends[stream])
+            ends[stream] += more
+            room -= more
+
+    def _take(self, stream: Stream, result: Any, alone: bool) -> Iterator[tuple[Stream, Piece]]:
+        """Note the result of a pass for a stream, and yield its tokens.
+
+        `alone`: during the pass, neither other streams nor calls held memory.
+        """
+        if isinstance(result, KVMemoryError) and not alone:
             # Others will end and leave room.
             stream._restart()
             self._active.remove(stream)
             self._waiting.appendleft(stream)
             self._max_streams = max(len(self._active), 1)
+            self._ends = 0
         elif isinstance(result, Exception):
             stream._fail(result)
         elif result is not None:
@@ -283,5 +321,17 @@ class Scheduler:
         for stream in [s for s in self._active if s.finish_reason is not None]:
             self._active.remove(stream)
             stream._core = None
+            self._note_end()
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._calls.drop_cancelled()
+
+    def _note_end(self) -> None:
+        """Raise the limit once as many streams ended as it allows.
+
+        Only ends give memory back. A limit that rose sooner would have streams take each other's pages and
+        compute their prompts again, without end.
+        """
+        self._ends += 1
+        if self._ends >= self._max_streams:
+            self._max_streams = min(self._max_streams + 1, self._most_streams)
+            self._ends = 0

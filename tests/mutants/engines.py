@@ -77,7 +77,7 @@ SHARED = (
     ),
     Mutant(
         "cpp/pages.cpp",
-        "if (pool_.is_shared(pages_[i])) replaced.push_back(i);",
+        "if (pool_.is_shared(pages_[i])) shared.push_back(i);",
         "",
         "a session writes to pages that others hold",
         (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
@@ -186,6 +186,20 @@ SHARED = (
         "",
         "a match stays with a state whose strings are all longer",
         ("tests/test_speculation.py", "-k", "lookup"),
+    ),
+    Mutant(
+        "cpp/batch.cpp",
+        "if (!drop_drafts(*item)) throw;",
+        "throw;",
+        "a text fails because its drafts do not fit in memory",
+        ("tests/test_scheduler.py::test_drafts_that_do_not_fit_in_memory_are_dropped",),
+    ),
+    Mutant(
+        "cpp/pages.cpp",
+        "forgotten |= pool_.forget && pool_.forget(pages_[i]);",
+        "static_cast<void>(i);",
+        "a page is copied that only the prefix cache holds as well, even where memory is full",
+        ("tests/test_scheduler.py::test_a_prompt_that_is_known_to_the_last_page_fits_like_a_new_one",),
     ),
     Mutant(
         "cpp/session_lock.cpp",
