@@ -30,7 +30,7 @@ def alone(model: Model, path: str, body: dict[str, Any]) -> Any:
     """Compute in sessions of their own what a request asks for."""
     if path == "/v1/embeddings":
         return np.concatenate([model.embed([text]) for text in body["input"]]).tolist()
-    options = {name: body[name] for name in ("temperature", "top_p", "seed") if name in body}
+    options = {name: body[name] for name in ("temperature", "top_p", "seed", "stop", "regex") if name in body}
     prompt: Any = body.get("prompt")
     if prompt is None:
         prompt = model.tokenizer.apply_chat_template(body["messages"])
