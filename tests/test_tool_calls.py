@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
-from metal_prefill import ChatTemplateError, Conversation, Model, StateError
+from metal_prefill import ChatTemplateError, Conversation, Model, StateError, tool_calls
 from metal_prefill.chat_template import ChatTemplate
 from metal_prefill.tokenizer import Tokenizer
 from metal_prefill.tool_calls import ToolCall, ToolCallParser, parse_tool_calls
@@ -75,6 +77,9 @@ TEXTS = [
     '{"name": "clock"}',
     '{"name": "clock", "arguments": [1]}',
     '{"name": "clock", "arguments": {"x": NaN}}',
+    '{"name": "clock", "arguments": {"x": 1e999}}',  # beyond float64: JSON has no number for infinity
+    '{"name": "clock", "arguments": "{\\"x\\": -1e999}"}',
+    '{"name": "clock", "arguments": "{\\"x\\": \\"\\\\ud800\\"}"}',
     '{"name": "clock", "arguments": {"x": "\\ud800"}}',
     '{"name": "clock", "arguments": {]}',
     '{"name": "other", "arguments": {}} ',
@@ -82,7 +87,13 @@ TEXTS = [
     "{" + " " * 200 + '"name"',
     "[" * 30,
     '{"name": ' * 30,
+    "<tool_call>" + " " * 65 + '{"name": "clock"}',
+    '{"name": "clock", "arguments": ' + '{"a": ' * 64 + "1" + "}" * 65,
 ]
+
+
+def by_pieces_of(parser: ToolCallParser, text: str, size: int) -> list[str | ToolCall]:
+    return list(parser.parts(text[i : i + size] for i in range(0, len(text), size)))
 
 
 def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
@@ -113,6 +124,78 @@ def test_what_only_looks_like_a_call_is_text(text: str, size: int) -> None:
         assert parse_tool_calls(text, [CLOCK]) == ("[, 5]", [TIME])
     else:
         assert by_pieces(text, size) == (text, [])
+
+
+def test_an_answer_may_have_a_backslash_before_a_call() -> None:
+    text = '\\{"name": "clock", "arguments": {}} \\["\\{"name": "clock", "arguments": {}}"]'
+    for size in (1, 2, 5, 1000):
+        assert by_pieces(text, size) == ('\\ \\["\\"]', [TIME, TIME])
+
+
+def test_a_call_longer_than_the_limit_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_calls, "LONGEST_CALL", 100)
+    call = '{"name": "clock", "arguments": {"a": "%s"}}'
+    longest = call % ("x" * (100 - len(call % "")))
+    for size in (1, 7, 1000):
+        assert by_pieces(longest, size)[1] != []
+        assert by_pieces(longest.replace("x", "xx", 1), size) == (longest.replace("x", "xx", 1), [])
+        text, calls = by_pieces("<tool_call>" + longest.replace("x", "xx", 1) + longest, size)
+        assert (text, len(calls)) == ("<tool_call>" + longest.replace("x", "xx", 1), 1)
+    parser = ToolCallParser()
+    held = sum(len(str(part)) for _ in range(100) for part in parser.step('{"name": "'))
+    assert held >= 900  # of 1000 characters no more is held back than a call may have
+
+
+def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the lines that the parser executes, and the characters of JSON that it reads."""
+    steps = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal steps
+        steps += event == "line"
+        return trace if frame.f_code.co_filename == tool_calls.__file__ else None
+
+    def loads(text: str) -> Any:
+        nonlocal steps
+        steps += len(text)
+        return read(text)
+
+    read = json.loads
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", loads)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            by_pieces_of(ToolCallParser([CLOCK]), text, size)
+        finally:
+            sys.settrace(before)
+    return steps
+
+
+@pytest.mark.parametrize("size", [5, 100_000])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ('{"name" ',),
+        ('{"name": "',),
+        ('<tool_call>{"a": ',),
+        ('<tool_call>{"a": 1}',),
+        ('\\{"name"',),
+        ('[{"name": ', "1", "}]"),
+        ('{"name": ', "1", "}"),
+        ('{"name": [', "1", "}"),
+        ("<tool_call>", " ", ""),
+        ('{"name": "clock", "arguments": {}}', " ", ""),
+    ],
+    ids=lambda parts: parts[0],
+)
+def test_an_answer_twice_as_long_takes_twice_the_steps(
+    parts: tuple[str, ...], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(n: int) -> int:
+        return steps_of("".join(part * n for part in parts), size, monkeypatch)
+
+    assert steps(1000) < 2.2 * steps(500)
 
 
 _BITS = ["<tool_call>", "</tool_call>", '{"name": "clock"', ', "arguments": {}', *'<{}[]",\\ n']

@@ -11,18 +11,23 @@ Both are read, also as a list of calls. What is around calls is text, and so is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, TypeAlias
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # How JSON begins that may be a call; white space does not count.
 _KEYS = ("name", "arguments", "parameters", "function", "type", "id")
 _BEGINNINGS = tuple(f'{bracket}"{key}"' for bracket in ("{", "[{") for key in _KEYS)
 _LONGEST_BEGINNING = 64  # characters, white space included, by which JSON has shown whether it may be a call
+_MOST_SPACE = 64  # characters of white space next to a tag
+LONGEST_CALL = 1 << 20  # characters from the first bracket of a call to its last one; longer JSON is text
+MOST_DEPTH = 64  # brackets within brackets of a call: no character is parsed more often than that
 _CANDIDATE = re.compile(r"[<{\[]")
+_SPACE = re.compile(r"\s*")
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 
@@ -157,14 +162,20 @@ class ToolCallParser:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._names = None if tools is None else tool_names(tools)
-        self._pending = ""  # not yet text or call; where `_value` is set, it begins like a call
+        self._text = ""  # what has arrived from `_position` on, less `_arrived`
+        self._at = 0  # index in `_text` of the first character that is neither text nor call yet
+        self._position = 0  # of `_text` in the answer
+        self._arrived: list[str] = []  # pieces that are joined to `_text` once the value may end in them
         self._value: _Value | None = None
-        self._space = ""  # white space that stands before the next text, if there is any
+        self._brackets = _Brackets()
+        self._space: list[str] = []  # white space that precedes the next text, if there is any
         self._called = self._after_call = False
 
     def step(self, piece: str) -> list[str | ToolCall]:
         """Take a piece of the answer and return, in order, what is certain now: texts and calls."""
-        self._pending += piece
+        self._arrived.append(piece)
+        if self._value is not None:
+            self._brackets.scan(piece)
         return self._advance(final=False)
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str | ToolCall]:
@@ -177,122 +188,219 @@ class ToolCallParser:
         """End the answer and return what was held back: no call comes of it any more."""
         made = self._advance(final=True)
         if not self._called and self._space:
-            made.append(self._space)
-        self._space = ""
+            made.append("".join(self._space))
+        self._space = []
         return made
 
     def _advance(self, final: bool) -> list[str | ToolCall]:
+        if self._value is not None and not final and self._is_open(self._value):
+            return []
+        self._text = self._text[self._at :] + "".join(self._arrived)
+        self._position += self._at
+        self._at, self._arrived = 0, []
         made: list[str | ToolCall] = []
-        while self._pending:
+        while self._at < len(self._text):
             if self._after_call:
-                rest = self._pending.lstrip()
-                if not final and len(rest) < len(_CLOSE) and _CLOSE.startswith(rest):
+                rest = self._after_space(self._at)
+                arrived = len(self._text) - rest
+                close_may_come = arrived < len(_CLOSE) and self._text.endswith(_CLOSE[:arrived])
+                if not final and close_may_come and rest - self._at <= _MOST_SPACE:
                     break
                 self._after_call = False
-                if rest.startswith(_CLOSE):
-                    self._pending = rest[len(_CLOSE) :]
+                if rest - self._at <= _MOST_SPACE and self._text.startswith(_CLOSE, rest):
+                    self._at = rest + len(_CLOSE)
                 continue
             value = self._value
             if value is None:
                 at, value = self._opening(final)
-                self._take_text(at, made)
+                self._take_text(at - self._at, made)
                 self._value = value
                 if value is None:
                     break
-            end = value.end(self._pending)
-            if end is None and not final:
+                self._brackets.begin(value.start)
+                self._brackets.scan(self._text[self._brackets.scanned - self._position :])
+            if not final and self._is_open(value):
                 break
-            calls = None if end is None else self._calls(value, end)
-            if calls is None:
+            end = self._brackets.end(value.start)
+            limit = value.start + LONGEST_CALL
+            calls = None if end is None or end > limit else self._calls(value, end)
+            if (end is None or end > limit) and self._brackets.scanned > limit:
+                self._take_text(limit - self._position - self._at, made)
+            elif end is None or calls is None:
                 self._take_text(value.skipped, made)
             else:
                 made += calls
-                self._pending = self._pending[end:]
+                self._at = end - self._position
                 self._called = self._after_call = True
             self._value = None
-        return made
+        return _joined(made)
+
+    def _is_open(self, value: _Value) -> bool:
+        """Whether JSON may still become a call, but has not ended."""
+        brackets = self._brackets
+        return brackets.end(value.start) is None and brackets.scanned - value.start <= LONGEST_CALL
+
+    def _after_space(self, at: int) -> int:
+        """Return the index in `_text` of the first character from `at` on that is not white space."""
+        found = _SPACE.match(self._text, at, at + _MOST_SPACE + 1)
+        return at if found is None else found.end()
 
     def _take_text(self, length: int, made: list[str | ToolCall]) -> None:
-        """Make text of what is pending, but for white space at its end."""
-        taken, self._pending = self._pending[:length], self._pending[length:]
+        """Make text of the next characters, but for white space at their end."""
+        taken = self._text[self._at : self._at + length]
+        self._at += length
         text = taken.rstrip()
         if text:
-            text, self._space = self._space + text, ""
-            if made and isinstance(made[-1], str):
-                made[-1] += text
-            else:
-                made.append(text)
-        self._space += taken[len(taken.rstrip()) :]
+            made.append("".join([*self._space, text]))
+            self._space = []
+        if len(text) < length:
+            self._space.append(taken[len(text) :])
 
     def _opening(self, final: bool) -> tuple[int, _Value | None]:
-        """Return where something begins that is or may become a call, and its JSON if that has begun."""
-        for match in _CANDIDATE.finditer(self._pending):
+        """Return the index of what is or may become a call, and its JSON if that has begun."""
+        text = self._text
+        for match in _CANDIDATE.finditer(text, self._at):
             at = match.start()
-            rest = self._pending[at:]
-            tagged = rest.startswith(_OPEN)
-            value = rest[len(_OPEN) :].lstrip() if tagged else rest
-            if tagged and value:
-                if value[0] in "{[":
-                    return at, _Value(len(rest) - len(value), len(_OPEN))
+            if text.startswith(_OPEN, at):
+                start = self._after_space(at + len(_OPEN))
+                if start - at - len(_OPEN) > _MOST_SPACE:
+                    continue
+                if start == len(text):
+                    if not final:
+                        return at, None
+                elif text[start] in "{[":
+                    return at, _Value(self._position + start, len(_OPEN), tagged=True)
                 continue
-            squeezed = "".join(rest[:_LONGEST_BEGINNING].split())
-            if not tagged and squeezed.startswith(_BEGINNINGS):
-                return at, _Value(0, 1)
-            undecided = tagged or _OPEN.startswith(rest)
-            undecided |= len(rest) < _LONGEST_BEGINNING and any(b.startswith(squeezed) for b in _BEGINNINGS)
+            squeezed = "".join(text[at : at + _LONGEST_BEGINNING].split())
+            if squeezed.startswith(_BEGINNINGS):
+                return at, _Value(self._position + at, 1, tagged=False)
+            arrived = len(text) - at
+            undecided = arrived < len(_OPEN) and _OPEN.startswith(text[at:])
+            undecided |= arrived < _LONGEST_BEGINNING and any(b.startswith(squeezed) for b in _BEGINNINGS)
             if undecided and not final:
                 return at, None
-        return len(self._pending), None
+        return len(text), None
 
     def _calls(self, value: _Value, end: int) -> list[ToolCall] | None:
         """Read JSON that has ended; None if it holds no calls."""
+        if self._brackets.depth(value.start) > MOST_DEPTH:
+            return None
         try:
-            found = json.loads(self._pending[value.start : end], parse_constant=_refuse)
-            json.dumps(found, ensure_ascii=False).encode("utf-8")  # lone surrogates are not text
+            found = _read_json(self._text[value.start - self._position : end - self._position])
         except (ValueError, RecursionError):
             return None
-        tagged = value.start > 0
-        calls = [_call(one, tagged) for one in (found if isinstance(found, list) else [found])]
+        calls = [_call(one, value.tagged) for one in (found if isinstance(found, list) else [found])]
         read = [call for call in calls if call is not None]
-        known = tagged or self._names is None or all(call.name in self._names for call in read)
+        known = value.tagged or self._names is None or all(call.name in self._names for call in read)
         return read if read and len(read) == len(calls) and known else None
 
 
-class _Value:
-    """JSON in brackets that arrives in pieces.
+def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:
+    """Return parts with neighbouring texts joined."""
+    joined: list[str | ToolCall] = []
+    for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        same = list(group)
+        joined += ["".join(map(str, same))] if is_text else same
+    return joined
+
+
+class _Value(NamedTuple):
+    """JSON in brackets that may be a call.
 
     Attributes
     ----------
     start : int
-        Where its first bracket is.
+        Position of its first bracket in the answer.
     skipped : int
         Characters that are text for certain, if it is not a call: the search continues after them.
+    tagged : bool
+        Whether a tag precedes it.
     """
 
-    def __init__(self, start: int, skipped: int) -> None:
-        self.start, self.skipped = start, skipped
-        self._scanned, self._depth, self._in_string = start, 0, False
+    start: int
+    skipped: int
+    tagged: bool
 
-    def end(self, text: str) -> int | None:
-        """Return where its last bracket ends, or None if that has not come."""
-        for match in _STRUCTURE.finditer(text, self._scanned):
-            self._scanned = match.end()
-            if match[0] == '"':
-                self._in_string = not self._in_string
-            elif self._in_string or match[0][0] == "\\":
+
+_Parts: TypeAlias = "list[tuple[int, int]]"
+
+
+class _Brackets:
+    """Pairs of brackets in an answer, found in one pass over it.
+
+    A quote begins a string or ends one, depending on where JSON begins. There are two ways to read a text,
+    and each has brackets of its own: those that an even number of quotes precedes, and those that an odd
+    number does. The value that begins at a bracket has only brackets of the same kind. Whether a quote is
+    escaped does not depend on where JSON begins.
+
+    Attributes
+    ----------
+    scanned : int
+        Position in the answer up to which pairs are known.
+    """
+
+    def __init__(self) -> None:
+        self.scanned = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._quotes = 0  # modulo 2
+        self._escape = ""  # a backslash that was last
+        # For each bracket that is open, what ends with it: itself, and brackets that a backslash precedes,
+        # as (position, 0); and of each pair within it (-1, depth). The first list has no bracket of its own.
+        self._open: tuple[list[_Parts], list[_Parts]] = ([[]], [[]])
+        self._pairs: dict[int, tuple[int, int]] = {}  # end and depth of what begins at a position
+
+    def begin(self, start: int) -> None:
+        """Note that a value begins at a bracket."""
+        if start >= self.scanned:
+            self.scanned = start
+            self._forget()
+
+    def end(self, start: int) -> int | None:
+        """Return the position after the value that begins at a bracket; None if its end has not come."""
+        return self._pairs[start][0] if start in self._pairs else None
+
+    def depth(self, start: int) -> int:
+        """Return how many brackets are open at the same time in the value that begins at a bracket."""
+        return self._pairs[start][1]
+
+    def scan(self, piece: str) -> None:
+        """Take the characters of the answer from `scanned` on."""
+        begin = self.scanned - len(self._escape)
+        text, after = self._escape + piece, 0
+        for match in _STRUCTURE.finditer(text):
+            after = match.end()
+            found = match[0]
+            if found == '"':
+                self._quotes ^= 1
                 continue
-            elif match[0] in "{[":
-                self._depth += 1
+            opened = self._open[self._quotes]
+            if found[0] == "\\":
+                if found[1] in "{[":
+                    opened[-1].append((begin + after - 1, 0))
+            elif found in "{[":
+                opened.append([(begin + match.start(), 0)])
             else:
-                self._depth -= 1
-                if self._depth == 0:
-                    return self._scanned
-        self._scanned = max(self._scanned, len(text) - 1)  # a backslash there may escape what comes next
-        return None
+                depth = 1
+                for start, inner in reversed(opened.pop()):
+                    if start < 0:
+                        depth = max(depth, inner + 1)
+                    else:
+                        self._pairs[start] = begin + after, depth
+                if opened:
+                    opened[-1].append((-1, depth))
+                else:
+                    opened.append([])
+        self._escape = "\\" if after < len(text) and text[-1] == "\\" else ""
+        self.scanned += len(piece)
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+def _read_json(text: str) -> Any:
+    """Read JSON that can be written again: without NaN, numbers beyond float64 and lone surrogates."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    return value
 
 
 def _call(value: Any, tagged: bool) -> ToolCall | None:
@@ -303,7 +411,7 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
     arguments = inner.get("arguments", inner.get("parameters", {} if tagged else None))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, parse_constant=_refuse)
+            arguments = _read_json(arguments)
         except (ValueError, RecursionError):
             return None
     if not isinstance(arguments, Mapping):

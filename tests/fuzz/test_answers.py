@@ -1,0 +1,90 @@
+"""Random answers with calls of tools in them: the parser takes them in any pieces.
+
+The texts and calls do not depend on where an answer is cut, each call can be written as JSON, and the text is
+the answer without its calls.
+"""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+from support.fuzzing import TIMEOUT, kept, regressions, rounds
+
+from metal_prefill.tool_calls import ToolCall, ToolCallParser, parse_tool_calls
+
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+TOOLS = [{"name": "clock"}, {"name": "weather"}]
+CALL = '{"name": "clock", "arguments": {}}'
+PARTS = (
+    *'<>{}[]",:\\ \n\u00e9\u2003',
+    '\\"',
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "clock"',
+    '{"name": "weather", "parameters": ',
+    '"arguments": ',
+    '"arguments": "{\\"a\\": 1}"',
+    '"function": ',
+    '[{"name',
+    "1e999",
+    "NaN",
+    '"\\ud800"',
+    CALL,
+    f"<tool_call>{CALL}</tool_call>",
+)
+
+
+def write_answer(random: Random) -> str:
+    """Return parts of calls in any order, nested, repeated, or with a few characters changed."""
+    kind = random.random()
+    parts = random.choices(PARTS, k=random.randrange(1, 25))
+    if kind < 0.2:
+        depth = random.choice((3, 30, 63, 64, 65, 300, 3000))
+        opening, closing = random.choice((('{"name": ', "}"), ("[", "]"), ('{"a": [', "]}")))
+        nested = opening * depth + random.choice(("1", CALL, "")) + closing * (depth - random.randrange(2))
+        parts.insert(random.randrange(len(parts)), f'{{"name": "clock", "arguments": {nested}}}')
+    elif kind < 0.4:
+        at = random.randrange(len(parts))
+        parts[at : at + 3] = ["".join(parts[at : at + 3]) * random.choice((10, 100, 1000))]
+    text = "".join(parts)
+    for _ in range(random.choice((0, 0, 1, 3))):
+        at = random.randrange(len(text))
+        text = text[:at] + random.choice(PARTS) + text[at + random.randrange(3) :]
+    return text
+
+
+def in_pieces(text: str, random: Random) -> tuple[str, list[ToolCall]]:
+    """Parse an answer that is cut at random, and hold each part to what it may be."""
+    parser = ToolCallParser(TOOLS)
+    largest = random.choice((1, 3, 20, 1000))
+    parts: list[str | ToolCall] = []
+    at = 0
+    while at < len(text):
+        size = random.randint(1, largest)
+        parts += parser.step(text[at : at + size])
+        at += size
+    parts += parser.flush()
+    assert "" not in parts
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    for call in calls:
+        json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
+    return "".join(part for part in parts if isinstance(part, str)), calls
+
+
+def test_answers_with_calls() -> None:
+    def run(text: str, random: Random) -> None:
+        with kept("answer", text.encode()):
+            whole = parse_tool_calls(text, TOOLS)
+            assert in_pieces(text, random) == whole
+            rest = iter(text)
+            assert all(character in rest for character in whole.text)  # in this order
+            if not whole.calls:
+                assert whole.text == text
+
+    for content in regressions("answer"):
+        run(content.decode(), Random(1))
+    for random in rounds(300):
+        run(write_answer(random), random)
