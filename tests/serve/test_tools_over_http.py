@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from support.running_server import Running, running
@@ -79,6 +80,81 @@ def test_a_call_may_be_required(with_tools: tuple[Running, Model], choice: Any, 
     assert message.content is None
     assert [call.function.name in names for call in message.tool_calls] == [True]
     assert isinstance(json.loads(message.tool_calls[0].function.arguments), dict)
+
+
+ROUTE = {  # as pydantic writes a model with a nested one
+    "type": "function",
+    "function": {
+        "name": "route",
+        "parameters": {
+            "$defs": {
+                "Place": {
+                    "properties": {"x": {"maximum": 9, "minimum": 0, "type": "integer"}},
+                    "required": ["x"],
+                    "title": "Place",
+                    "type": "object",
+                }
+            },
+            "properties": {"start": {"$ref": "#/$defs/Place"}, "end": {"$ref": "#/$defs/Place"}},
+            "required": ["start", "end"],
+            "title": "Route",
+            "type": "object",
+        },
+    },
+}
+
+
+def test_a_required_call_has_the_form_of_its_schema_and_nothing_else(
+    with_tools: tuple[Running, Model],
+) -> None:
+    function = ROUTE["function"]
+    assert isinstance(function, dict)
+    for seed in range(4):
+        answer = ask(
+            with_tools[0], None, tools=[WEATHER, ROUTE], seed=seed, temperature=1.5, tool_choice=NAMED
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        found = json.loads(call.function.arguments)
+        jsonschema.validate(found, function["parameters"])
+        assert set(found) == {"start", "end"}
+        assert set(found["start"]) == set(found["end"]) == {"x"}
+        assert answer.choices[0].finish_reason == "tool_calls"
+
+
+NAMED = {"type": "function", "function": {"name": "route"}}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8, 16, 24])
+def test_a_required_call_that_is_cut_is_a_partial_call(
+    with_tools: tuple[Running, Model], max_tokens: int
+) -> None:
+    options = {"tools": [ROUTE, WEATHER], "tool_choice": NAMED, "max_tokens": max_tokens}
+    choice = ask(with_tools[0], None, **options).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("length", None)
+    assert call.function.name == "route"
+    assert '{"start": {"x": '.startswith(call.function.arguments[:16])
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.function.arguments)
+
+    chunks = [chunk.choices[0] for chunk in ask(with_tools[0], None, **options, stream=True)]
+    (streamed,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert (streamed.index, streamed.function) == (0, type(streamed.function)(**dict(call.function)))
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_a_call_that_is_cut_before_its_tool_is_certain_is_text(with_tools: tuple[Running, Model]) -> None:
+    options = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
+    choice = ask(with_tools[0], None, **options).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert '{"name": "'.startswith(choice.message.content)
+
+
+def test_a_call_that_a_stop_string_cuts_is_not_whole(with_tools: tuple[Running, Model]) -> None:
+    choice = ask(with_tools[0], None, tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls[0].function.arguments.count("{") == 2
 
 
 def test_none_may_be_called(with_tools: tuple[Running, Model]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,13 @@ from metal_prefill.serve._texts import (
     send_choices,
     spelling,
 )
-from metal_prefill.serve._tools import call_constraint, call_message, offered_tools
+from metal_prefill.serve._tools import (
+    call_constraint,
+    call_message,
+    offered_tools,
+    possible_calls,
+    required_call,
+)
 from metal_prefill.session import Piece
 from metal_prefill.tokenizer import Tokenizer
 from metal_prefill.tool_calls import ToolCall, ToolCallParser
@@ -92,12 +98,16 @@ class ChatChoice(Choice):
     """An answer, as far as it is made."""
 
     parser: ToolCallParser | None = None
+    required: Collection[str] = ()  # tools of which the answer must call one
     tokenizer: Tokenizer | None = None  # where log probabilities are wanted
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    cut: bool = False  # the only call is not whole
 
     def _take(self, pieces: Sequence[Piece]) -> list[str | dict[str, Any]]:
         """Take what a pass brought, and return what is certain now: texts, and calls with their number."""
+        if self.required:
+            return self._take_required() if self.ended else []
         text = "".join(piece.text for piece in pieces)
         parts: list[str | ToolCall] = [text]
         if self.parser is not None:
@@ -105,18 +115,32 @@ class ChatChoice(Choice):
         made: list[str | dict[str, Any]] = []
         for part in parts:
             if isinstance(part, ToolCall):
-                self.calls.append(call_message(part))
-                made.append({"index": len(self.calls) - 1, **self.calls[-1]})
+                made.append(self._add_call(call_message(part)))
             elif part:
                 self.text += part
                 made.append(part)
         return made
 
+    def _take_required(self) -> list[str | dict[str, Any]]:
+        """Take the whole answer, which is a call, or the beginning of one."""
+        text = "".join(piece.text for piece in self.pieces)
+        if (call := required_call(text, self.required)) is None:
+            self.text = text
+            return [text] if text else []
+        message, whole = call
+        self.cut = not whole
+        return [self._add_call(message)]
+
+    def _add_call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Keep a call, and return it with its number."""
+        self.calls.append(message)
+        return {"index": len(self.calls) - 1, **message}
+
     @property
     def finish_reason(self) -> str | None:
         """Why it ended; calls that it asks for are a reason of their own."""
         reason = super().finish_reason
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        return "tool_calls" if self.calls and not self.cut and reason == "stop" else reason
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return events: its role, what a pass brought, why it ended."""
@@ -163,6 +187,7 @@ async def chat(service: Service, form: ChatForm, reply: Reply, namespace: str) -
         choices = [ChatChoice(i, stream, i == 0) for i, stream in enumerate(streams)]
         for choice in choices:
             choice.parser = ToolCallParser(tools) if tools else None
+            choice.required = possible_calls(form)
             choice.tokenizer = service.model.tokenizer if form.logprobs else None
         head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
         await send_choices(service, form, reply, choices, head, begin)

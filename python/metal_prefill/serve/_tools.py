@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from metal_prefill.serve._errors import ApiError
@@ -31,14 +33,27 @@ def call_constraint(form: ChatForm) -> dict[str, Any] | None:
             f"tool_choice asks for {what}; the tools are: {', '.join(sorted(names))}",
             param="tool_choice",
         )
-    return {"anyOf": [_schema(tool) for tool in tools if wanted is None or tool_names([tool]) == {wanted}]}
+    calls, definitions = [], {}
+    for i, tool in enumerate(tools):
+        if wanted is None or tool_names([tool]) == {wanted}:
+            calls.append(_schema(tool, i))
+            definitions[f"tool{i}"] = _parameters(tool, i)
+    return {"anyOf": calls, "$defs": definitions}
 
 
-def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+def possible_calls(form: ChatForm) -> frozenset[str]:
+    """Return the names of the tools of which the answer must call one; none where it need not."""
+    if form.tool_choice in (None, "none", "auto"):
+        return frozenset()
+    if isinstance(form.tool_choice, ToolChoice):
+        return frozenset([form.tool_choice.function.name])
+    return tool_names(form.tools or [])
+
+
+def _schema(tool: dict[str, Any], number: int) -> dict[str, Any]:
     """Return the schema of a call, as :mod:`metal_prefill.tool_calls` reads it without tags."""
-    inner = tool.get("function", tool)
     (name,) = tool_names([tool])
-    properties = {"name": {"const": name}, "arguments": inner.get("parameters") or {"type": "object"}}
+    properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{number}"}}
     return {
         "type": "object",
         "properties": properties,
@@ -47,10 +62,135 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Keywords of JSON Schema by what they hold: schemas by name, and values that are not schemas.
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+# Keywords that describe the properties of the same object. Two of them combine.
+_DESCRIBING = ("properties", "allOf", "anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
+_COMBINING = frozenset({"not", "if", "dependentSchemas"})  # do so in other objects, too
+_SAID = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
+
+
+def _parameters(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, to be the definition `tool<number>` of a larger schema.
+
+    Its references lead to the same places there. Its objects are closed: they have no properties but those
+    named, unless the schema says otherwise, since small models invent properties up to the limit of tokens.
+    Where keywords such as ``allOf`` combine several descriptions of an object, only the outermost is closed.
+
+    Raises
+    ------
+    ApiError
+        A reference leads out of the schema, or is not a path in it.
+    """
+    where = f"tools[{number}].parameters"
+    given = tool.get("function", tool).get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(given, dict):
+        raise ApiError(400, f"{where} must be a JSON schema, got {json.dumps(given):.80}", param=where)
+    given = {key: value for key, value in given.items() if key != "$id"}  # the base of no reference any more
+    try:
+        found: dict[str, Any] = _moved(given, f"#/$defs/tool{number}", where, closed=not _combines(given))
+    except RecursionError:
+        raise ApiError(400, f"{where} is nested too deeply", param=where) from None
+    return _closed(found)
+
+
+def _moved(value: Any, root: str, where: str, closed: bool) -> Any:
+    """Return a schema as it reads below `root`, with its objects closed if they are to be."""
+    if isinstance(value, list):
+        return [_moved(item, root, where, closed) for item in value]
+    if not isinstance(value, dict):
+        return value
+    moved: dict[str, Any] = {}
+    for key, item in value.items():
+        if key in _VALUES:
+            moved[key] = item
+        elif key in _NAMED and isinstance(item, dict):
+            moved[key] = {name: _moved(schema, root, where, closed) for name, schema in item.items()}
+        elif key == "$ref" and isinstance(item, str):
+            if item != "#" and not item.startswith("#/"):
+                raise ApiError(
+                    400,
+                    f"{where}: $ref {item!r:.80} is not supported; references are '#' or begin with '#/'",
+                    param=where,
+                )
+            moved[key] = root + item[1:]
+        elif key == "$id" and isinstance(item, str):
+            raise ApiError(400, f"{where}: $id {item!r:.80} is supported at the top only", param=where)
+        else:
+            moved[key] = _moved(item, root, where, closed)
+    return _closed(moved) if closed else moved
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object without properties but those named, unless it says otherwise."""
+    describing = [key for key in _DESCRIBING if key in schema]
+    if describing != ["properties"] or not schema.keys().isdisjoint(_SAID):
+        return schema
+    properties, required = schema["properties"], schema.get("required", [])
+    if not isinstance(required, list) or any(name not in properties for name in required):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+def _combines(value: Any) -> bool:
+    """Whether several parts of a schema may describe the same object."""
+    if isinstance(value, list):
+        return any(map(_combines, value))
+    if not isinstance(value, dict):
+        return False
+    several = sum(key in value for key in _DESCRIBING) > 1 or not value.keys().isdisjoint(_COMBINING)
+    parts = value.get("allOf")
+    if several or (isinstance(parts, list) and len(parts) > 1):
+        return True
+    return any(_combines(item) for key, item in value.items() if key not in _VALUES)
+
+
+_CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', re.DOTALL)
+
+
+def required_call(text: str, names: Collection[str]) -> tuple[dict[str, Any], bool] | None:
+    """Read an answer that was held to be a call, and may have been cut.
+
+    Parameters
+    ----------
+    text
+        The answer, or its beginning.
+    names
+        Of the tools that it may call.
+
+    Returns
+    -------
+    tuple of (dict, bool) or None
+        The call as clients expect it, with its arguments as far as they came, and whether it is whole. None
+        where the answer was cut before its tool was certain.
+    """
+    if (begun := _CALL.match(text)) is not None:
+        name, arguments = json.loads(begun[1]), text[begun.end() :]
+    else:
+        possible = [name for name in names if len(names) == 1 or _begins(name).startswith(text)]
+        if len(possible) != 1:
+            return None
+        name, arguments = possible[0], ""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return _message(name, arguments), False
+    return _message(name, arguments[:-1]), True
+
+
+def _begins(name: str) -> str:
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+
+
 def call_message(call: ToolCall) -> dict[str, Any]:
     """Return a call as clients expect it: arguments are JSON."""
+    return _message(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id)
+
+
+def _message(name: str, arguments: str, id_: str | None = None) -> dict[str, Any]:
     return {
-        "id": call.id or f"call_{uuid.uuid4().hex}",
+        "id": id_ or f"call_{uuid.uuid4().hex}",
         "type": "function",
-        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        "function": {"name": name, "arguments": arguments},
     }
