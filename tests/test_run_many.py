@@ -159,9 +159,13 @@ def test_prompts_come_from_stdin(
 def test_one_prompt_with_an_output_file_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-p", SPEAKERS[0], "-n", "5", "-o", tmp_path / "out.jsonl") == 0
     assert capsys.readouterr().out == ""
-    assert read_lines(tmp_path / "out.jsonl") == [
-        {"prompt": SPEAKERS[0], "continuation": alone(SPEAKERS[0], 5), "finish_reason": "length"}
-    ]
+    (line,) = read_lines(tmp_path / "out.jsonl")
+    assert line.pop("options")["max_tokens"] == 5
+    assert line == {
+        "prompt": SPEAKERS[0],
+        "continuation": alone(SPEAKERS[0], 5),
+        "finish_reason": "length",
+    }
 
 
 @pytest.mark.parametrize(
@@ -302,6 +306,44 @@ def test_a_file_of_something_else_is_refused_and_stays(
     assert run("--prompts", uneven, "-o", out) == 2
     assert f"{out}: line" in capsys.readouterr().err
     assert out.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "difference"),
+    [
+        (["-n", "4"], ["-n", "5"], "max_tokens 4, not 5"),
+        (["--temperature", "1", "--seed", "3"], ["--temperature", "1"], "seed 3, not null"),
+        (
+            ["--logit-bias", "5=-inf"],
+            ["--logit-bias", "5=1"],
+            'logit_bias {"5": "-Infinity"}, not {"5": 1.0}',
+        ),
+        (["--answers", "2"], [], "answers 2, not 1"),
+        ([], ["--stop", "x"], 'stop [], not ["x"]'),
+        ([], ["-m", "smollm2"], 'model null, not "smollm2"'),
+    ],
+)
+def test_results_of_other_options_are_refused_and_stay(
+    before: list[str], now: list[str], difference: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2]), tmp_path / "out.jsonl"
+    same: list[str | Path] = ["--prompts", prompts, "-n", "4", "-o", out]
+    assert run(*same, *before) == 0
+    content = b"".join(out.read_bytes().splitlines(keepends=True)[:1])
+    out.write_bytes(content)
+    capsys.readouterr()
+    assert run(*same, *now) == 2
+    assert f"{out}: its results were made with {difference};" in capsys.readouterr().err
+    assert out.read_bytes() == content
+    assert run(*same, *before) == 0
+    assert len(read_lines(out)) == 2
+
+
+def test_a_wrong_seed_is_an_error_also_where_nothing_is_drawn(tmp_path: Path) -> None:
+    prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "a", "seed": -1}), tmp_path / "out.jsonl"
+    assert run("--prompts", prompts, "-n", "4", "-o", out) == 0
+    assert read_lines(out)[0]["error"] == "seed must not be negative, got -1"
+    assert run("-p", "a", "-n", "4", "--seed", "-1") == 2
 
 
 def test_a_file_that_another_process_writes_is_refused(

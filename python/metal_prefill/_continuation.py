@@ -284,6 +284,8 @@ class Continuation:
         options = sampling.Options(**how)
         for token in options.logit_bias:
             token_id(token, vocab_size)
+        if seed is not None:
+            integer("seed", seed, 0)
         min_tokens = min(integer("min_tokens", min_tokens, 0), context)
         if logprobs is not None:
             logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)

@@ -116,16 +116,17 @@ class Continued:
 
 
 @contextmanager
-def continued(path: str, prompts: Iterator[Prompt]) -> Iterator[Continued]:
+def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) -> Iterator[Continued]:
     """Open a file of results, which need not exist, to write on where it ends.
 
-    A line that was cut when the process that wrote it was killed is dropped.
+    A line that was cut when the process that wrote it was killed is dropped. The first line records the
+    options of all results, as ``"options"``; results without them are continued with any.
 
     Raises
     ------
     UsageError
-        The file holds something else than results of these prompts, or another process writes it. It is as it
-        was.
+        The file holds something else than results of these prompts with these options, or another process
+        writes it. It is as it was.
     OutputError, OSError
         It cannot be written.
     """
@@ -143,6 +144,10 @@ def continued(path: str, prompts: Iterator[Prompt]) -> Iterator[Continued]:
                 raise UsageError(
                     f"{path}: line {done + 1} is no result of prompt {done + 1}; name a new file, or the "
                     "prompts that this one was made of"
+                )
+            if done == 0 and (difference := _difference(line, options)):
+                raise UsageError(
+                    f"{path}: its results were made with {difference}; name a new file, or the same options"
                 )
             if not line.endswith(b"\n"):
                 prompts = itertools.chain([prompt], prompts)
@@ -165,3 +170,15 @@ def _is_result(line: bytes, prompt: Prompt) -> bool:
     except ValueError:
         return False
     return isinstance(value, dict) and value.get("prompt", value) == prompt.text
+
+
+def _difference(line: bytes, options: Mapping[str, Any]) -> str:
+    """Return how the options of a file's first line differ from these; empty where they do not."""
+    try:
+        recorded = json.loads(line, parse_constant=str).get("options")
+    except ValueError:  # the line was cut
+        return ""
+    for name in options if isinstance(recorded, dict) else ():
+        if recorded.get(name) != options[name]:
+            return f"{name} {json.dumps(recorded.get(name)):.80}, not {json.dumps(options[name]):.80}"
+    return ""

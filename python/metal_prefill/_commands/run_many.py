@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 from metal_prefill._commands import common
@@ -64,12 +66,13 @@ class Result:
         """Whether nothing of it is under way."""
         return bool(self.error) or all(answer.finish_reason for answer in self.answers)
 
-    def line(self) -> str:
-        """As a line of JSON."""
+    def line(self, **more: Any) -> str:
+        """Return it as a line of JSON that ends with `more`."""
         if self.error:
-            return self.prompt.line(error=self.error)
+            return self.prompt.line(error=self.error, **more)
         entries = [answer.entry() for answer in self.answers]
-        return self.prompt.line(**entries[0]) if len(entries) == 1 else self.prompt.line(answers=entries)
+        found: dict[str, Any] = {**entries[0]} if len(entries) == 1 else {"answers": entries}
+        return self.prompt.line(**found, **more)
 
 
 def in_order(
@@ -138,6 +141,15 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def recorded_options(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what results depend on besides their prompts, as JSON reads it."""
+    model = None if arguments.model is None else Path(arguments.model).name
+    chosen = {name: value for name, value in options.items() if name != "speculate"}  # changes no result
+    written = json.dumps({"model": model, "answers": arguments.answers, **chosen})
+    recorded: dict[str, Any] = json.loads(written, parse_constant=str)  # a bias may be -inf
+    return recorded
+
+
 def execute(
     arguments: argparse.Namespace, texts: Sequence[str] | None, constraint: Mapping[str, Any]
 ) -> None:
@@ -162,7 +174,8 @@ def execute(
         else:
             total, prompts = len(texts), (Prompt(text) for text in texts)
         if arguments.output is not None:
-            results = stack.enter_context(continued(arguments.output, prompts))
+            made_with = recorded_options(arguments, options)
+            results = stack.enter_context(continued(arguments.output, prompts, made_with))
             out, prompts, done_before = results.file, results.prompts, results.done
         model = stack.enter_context(common.open_model(arguments))
         bar = total > 1 and not out.isatty()  # texts that appear show how far it is
@@ -174,7 +187,8 @@ def execute(
             done += 1
             failed += bool(result.error)
             if as_lines:
-                print(result.line(), end="", file=out, flush=True)
+                first = {"options": made_with} if done == 1 and arguments.output is not None else {}
+                print(result.line(**first), end="", file=out, flush=True)
             elif result.error:
                 print(f"error: prompt {done}: {result.error}", file=sys.stderr)
             else:
