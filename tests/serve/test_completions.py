@@ -131,6 +131,26 @@ def test_echo_scores_the_prompt(server: Running, cpu_model: Model) -> None:
         assert max(best, key=best.__getitem__) == cpu_model.tokenizer.token_bytes(int(token)).decode()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_no_token_that_is_not_in_the_text(
+    server: Running, cpu_model: Model, stream: bool
+) -> None:
+    tokenizer = cpu_model.tokenizer
+    special = min(i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i))
+    ids = [special, *tokenizer.encode("But"), special, *tokenizer.encode(" soft é")]
+    for prompt in (ids, [special]):
+        body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "logprobs": 0, "echo": True}
+        answer = server.post("/v1/completions", {**body, "stream": stream})
+        choices = [e["choices"][0] for e in (events(answer) if stream else [answer.json()])]
+        text = "".join(choice["text"] for choice in choices)
+        tokens = [t for choice in choices for t in choice["logprobs"]["tokens"]]
+        offsets = [o for choice in choices for o in choice["logprobs"]["text_offset"]]
+        assert len(tokens) == len(offsets) == len(prompt) + 3
+        known = [tokenizer.decode(prompt[:i]).removesuffix("\ufffd") for i in range(len(prompt))]
+        assert offsets[: len(prompt)] == [len(before) for before in known]
+        assert [text[o : o + len(t)] for o, t in zip(offsets[-3:], tokens[-3:], strict=True)] == tokens[-3:]
+
+
 def test_our_own_options_go_with_extra_body(server: Running, cpu_model: Model) -> None:
     options: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "repeat_penalty": 1.2, "min_tokens": 4}
     answer = server.client().completions.create(

@@ -39,6 +39,9 @@ def test_inputs_may_be_token_ids_and_vectors_be_cut(vector_server: Running, vect
 def test_a_wrong_input_is_named(vector_server: Running) -> None:
     for input_, message in (
         ([[1, 2], [1 << 40]], "text 1"),
+        ([[1], [10**20]], "text 1: token id 100000000000000000000 at index 0"),
+        ([[-(10**20)]], "text 0"),
+        ([[]], "text 0"),
         (["fine", "x" * 5000], "text 1"),
         ([], "input is a text"),
         (["fine", 3], "input is a text"),

@@ -22,7 +22,7 @@ from metal_prefill.serve._texts import (
     spelling,
 )
 from metal_prefill.session import Piece
-from metal_prefill.tokenizer import Tokenizer
+from metal_prefill.tokenizer import TokenDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -70,6 +70,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
         choices = [CompletionChoice(i, stream, i % n == 0) for i, stream in enumerate(streams)]
         for choice in choices:
             choice.tokenizer = service.model.tokenizer if form.logprobs is not None else None
+            choice.known = choice.stream.prompt_tokens if scored else 0
         head = head_of("cmpl", "text_completion", name)
         await send_choices(service, form, reply, choices, head, begin)
 
@@ -79,7 +80,10 @@ class CompletionChoice(Choice):
     """A text, as far as it is made."""
 
     tokenizer: Tokenizer | None = None  # where log probabilities are wanted
-    length: int = 0  # characters of the tokens that have been told
+    known: int = 0  # tokens of the prompt that the text begins with
+    told: int = 0  # tokens whose log probabilities were told
+    length: int = 0  # characters of their text
+    decoder: TokenDecoder | None = None
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return an event of what a pass brought; none where there is nothing to tell."""
@@ -104,11 +108,17 @@ def _logprobs(tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[P
     best: list[dict[str, float] | None] = []
 
     def add(token: int) -> None:
+        if choice.told == choice.known:
+            choice.length += 0 if choice.decoder is None else len(choice.decoder.flush())
+            choice.decoder = tokenizer.decoder()
+        elif choice.decoder is None:
+            choice.decoder = TokenDecoder(tokenizer, skip_special=True, strip_prefix=tokenizer._space_prefix)
         tokens.append(spelling(tokenizer, token)[0])
         offsets.append(choice.length)
-        choice.length += len(tokens[-1])
+        choice.told += 1
+        choice.length += len(choice.decoder.step(token))
 
-    if choice.stream.scored_tokens and choice.length == 0:
+    if choice.known and choice.told == 0:
         add(int(choice.stream.prompt[0]))  # which nothing was before to predict it
         values.append(None)
         best.append(None)

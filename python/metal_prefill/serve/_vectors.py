@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._arguments import token_array
 from metal_prefill.embedding import check_length, check_pooling, embed_prompts, encode_texts, prompt_format
 from metal_prefill.errors import GGUFError
 from metal_prefill.reranking import rerank, template_of
@@ -45,15 +46,12 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
                 except (TypeError, ValueError) as error:
                     raise type(error)(str(error).replace("text 0", f"text {i}", 1)) from None
                 continue
-            ids = np.array(text, np.int64)
-            if not ids.size or ids.min() < 0 or ids.max() >= model.config.vocab_size:
-                raise ApiError(
-                    400,
-                    f"text {i}: token ids must be between 0 and {model.config.vocab_size - 1}",
-                    param="input",
-                )
+            try:
+                ids = token_array(text, model.config.vocab_size)
+            except ValueError as error:
+                raise ApiError(400, f"text {i}: {error}", param="input") from None
             check_length(model, len(ids), f"text {i}")
-            prompts.append(ids.astype(np.int32))
+            prompts.append(ids)
         return prompts
 
     with service.admitted(1):
