@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from support.running_server import Gate, running
 from support.small_models import EMBEDDERS, write
 
-from metal_prefill import Model, serve
+from metal_prefill import ChatTemplateError, Model, serve
 
 BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
 
@@ -126,9 +127,37 @@ def test_a_key_is_asked_for(cpu_model: Model) -> None:
             client.models.list()
         for key in ("right", "also right"):
             assert len(list(server.client(api_key=key).models.list())) == 1
+        assert server.get("/v1/models/demo/health").status_code == 401
+        for wrong in ("Basic right", "right", "Bearer", "Bearer rightly", "Bearer right also right"):
+            assert server.get("/v1/models", headers={"authorization": wrong}).status_code == 401
         missing = server.post("/v1/completions", BODY)
         assert missing.status_code == 401
         assert missing.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_key_may_have_any_characters(cpu_model: Model) -> None:
+    with running(cpu_model, api_keys=["schlüssel"]) as server:
+        for encoding, status in (("utf-8", 200), ("latin-1", 401)):
+            headers = {b"authorization": "Bearer schlüssel".encode(encoding)}
+            assert server.get("/v1/models", headers=headers).status_code == status
+
+
+def test_a_file_name_that_is_not_utf_8_is_still_a_name(
+    demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*messages: Any, **options: Any) -> None:
+        raise ChatTemplateError(f"{path} has no template")
+
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.gguf"))
+    path.symlink_to(demo_path)
+    with Model(path, device="cpu") as model, running(model) as server:
+        assert [m["id"] for m in server.get("/v1/models").json()["data"]] == ["a\ufffd"]
+        answer = server.post("/v1/completions", {**BODY, "model": "a\ufffd"})
+        assert answer.json()["model"] == "a\ufffd"
+        monkeypatch.setattr(model.tokenizer, "apply_chat_template", refuse)
+        refused = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].endswith("a\\udcff.gguf has no template")
 
 
 def test_metrics_count_what_was_done(cpu_model: Model) -> None:
@@ -155,6 +184,8 @@ def test_metrics_count_what_was_done(cpu_model: Model) -> None:
         ({"max_queue": -1}, "max_queue must not be negative"),
         ({"max_seconds": 0}, "max_seconds must be positive"),
         ({"api_keys": [""]}, "an API key is empty"),
+        ({"api_keys": ["\udcff"]}, "an API key is not UTF-8"),
+        ({"names": ["\udcff"]}, r"a name of the model must be UTF-8, got '\\udcff'"),
         ({"api_keys": "key"}, "api_keys must be a collection"),
         ({"settings": serve.Settings(), "max_queue": 1}, "give settings or limits, not both"),
     ],
@@ -172,7 +203,8 @@ def test_an_app_may_be_mounted_elsewhere(cpu_model: Model) -> None:
     outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["key"]))])
     with TestClient(outer) as client:
         assert client.get("/models/demo/health").status_code == 200
-        assert client.get("/models/demo/v1/models").status_code == 401
+        for path in ("/v1/models", "/v1/models/health", "/health/health", "/nothing/health"):
+            assert client.get(f"/models/demo{path}").status_code == 401
         answer = client.post(
             "/models/demo/v1/completions", json=BODY, headers={"authorization": "Bearer key"}
         )

@@ -51,7 +51,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())  # JSON is UTF-8
         self.status = status
         self.code = code
         self.param = param

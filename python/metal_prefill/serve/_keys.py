@@ -6,13 +6,12 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._settings import Settings
 
-OPEN_PATHS = ("/health",)  # for those who ask whether the server is there
+OPEN_PATHS = ("/health",)  # need no key: they tell whether the server is there
 
 
 class RequireKey:
@@ -20,11 +19,11 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = [key.encode("utf-8") for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or hand it on."""
-        if scope["type"] == "http" and not scope["path"].endswith(OPEN_PATHS):
+        if scope["type"] == "http" and _route(scope) not in OPEN_PATHS:
             given = _given_key(Headers(scope=scope))
             # All keys are compared, each in constant time: how long it takes tells nothing of them.
             if sum(hmac.compare_digest(given, known) for known in self._keys) == 0:
@@ -53,5 +52,11 @@ def prefix_namespace(key: bytes, cache_key: str | None) -> str:
 
 
 def _given_key(headers: Headers) -> bytes:
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip().encode() if kind.lower() == "bearer" else b""
+    kind, _, key = dict(headers.raw).get(b"authorization", b"").partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else b""
+
+
+def _route(scope: Scope) -> str:
+    """Return the path of a request below the one that the application is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +52,8 @@ class Service:
     def __init__(self, model: Model, settings: Settings) -> None:
         self.model = model
         self.settings = settings
-        self.names = list(settings.names) or [model.path.name.removesuffix(".gguf")]
+        file_name = os.fsencode(model.path.name).decode("utf-8", "replace")
+        self.names = list(settings.names) or [file_name.removesuffix(".gguf")]
         self.created = int(time.time())
         self.metrics = Metrics(model)
         self.bodies = Bodies(settings)

@@ -93,3 +93,13 @@ class Settings:
                 raise TypeError(f"{name} must be a collection of strings, got one string")
         if not all(self.api_keys):
             raise ValueError("an API key is empty")
+        for name in self.names:
+            if not _is_utf8(name):
+                raise ValueError(f"a name of the model must be UTF-8, got {name!r}")
+        if not all(map(_is_utf8, self.api_keys)):
+            raise ValueError("an API key is not UTF-8")
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text has no lone surrogates, to which Python decodes other bytes of a command line."""
+    return text == text.encode("utf-8", "replace").decode()
