@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from mutants import emulator, engines, package, shaders
+from mutants import emulator, engines, package, server, shaders
 from mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -13,6 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *package.TEXT,
     *package.FIGURES,
     *package.COMMANDS,
+    *server.MUTANTS,
     *engines.SHARED,
     *engines.CPU,
     *engines.METAL,

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 import resource
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
+import httpx
 import pytest
-from support.running_server import Gate, Running, read_all, request_bytes, running, wait_until
+from support.running_server import Gate, Running, events, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model, serve
 from metal_prefill.serve import _bodies, _connections
 
-BODY = {"prompt": "ROMEO:\n", "max_tokens": 2, "temperature": 0}
+BODY: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 2, "temperature": 0}
 SECONDS = 0.3
 BUFFER = 4096  # bytes that the system keeps of an answer, or a little more
 
@@ -158,6 +163,63 @@ def test_bodies_that_arrive_together_have_a_limit(cpu_model: Model) -> None:
         patient = next(client for client in clients if client is not refused)
         patient.sendall(whole[-2:])
         assert patient.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_only_stops_sending_gets_its_answer(
+    cpu_model: Model, stream: bool, version: str
+) -> None:
+    with running(cpu_model) as server, server.connect() as connection:
+        gate = Gate(server.service)
+        sent = request_bytes({**BODY, "stream": stream}).replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+        connection.sendall(sent)
+        assert gate.reached.wait(60)
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)  # in which the server sees it
+        gate.open()
+        answer = read_all(connection).removeprefix(b"HTTP/1.1 102 \r\n\r\n")  # that it may send meanwhile
+    with cpu_model.session() as session:
+        expected = "".join(session.generate(BODY["prompt"], 2))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    lines = re.findall(rb'\{"id".*\}', answer)
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
+    assert answer.count(b"[DONE]") == stream
+
+
+def test_so_does_one_that_sent_two_requests_before(patient: Running) -> None:
+    with patient.connect() as connection:
+        connection.sendall(request_bytes(BODY) * 2)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection).count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_outlast_the_time_to_close_end_with_an_error(
+    cpu_model: Model, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[httpx.Response] = []
+    body = {**BODY, "max_tokens": 900, "stream": stream, "n": 8}
+    with running(cpu_model, drain_seconds=1) as server, server.connect() as half:
+        gate = Gate(server.service)
+        client = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
+        client.start()
+        half.sendall(request_bytes(BODY)[:-3])  # half of a request is in flight, too
+        assert gate.reached.wait(60)
+        server.close()
+        client.join(60)
+        rest = read_all(half)
+        gate.open()
+    if stream:
+        assert answers[0].status_code == 200
+        last = events(answers[0])[-1]
+    else:
+        assert answers[0].status_code == 503
+        last = answers[0].json()
+    assert last["error"]["code"] == "closing"
+    assert last["error"]["message"] == "the server is closing"
+    assert rest.startswith(b"HTTP/1.1 503 ")
+    assert caplog.records == []
 
 
 def test_a_process_gets_a_file_for_each_connection_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

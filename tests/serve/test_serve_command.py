@@ -80,3 +80,24 @@ def test_wrong_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     ]
     assert "cannot listen at 127.0.0.1" in errors[2]
     assert "must be at most 65535, got 70000" in errors[-1]
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_no_address_is_not_every_address(host: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--host", host, "-m", "no such model"]) == cli.EXIT_USAGE
+    assert "--host: must name an address" in capfd.readouterr().err
+
+
+def test_a_stream_that_outlasts_the_time_to_close_ends_with_an_error() -> None:
+    with command("--drain-seconds", "1") as (process, url):
+        body = {"prompt": "ROMEO:", "max_tokens": 1000, "n": 100, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "closing"
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""

@@ -15,7 +15,7 @@ import openai
 import uvicorn
 
 from metal_prefill import Model, serve
-from metal_prefill.serve._connections import server_config
+from metal_prefill.serve._connections import Server
 from metal_prefill.serve._service import Service
 
 
@@ -52,6 +52,10 @@ class Running:
         connection.connect(("127.0.0.1", self.port))
         return connection
 
+    def close(self) -> None:
+        """Begin to close, as a signal does; answers in flight may end."""
+        self._server.should_exit = True
+
     @property
     def connections(self) -> int:
         """Connections that are open."""
@@ -59,7 +63,9 @@ class Running:
 
 
 @contextmanager
-def running(model: Model, *, send_buffer: int | None = None, **limits: Any) -> Iterator[Running]:
+def running(
+    model: Model, *, send_buffer: int | None = None, drain_seconds: int = 5, **limits: Any
+) -> Iterator[Running]:
     """Serve a model until the block ends.
 
     `send_buffer` is what the system keeps of an answer that the client does not take; by default megabytes.
@@ -68,10 +74,7 @@ def running(model: Model, *, send_buffer: int | None = None, **limits: Any) -> I
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        config = server_config(
-            app, app.state.service.settings, log_level="error", timeout_graceful_shutdown=5
-        )
-        server = uvicorn.Server(config)
+        server = Server(app, app.state.service.settings, drain_seconds, log_level="error")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

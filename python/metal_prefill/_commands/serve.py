@@ -16,7 +16,13 @@ from metal_prefill.serve._settings import Settings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument(
+        "--host",
+        type=_host,
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen at (default: 127.0.0.1)",
+    )
     parser.add_argument(
         "--port",
         type=_port,
@@ -109,9 +115,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill import serve
 
     try:
-        import uvicorn
-
-        from metal_prefill.serve._connections import allow_files, server_config
+        from metal_prefill.serve._connections import Server, allow_files
     except ImportError as error:
         raise MissingExtraError(f"the server needs: pip install 'metal_prefill[serve]' ({error})") from error
     settings = Settings(
@@ -138,15 +142,19 @@ def execute(arguments: argparse.Namespace) -> None:
         raise OSError(f"cannot listen at {arguments.host}:{arguments.port}: {error}") from None
     with listener, common.open_model(arguments) as model:
         app = serve.app(model, settings)
-        config = server_config(
-            app, settings, log_level="warning", timeout_graceful_shutdown=arguments.drain_seconds
-        )
+        server = Server(app, settings, arguments.drain_seconds, log_level="warning")
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         url = f"http://{host}:{listener.getsockname()[1]}/v1"
         print(f"{', '.join(app.state.service.names)} at {url}", file=sys.stderr, flush=True)
         # uvicorn repeats a signal once it has closed: the end of the process is then no failure.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
+
+
+def _host(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must name an address; 0.0.0.0 is all of this machine's, got none")
+    return text
 
 
 def _port(text: str) -> int:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from metal_prefill.serve._endpoint import CLOSING_SECONDS
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._settings import Settings
 
@@ -22,25 +25,46 @@ REFUSED = 64  # connections beyond the limit that are answered; further ones are
 OTHER_FILES = 64  # descriptors that are no connections: the model, the store of prefixes, libraries
 MAX_HEADERS = 1 << 16  # bytes of a request's headers
 LOOKS = 4  # at a connection within the shortest of its times
+FIRST_LOOK, LAST_LOOK = 0.005, 1.0  # seconds between looks for a reset, which double
 
 
-def server_config(app: Starlette, settings: Settings, **options: Any) -> uvicorn.Config:
-    """Return how uvicorn is to serve an application within the limits for connections.
+class Server(uvicorn.Server):
+    """uvicorn's server within the limits for connections.
+
+    When it closes, answers in flight may take `drain_seconds`. Those that take longer end with an error;
+    uvicorn would cancel their tasks in the middle of an event, and log a traceback for each.
 
     Parameters
     ----------
     app, settings
         The application and its limits.
+    drain_seconds
+        Time for answers in flight.
     options
-        Further ones of uvicorn.
+        Further options of uvicorn's configuration.
     """
-    return uvicorn.Config(
-        app,
-        http=_limited_protocol(settings),
-        ws="none",
-        h11_max_incomplete_event_size=MAX_HEADERS,
-        **options,
-    )
+
+    def __init__(self, app: Starlette, settings: Settings, drain_seconds: int, **options: Any) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_limited_protocol(settings),
+                ws="none",
+                h11_max_incomplete_event_size=MAX_HEADERS,
+                timeout_graceful_shutdown=drain_seconds + 2 * CLOSING_SECONDS,
+                **options,
+            )
+        )
+        self._drain_seconds = drain_seconds
+        self._end_answers = app.state.service.end_answers
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what is in flight, within the limit."""
+        end = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_answers)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
 
 
 def allow_files(settings: Settings) -> None:
@@ -95,6 +119,7 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
             self._turn_began: float | None = self.loop.time()
             self._unsent, self._took = 0, 0.0  # bytes of an answer that is over, and when fewer were left
             self._look = self.loop.call_later(pause, self._look_after)
+            self._half_closed: asyncio.TimerHandle | None = None
             beyond = len(self.connections) - settings.max_connections
             if beyond > REFUSED:
                 transport.abort()
@@ -103,7 +128,34 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._look.cancel()
+            if self._half_closed is not None:
+                self._half_closed.cancel()
             super().connection_lost(exc)
+
+        def eof_received(self) -> bool:  # type: ignore[override]  # what asyncio allows
+            """Keep a connection whose client has sent all of a request and only listens.
+
+            A client that closes its connection sends the same as one that only stops sending, but answers
+            the next bytes with a reset. Until an answer begins there are none, so an interim response asks.
+            """
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete or cycle.more_body:
+                return False
+            if self._half_closed is None:
+                if not cycle.response_started and cycle.scope["http_version"] == "1.1":
+                    interim = h11.InformationalResponse(status_code=102, headers=[])
+                    self.transport.write(self.conn.send(interim) or b"")
+                self._look_for_reset(FIRST_LOOK)
+            return True
+
+        def _look_for_reset(self, delay: float) -> None:
+            # asyncio no longer waits for anything to read, and so not for a reset either.
+            if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.transport.abort()
+            elif not self.transport.is_closing():
+                self._half_closed = self.loop.call_later(
+                    delay, self._look_for_reset, min(2 * delay, LAST_LOOK)
+                )
 
         def handle_events(self) -> None:
             super().handle_events()
@@ -114,6 +166,8 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
             self._turn_began = self._took = self.loop.time()
             self._unsent = self.transport.get_write_buffer_size()
             super().on_response_complete()
+            if self._half_closed is not None and self.cycle.response_complete:
+                self.transport.close()
 
         def _look_after(self) -> None:
             now = self.loop.time()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from metal_prefill.errors import ClosedError
 from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._forms import Form, decode
 from metal_prefill.serve._keys import prefix_key, prefix_namespace
 from metal_prefill.serve._reply import Reply, StalledClientError, timeout_error
 from metal_prefill.serve._service import Service
+
+CLOSING_SECONDS = 2  # that a client may take to receive the end of an answer when the server closes
 
 _Form = TypeVar("_Form", bound=Form)
 
@@ -50,12 +54,16 @@ class Endpoint(Generic[_Form]):
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
-                request = Request(scope, receive)
-                form = await self._read(request, reply)
-                if form is not None:
-                    group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
-                    key = prefix_key(settings, request.headers)
-                    await self._reply(form, reply, prefix_namespace(key, form.prompt_cache_key))
+                with self._service.answering() as answering:
+                    request = Request(scope, receive)
+                    form = await self._read(request, reply)
+                    if form is not None:
+                        group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
+                        key = prefix_key(settings, request.headers)
+                        await self._reply(form, reply, prefix_namespace(key, form.prompt_cache_key))
+                if answering.cancelled_caught:
+                    with anyio.move_on_after(CLOSING_SECONDS), suppress(StalledClientError, OSError):
+                        await reply.error(ClosedError("the server is closing"))
                 group.cancel_scope.cancel()
         finally:
             metrics.requests.labels(scope["path"], reply.status).inc()

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_prefill.serve._errors import ApiError

@@ -34,7 +34,7 @@ class Reply:
     def __init__(self, send: Send, send_seconds: float) -> None:
         self._send = send
         self._seconds = send_seconds
-        self._events = False
+        self._begun = self._events = self._complete = False
         self.status = 499
 
     async def json(self, content: Any) -> None:
@@ -53,12 +53,16 @@ class Reply:
         await self._body(b"data: [DONE]\n\n", more=False)
 
     async def error(self, error: Exception) -> None:
-        """Send an error, as the answer or as the last event of one that has begun."""
+        """Send an error: as the answer, or before the end of the events that have begun.
+
+        Part of an answer that is not a stream cannot be taken back: the connection is then closed.
+        """
         answer = api_error(error)
-        if not self._events:
+        if not self._begun:
             await self._whole(answer.status, msgspec.json.encode(answer.body()), answer.headers)
-        else:
-            await self._body(b"data: " + msgspec.json.encode(answer.body()) + b"\n\n", more=False)
+        elif self._events and not self._complete:
+            await self.event(answer.body())
+            await self.end_of_events()
 
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         await self._begin(
@@ -70,8 +74,10 @@ class Reply:
         self.status = status
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        self._begun = True
 
     async def _body(self, body: bytes, more: bool) -> None:
+        self._complete = not more
         with anyio.move_on_after(self._seconds) as scope:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
         if scope.cancelled_caught:

@@ -65,6 +65,8 @@ class Service:
         )
         self._texts = 0  # that were admitted and have not ended
         self._mean_seconds = 1.0  # of a request, over the latest ones
+        self._closing = False
+        self._answering: set[anyio.CancelScope] = set()
         self._preparers = anyio.CapacityLimiter(PREPARERS)
         self._text_workers = anyio.CapacityLimiter(settings.max_streams)
 
@@ -110,6 +112,24 @@ class Service:
         finally:
             self._texts -= texts
             self._mean_seconds += 0.1 * (time.monotonic() - begin - self._mean_seconds)
+
+    @contextmanager
+    def answering(self) -> Iterator[anyio.CancelScope]:
+        """Give the scope of an answer, which `end_answers` cancels."""
+        with anyio.CancelScope() as scope:
+            self._answering.add(scope)
+            if self._closing:
+                scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._answering.discard(scope)
+
+    def end_answers(self) -> None:
+        """Cancel the answers in flight, and those to requests that still come; called in the event loop."""
+        self._closing = True
+        for scope in self._answering:
+            scope.cancel()
 
     async def streams(self, work: Callable[[], list[Stream]]) -> list[Stream]:
         """Make streams in a thread, with what is stored of their prompts in the cache."""
