@@ -1,6 +1,6 @@
 """Measure what sessions save: reuse, forks, saved state, shared beginnings, and the memory of each.
 
-Prints the table of ``docs/measurements/2026-11-21-sessions.md``: medians of samples taken in turns::
+Prints the table of ``docs/measurements/sessions.md``: medians of samples taken in turns::
 
     python tools/measure_sessions.py               # SmolLM-135M's shape, written on first use
     python tools/measure_sessions.py model.gguf -n 1000 -r 5

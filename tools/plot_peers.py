@@ -1,6 +1,6 @@
 """Draw the README's chart: a real model against llama.cpp and OpenVINO.
 
-The figures are those of ``docs/measurements/2026-11-22-epyc-zen5.md``, section "Long contexts"::
+The figures come from ``docs/measurements/epyc-zen5.md``, section "Long contexts"::
 
     python tools/plot_peers.py docs/images/peers.png      # needs matplotlib
 """
@@ -11,7 +11,7 @@ import argparse
 import re
 from pathlib import Path
 
-RECORD = Path(__file__).parents[1] / "docs/measurements/2026-11-22-epyc-zen5.md"
+RECORD = Path(__file__).parents[1] / "docs/measurements/epyc-zen5.md"
 ROW = re.compile(
     r"^\| (\w+ (?:of|after) [\d,]+ tokens) \| (\d+) tok/s \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE
 )
@@ -19,7 +19,7 @@ COLORS = {"metal_prefill": "#2a6f97", "OpenVINO": "#a9a9a9", "llama.cpp": "#d0d0
 
 
 def speeds() -> dict[str, dict[str, float]]:
-    """Return tokens a second by test and engine; those of the peers are ours divided by the ratio."""
+    """Return tokens per second by test and engine. A peer's speed is ours divided by the ratio."""
     rows = ROW.findall(RECORD.read_text(encoding="utf-8"))
     if not rows:
         raise SystemExit(f"{RECORD} has no table of long contexts")
