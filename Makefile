@@ -163,6 +163,7 @@ lint: build/.emulator $(VENV)/.dev-tools
 	  python/metal_prefill/
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/python tools/check_prose.py
 
 # Static analysis of what the build compiled. It takes minutes, so it is no part of lint.
 tidy: build/.emulator $(VENV)/.dev-tools
