@@ -223,6 +223,19 @@ def test_what_is_larger_takes_longer(smollm: Shape) -> None:
     assert by_chip == sorted(by_chip, reverse=True)
 
 
+def test_a_prompt_of_many_chunks_takes_the_sum_of_its_dispatches(smollm: Shape) -> None:
+    """Dispatches of later chunks look like those of the first, but their attention reads more keys."""
+    m4 = find_chip("m4")
+    speeds = []
+    for n in (512, 1024, 2048):
+        dispatches = plan(smollm, n)
+        prediction = predict(m4, dispatches, n)
+        alone = [time_of(m4, work_of(d)).total for d in dispatches]
+        assert prediction.seconds == pytest.approx(sum(alone) / 1e6)
+        speeds.append(prediction.tokens_per_second)
+    assert speeds == sorted(speeds, reverse=True)
+
+
 def test_the_goals_on_an_m4(smollm: Shape) -> None:
     """What the design aims at, by this model; docs/cost_model.md says how far it can be trusted."""
     m4 = find_chip("m4")

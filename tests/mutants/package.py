@@ -360,6 +360,13 @@ FIGURES = (
     ),
     Mutant(
         f"{_P}/_cost_model/__init__.py",
+        "{d.args} {d.runs}",
+        "{d.args}",
+        "attention of all chunks is predicted to take as long as that of the first",
+        ("tests/test_cost_model.py", "-k", "many_chunks"),
+    ),
+    Mutant(
+        f"{_P}/_cost_model/__init__.py",
         "return self.tokens / self.seconds",
         "return len(self.dispatches) / self.seconds",
         "predicted speeds are of dispatches",

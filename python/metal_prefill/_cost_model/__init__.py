@@ -205,7 +205,7 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Predicti
     known: dict[str, Time] = {}  # layers repeat each other
     times = []
     for d in listed:
-        key = f"{d.kernel} {d.grid} {d.threads} {d.args}"
+        key = f"{d.kernel} {d.grid} {d.threads} {d.args} {d.runs}"
         if key not in known:
             known[key] = time_of(chip, work_of(d))
         times.append(known[key])
