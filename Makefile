@@ -21,7 +21,17 @@ NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shade
 setup:
 	@tools/setup_packages.sh
 
+# That of Apple's command-line tools is 3.9, with which pip fails minutes later.
+define CHECK_PYTHON
+import sys
+found = ".".join(map(str, sys.version_info[:3]))
+if sys.version_info < (3, 10): sys.exit(f"error: '$(PYTHON)' is Python {found}; metal_prefill needs 3.10 or later: get one from "
+  "https://www.python.org/downloads/, or with uv (uv python install 3.12), and run make PYTHON=/path/to/python3.12")
+endef
+export CHECK_PYTHON
+
 $(VENV)/.ready:
+	@$(PYTHON) -c "$$CHECK_PYTHON"
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: '$(PYTHON) -m venv' failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PIP) install --upgrade pip

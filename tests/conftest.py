@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.missing import REQUIRE_METAL, fail_or_skip
+from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
 from support.small_models import MODELS, first_layers, write
 
 import metal_prefill
@@ -37,6 +37,7 @@ def as_users_have_it() -> None:
 @pytest.fixture
 def metal() -> None:
     """Require the Metal engine, real or emulated."""
+    skip_where_the_cpu_is_selected()
     if problem := _core.metal_device().get("problem"):
         fail_or_skip(f"{problem}\n{METAL_MISSING}", *REQUIRE_METAL)
 

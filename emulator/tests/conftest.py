@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from metal_kernels import KernelLibrary, testing_module
@@ -20,15 +20,26 @@ KERNELS = Path(__file__).parent / "kernels"
 SHADERS = Path(__file__).parent / "shaders"
 
 
+def fail_or_skip() -> NoReturn:
+    """Fail where the emulator is required; skip elsewhere."""
+    if os.environ.get("METAL_EMULATOR_REQUIRED"):
+        pytest.fail(MISSING)
+    pytest.skip(MISSING)
+
+
 @pytest.fixture(scope="session")
 def metal_testing() -> Any:
-    """Return the module through which tests call Metal, with an emulator of its own."""
+    """Return the module through which tests call Metal, with an emulator of its own.
+
+    On a Mac the module calls Apple's Metal and has no emulator.
+    """
     try:
-        return testing_module()
+        module = testing_module()
     except ImportError:
-        if os.environ.get("METAL_EMULATOR_REQUIRED"):
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
+        module = None
+    if not hasattr(module, "emulator"):
+        fail_or_skip()
+    return module
 
 
 @pytest.fixture
@@ -93,12 +104,7 @@ def library(emulator: Any) -> Iterator[KernelLibrary]:
 @pytest.fixture(scope="session")
 def clang() -> str:
     """Return clang's path, for tests that compile shaders themselves."""
-    path = find_clang()
-    if path is None:
-        if os.environ.get("METAL_EMULATOR_REQUIRED"):
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
-    return path
+    return find_clang() or fail_or_skip()
 
 
 @pytest.fixture(scope="session")

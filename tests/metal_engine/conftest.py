@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from metal_kernels import KernelLibrary, testing_module
 from support.kernel_harness import SHADERS, Array, Run, flat_source
-from support.missing import REQUIRE_METAL, fail_or_skip
+from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
 
 from metal_prefill import _core
 
@@ -35,6 +35,7 @@ def open_source(path: Path) -> KernelLibrary | None:
 @pytest.fixture(scope="module", params=["source", *["metallib"] * COMPILED.exists()])
 def libraries(request: pytest.FixtureRequest) -> Iterator[dict[str, KernelLibrary]]:
     """Yield each kernel's library by its name: compiled as the engine does, and as the package has it."""
+    skip_where_the_cpu_is_selected()
     try:
         testing_module()
     except ImportError:

@@ -14,6 +14,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *package.FIGURES,
     *package.COMMANDS,
     *server.MUTANTS,
+    *package.BUILD,
     *engines.SHARED,
     *engines.CPU,
     *engines.METAL,

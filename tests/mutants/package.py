@@ -516,3 +516,27 @@ COMMANDS = (
         ("tests/test_constraint_limits.py", "-k", "do_not_share"),
     ),
 )
+
+BUILD = (
+    Mutant(
+        "emulator/tests/conftest.py",
+        'if not hasattr(module, "emulator"):',
+        "if module is None:",
+        "on a Mac the emulator's tests are errors",
+        ("emulator/tests/test_absence.py",),
+    ),
+    Mutant(
+        "Makefile",
+        "if sys.version_info < (3, 10):",
+        "if sys.version_info < (3, 0):",
+        "make takes the Python 3.9 of Apple's command-line tools",
+        ("tests/test_setup.py", "-k", "too_old"),
+    ),
+    Mutant(
+        ".github/workflows/ci.yml",
+        "continue-on-error: true",
+        "continue-on-error: false",
+        "the paravirtual GPU of a hosted runner fails the workflow",
+        ("tests/test_setup.py", "-k", "hosted_runner"),
+    ),
+)

@@ -11,6 +11,12 @@ import pytest
 REQUIRE_METAL = ("METAL_PREFILL_REQUIRE_METAL", "METAL_PREFILL_REQUIRE_EMULATOR")
 
 
+def skip_where_the_cpu_is_selected() -> None:
+    """Skip a test of the GPU where ``METAL_PREFILL_DEVICE`` has all models run on the CPU."""
+    if os.environ.get("METAL_PREFILL_DEVICE") == "cpu":
+        pytest.skip("METAL_PREFILL_DEVICE selects the CPU")
+
+
 def fail_or_skip(message: str, *variables: str) -> NoReturn:
     """Fail the test where one of the environment variables is set; skip it elsewhere."""
     if any(os.environ.get(variable) for variable in variables):

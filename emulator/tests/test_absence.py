@@ -1,0 +1,44 @@
+"""The tests here are skipped on a Mac, whose test module calls Apple's Metal and has no emulator."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+# One file for each fixture through which tests reach the emulator. This file must not be one of them.
+FILES = ("test_algorithms.py", "test_hazards.py", "test_metal_validation.py", "test_objective_c.py")
+
+
+def run_without_emulator(folder: Path, **environment: str) -> dict[str, int]:
+    """Run the tests with a test module as on a Mac and without clang; return how many had each outcome."""
+    (folder / "_metal_testing.py").write_text("class Device: pass\n")
+    (folder / "programs").mkdir()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("METAL_EMULATOR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "pytest.ini"]
+        + [f"tests/{name}" for name in FILES],
+        cwd=TESTS.parent,
+        env=inherited | {"PYTHONPATH": str(folder), "PATH": str(folder / "programs")} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    summary = done.stdout.splitlines()[-1]
+    return {outcome.rstrip("s"): int(n) for n, outcome in re.findall(r"(\d+) (\w+)", summary)}
+
+
+def test_without_the_emulator_its_tests_are_skipped(tmp_path: Path) -> None:
+    outcomes = run_without_emulator(tmp_path)
+    assert outcomes["skipped"] > 60
+    assert not outcomes.keys() & {"failed", "error"}, outcomes
+
+
+def test_without_the_emulator_its_tests_fail_where_it_is_required(tmp_path: Path) -> None:
+    outcomes = run_without_emulator(tmp_path, METAL_EMULATOR_REQUIRED="1")
+    assert "skipped" not in outcomes, outcomes
+    assert outcomes["error"] > 60
