@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support.missing import fail_or_skip
 
 ROOT = Path(__file__).parents[1]
 CPU_ENGINE = ROOT / "cpp/cpu"
@@ -55,6 +58,33 @@ def test_kernels_that_crash_the_compiler_are_left_out(tmp_path: Path) -> None:
     ).stdout
     assert "kernels_amx" not in sources
     assert "kernels_avx512bf16" in sources
+
+
+def test_symbols_of_objective_c_are_hidden(tmp_path: Path) -> None:
+    """Two copies of the engine in a process would else share functions."""
+    cmake, generator = shutil.which("cmake"), shutil.which("ninja")
+    if cmake is None or generator is None:
+        pytest.skip("there is no cmake or no ninja")
+    if platform.system() != "Darwin" and not any(map(shutil.which, ("clang++-19", "clang++"))):
+        fail_or_skip("there is no clang for Objective-C++", "METAL_PREFILL_REQUIRE_EMULATOR")
+    # Sets of kernels are taken to be known from an earlier configuration.
+    sets = ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "neon")
+    variables = [f"-DMETAL_PREFILL_BUILDS_{name}=ON" for name in (*sets, "scalar")]
+    variables += ["-DMETAL_PREFILL_EMULATOR=ON", "-DSKBUILD_PROJECT_NAME=metal_prefill"]
+    variables += [f"-DPython_EXECUTABLE={sys.executable}"]
+    subprocess.run(
+        [cmake, "-S", ROOT, "-B", tmp_path, "-G", "Ninja", *variables],
+        capture_output=True,
+        check=True,
+    )
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    engine = {
+        Path(entry["file"]).name: entry["command"]
+        for entry in commands
+        if Path(entry["file"]).is_relative_to(ROOT / "cpp") and entry["file"].endswith(".mm")
+    }
+    assert len(engine) > 10
+    assert [name for name, command in engine.items() if "-fvisibility=hidden" not in command] == []
 
 
 METAL_PROJECT = f"""

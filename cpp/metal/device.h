@@ -101,8 +101,8 @@ class Device {
 };
 
 // The buffer of a view that was made from one. The pointer is valid as long as the buffer's owner.
-inline __unsafe_unretained id<MTLBuffer> buffer_of(const View& view) {
-  return (__bridge __unsafe_unretained id<MTLBuffer>)view.buffer;
+inline id<MTLBuffer> buffer_of(const View& view) {
+  return (__bridge id<MTLBuffer>)view.buffer;
 }
 inline View view_of(id<MTLBuffer> buffer, BufferName name, std::size_t offset = 0) {
   return {(__bridge void*)buffer, offset, name};
