@@ -9,7 +9,7 @@ using namespace metal;
 
 // A row, normed by all threads of the group: scale is 1 / sqrt(mean(x^2) + eps). A thread keeps its first
 // four values, which are all it has where there are enough threads, and reads their weights before the sum.
-// The result may take the row's place, so a thread reads no values but its own.
+// Its result may take the row's place (rmsnorm_in_place), so a thread reads no values but its own.
 struct NormedRow {
   float4 x, weight;
   float scale;
@@ -32,7 +32,7 @@ static inline NormedRow normed_row(device const float4* x, device const float4* 
 template <typename T>
 kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
                     device const float4* x [[buffer(1)]],       // [tokens][stride]
-                    device vec<T, 4>* y [[buffer(2)]],          // [tokens][stride], may be x
+                    device vec<T, 4>* y [[buffer(2)]],          // [tokens][stride]
                     constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
                     ushort thread_index [[thread_index_in_threadgroup]],
                     ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
@@ -56,6 +56,26 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
 
 template [[host_name("rmsnorm_f32")]] kernel decltype(rmsnorm<float>) rmsnorm<float>;
 template [[host_name("rmsnorm_f16")]] kernel decltype(rmsnorm<half>) rmsnorm<half>;
+
+// y = rmsnorm(y). One binding: Metal's compiler assumes that the buffers of a kernel do not overlap.
+kernel void rmsnorm_in_place(device const float4* weight [[buffer(0)]],  // [dim]
+                             device float4* y [[buffer(1)]],             // [tokens][stride]
+                             constant RmsnormArgs& args [[buffer(2)]],
+                             uint token [[threadgroup_position_in_grid]],
+                             ushort thread_index [[thread_index_in_threadgroup]],
+                             ushort threads [[threads_per_threadgroup]],
+                             ushort lane [[thread_index_in_simdgroup]],
+                             ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                             ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[32];
+  const uint columns = args.dim / 4;
+  y += token * (args.stride / 4);
+  const NormedRow row =
+      normed_row(y, weight, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  if (thread_index < columns) y[thread_index] = row.x * row.scale * row.weight;
+#pragma unroll(2)
+  for (uint i = thread_index + threads; i < columns; i += threads) y[i] = y[i] * row.scale * weight[i];
+}
 
 // Norm of a block's output before it joins the residual stream: y += rmsnorm(x).
 kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]

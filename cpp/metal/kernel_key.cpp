@@ -85,6 +85,8 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "rmsnorm_f16";
     case Kernel::kRmsnormAdd:
       return "rmsnorm_add";
+    case Kernel::kRmsnormInPlace:
+      return "rmsnorm_in_place";
     case Kernel::kRopeAppend:
       return cached("rope_append_");
     case Kernel::kRopeAttentionDecode:

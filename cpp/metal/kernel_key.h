@@ -34,6 +34,7 @@ enum class Kernel {
   kRmsnormF32,
   kRmsnormF16,
   kRmsnormAdd,
+  kRmsnormInPlace,
   kRopeAppend,
   kRopeAttentionDecode,
   kAttentionDecode,

@@ -52,7 +52,9 @@ std::vector<Contents> contents_of(const Device& device, std::span<const View> vi
     Contents& contents = found.emplace_back();
     id<MTLBuffer> buffer = buffer_of(view);
     const std::size_t bytes = buffer.length - view.offset;
-    const auto* host = static_cast<const std::byte*>(buffer.contents);
+    // With Metal's validation layer, asking for the contents of a Private buffer ends the process.
+    const bool is_private = buffer.storageMode == MTLStorageModePrivate;
+    const auto* host = is_private ? nullptr : static_cast<const std::byte*>(buffer.contents);
     if (view.name == BufferName::kWeights) {
       contents.weights = {host + view.offset, bytes};
     } else if (host) {

@@ -89,31 +89,29 @@ void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View&
 
 namespace {
 
-// Rows of x and of y begin `stride` elements apart.
-void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, const View& x, const View& y, int stride,
-                   int tokens) {
+// Rows of the buffers begin `stride` elements apart.
+void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, std::initializer_list<View> buffers,
+                   int stride, int tokens) {
   // Four values a thread: a row is then read in one go.
   const std::size_t threads = allowed_threads(e, kernel, round_up(std::size_t(norm.dim) / 4, kSimd));
-  // Without a weight any buffer will do.
-  const bool has_weight = bool(norm.weight);
-  e.dispatch(kernel, {has_weight ? norm.weight : x, x, y},
-             RmsnormArgs{u32_t(norm.dim), u32_t(stride), has_weight, norm.eps},
+  e.dispatch(kernel, buffers, RmsnormArgs{u32_t(norm.dim), u32_t(stride), bool(norm.weight), norm.eps},
              {.x = std::size_t(tokens), .threads = threads});
 }
 
 }  // namespace
 
 void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision) {
-  dispatch_norm(e, precision == Precision::kF16 ? Kernel::kRmsnormF16 : Kernel::kRmsnormF32, norm, x, y,
-                norm.dim, tokens);
+  // Without a weight any buffer that is not written will do.
+  dispatch_norm(e, precision == Precision::kF16 ? Kernel::kRmsnormF16 : Kernel::kRmsnormF32, norm,
+                {norm.weight ? norm.weight : x, x, y}, norm.dim, tokens);
 }
 
 void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens) {
-  dispatch_norm(e, Kernel::kRmsnormF32, norm, rows.view, rows.view, rows.stride, tokens);
+  dispatch_norm(e, Kernel::kRmsnormInPlace, norm, {norm.weight, rows.view}, rows.stride, tokens);
 }
 
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens) {
-  dispatch_norm(e, Kernel::kRmsnormAdd, norm, x, y, norm.dim, tokens);
+  dispatch_norm(e, Kernel::kRmsnormAdd, norm, {norm.weight, x, y}, norm.dim, tokens);
 }
 
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {

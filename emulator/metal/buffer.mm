@@ -40,7 +40,8 @@ using metal_emulator::ValidationError;
   return _state->info.length;
 }
 - (void*)contents {
-  if (_state->info.storage_mode == metal_emulator::StorageMode::kPrivate) return nullptr;
+  if (_state->info.storage_mode == metal_emulator::StorageMode::kPrivate)
+    throw ValidationError("contents: the buffer is MTLStorageModePrivate, which the host cannot reach");
   return _state->caller_memory ? _state->caller_memory : _state->allocation->host();
 }
 - (void)didModifyRange:(NSRange)range {

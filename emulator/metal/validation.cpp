@@ -35,6 +35,25 @@ void check_buffer(const Pipeline& pipeline, int dispatch, const KernelArgument& 
   if (binding.buffer && binding.buffer->released) fail("the bound buffer was deallocated");
 }
 
+// Metal's compiler takes the buffers of a kernel not to overlap. Bindings of one buffer at different offsets
+// are assumed to use different parts of it.
+void check_overlap(const Pipeline& pipeline, int dispatch, const KernelArgument& written,
+                   const Bindings& bindings) {
+  const Binding& own = bindings.at(static_cast<std::size_t>(written.index));
+  if (!own.buffer) return;
+  for (const KernelArgument& other : pipeline.kernel->arguments) {
+    if (other.space == KernelArgument::Space::kThreadgroup || other.index == written.index ||
+        !exists(pipeline, other))
+      continue;
+    const Binding& binding = bindings.at(static_cast<std::size_t>(other.index));
+    if (binding.buffer && binding.buffer->allocation == own.buffer->allocation &&
+        binding.offset == own.offset)
+      throw ValidationError(describe(pipeline, dispatch, written) + ": is written, and overlaps buffer(" +
+                            std::to_string(other.index) + ") '" + other.name +
+                            "' of the same dispatch, which Metal's compiler assumes never to happen");
+  }
+}
+
 }  // namespace
 
 std::string describe(const Pipeline& pipeline, int dispatch) {
@@ -77,6 +96,7 @@ void check_buffers(const Pipeline& pipeline, int dispatch, const Bindings& bindi
   for (const KernelArgument& argument : pipeline.kernel->arguments) {
     if (argument.space == KernelArgument::Space::kThreadgroup || !exists(pipeline, argument)) continue;
     check_buffer(pipeline, dispatch, argument, bindings.at(static_cast<std::size_t>(argument.index)));
+    if (argument.writable) check_overlap(pipeline, dispatch, argument, bindings);
   }
 }
 

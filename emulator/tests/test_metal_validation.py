@@ -105,6 +105,24 @@ def test_offset_outside_the_buffer(library: KernelLibrary, refuses: Any) -> None
     setup.encoder.end()
 
 
+def test_a_buffer_that_is_written_and_bound_twice(library: KernelLibrary, refuses: Any) -> None:
+    setup = Setup(library)
+    setup.encoder.set_buffer(1, setup.buffers[2])
+    with refuses(r"kernel 'add', dispatch 0, buffer\(2\) 'sum': is written, and overlaps buffer\(1\) 'b'"):
+        setup.dispatch()
+    setup.encoder.set_buffer(1, setup.buffers[0])  # which is read twice
+    setup.dispatch()
+    setup.encoder.set_buffer(1, setup.buffers[2], 128)  # another part
+    setup.dispatch(32)
+    setup.encoder.end()
+
+
+def test_contents_of_a_private_buffer(device: Any, refuses: Any) -> None:
+    private = device.new_buffer(64, storage="private")
+    with refuses("contents: the buffer is MTLStorageModePrivate"):
+        _ = private.contents
+
+
 def test_more_than_31_buffers(library: KernelLibrary, refuses: Any) -> None:
     setup = Setup(library)
     setup.encoder.set_buffer(30, setup.buffers[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +206,16 @@ def test_the_emulator_is_not_checked_unasked(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     with Model(path, device="metal"):
         assert not (cache_folder() / "first_contact.json").exists()
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_model_that_norms_whole_rows_of_queries_and_keys_is_compared(
+    model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, in rows that also hold values; what blocks read is copied and not normed."""
+    with Model(model_path("olmo2"), device="metal"):
+        assert cached() == [[]]
+    gpu.set_limits(gpu.Limits(wrong_kernels={"rmsnorm_in_place"}))
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "other"))
+    with pytest.raises(DeviceError, match="rmsnorm_in_place"):
+        Model(model_path("olmo2"), device="metal")

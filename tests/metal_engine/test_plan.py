@@ -228,13 +228,17 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         for kv_type in ("f16", "f32"):
             for tokens in (1, 2, 300):
                 found |= {d.kernel for d in plan(heads, tokens, kv_type=kv_type)}
-    # Tiles are wide where there are enough of them. A plain Llama has neither rmsnorm_add nor gate and up of
-    # two types.
+    # Tiles are wide where there are enough of them. A plain Llama has no rmsnorm_add, no rmsnorm_in_place
+    # and no gate and up of two types.
     large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
     for kind in TYPES:
         for family in (7, 10):
             found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), 512, family=family)}
-    found |= {d.kernel for d in plan(uniform_shape(replace(SMALL, architecture="gemma3"), "f16", "f16"), 9)}
+    for other in ("gemma3", "olmo2"):
+        place: Any = "rows" if other == "olmo2" else "heads"
+        config = replace(SMALL, architecture=other, qk_norm_place=place)
+        shape = uniform_shape(config, "f16", "f16")
+        found |= {d.kernel for d in plan(shape, 9)}
     mixed = uniform_shape(SMALL, "q4_0", "q4_0")
     up = [replace(t, type=8) if t.role == "w_up" else t for t in mixed.tensors]
     for tokens in (1, 300):

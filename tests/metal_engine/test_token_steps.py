@@ -97,7 +97,7 @@ def test_rmsnorm_in_place_of_some_columns(run: Run, threads: int) -> None:
     weight = rng.uniform(-1.5, 1.5, 136).astype(np.float32)
     args = make_args("RmsnormArgs", dim=136, stride=200, has_weight=1, eps=1e-5)
     y = Output([3, 200], initial=rows)
-    run("rmsnorm_f32", weight, y.buffer, y.buffer, args, groups=(3,), threads=(threads,))
+    run("rmsnorm_in_place", weight, y.buffer, args, groups=(3,), threads=(threads,))
     normed = rms(rows[:, :136].astype(np.float64), 1e-5) * weight
     close(y.check(), np.hstack([normed, rows[:, 136:]]))
 

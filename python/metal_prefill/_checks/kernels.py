@@ -137,14 +137,17 @@ def _embed(d: Captured) -> Expected:
 
 
 def _rmsnorm(d: Captured) -> Expected:
-    dim, adds = d.args["dim"], d.kernel == "rmsnorm_add"
+    dim, stride, adds = d.args["dim"], d.args["stride"], d.kernel == "rmsnorm_add"
+    y_binding = 1 if d.kernel == "rmsnorm_in_place" else 2
     weight = d.before(0, np.float32)[:dim].astype(np.float64)
     x = d.before(1, np.float32)
     out = np.float16 if d.kernel.endswith("f16") else np.float32
     for token in _some(d.grid[0], _SAMPLED_TOKENS):
-        row = slice(token * dim, (token + 1) * dim)
-        expected = _normed(x[row].astype(np.float64), weight, d.args["eps"])
-        yield d.after(2, out)[row], expected + (d.before(2, out)[row] if adds else 0.0)
+        row = slice(token * stride, token * stride + dim)
+        expected = x[row].astype(np.float64)
+        if d.args["has_weight"]:  # else a copy
+            expected = _normed(expected, weight, d.args["eps"])
+        yield d.after(y_binding, out)[row], expected + (d.before(y_binding, out)[row] if adds else 0.0)
 
 
 def _product(d: Captured) -> Expected:
