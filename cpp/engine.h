@@ -76,7 +76,9 @@ struct EngineOptions {
   int chunk_tokens = 512;  // tokens of a prompt that go through the layers together
   int max_context = 0;     // positions that sessions are made for; 0: the model's. Others may be longer
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
-  std::size_t kv_memory = 0;  // bytes of K and V that all sessions may hold together; 0: half of the memory
+  // Bytes of K and V that all sessions may hold together; 0: half of the memory, and on a GPU at most half of
+  // what the weights leave of its working set.
+  std::size_t kv_memory = 0;
   bool poison_cache = false;  // fills pages with NaN before they are used, for tests
   MetalOptions metal;
 };

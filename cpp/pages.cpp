@@ -19,12 +19,11 @@ constexpr std::size_t kWarmBytes = std::size_t(16) << 20;
 // costs little.
 constexpr std::size_t kSlabBytes = std::size_t(8) << 20;
 
-// Weights, activations and whatever else runs on the machine have the other half.
+}  // namespace
+
 std::size_t half_of_the_memory() {
   return std::size_t(sysconf(_SC_PHYS_PAGES)) * std::size_t(sysconf(_SC_PAGESIZE)) / 2;
 }
-
-}  // namespace
 
 PagePool::PagePool(PageStore& store, std::size_t limit)
     : store_(store),

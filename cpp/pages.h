@@ -44,6 +44,9 @@ class PageStore {
   virtual void idle(PageId) {}
 };
 
+// Most bytes of pages where nothing else limits them: weights, activations and other programs have the rest.
+std::size_t half_of_the_memory();
+
 // Which pages exist, and how many block tables hold each. Safe to call from several threads.
 class PagePool {
  public:

@@ -72,6 +72,7 @@ struct DeviceLimits {
   std::uint64_t watchdog_steps = 0;
   bool residency_sets = true;  // false: newResidencySetWithDescriptor returns nil
   bool metal_tensor = true;    // false: no header of this name, nor of MetalPerformancePrimitives
+  bool out_of_memory = false;  // command buffers fail whose buffers are together beyond working_set_bytes
 };
 DeviceLimits limits();
 void set_limits(const DeviceLimits& limits);
@@ -107,8 +108,9 @@ void set_history_depth(std::size_t command_buffers);
 struct LibraryRecord {
   std::string name;  // file name of the source
   bool fast_math = true;
-  int language_version = 0;  // major << 16 | minor
-  std::size_t kernels = 0;   // that it has
+  bool fast_functions = true;  // of single precision
+  int language_version = 0;    // major << 16 | minor
+  std::size_t kernels = 0;     // that it has
 };
 std::vector<LibraryRecord> compiled_libraries();
 void forget_compiled_libraries();

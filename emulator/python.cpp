@@ -155,17 +155,18 @@ void bind_settings(nb::module_& m) {
              int apple_family, const std::string& name, bool no_copy, bool simdgroup_matrix,
              const std::map<std::string, std::uint32_t>& max_threads, std::uint32_t simd_width,
              const std::set<std::string>& broken_kernels, const std::set<std::string>& wrong_kernels,
-             std::uint64_t watchdog_steps, bool residency_sets, bool metal_tensor) {
+             std::uint64_t watchdog_steps, bool residency_sets, bool metal_tensor, bool out_of_memory) {
             new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family,   name,
                                     no_copy,           simdgroup_matrix,  max_threads,    simd_width,
                                     broken_kernels,    wrong_kernels,     watchdog_steps, residency_sets,
-                                    metal_tensor};
+                                    metal_tensor,      out_of_memory};
           },
           "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7, "name"_a = "",
           "no_copy"_a = true, "simdgroup_matrix"_a = true,
           "max_threads"_a = std::map<std::string, std::uint32_t>(), "simd_width"_a = kSimdWidth,
           "broken_kernels"_a = std::set<std::string>(), "wrong_kernels"_a = std::set<std::string>(),
-          "watchdog_steps"_a = 0, "residency_sets"_a = true, "metal_tensor"_a = true)
+          "watchdog_steps"_a = 0, "residency_sets"_a = true, "metal_tensor"_a = true,
+          "out_of_memory"_a = false)
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
       .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
               "0: three quarters of the machine's memory.")
@@ -187,7 +188,9 @@ void bind_settings(nb::module_& m) {
       .def_rw("residency_sets", &DeviceLimits::residency_sets,
               "False: newResidencySetWithDescriptor returns nil.")
       .def_rw("metal_tensor", &DeviceLimits::metal_tensor,
-              "False: sources that include <metal_tensor> do not compile.");
+              "False: sources that include <metal_tensor> do not compile.")
+      .def_rw("out_of_memory", &DeviceLimits::out_of_memory,
+              "Command buffers fail whose buffers are together larger than working_set_bytes.");
   m.def("limits", &limits);
   m.def("set_limits", &set_limits, "limits"_a);
 }
@@ -228,6 +231,7 @@ void bind_emulator(nb::module_& m) {
   nb::class_<LibraryRecord>(m, "LibraryRecord", "A library that was compiled from source.")
       .def_ro("name", &LibraryRecord::name, "File name of the source.")
       .def_ro("fast_math", &LibraryRecord::fast_math)
+      .def_ro("fast_functions", &LibraryRecord::fast_functions, "Of single precision.")
       .def_ro("kernels", &LibraryRecord::kernels, "How many it has.")
       .def_prop_ro("language", [](const LibraryRecord& record) {
         return nb::make_tuple(record.language_version >> 16, record.language_version & 0xffff);

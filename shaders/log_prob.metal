@@ -21,8 +21,8 @@ kernel void log_prob(device const float* logits [[buffer(0)]],  // [tokens][voca
   for (uint i = thread_index; i < args.vocab_size; i += threads) best = max(best, logits[i]);
   best = threadgroup_reduce<Max>(best, partial[0], lane, simdgroup, simdgroups);
   float sum = 0.0f;
-  for (uint i = thread_index; i < args.vocab_size; i += threads) sum += exp(logits[i] - best);
+  for (uint i = thread_index; i < args.vocab_size; i += threads) sum += precise::exp(logits[i] - best);
   sum = threadgroup_reduce<Sum>(sum, partial[1], lane, simdgroup, simdgroups);
   const int target = targets[token];
-  if (thread_index == 0) out[token] = target < 0 ? 0.0f : logits[target] - best - log(sum);
+  if (thread_index == 0) out[token] = target < 0 ? 0.0f : logits[target] - best - precise::log(sum);
 }

@@ -22,6 +22,16 @@ namespace {
 // Rows of the rope tables that a session begins with, so that its first prompts need not wait for them.
 constexpr int kFirstRopePositions = 2048;
 
+// Most bytes of K and V where the caller sets no limit: half of what the weights leave of the memory that
+// command buffers can use. Beyond it they fail. A cache that grows is copied from its buffer to a larger one,
+// so that the two together must fit.
+std::size_t default_kv_memory(const Device& device, const WeightBuffers& weights) {
+  const std::size_t working_set = device.mtl().recommendedMaxWorkingSetSize;  // 0: unknown
+  if (working_set == 0) return half_of_the_memory();
+  const std::size_t taken = std::min(weights.mapped_bytes() + weights.copied_bytes(), working_set - 1);
+  return std::min(half_of_the_memory(), (working_set - taken + 1) / 2);
+}
+
 class MetalEngine final : public Engine, private PassInspector {
  public:
   MetalEngine(Model model, const EngineOptions& options)
@@ -34,7 +44,7 @@ class MetalEngine final : public Engine, private PassInspector {
         rope_tables_(padded_),
         residency_(device_.mtl(), device_.queue()),
         store_(device_, residency_, forward_.page_layout(), options_.poison_cache),
-        pool_(store_, options_.kv_memory),
+        pool_(store_, options_.kv_memory > 0 ? options_.kv_memory : default_kv_memory(device_, weights_)),
         prefixes_(pool_, std::min(options_.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()) {
     for (id<MTLBuffer> buffer : weights_.buffers()) residency_.add(buffer);
     pool_.reclaim = [this] { return prefixes_.evict(); };
@@ -171,7 +181,7 @@ class MetalEngine::SentPass {
   CallCounters counters_;
   const Device device_;  // which counts
   const BatchPool::Lease lease_;
-  const id<MTLBuffer> choices_;
+  [[maybe_unused]] const id<MTLBuffer> choices_;  // kept: its command buffers do not retain it
   const RopeTables::ByLayer rope_tables_;
   const PassRows rows_;
   id<MTLCommandBuffer> last_;

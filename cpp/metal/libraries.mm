@@ -37,6 +37,18 @@ MTLCompileOptions* compile_options(const std::set<std::string>& variants, Shader
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
   options.fastMathEnabled = METAL_PREFILL_FAST_MATH != 0;
 #pragma clang diagnostic pop
+#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
+  // From macOS 15 on, functions of single precision have an option of their own, which fastMathEnabled need
+  // not change.
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
+  if ([options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
+    options.mathMode = METAL_PREFILL_FAST_MATH ? MTLMathModeFast : MTLMathModeSafe;
+    options.mathFloatingPointFunctions =
+        METAL_PREFILL_FAST_MATH ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
+  }
+#pragma clang diagnostic pop
+#endif
   options.languageVersion = MTLLanguageVersion((language.major << 16) + language.minor);
   NSMutableDictionary<NSString*, NSObject*>* macros = [NSMutableDictionary dictionary];
   macros[@"ONLY_WANTED"] = @"1";

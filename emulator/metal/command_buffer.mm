@@ -68,7 +68,7 @@ struct Running {
     _retained = retained;
     State& state = State::get();
     _describes = state.validates() || state.keeps_history() || state.options().checked ||
-                 state.limits().watchdog_steps > 0;
+                 state.limits().watchdog_steps > 0 || state.limits().out_of_memory;
     _untracked = std::make_shared<UntrackedUse>((__bridge const void*)queue);
   }
   return self;
@@ -159,9 +159,15 @@ struct Running {
   state.begin_work();
   // Checks after they have run need the commands.
   std::vector<Command> commands = _describes ? _encoded.commands : std::exchange(_encoded, {}).commands;
-  const auto fault = state.next_command_buffer_fault();
+  auto fault = state.next_command_buffer_fault();
   if (fault) truncate(commands, fault->dispatches);
   const metal_emulator::DeviceLimits limits = state.limits();
+  if (limits.out_of_memory) {
+    if (const std::string excess = find_excess(_encoded, limits.working_set_bytes); !excess.empty()) {
+      fault = CommandBufferFault{excess, MTLCommandBufferErrorOutOfMemory, 0};
+      commands.clear();
+    }
+  }
   if (!limits.wrong_kernels.empty()) plant_mistakes(commands, limits.wrong_kernels);
   {
     std::lock_guard lock(_mutex);

@@ -234,8 +234,10 @@ void check_length(NSUInteger length, const char* call) {
         static_cast<std::uint32_t>(options ? options.languageVersion : MTLLanguageVersion4_0);
     if (why = missing_header(*library, language); !why.empty()) break;
     EmulatorLibrary* found = [[EmulatorLibrary alloc] initWithDevice:self libraries:{library} macros:macros];
+    const bool fast_functions =
+        !options || options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsFast;
     State::get().add_library({library->name, static_cast<bool>(options ? options.fastMathEnabled : YES),
-                              static_cast<int>(language), found.functionNames.count});
+                              fast_functions, static_cast<int>(language), found.functionNames.count});
     return found;
   }
   if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);

@@ -1,5 +1,6 @@
 #include "encoded.h"
 
+#include <set>
 #include <utility>
 
 namespace metal_emulator {
@@ -179,6 +180,18 @@ std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStati
   if (steps <= limit) return {};
   return "Caused GPU Timeout Error: " + std::to_string(steps) + " steps of threads are more than the " +
          std::to_string(limit) + " that the watchdog allows";
+}
+
+std::string find_excess(const Encoded& encoded, std::uint64_t most) {
+  std::set<const BufferState*> buffers;
+  for (const auto& bindings : encoded.bindings)
+    for (const EncodedBinding& binding : bindings)
+      if (binding.buffer) buffers.insert(binding.buffer.get());
+  std::uint64_t bytes = 0;
+  for (const BufferState* buffer : buffers) bytes += buffer->info.length;
+  if (bytes <= most) return {};
+  return "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory): buffers of " +
+         std::to_string(bytes) + " bytes are beyond the working set of " + std::to_string(most);
 }
 
 void truncate(std::vector<Command>& commands, int dispatches) {

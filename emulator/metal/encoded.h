@@ -47,6 +47,8 @@ void plant_mistakes(std::vector<Command>& commands, const std::set<std::string>&
 // What the watchdog says of more steps than the limit, where there is one; see DeviceLimits.
 std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics,
                          std::uint64_t limit);
+// What Metal says of commands whose buffers are together larger than `most` bytes; empty: they are not.
+std::string find_excess(const Encoded& encoded, std::uint64_t most);
 // Keeps the first `dispatches` dispatches and the other commands before them.
 void truncate(std::vector<Command>& commands, int dispatches);
 

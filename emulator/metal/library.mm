@@ -77,10 +77,12 @@ Value make_value(const void* bytes, MTLDataType type) {
   if ((self = [super init])) {
     _fastMathEnabled = YES;
     _mathMode = MTLMathModeFast;
+    _mathFloatingPointFunctions = MTLMathFloatingPointFunctionsFast;
     _languageVersion = MTLLanguageVersion4_0;  // the newest, as on a Mac
   }
   return self;
 }
+// It leaves mathFloatingPointFunctions as it is, which Apple does not rule out.
 - (void)setFastMathEnabled:(BOOL)enabled {
   _fastMathEnabled = enabled;
   _mathMode = enabled ? MTLMathModeFast : MTLMathModeSafe;
@@ -94,6 +96,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   MTLCompileOptions* copy = [[MTLCompileOptions alloc] init];
   copy.preprocessorMacros = self.preprocessorMacros;
   copy.mathMode = self.mathMode;
+  copy.mathFloatingPointFunctions = self.mathFloatingPointFunctions;
   copy.languageVersion = self.languageVersion;
   return copy;
 }

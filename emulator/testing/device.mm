@@ -77,10 +77,9 @@ Buffer new_buffer_no_copy(const Device& self, ByteArray array, NSUInteger offset
   return labelled(buffer, label);
 }
 
-// A view that keeps the buffer alive; None where the host cannot see it.
+// A view that keeps the buffer alive.
 nb::object contents(const Buffer& self) {
   void* memory = self.object.contents;
-  if (!memory) return nb::none();
   const nb::capsule owner(new Buffer(self),
                           [](void* buffer) noexcept { delete static_cast<Buffer*>(buffer); });
   return nb::cast(ByteView(memory, {self.object.length}, owner));
@@ -107,6 +106,16 @@ Library new_library(const Device& self, const std::string& source,
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
   options.fastMathEnabled = fast_math;
 #pragma clang diagnostic pop
+#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
+  if ([options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
+    options.mathMode = fast_math ? MTLMathModeFast : MTLMathModeSafe;
+    options.mathFloatingPointFunctions =
+        fast_math ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
+  }
+#pragma clang diagnostic pop
+#endif
   if (language)
     options.languageVersion = MTLLanguageVersion((std::get<0>(*language) << 16) + std::get<1>(*language));
   NSMutableDictionary<NSString*, NSObject*>* values = [NSMutableDictionary dictionary];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from metal_kernels import KernelLibrary
 
 pytestmark = pytest.mark.emulator
+KERNELS = Path(__file__).parent / "kernels"
 
 
 def test_a_claimed_name_does_not_hide_what_the_device_is(device: Any, emulator: Any) -> None:
@@ -61,6 +63,26 @@ def test_the_watchdog_ends_command_buffers_by_their_steps(library: KernelLibrary
         store(library)
     emulator.set_limits(emulator.Limits(watchdog_steps=4))
     store(library)
+
+
+def test_command_buffers_beyond_the_working_set_fail(library: KernelLibrary, emulator: Any) -> None:
+    """Those of buffers: four numbers."""
+    emulator.set_limits(emulator.Limits(working_set_bytes=15, out_of_memory=True))
+    with pytest.raises(RuntimeError, match=r"OutOfMemory.*buffers of 16 bytes are beyond .* of 15"):
+        store(library)
+    emulator.set_limits(emulator.Limits(working_set_bytes=16, out_of_memory=True))
+    store(library)
+    emulator.set_limits(emulator.Limits(working_set_bytes=15))  # recommended, and no more
+    store(library)
+
+
+def test_exact_functions_are_an_option_of_their_own(library: KernelLibrary, emulator: Any) -> None:
+    (default,) = emulator.compiled_libraries()[-1:]
+    assert (default.fast_math, default.fast_functions) == (True, True)
+    exact = KernelLibrary((KERNELS / "host_api.metal").read_text(), fast_math=False)
+    (compiled,) = emulator.compiled_libraries()[-1:]
+    assert (compiled.fast_math, compiled.fast_functions) == (False, False)
+    exact.close()
 
 
 def test_options_of_the_compiler_are_remembered(library: KernelLibrary, emulator: Any) -> None:

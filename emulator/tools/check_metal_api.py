@@ -34,6 +34,8 @@ UNANNOTATED = {
         "setPreprocessorMacros:",
         "mathMode",
         "setMathMode:",
+        "mathFloatingPointFunctions",
+        "setMathFloatingPointFunctions:",
         "languageVersion",
         "setLanguageVersion:",
     },

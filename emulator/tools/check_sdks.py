@@ -22,7 +22,10 @@ from check_metal_api import INCLUDE, Declared, read_headers
 # macOS of the SDK: the last version of the bindings that was made from it.
 SDKS = {"13": "9.2", "14": "10.3.2", "15": "11.1"}
 # Methods that the bindings do not annotate, and the first SDK whose metal-cpp sends them.
-UNANNOTATED_SINCE = {"mathMode": "15", "setMathMode": "15"}
+UNANNOTATED_SINCE = {
+    name: "15"
+    for name in ("mathMode", "setMathMode", "mathFloatingPointFunctions", "setMathFloatingPointFunctions")
+}
 FENCE = re.compile(r"\s*#\s*if __MAC_OS_X_VERSION_MAX_ALLOWED >= (\d+)$")
 SUFFIXES = (".h", ".mm", ".cpp", ".inc")
 

@@ -127,7 +127,8 @@ class Model:
         takes 256 at most.
     kv_memory
         Bytes of K and V that all sessions of the model together may hold; by default half of the machine's
-        memory. Beyond it calls raise :class:`KVMemoryError`.
+        memory, and on a GPU at most half of what the weights leave of its recommended working set. Beyond it
+        calls raise :class:`KVMemoryError`.
     prefix_memory
         Bytes of K and V that are kept after their sessions ended, so that prompts which begin alike find them
         (`reuse`, :meth:`generate`, :meth:`generate_many`). 0 keeps nothing.

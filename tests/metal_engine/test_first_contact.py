@@ -5,7 +5,9 @@ On a Mac these tests are skipped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import metal_kernels
 import numpy as np
 import pytest
 
-from metal_prefill import DeviceError, Model, _core, synth
+from metal_prefill import DeviceError, KVMemoryError, Model, _core, synth
 
 pytestmark = pytest.mark.emulator
 
@@ -261,6 +263,7 @@ def test_shaders_are_compiled_without_fast_maths_and_in_the_oldest_language(path
         compiled = gpu.compiled_libraries()
     assert len(compiled) > 10
     assert {(library.fast_math, library.language) for library in compiled} == {(False, (3, 0))}
+    assert not any(library.fast_functions for library in compiled)  # an option of its own on macOS 15
 
 
 def test_kernel_tests_compile_as_the_engine_does(
@@ -272,4 +275,29 @@ def test_kernel_tests_compile_as_the_engine_does(
     languages = {library.name: library.language for library in compiled}
     assert languages.pop("matmul_tensor.metal") == (4, 0)  # which needs it
     assert set(languages.values()) == {(3, 0)}
-    assert not any(library.fast_math for library in compiled)
+    assert not any(library.fast_math or library.fast_functions for library in compiled)
+
+
+def fill_cache(model: Model) -> None:
+    """Prompt sessions until one does not fit."""
+    with ExitStack() as held:
+        while True:
+            held.enter_context(model.session()).forward_prompt([1] * 250)
+
+
+def test_a_cache_beyond_the_working_set_is_refused_before_a_pass_fails(path: Path) -> None:
+    """The cache grows on the way, and then its old and its new buffer are used together."""
+    room = 40 << 20
+    with open_with(path, working_set_bytes=path.stat().st_size + room, out_of_memory=True) as model:
+        with pytest.raises(KVMemoryError, match="exceeds kv_memory") as refused:
+            fill_cache(model)
+        (limit,) = re.findall(r"kv_memory of (\d+) bytes", str(refused.value))
+        assert 0.4 * room < int(limit) <= 0.5 * room
+
+
+def test_a_cache_limit_of_the_caller_is_taken_as_it_is(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(working_set_bytes=1 << 16))  # less than the weights: room for a page alone
+    with Model(path, device="metal") as model, pytest.raises(KVMemoryError, match="1 pages"):
+        model.forward_prompt([1] * 65)
+    with Model(path, device="metal", kv_memory=1 << 26) as model:
+        model.forward_prompt([1] * 65)

@@ -24,6 +24,20 @@ def test_positions_in_a_kernel_have_the_same_number_of_components(path: Path) ->
         assert len(sizes) <= 1, kernel.split("(")[0]
 
 
+# Functions of single precision that Metal has in a fast and in a precise form.
+TWO_FORMS = (
+    "exp|exp2|exp10|log|log2|log10|sin|cos|tan|sincos|asin|acos|atan|atan2|sinh|cosh|tanh|asinh|acosh|atanh"
+    "|pow|powr|sqrt|rsqrt"
+)
+
+
+@pytest.mark.parametrize("path", sorted(SHADERS.glob("*.[hm]*")), ids=lambda p: p.name)
+def test_functions_with_a_fast_form_are_named_with_the_form(path: Path) -> None:
+    """Which one a bare name means depends on the compiler's options, and on the macOS that reads them."""
+    code = re.sub(r"//.*", "", path.read_text())
+    assert re.findall(rf"(?<![\w:.])(?:{TWO_FORMS})\(.*", code) == []
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_every_source_includes_what_it_needs_by_itself(path: Path) -> None:
     text = path.read_text()

@@ -15,6 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *package.COMMANDS,
     *server.MUTANTS,
     *package.BUILD,
+    *package.CHECKS,
     *engines.SHARED,
     *engines.CPU,
     *engines.METAL,

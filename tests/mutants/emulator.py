@@ -9,6 +9,27 @@ _REFUSED = "emulator/tests/test_metal_objects.py", "-k", "commit_that_is_refused
 
 MUTANTS = (
     Mutant(
+        "emulator/metal/validation.cpp",
+        "if (argument.writable) check_overlap(pipeline, dispatch, argument, bindings);",
+        "",
+        "a kernel may write a buffer that it reads by another binding",
+        ("emulator/tests/test_metal_validation.py", "-k", "bound_twice"),
+    ),
+    Mutant(
+        "emulator/metal/buffer.mm",
+        "if (_state->info.storage_mode == metal_emulator::StorageMode::kPrivate)",
+        "if (false)",
+        "the host may ask for the contents of a Private buffer",
+        ("emulator/tests/test_metal_validation.py", "-k", "contents"),
+    ),
+    Mutant(
+        "emulator/metal/encoded.cpp",
+        "if (bytes <= most) return {};",
+        "return {};",
+        "command buffers may use more memory than there is",
+        ("emulator/tests/test_profiles.py", "-k", "working_set"),
+    ),
+    Mutant(
         "emulator/metal/hazards.cpp",
         "!(a.write || b.write)",
         "!(a.write && b.write)",

@@ -465,6 +465,34 @@ CPU = (
 
 METAL = (
     Mutant(
+        "cpp/metal/libraries.mm",
+        ": MTLMathFloatingPointFunctionsPrecise;",
+        ": MTLMathFloatingPointFunctionsFast;",
+        "shaders are compiled with fast functions of single precision",
+        ("tests/metal_engine/test_first_contact.py", "-k", "without_fast_maths"),
+    ),
+    Mutant(
+        "cpp/metal/metal_encoder.mm",
+        "const bool is_private = buffer.storageMode == MTLStorageModePrivate;",
+        "const bool is_private = false;",
+        "the host asks for the contents of Private buffers",
+        ("tests/metal_engine/test_doctor.py", "-k", "made_once"),
+    ),
+    Mutant(
+        "cpp/metal/engine.mm",
+        "return std::min(half_of_the_memory(), (working_set - taken + 1) / 2);",
+        "return half_of_the_memory();",
+        "the cache may be larger than the GPU's working set",
+        ("tests/metal_engine/test_first_contact.py", "-k", "beyond_the_working_set"),
+    ),
+    Mutant(
+        "cpp/metal/engine.mm",
+        "(working_set - taken + 1) / 2",
+        "working_set - taken",
+        "a cache that grows does not fit the working set together with the larger one",
+        ("tests/metal_engine/test_first_contact.py", "-k", "beyond_the_working_set"),
+    ),
+    Mutant(
         "cpp/metal/forward_pass.mm",
         "project(pass.e, w, x, {pass.a.block, config_.dim}, rows, Write::kStore);",
         "project(pass.e, w, x, {pass.a.block, config_.dim}, rows, Write::kAccumulate);",

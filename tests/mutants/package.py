@@ -517,7 +517,31 @@ COMMANDS = (
     ),
 )
 
+CHECKS = (
+    Mutant(
+        f"{_P}/_checks/kernels.py",
+        "row = slice(token * stride, token * stride + dim)",
+        "row = slice(token * dim, (token + 1) * dim)",
+        "norms of queries and keys are compared with the wrong rows",
+        ("tests/metal_engine/test_doctor.py", "-k", "whole_rows"),
+    ),
+    Mutant(
+        f"{_P}/_checks/kernels.py",
+        'if d.args["has_weight"]:  # else a copy',
+        "if True:",
+        "a GPU that copies where there is no norm is refused",
+        ("tests/metal_engine/test_doctor.py", "-k", "whole_rows"),
+    ),
+)
+
 BUILD = (
+    Mutant(
+        "CMakeLists.txt",
+        "set(CMAKE_OBJCXX_VISIBILITY_PRESET hidden)",
+        "",
+        "the extension exports the functions of its Objective-C sources",
+        ("tests/test_build.py", "-k", "hidden"),
+    ),
     Mutant(
         "emulator/tests/conftest.py",
         'if not hasattr(module, "emulator"):',

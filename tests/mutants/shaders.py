@@ -12,6 +12,20 @@ _HEADS = "64_64"  # nor attention of prompts with other heads
 
 MUTANTS = (
     Mutant(
+        "shaders/log_prob.metal",
+        "precise::log(sum)",
+        "log(sum)",
+        "options of the compiler decide how exact a log probability is",
+        ("tests/metal_engine/test_shader_sources.py", "-k", "fast_form"),
+    ),
+    Mutant(
+        "shaders/rmsnorm.metal",
+        "y += token * (args.stride / 4);\n  const NormedRow row =\n      normed_row(y,",
+        "y += token * columns;\n  const NormedRow row =\n      normed_row(y,",
+        "a norm in place takes rows to follow each other",
+        ("tests/metal_engine/test_token_steps.py", "-k", "in_place"),
+    ),
+    Mutant(
         "shaders/argmax.metal",
         "a.value == b.value && a.index < b.index",
         "a.value == b.value && a.index > b.index",
@@ -62,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "shaders/log_prob.metal",
-        "logits[target] - best - log(sum)",
+        "logits[target] - best - precise::log(sum)",
         "logits[target] - log(sum)",
         "log probabilities are too high by the largest logit",
         (f"{_LOGITS}::test_log_prob",),

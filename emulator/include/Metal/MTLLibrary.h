@@ -42,6 +42,11 @@ typedef NS_ENUM(NSInteger, MTLMathMode) {
   MTLMathModeFast = 2,
 };
 
+typedef NS_ENUM(NSInteger, MTLMathFloatingPointFunctions) {
+  MTLMathFloatingPointFunctionsFast = 0,
+  MTLMathFloatingPointFunctionsPrecise = 1,
+};
+
 FOUNDATION_EXPORT NSErrorDomain const MTLLibraryErrorDomain;
 
 typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
@@ -53,6 +58,7 @@ typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
 @property(nullable, readwrite, copy, nonatomic) NSDictionary<NSString*, NSObject*>* preprocessorMacros;
 @property(readwrite, nonatomic) BOOL fastMathEnabled;
 @property(readwrite, nonatomic) MTLMathMode mathMode;
+@property(readwrite, nonatomic) MTLMathFloatingPointFunctions mathFloatingPointFunctions;
 @property(readwrite, nonatomic) MTLLanguageVersion languageVersion;
 @end
 
