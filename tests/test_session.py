@@ -399,3 +399,24 @@ def test_sampling_is_reproducible_from_its_seed(demo: Model) -> None:
 
     assert text(1) == text(1)
     assert len({text(seed) for seed in range(4)}) > 1
+
+
+def test_sessions_have_the_limit_of_their_model(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", max_context=8) as model:
+        with model.session() as session:
+            assert session.max_context == 8
+            with pytest.raises(ContextOverflowError, match="exceeds the context of 8"):
+                session.forward_prompt([1] * 9)
+        with model.session(max_context=16) as longer:
+            assert longer.max_context == 16
+
+
+def test_a_loaded_session_has_the_limit_of_its_model(demo_path: Path, tmp_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        model.forward_prompt([1, 2, 3])
+        model._open().save(tmp_path / "state")
+    with (
+        Model(demo_path, device="cpu", max_context=8) as model,
+        model.load_session(tmp_path / "state") as session,
+    ):
+        assert session.max_context == 8

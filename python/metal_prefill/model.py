@@ -217,7 +217,8 @@ class Model:
             raise
         except ValueError as error:  # the options were checked: it is about the file
             raise GGUFError(f"{self._path}: {error}") from None
-        self._default = self.session(max_context=max_context)
+        self._default_context = self._config.context_length if max_context is None else max_context
+        self._default = self.session()
 
     def _build(
         self,
@@ -318,7 +319,8 @@ class Model:
         Parameters
         ----------
         max_context
-            Largest position that the session may reach; by default the model's context length.
+            Largest position that the session may reach; by default the `max_context` that the model was opened
+            with.
         prefix_namespace
             Namespace of the prefix cache. With ``reuse=True`` the session finds only prefixes that sessions
             of the same namespace computed, so that neither results nor times tell anything about prompts in
@@ -334,7 +336,9 @@ class Model:
         if self._engine is None:
             raise ClosedError("the model is closed")
         limit = self._config.context_length
-        context = 0 if max_context is None else integer("max_context", max_context, 1)
+        if max_context is None:
+            max_context = self._default_context
+        context = integer("max_context", max_context, 1)
         if context > limit:
             raise ValueError(f"max_context {context} is outside 1 to {limit}, the model's context length")
         if not isinstance(prefix_namespace, str):
