@@ -13,7 +13,14 @@ from support import choice_task
 from support.reference import ReferenceModel
 
 from metal_prefill import Model
-from metal_prefill._evaluation import generate_until, loglikelihood, loglikelihood_rolling
+from metal_prefill._evaluation import (
+    encode_templated,
+    generate_until,
+    loglikelihood,
+    loglikelihood_rolling,
+    rolling_windows,
+)
+from metal_prefill.tokenizer import Tokenizer
 
 CONTEXT = "ROMEO:\nBut soft, what light through"
 
@@ -73,6 +80,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(demo_path: Path) -> None
 
 
 def test_whole_texts_are_cut_in_windows(model: Model, demo_path: Path, reference: ReferenceModel) -> None:
+    """Each token is predicted once. All windows but the first have a token before it; the last is full."""
     text = CONTEXT * 3
     start = model.tokenizer.bos_id if model.tokenizer.bos_id is not None else model.tokenizer.eos_id
     assert start is not None
@@ -80,10 +88,91 @@ def test_whole_texts_are_cut_in_windows(model: Model, demo_path: Path, reference
     assert loglikelihood_rolling(model, [text])[0] == pytest.approx(
         float(reference.forward(ids).log_probs(ids).sum()), abs=1e-2
     )
+    n = len(ids) - 1
+    assert n % 10  # the last window predicts fewer tokens than there is room for
     with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32", max_context=10) as short:
-        pieces = [ids[i : i + 11] for i in range(0, len(ids) - 1, 10)]
-        expected = sum(float(reference.forward(p).log_probs(p).sum()) for p in pieces)
+        expected = 0.0
+        for first in range(0, n - n % 10, 10):
+            window = ids[first : first + 11]
+            expected += float(reference.forward(window).log_probs(window).sum())
+        last = ids[-11:]
+        expected += float(reference.forward(last).log_probs(last)[-(n % 10) :].sum())
         assert loglikelihood_rolling(short, [text, text]) == pytest.approx([expected, expected], abs=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 10, 11, 19, 20, 21, 34])
+def test_windows_are_those_of_the_harness(demo_path: Path, tokens: int) -> None:
+    utils = pytest.importorskip("lm_eval.utils")
+    with Model(demo_path, device="cpu", max_context=10) as short:
+        start = short.tokenizer.bos_id if short.tokenizer.bos_id is not None else short.tokenizer.eos_id
+        text = short.tokenizer.decode(short.tokenizer.encode(CONTEXT * 10, add_bos=False)[:tokens])
+        ids = short.tokenizer.encode(text, add_bos=False)
+        assert len(ids) == tokens
+        windows = utils.get_rolling_token_windows(ids, start, 10, 1)
+        expected = [utils.make_disjoint_window(window) for window in windows]
+        assert [(a.tolist(), b.tolist()) for a, b in rolling_windows(short, text)] == expected
+
+
+def test_a_prompt_that_leaves_no_room_loses_its_beginning(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", max_context=16) as short, Model(demo_path, device="cpu") as model:
+        ids = model.tokenizer.encode(CONTEXT * 4)
+        expected = "".join(model.generate(ids[-10:], 6))
+        assert expected != "".join(model.generate(ids[:10], 6))
+        assert generate_until(short, [(CONTEXT * 4, 6, ())]) == [expected]
+
+
+CHAT = [{"role": "user", "content": "Who is Romeo?"}]
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give files a template that writes the token that begins texts, as their tokenizers do."""
+    monkeypatch.setattr(Tokenizer, "_template", lambda self, key: TEMPLATE)
+
+
+@pytest.mark.usefixtures("chat_template")
+def test_texts_of_a_chat_template_have_its_tokens(model: Model) -> None:
+    tokenizer = model.tokenizer
+    begin, end = tokenizer.bos_id, tokenizer.eos_id
+    assert tokenizer.add_bos and begin is not None and end is not None
+    ids = [begin, *tokenizer.encode("user: Who is Romeo?", add_bos=False), end]
+    ids += tokenizer.encode("assistant:", add_bos=False)
+    text = "<|endoftext|>user: Who is Romeo?<|endoftext|>assistant:"
+    assert encode_templated(tokenizer, text) == ids
+    assert encode_templated(tokenizer, text.removeprefix("<|endoftext|>")) == ids
+    answer = tokenizer.encode(" A lover", add_bos=False)
+    ((value, _),) = loglikelihood(model, [(text, " A lover")], templated=True)
+    scores = model.score([*ids, *answer])
+    assert value == pytest.approx(float(scores[-len(answer) :].sum(dtype=np.float64)), rel=1e-6)
+    assert generate_until(model, [(text, 6, ())], templated=True) == ["".join(model.generate(ids, 6))]
+
+
+@pytest.mark.usefixtures("chat_template")
+def test_the_harness_applies_the_chat_template(demo_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from metal_prefill.lm_eval import MetalPrefillLM
+
+    lm = MetalPrefillLM(str(demo_path), device="cpu")
+    assert lm.chat_template(True) == TEMPLATE
+    text = lm.apply_chat_template(CHAT)
+    assert text == "<|endoftext|>user: Who is Romeo?<|endoftext|>assistant: "
+    begun = lm.apply_chat_template(
+        [*CHAT, {"role": "assistant", "content": "He is "}], add_generation_prompt=False
+    )
+    assert begun == "<|endoftext|>user: Who is Romeo?<|endoftext|>assistant: He is"
+    requests = [Instance("generate_until", {}, (text, {"max_gen_toks": 6}), 0)]
+    expected = "".join(lm.model.generate(lm.model.tokenizer.apply_chat_template(CHAT), 6))
+    assert lm.generate_until(requests) == [expected]
+    with pytest.raises(ValueError, match="takes no name, got 'tool_use'"):
+        lm.chat_template("tool_use")
 
 
 def test_generation_ends_at_the_strings_and_the_number_asked_for(model: Model) -> None:
@@ -154,9 +243,18 @@ def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
     assert found["scores"] == expected["scores"]
     from lm_eval.api.instance import Instance
 
-    texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ("To be, or not to be", "A")]
+    texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
     theirs = choice_task.transformers_model(path).loglikelihood_rolling(texts)
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs, abs=1e-3)
+
+
+def test_likelihoods_of_long_texts_are_those_that_transformers_gave(tmp_path: Path) -> None:
+    """Texts of up to several contexts, recorded as above."""
+    recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["rolling"]
+    with Model(choice_task.model(tmp_path), device="cpu", compute="f32", kv_dtype="f32") as model:
+        lengths = [len(model.tokenizer.encode(text, add_bos=False)) for text in choice_task.TEXTS]
+        assert max(lengths) > 2 * model.max_context
+        assert loglikelihood_rolling(model, choice_task.TEXTS) == pytest.approx(recorded, abs=1e-2)
 
 
 def test_no_requests_are_no_work(model: Model) -> None:

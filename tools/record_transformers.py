@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from gguf import GGUFReader
+from lm_eval.api.instance import Instance
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -186,10 +187,13 @@ def last_logits(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
 
 
 def likelihoods() -> dict[str, Any]:
-    """Let lm-eval's backend ``hf`` answer the task with four choices."""
+    """Let lm-eval's backend ``hf`` answer the task with four choices, and predict whole texts."""
     with tempfile.TemporaryDirectory() as folder:
         path = choice_task.model(Path(folder))
-        return choice_task.evaluate(choice_task.transformers_model(path), Path(folder))
+        backend = choice_task.transformers_model(path)
+        texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
+        answers = choice_task.evaluate(backend, Path(folder))
+        return {**answers, "rolling": backend.loglikelihood_rolling(texts)}
 
 
 def main() -> None:

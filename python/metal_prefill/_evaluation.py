@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,22 +14,28 @@ from metal_prefill.classification import encode_pair, score_continuations
 
 if TYPE_CHECKING:
     from metal_prefill.model import Model
+    from metal_prefill.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int32]
 
 
-def loglikelihood(model: Model, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+def loglikelihood(
+    model: Model, pairs: Sequence[tuple[str, str]], *, templated: bool = False
+) -> list[tuple[float, bool]]:
     """Log likelihood of continuations, and whether each is what greedy decoding would write.
 
     Parameters
     ----------
     pairs
         Context and continuation of each. Contexts that are too long lose their beginning.
+    templated
+        Whether a chat template made the contexts: see `encode_templated`.
     """
+    encode = partial(encode_templated, model.tokenizer) if templated else model.tokenizer.encode
     encoded = []
     for i, (context, continuation) in enumerate(pairs):
         try:
-            encoded.append(_cut(model, *encode_pair(model, context, continuation)))
+            encoded.append(_cut(model, *encode_pair(model, context, continuation, encode)))
         except ValueError as error:
             raise ValueError(f"request {i}: {error}") from None
     return loglikelihood_of_tokens(model, encoded)
@@ -43,6 +50,17 @@ def loglikelihood_of_tokens(model: Model, pairs: Sequence[tuple[Ids, Ids]]) -> l
         (float(score.sum(dtype=np.float64)), is_greedy)
         for score, is_greedy in zip(scores, greedy, strict=True)
     ]
+
+
+def encode_templated(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Turn text that a chat template made into tokens, with its control tokens.
+
+    A template that spells the token that begins texts gets no second one.
+    """
+    ids = tokenizer.encode(text, add_bos=False, parse_special=True)
+    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        return [tokenizer.bos_id, *ids]
+    return ids
 
 
 def _are_greedy(
@@ -90,7 +108,7 @@ def _cut(model: Model, context: Ids, continuation: Ids) -> tuple[Ids, Ids]:
 
 
 def loglikelihood_rolling(model: Model, texts: Sequence[str]) -> list[float]:
-    """Log likelihood of whole texts, in windows as long as the context that do not overlap."""
+    """Log likelihood of whole texts, in windows as long as the context. See `rolling_windows`."""
     pairs: list[tuple[Ids, Ids]] = []
     owners: list[int] = []
     for i, text in enumerate(texts):
@@ -105,9 +123,10 @@ def loglikelihood_rolling(model: Model, texts: Sequence[str]) -> list[float]:
 
 
 def rolling_windows(model: Model, text: str) -> Iterator[tuple[Ids, Ids]]:
-    """Yield what is known and what is to be predicted, window after window.
+    """Yield the known tokens and those to predict, one window after another, as lm-eval defines them.
 
     The first token is predicted from the one that begins texts, or that ends them where there is none.
+    Each other token is predicted once; the last window reaches back to fill the context.
     """
     tokenizer = model.tokenizer
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
@@ -115,16 +134,23 @@ def rolling_windows(model: Model, text: str) -> Iterator[tuple[Ids, Ids]]:
         raise ValueError("the vocabulary has no token that begins or ends a text")
     ids = np.array([start, *tokenizer.encode(text, add_bos=False)], np.int32)
     most = model.max_context
-    for end in range(1, len(ids), most):
-        yield ids[end - 1 : end], ids[end : end + most]
+    for first in range(1, len(ids), most):
+        end = min(first + most, len(ids))
+        yield ids[max(0, end - 1 - most) : first], ids[first:end]
 
 
-def generate_until(model: Model, requests: Sequence[tuple[str, int, Sequence[str]]]) -> list[str]:
-    """Continue prompts greedily, each up to its number of tokens or one of its strings."""
+def generate_until(
+    model: Model, requests: Sequence[tuple[str, int, Sequence[str]]], *, templated: bool = False
+) -> list[str]:
+    """Continue prompts greedily, each up to its number of tokens or one of its strings.
+
+    Prompts that leave no room for the tokens lose their beginning. `templated`: see `loglikelihood`.
+    """
+    tokenizer = model.tokenizer
     answers = [""] * len(requests)
     prompts = []
     for prompt, max_tokens, stop in requests:
-        ids = model.tokenizer.encode(prompt)
+        ids = encode_templated(tokenizer, prompt) if templated else tokenizer.encode(prompt)
         most = model.max_context - min(max_tokens, model.max_context - 1)
         prompts.append((ids[-most:], {"max_tokens": max_tokens, "stop": tuple(stop)}))
     for i, piece in model.generate_many(prompts):

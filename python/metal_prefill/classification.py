@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -111,7 +111,9 @@ def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return probabilities
 
 
-def encode_pair(model: TextModel, context: str, continuation: str) -> tuple[Ids, Ids]:
+def encode_pair(
+    model: TextModel, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None
+) -> tuple[Ids, Ids]:
     """Turn a text and its continuation into tokens, cut where the tokens of both together are.
 
     Spaces at the end of the text go to the continuation, whose first token they belong to. A text without
@@ -121,8 +123,9 @@ def encode_pair(model: TextModel, context: str, continuation: str) -> tuple[Ids,
     spaces = len(context) - len(context.rstrip())
     if spaces:
         context, continuation = context[:-spaces], context[-spaces:] + continuation
-    before = tokenizer.encode(context)
-    whole = tokenizer.encode(context + continuation)
+    encode = tokenizer.encode if encode is None else encode
+    before = encode(context)
+    whole = encode(context + continuation)
     if not before:
         start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if start is None:

@@ -55,10 +55,12 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
         super().__init__()
         ours = device if device in ("cpu", "metal") else "auto"
         self.model = Model(None if path is None else resolve_model(path), device=ours, **options)
+        self._templated = False
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log likelihood of each continuation, and whether greedy decoding would write it."""
-        return _evaluation.loglikelihood(self.model, [request.args for request in requests])
+        pairs = [request.args for request in requests]
+        return _evaluation.loglikelihood(self.model, pairs, templated=self._templated)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log likelihood of each text."""
@@ -74,7 +76,49 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
             stop = options.get("until", ())
             limit = options.get("max_gen_toks", options.get("max_tokens", MAX_NEW_TOKENS))
             parsed.append((prompt, limit, (stop,) if isinstance(stop, str) else tuple(stop)))
-        return _evaluation.generate_until(self.model, parsed)
+        return _evaluation.generate_until(self.model, parsed, templated=self._templated)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Render messages as text (``--apply_chat_template``).
+
+        The harness joins texts before it asks for their tokens, so from the first call on the spelling of a
+        control token stands for that token in all requests, as in the harness's other models.
+
+        Parameters
+        ----------
+        chat_history
+            Messages, each with ``role`` and ``content``.
+        add_generation_prompt
+            End with the beginning of an answer. If False, end with the content of the last message instead,
+            which the answer continues.
+        """
+        self._templated = True
+        pieces = self.model.tokenizer._chat_pieces(chat_history, None, add_generation_prompt, {})
+        text = "".join(piece for piece, _ in pieces)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].rstrip()
+        return text[: text.rindex(last) + len(last)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the file's chat template, of which the harness records a hash; "" where none is asked for.
+
+        Raises
+        ------
+        ValueError
+            The file has no chat template, or one is asked for by a name.
+        """
+        if not chat_template:
+            return ""
+        if isinstance(chat_template, str):
+            raise ValueError(
+                f"--apply_chat_template takes no name, got {chat_template!r}: a file has one template"
+            )
+        if (source := self.model.tokenizer.chat_template) is None:
+            raise ValueError(f"{self.model.path.name} has no chat template: leave out --apply_chat_template")
+        return source
 
     @property
     def tokenizer_name(self) -> str:

@@ -245,8 +245,21 @@ class Tokenizer:
         TypeError, ValueError
             A message or tool is not a mapping, or has no proper role or name.
         """
+        ids: list[int] = []
+        for text, special in self._chat_pieces(messages, tools, add_generation_prompt, variables):
+            ids += [self._special[text]] if special else self.encode(text, add_bos=False)
+        return ids
+
+    def _chat_pieces(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> list[tuple[str, bool]]:
+        """Return the rendered text in pieces, each with whether it is a control token's spelling."""
         template = self._chat_with_tools if tools else self._chat
-        pieces = template.render(
+        return template.render(
             messages,
             {
                 "add_generation_prompt": add_generation_prompt,
@@ -260,10 +273,6 @@ class Tokenizer:
             },
             tools,
         )
-        ids: list[int] = []
-        for text, special in pieces:
-            ids += [self._special[text]] if special else self.encode(text, add_bos=False)
-        return ids
 
     @property
     def chat_stop(self) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ QUESTIONS = (
     ("Name a colour.", ("Tuesday", "seven", "green", "to run"), 2),
     ("", ("one", "two", "three", "nr"), 3),  # the last one is what the model writes
 )
+# Whole texts: short, and of several contexts of the model.
+TEXTS = ("To be, or not to be", "A", " ".join(f"The {i}th man went to the sea." for i in range(60)))
 
 
 def model(folder: Path) -> Path:
