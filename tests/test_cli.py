@@ -498,3 +498,28 @@ def test_guesses_change_no_text(demo_path: Path, capsys: pytest.CaptureFixture[s
         )
         printed.append(capsys.readouterr().out)
     assert len(set(printed)) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "-f", "-"),
+        ("run", "--prompts", "-", "-o", "texts.jsonl"),
+        ("chat",),
+        ("embed", "-f", "-", "-o", "vectors.npy"),
+        ("rerank", "-q", "a", "-f", "-"),
+    ],
+)
+def test_a_closed_standard_input_is_named(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "metal_prefill", *arguments]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "standard input is closed" in line

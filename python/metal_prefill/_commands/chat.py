@@ -47,17 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Talk until the input ends."""
+    stdin = common.standard_input()
     with common.open_model(arguments) as model:
         conversation = Conversation(model, system=arguments.system, max_context=arguments.max_context)
         with closing(conversation):
             if arguments.load:
                 conversation.load(arguments.load)
             chat = _Chat(conversation, arguments)
-            if sys.stdin.isatty():
+            if stdin.isatty():
                 _say(f"{model.path.name} on {model.device}. /help lists the commands.")
                 _talk(chat)
             else:
-                for line in sys.stdin:
+                for line in stdin:
                     if not chat.take(line):
                         return
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +37,21 @@ PROGRESS_FROM = 1024  # tokens; shorter prompts are done before a bar would help
 
 class UsageError(ValueError):
     """The arguments of the command line contradict each other."""
+
+
+def standard_input() -> TextIO:
+    """Return the standard input.
+
+    Raises
+    ------
+    UsageError
+        It is closed, as a shell's ``<&-`` leaves it.
+    """
+    # Python sets it to None where file descriptor 0 is closed, which its type does not say.
+    stream: TextIO | None = sys.stdin
+    if stream is None:
+        raise UsageError("standard input is closed: give a file, or connect the standard input")
+    return stream
 
 
 def positive(text: str) -> int:

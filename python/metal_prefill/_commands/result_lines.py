@@ -6,13 +6,12 @@ import io
 import itertools
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from metal_prefill._commands.common import UsageError
+from metal_prefill._commands.common import UsageError, standard_input
 from metal_prefill._replacing import check_target
 
 if os.name == "posix":
@@ -90,7 +89,7 @@ def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
 
     Lines that are blank count for nothing. The prompts of a file are read as they are asked for.
     """
-    with io.BytesIO(sys.stdin.read().encode()) if path == "-" else open(path, "rb") as file:
+    with io.BytesIO(standard_input().read().encode()) if path == "-" else open(path, "rb") as file:
         count = sum(1 for line in file if line.strip())
         file.seek(0)
         yield count, (parse(line) for line in file if line.strip())

@@ -138,7 +138,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.file is None:
         return str(arguments.prompt[0])
     if arguments.file == "-":
-        return sys.stdin.read()
+        return common.standard_input().read()
     return _read_text(arguments.file)
 
 

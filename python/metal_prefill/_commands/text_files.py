@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import sys
 
-from metal_prefill._commands.common import UsageError
+from metal_prefill._commands.common import UsageError, standard_input
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
@@ -37,7 +36,9 @@ def read_texts(path: str, column: str = "text") -> list[str]:
     texts = []
     try:
         with (
-            io.StringIO(sys.stdin.read()) if path == "-" else open(path, encoding="utf-8", newline="\n")
+            io.StringIO(standard_input().read())
+            if path == "-"
+            else open(path, encoding="utf-8", newline="\n")
         ) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
