@@ -12,6 +12,8 @@ import pytest
 # wait for one another, and they wait busily. NumPy reads this when it is imported, here and in the programs
 # that tests start.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Programs that tests start list the native objects that are alive when they exit; users see no such list.
+os.environ.setdefault("METAL_PREFILL_LEAK_WARNINGS", "1")
 
 
 @pytest.hookimpl(hookwrapper=True)

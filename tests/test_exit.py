@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -56,3 +57,30 @@ def test_a_process_exits_cleanly_while_daemon_threads_are(activity: dict[str, st
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "the last line\n", "")
+
+
+LEAKING = """
+import ctypes
+from metal_prefill import Model
+
+model = Model(device="cpu", threads=1)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(model._engine))
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["users", "developers"])
+def test_only_developers_see_the_objects_that_are_alive_at_exit(asked: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "METAL_PREFILL_LEAK_WARNINGS"}
+    if asked:
+        environment["METAL_PREFILL_LEAK_WARNINGS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", LEAKING],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert ("leaked 1 instances" in done.stderr) == asked
+    assert asked or done.stderr == ""

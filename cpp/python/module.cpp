@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <system_error>
@@ -48,6 +49,8 @@ NB_MODULE(_core, m) {
     if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1)
       nb::set_leak_warnings(false);
   }));
+  // A list of objects that are alive at exit is of use to developers of this package alone.
+  if (std::getenv("METAL_PREFILL_LEAK_WARNINGS") == nullptr) nb::set_leak_warnings(false);
   bind_model(m);
   bind_sampling(m);
   bind_engines(m);
