@@ -21,15 +21,20 @@ from metal_prefill.errors import MissingExtraError
 from metal_prefill.model import Model
 
 try:
-    from sklearn.base import BaseEstimator, TransformerMixin
+    from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 except ImportError as error:
     raise MissingExtraError(f"EmbeddingTransformer needs: pip install scikit-learn ({error})") from error
 
 
-class EmbeddingTransformer(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+class EmbeddingTransformer(
+    ClassNamePrefixFeaturesOutMixin,  # type: ignore[misc]  # scikit-learn has no types
+    TransformerMixin,  # type: ignore[misc]
+    BaseEstimator,  # type: ignore[misc]
+):
     """Turns texts into vectors by a model; nothing is learned.
 
-    Copies and pickles open the file anew.
+    Copies and pickles open the file anew. The columns of the output are named ``embeddingtransformer0`` and
+    so on (``get_feature_names_out``); ``set_output`` chooses data frames.
 
     Parameters
     ----------
@@ -74,6 +79,10 @@ class EmbeddingTransformer(TransformerMixin, BaseEstimator):  # type: ignore[mis
         )
         return vectors
 
+    @property
+    def _n_features_out(self) -> int:
+        return self.dimensions or self._open()._head.width
+
     def _open(self) -> Model:
         key = (self.path, repr(self.model_options))
         if getattr(self, "_opened", (None, None))[0] != key:
@@ -87,5 +96,13 @@ class EmbeddingTransformer(TransformerMixin, BaseEstimator):  # type: ignore[mis
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_opened"}
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.one_d_array = tags.input_tags.string = True
+        tags.input_tags.two_d_array = False
+        tags.requires_fit = False
+        return tags
+
+    # The same, for scikit-learn before 1.6.
     def _more_tags(self) -> dict[str, Any]:
-        return {"X_types": ["string"], "requires_fit": False}
+        return {"X_types": ["string", "1darray"], "requires_fit": False}
