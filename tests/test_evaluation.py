@@ -140,7 +140,9 @@ def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_of_a_chat_template_have_its_tokens(model: Model) -> None:
     tokenizer = model.tokenizer
     begin, end = tokenizer.bos_id, tokenizer.eos_id
-    assert tokenizer.add_bos and begin is not None and end is not None
+    assert tokenizer.add_bos
+    assert begin is not None
+    assert end is not None
     ids = [begin, *tokenizer.encode("user: Who is Romeo?", add_bos=False), end]
     ids += tokenizer.encode("assistant:", add_bos=False)
     text = "<|endoftext|>user: Who is Romeo?<|endoftext|>assistant:"
