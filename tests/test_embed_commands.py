@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.small_models import CLASSIFIERS, write
 
-from metal_prefill import Model, synth
+from metal_prefill import Model, embedding, synth
 from metal_prefill.cli import main
 
 
@@ -49,16 +49,16 @@ def test_a_run_that_was_stopped_is_continued(
     (tmp_path / "t.txt").write_text("\n".join(texts))
     arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
     calls = 0
-    plain = Model.embed
+    plain = embedding.embed_prompts
 
-    def stopping(self: Model, *positional: Any, **options: Any) -> Any:
+    def stopping(*positional: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        return plain(self, *positional, **options)
+        return plain(*positional, **options)
 
-    monkeypatch.setattr(Model, "embed", stopping)
+    monkeypatch.setattr(embedding, "embed_prompts", stopping)
     assert embed(embedder, *arguments) == 130
     assert not (tmp_path / "v.npy").exists()
     part = next(tmp_path.glob(".v.npy.*.part"))
@@ -68,7 +68,7 @@ def test_a_run_that_was_stopped_is_continued(
     assert calls == 4  # two blocks before, one that was stopped, one that was left
     assert "512 done before" in capsys.readouterr().err
     with Model(embedder, device="cpu") as model:
-        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), plain(model, texts))
+        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts))
     assert list(tmp_path.glob(".v.npy*")) == []
 
 
@@ -134,3 +134,15 @@ def test_documents_are_printed_in_their_order(tmp_path: Path, capsys: pytest.Cap
         "score": ranked[0].score,
         "document": ranked[0].document,
     }
+
+
+def test_texts_that_lost_their_ends_are_counted(
+    embedder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text("a\n" + "a b " * 600 + "\n")
+    files = ("-f", tmp_path / "t.txt", "-o", tmp_path / "a.npy")
+    assert embed(embedder, *files) != 0
+    assert "text 1: " in capsys.readouterr().err
+    assert embed(embedder, *files, "--truncate", "end") == 0
+    assert "warning: 1 of 2 texts did not fit the context of 512 tokens" in capsys.readouterr().err
+    assert np.load(tmp_path / "a.npy").shape == (2, 64)

@@ -211,12 +211,31 @@ def test_pooling_is_never_guessed(demo_path: Path) -> None:
         assert model.embed(["a"], pooling="mean").shape == (1, model.config.dim)
 
 
-def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_text_without_tokens_has_a_vector_of_zeros_and_is_named(tmp_path: Path) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny")
     with Model(path, device="cpu") as model:
         assert (model.tokenizer.add_bos, model.tokenizer.add_eos) == (False, False)
-        with pytest.raises(ValueError, match="text 1 has no tokens"):
-            model.embed(["a", ""], pooling="mean")
+        with pytest.warns(UserWarning, match="1 of 3 texts have no tokens, and vectors of zeros: text 1"):
+            vectors = model.embed(["a", "", "b"], pooling="mean")
+        assert not vectors[1].any()
+        np.testing.assert_array_equal(vectors[[0, 2]], model.embed(["a", "b"], pooling="mean"))
+        with pytest.warns(UserWarning, match="text 0"):
+            (states,) = model.embed([""], pooling="none")
+        assert states.shape == (0, 64)
+
+
+def test_a_text_beyond_the_context_loses_its_end_where_that_is_asked_for(path: Path) -> None:
+    long = "a b " * 40
+    with Model(path, device="cpu", max_context=20) as short, Model(path, device="cpu") as model:
+        with pytest.warns(UserWarning, match=r"2 of 3 texts did not fit .* 20 tokens .* text 0, 2"):
+            vectors = short.embed([long, "a", long], truncate="end")
+        kept = model.tokenizer.decode(model.tokenizer.encode(long)[:19])
+        assert tokens_of(model, kept) == [*model.tokenizer.encode(long)[:19], model.tokenizer.eos_id]
+        np.testing.assert_array_equal(vectors, model.embed([kept, "a", kept]))
+        with pytest.raises(ContextOverflowError, match=r"text 1: \d+ tokens exceed the context of 20"):
+            short.embed(["a", long])
+        with pytest.raises(ValueError, match="truncate must be"):
+            short.embed(["a"], truncate="start")
 
 
 def test_tokens_of_a_model_that_sees_both_ways_go_in_whole(device: str, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._arguments import Progress, integer
+from metal_prefill._arguments import Progress, integer, one_of
 from metal_prefill._pooled_head import POOLINGS, Pooling
 from metal_prefill._text_passes import Job, compute, last_states
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
@@ -82,9 +83,23 @@ def checked_texts(texts: Iterable[str]) -> list[str]:
 
 
 def encode_texts(
-    model: TextModel, texts: Iterable[str], before: str = "", after: str = "", *, ends: bool = True
+    model: TextModel,
+    texts: Iterable[str],
+    before: str = "",
+    after: str = "",
+    *,
+    ends: bool = True,
+    truncate: str = "error",
+    keep_empty: bool = False,
 ) -> list[npt.NDArray[np.int32]]:
     """Turn texts into tokens, with those that the file wants at the beginning and at the end.
+
+    Parameters
+    ----------
+    truncate
+        See :meth:`metal_prefill.Model.embed`.
+    keep_empty
+        Return no tokens for a text that has none, with a warning, instead of raising ValueError.
 
     Raises
     ------
@@ -93,17 +108,42 @@ def encode_texts(
     """
     tokenizer = model.tokenizer
     end = [tokenizer.eos_id] if ends and tokenizer.add_eos and tokenizer.eos_id is not None else []
-    prompts = []
+    one_of("truncate", truncate, {"error": None, "end": None})
+    room = model.max_context - len(end)
+    prompts: list[npt.NDArray[np.int32]] = []
+    cut, empty = [], []
     for i, text in enumerate(checked_texts(texts)):
         try:
-            ids = [*tokenizer.encode(f"{before}{text}{after}"), *end]
+            ids = tokenizer.encode(f"{before}{text}{after}")
         except ValueError as error:
             raise ValueError(f"text {i}: {error}") from None
+        if truncate == "end" and len(ids) > room:
+            ids = ids[:room]
+            cut.append(i)
+        ids = [*ids, *end]
         if not ids:
-            raise ValueError(f"text {i} has no tokens")
+            if not keep_empty:
+                raise ValueError(f"text {i} has no tokens")
+            empty.append(i)
         check_length(model, len(ids), f"text {i}")
         prompts.append(np.array(ids, np.int32))
+    if cut:
+        warnings.warn(
+            f"{len(cut)} of {len(prompts)} texts did not fit the context of {model.max_context} tokens and "
+            f"lost their ends: {_named(cut)}",
+            stacklevel=2,
+        )
+    if empty:
+        warnings.warn(
+            f"{len(empty)} of {len(prompts)} texts have no tokens, and vectors of zeros: {_named(empty)}",
+            stacklevel=2,
+        )
     return prompts
+
+
+def _named(indices: Sequence[int]) -> str:
+    """Name texts in a message: all of a few, the first ones of many."""
+    return f"text {', '.join(map(str, indices[:10]))}{', ...' if len(indices) > 10 else ''}"
 
 
 def check_length(model: TextModel, tokens: int, name: str) -> None:
@@ -147,12 +187,13 @@ def embed(
     dimensions: int | None = None,
     pooling: str | None = None,
     instruction: str | None = None,
+    truncate: str = "error",
     progress: Progress | None = None,
 ) -> Any:
     """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
     check_pooling(model, pooling)
     before, after = prompt_format(model.config.architecture, instruction)
-    prompts = encode_texts(model, texts, before, after)
+    prompts = encode_texts(model, texts, before, after, truncate=truncate, keep_empty=True)
     return embed_prompts(
         model, prompts, normalize=normalize, dimensions=dimensions, pooling=pooling, progress=progress
     )
@@ -167,7 +208,7 @@ def embed_prompts(
     pooling: str | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Turn token ids of texts, as `encode_texts` makes them, into vectors."""
+    """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros."""
     head = model._head
     kind = check_pooling(model, pooling)
     if dimensions is not None:
@@ -177,7 +218,7 @@ def embed_prompts(
     places: dict[bytes, int] = {}
     for i, ids in enumerate(prompts):
         places.setdefault(ids.tobytes(), i)
-    distinct = list(places.values())
+    distinct = [i for i in places.values() if len(prompts[i])]
     results: dict[int, Vectors] = {}
     named = [f"text {i}" for i in distinct]
     vectors = vectors_of(
@@ -187,6 +228,9 @@ def embed_prompts(
         results[i] = vector
         if progress is not None:
             progress(len(results), len(distinct))
+    if b"" in places:
+        shape = (0, dimensions or model.config.dim) if kind == "none" else (dimensions or head.width,)
+        results[places[b""]] = np.zeros(shape, np.float32)
     ordered = [results[places[ids.tobytes()]] for ids in prompts]
     if kind == "none":
         return [states.copy() for states in ordered]

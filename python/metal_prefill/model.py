@@ -570,6 +570,7 @@ class Model:
         dimensions: int | None = None,
         pooling: Literal["none", "mean", "cls", "last"] | None = None,
         instruction: str | None = None,
+        truncate: Literal["error", "end"] | str = "error",
         progress: Progress | None = None,
     ) -> Any:
         """Turn texts into vectors whose products say how near the texts are in meaning.
@@ -596,19 +597,23 @@ class Model:
             what it says of these; a text with ``{text}`` in it is the whole form; any other text is the
             task, in the card's form where the architecture has one, else what stands before each text.
             None adds nothing.
+        truncate
+            ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, but
+            for the token that ends texts, and a ``UserWarning`` says how many texts did and names them.
         progress
             Called with the number of distinct texts done and the number in all.
 
         Returns
         -------
         numpy.ndarray
-            float32 ``[texts, dimensions]``; with pooling ``"none"`` a list of ``[tokens, dim]``.
+            float32 ``[texts, dimensions]``; with pooling ``"none"`` a list of ``[tokens, dim]``. The vector
+            of a text without tokens is zero; a ``UserWarning`` names such texts.
 
         Raises
         ------
         TypeError, ValueError
-            A text is not a string, has lone surrogates or no tokens; the message has its index. Or the
-            pooling is not stated, or contradicts the file.
+            A text is not a string, or has lone surrogates; the message has its index. Or the pooling
+            is not stated, or contradicts the file.
         ContextOverflowError
             A text has more tokens than the context holds; the message has its index. Nothing was computed.
         NumericalError, DeviceError, KVMemoryError
@@ -623,6 +628,7 @@ class Model:
             dimensions=dimensions,
             pooling=pooling,
             instruction=instruction,
+            truncate=truncate,
             progress=progress,
         )
 

@@ -244,6 +244,27 @@ TEXT = (
         ("tests/test_exit.py", "-k", "developers"),
     ),
     Mutant(
+        f"{_P}/embedding.py",
+        "room = model.max_context - len(end)",
+        "room = model.max_context",
+        "a text that is cut to the context has no room for the token that ends it",
+        ("tests/test_embedding.py", "-k", "loses_its_end"),
+    ),
+    Mutant(
+        f"{_P}/embedding.py",
+        "    if cut:\n",
+        "    if False:\n",
+        "texts lose their ends in silence",
+        ("tests/test_embedding.py", "tests/test_embed_commands.py", "-k", "lose or lost"),
+    ),
+    Mutant(
+        f"{_P}/embedding.py",
+        "            if not keep_empty:\n",
+        "            if True:\n",
+        "a text without tokens fails a whole call",
+        ("tests/test_embedding.py", "-k", "without_tokens"),
+    ),
+    Mutant(
         f"{_P}/sklearn.py",
         "return self.dimensions or self._open()._head.width",
         "return self._open()._head.width",

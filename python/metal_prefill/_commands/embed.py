@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instruction", metavar="TEXT", help="query, document, a task, or a text with {text} in it"
     )
+    parser.add_argument(
+        "--truncate",
+        choices=("error", "end"),
+        default="error",
+        help="texts beyond the context: refuse them, or cut off their ends and say how many (default: error)",
+    )
     parser.add_argument("--no-normalize", action="store_true", help="leave vectors at their length")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
@@ -49,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors that a run before this one has not, and write the file once all are there."""
-    from metal_prefill.embedding import encode_texts, prompt_format
+    from metal_prefill.embedding import embed_prompts, encode_texts, prompt_format
 
     kind = arguments.output.suffix
     if kind not in (".npy", ".parquet"):
@@ -62,18 +69,27 @@ def execute(arguments: argparse.Namespace) -> None:
     options: dict[str, Any] = {
         "dimensions": arguments.dimensions,
         "pooling": arguments.pooling,
-        "instruction": arguments.instruction,
         "normalize": not arguments.no_normalize,
     }
     with common.open_model(arguments) as model:
         # All texts first: an error names the text by its number in the file, before anything is computed.
-        prompts = encode_texts(model, texts, *prompt_format(model.config.architecture, arguments.instruction))
-        part = _Part(arguments.output, _identity(model, texts, options), len(texts))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            form = prompt_format(model.config.architecture, arguments.instruction)
+            prompts = encode_texts(model, texts, *form, truncate=arguments.truncate, keep_empty=True)
+        for warning in said:
+            print(f"warning: {warning.message}", file=sys.stderr)
+        identity = {
+            **options,
+            "instruction": arguments.instruction,
+            "truncate": [arguments.truncate, model.max_context],
+        }
+        part = _Part(arguments.output, _identity(model, texts, identity), len(texts))
         before = len(part)
         begin = time.perf_counter()
         with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
             for first in range(before, len(texts), BLOCK):
-                part.append(model.embed(texts[first : first + BLOCK], **options))
+                part.append(embed_prompts(model, prompts[first : first + BLOCK], **options))
                 if progress is not None:
                     progress(len(part), len(texts))
         seconds = time.perf_counter() - begin
