@@ -39,6 +39,7 @@ struct Counters {  // since the process started
   std::uint64_t buffers = 0, pipelines = 0, libraries = 0, command_buffers = 0, dispatches = 0;
   std::uint64_t compiled_pipelines = 0;  // those that no archive had, and those added to archives
   std::uint64_t waits = 0;               // of the host for command buffers that it had not seen completed
+  std::uint64_t residency_faults = 0;    // residency sets that were needed again after they had lapsed
 };
 Counters counters();
 
@@ -67,10 +68,19 @@ struct DeviceLimits {
   std::uint32_t simd_width = kSimdWidth;  // the same, of all kernels; they run with 32 whatever this says
   std::set<std::string> broken_kernels;   // become no pipelines
   std::set<std::string> wrong_kernels;    // the first bytes of their first output are overwritten
-  // A command buffer fails as the watchdog of a Mac makes one fail when its kernels take more steps: a thread
-  // counts once, and once more for each barrier that it passes. 0: no limit.
+  // A command buffer fails as the watchdog of a Mac makes one fail when its kernels, or a single dispatch,
+  // take more steps: a thread counts once, and once more for each barrier that it passes. 0: no limit.
   std::uint64_t watchdog_steps = 0;
   bool residency_sets = true;  // false: newResidencySetWithDescriptor returns nil
+  // Residency lapses when for so long it was not requested and no command buffer of the queue used it. 0:
+  // never.
+  std::uint64_t residency_lapse_ms = 0;
+  // The GPU reads zeros beyond so many bytes of a no-copy buffer, and before them what the memory held when
+  // the buffer was made. 0: no-copy buffers of any length are right.
+  std::uint64_t stale_no_copy = 0;
+  // False: opening a binary archive from a file throws a ValidationError, as a Mac aborts the process, and an
+  // archive cannot be serialized. Adding functions works.
+  bool binary_archives = true;
   bool metal_tensor = true;    // false: no header of this name, nor of MetalPerformancePrimitives
   bool out_of_memory = false;  // command buffers fail whose buffers are together beyond working_set_bytes
 };
@@ -111,6 +121,7 @@ struct LibraryRecord {
   bool fast_functions = true;  // of single precision
   int language_version = 0;    // major << 16 | minor
   std::size_t kernels = 0;     // that it has
+  bool concurrent = false;     // the device was told to maximize concurrent compilation
 };
 std::vector<LibraryRecord> compiled_libraries();
 void forget_compiled_libraries();

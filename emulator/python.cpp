@@ -40,6 +40,8 @@ void bind_records(nb::module_& m) {
       .def_ro("compiled_pipelines", &Counters::compiled_pipelines,
               "Those that no archive had, and those added to archives.")
       .def_ro("waits", &Counters::waits, "Of the host for command buffers that it had not seen completed.")
+      .def_ro("residency_faults", &Counters::residency_faults,
+              "Residency sets that were needed again after they had lapsed.")
       .def_ro("command_buffers", &Counters::command_buffers, "Those that were committed.")
       .def_ro("dispatches", &Counters::dispatches, "Of the committed command buffers.");
   nb::class_<BindingRecord>(m, "BindingRecord", "A buffer argument of a dispatch.")
@@ -155,17 +157,20 @@ void bind_settings(nb::module_& m) {
              int apple_family, const std::string& name, bool no_copy, bool simdgroup_matrix,
              const std::map<std::string, std::uint32_t>& max_threads, std::uint32_t simd_width,
              const std::set<std::string>& broken_kernels, const std::set<std::string>& wrong_kernels,
-             std::uint64_t watchdog_steps, bool residency_sets, bool metal_tensor, bool out_of_memory) {
-            new (self) DeviceLimits{max_buffer_length, working_set_bytes, apple_family,   name,
-                                    no_copy,           simdgroup_matrix,  max_threads,    simd_width,
-                                    broken_kernels,    wrong_kernels,     watchdog_steps, residency_sets,
-                                    metal_tensor,      out_of_memory};
+             std::uint64_t watchdog_steps, bool residency_sets, std::uint64_t residency_lapse_ms,
+             std::uint64_t stale_no_copy, bool binary_archives, bool metal_tensor, bool out_of_memory) {
+            new (self) DeviceLimits{
+                max_buffer_length, working_set_bytes, apple_family,       name,           no_copy,
+                simdgroup_matrix,  max_threads,       simd_width,         broken_kernels, wrong_kernels,
+                watchdog_steps,    residency_sets,    residency_lapse_ms, stale_no_copy,  binary_archives,
+                metal_tensor,      out_of_memory};
           },
           "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7, "name"_a = "",
           "no_copy"_a = true, "simdgroup_matrix"_a = true,
           "max_threads"_a = std::map<std::string, std::uint32_t>(), "simd_width"_a = kSimdWidth,
           "broken_kernels"_a = std::set<std::string>(), "wrong_kernels"_a = std::set<std::string>(),
-          "watchdog_steps"_a = 0, "residency_sets"_a = true, "metal_tensor"_a = true,
+          "watchdog_steps"_a = 0, "residency_sets"_a = true, "residency_lapse_ms"_a = 0,
+          "stale_no_copy"_a = 0, "binary_archives"_a = true, "metal_tensor"_a = true,
           "out_of_memory"_a = false)
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
       .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
@@ -183,10 +188,17 @@ void bind_settings(nb::module_& m) {
       .def_rw("wrong_kernels", &DeviceLimits::wrong_kernels,
               "The first bytes of their first output are overwritten.")
       .def_rw("watchdog_steps", &DeviceLimits::watchdog_steps,
-              "Most steps of threads of a command buffer: a thread counts once, and once more for each "
+              "Most steps of threads of a command buffer, and of a dispatch: a thread counts once, and once "
+              "more for each "
               "barrier that it passes. 0: no limit.")
       .def_rw("residency_sets", &DeviceLimits::residency_sets,
               "False: newResidencySetWithDescriptor returns nil.")
+      .def_rw("residency_lapse_ms", &DeviceLimits::residency_lapse_ms,
+              "Residency lapses when for so long it was neither requested nor used. 0: never.")
+      .def_rw("stale_no_copy", &DeviceLimits::stale_no_copy,
+              "The GPU reads zeros beyond so many bytes of a no-copy buffer. 0: it reads all of it.")
+      .def_rw("binary_archives", &DeviceLimits::binary_archives,
+              "False: opening an archive from a file raises ValidationError, serializing one fails.")
       .def_rw("metal_tensor", &DeviceLimits::metal_tensor,
               "False: sources that include <metal_tensor> do not compile.")
       .def_rw("out_of_memory", &DeviceLimits::out_of_memory,
@@ -233,6 +245,8 @@ void bind_emulator(nb::module_& m) {
       .def_ro("fast_math", &LibraryRecord::fast_math)
       .def_ro("fast_functions", &LibraryRecord::fast_functions, "Of single precision.")
       .def_ro("kernels", &LibraryRecord::kernels, "How many it has.")
+      .def_ro("concurrent", &LibraryRecord::concurrent,
+              "Whether the device was told to maximize concurrent compilation.")
       .def_prop_ro("language", [](const LibraryRecord& record) {
         return nb::make_tuple(record.language_version >> 16, record.language_version & 0xffff);
       });

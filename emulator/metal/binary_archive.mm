@@ -97,6 +97,7 @@ std::string read_file(const std::string& path) {
     std::lock_guard lock(_mutex);
     for (const std::string& identity : _pipelines) text += identity + "\n";
     if (_pipelines.empty()) problem = "there is nothing to serialize";
+    if (!State::get().limits().binary_archives) problem = "the device has no binary archives";
   }
   const std::string path = to_string(url.path);
   if (problem.empty()) {

@@ -117,6 +117,8 @@ inline void require_open(bool ended, const char* call) {
 
 @interface EmulatorResidencySet : NSObject <MTLResidencySet>
 - (instancetype)initWithDevice:(id<MTLDevice>)device label:(NSString*)label;
+// By a command buffer: the memory comes back if its residency had lapsed.
+- (void)use;
 @end
 
 @class EmulatorCommandBuffer;

@@ -112,6 +112,7 @@ constexpr std::size_t kMaxResidencySets = 32;  // of a queue, as Apple's documen
     EmulatorCommandBuffer* next = _enqueued.front();
     _enqueued.pop_front();
     _running++;
+    for (EmulatorResidencySet* set : _residencySets) [set use];
     [next submit];
   }
 }

@@ -1,6 +1,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -79,6 +80,12 @@ std::string missing_header(const ShaderLibrary& library, std::uint32_t language)
          "." + std::to_string(language & 0xffff) + ", which has no tensors";
 }
 
+void require_family(int family, const char* call) {
+  if (const int own = metal_emulator::limits().apple_family; own < family)
+    throw ValidationError(std::string(call) + ": needs a GPU of the family Apple" + std::to_string(family) +
+                          " or later; the family of this one is Apple" + std::to_string(own));
+}
+
 void check_length(NSUInteger length, const char* call) {
   if (length == 0) throw ValidationError(std::string(call) + ": length is 0");
   const auto limit = metal_emulator::limits().max_buffer_length;
@@ -90,8 +97,17 @@ void check_length(NSUInteger length, const char* call) {
 
 }  // namespace
 
-@implementation EmulatorDevice
+@implementation EmulatorDevice {
+  std::atomic<bool> _maximizesCompilation;
+}
 
+- (BOOL)shouldMaximizeConcurrentCompilation {
+  return _maximizesCompilation;
+}
+- (void)setShouldMaximizeConcurrentCompilation:(BOOL)maximizes {
+  require_family(7, "shouldMaximizeConcurrentCompilation");
+  _maximizesCompilation = maximizes;
+}
 - (NSString*)name {
   const std::string own = State::get().executor().device_name();
   const std::string claimed = metal_emulator::limits().name;
@@ -237,7 +253,8 @@ void check_length(NSUInteger length, const char* call) {
     const bool fast_functions =
         !options || options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsFast;
     State::get().add_library({library->name, static_cast<bool>(options ? options.fastMathEnabled : YES),
-                              fast_functions, static_cast<int>(language), found.functionNames.count});
+                              fast_functions, static_cast<int>(language), found.functionNames.count,
+                              static_cast<bool>(self.shouldMaximizeConcurrentCompilation)});
     return found;
   }
   if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, why);
@@ -328,6 +345,9 @@ void check_length(NSUInteger length, const char* call) {
                                                  error:(NSError**)error {
   EmulatorBinaryArchive* archive = [[EmulatorBinaryArchive alloc] initWithDevice:self];
   if (!descriptor.url) return archive;
+  if (!metal_emulator::limits().binary_archives)
+    throw ValidationError(
+        "newBinaryArchiveWithDescriptor: Target device architecture is nil (a Mac aborts the process there)");
   const std::string path = to_string(descriptor.url.path);
   const std::string problem = [archive load:path];
   if (problem.empty()) return archive;
@@ -338,6 +358,7 @@ void check_length(NSUInteger length, const char* call) {
 }
 
 - (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)desc error:(NSError**)error {
+  require_family(6, "newResidencySetWithDescriptor");
   if (metal_emulator::limits().residency_sets)
     return [[EmulatorResidencySet alloc] initWithDevice:self label:desc.label];
   if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorUnsupported, "no residency sets");

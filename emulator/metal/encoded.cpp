@@ -171,15 +171,20 @@ std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStati
   if (limit == 0) return {};
   std::uint64_t steps = 0;
   std::size_t dispatch = 0;
+  const std::string allowed =
+      " steps of threads are more than the " + std::to_string(limit) + " that the watchdog allows";
   for (const Command& command : encoded.commands) {
     if (command.kind != Command::Kind::kDispatch || dispatch == statistics.size()) continue;
     const Dim3& group = command.dispatch.group;
     const DispatchStatistics& ran = statistics[dispatch++];
-    steps += ran.threads + ran.barriers * group.x * group.y * group.z;
+    const std::uint64_t own = ran.threads + ran.barriers * group.x * group.y * group.z;
+    if (own > limit)
+      return "Caused GPU Timeout Error: " + describe(*command.dispatch.pipeline, command.dispatch.number) +
+             ": " + std::to_string(own) + allowed;
+    steps += own;
   }
   if (steps <= limit) return {};
-  return "Caused GPU Timeout Error: " + std::to_string(steps) + " steps of threads are more than the " +
-         std::to_string(limit) + " that the watchdog allows";
+  return "Caused GPU Timeout Error: " + std::to_string(steps) + allowed;
 }
 
 std::string find_excess(const Encoded& encoded, std::uint64_t most) {

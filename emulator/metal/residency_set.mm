@@ -1,6 +1,9 @@
-// Residency sets. The emulated device has all of its memory all the time: a set only keeps its account.
+// Residency sets. The emulated device has all of its memory all the time: a set only keeps its account, and
+// notes when it was last needed.
 #include <algorithm>
+#include <chrono>
 #include <map>
+#include <utility>
 
 #include "classes.h"
 
@@ -26,6 +29,7 @@ using metal_emulator::ValidationError;
   std::vector<EmulatorBuffer*> _allocations, _committed;
   std::size_t _resident;  // bytes that the device's account has of this set
   BOOL _requested;
+  std::chrono::steady_clock::time_point _lastNeeded;  // requested, or used by a command buffer
 }
 @synthesize device = _device;
 @synthesize label = _label;
@@ -59,9 +63,19 @@ using metal_emulator::ValidationError;
   return _allocations.size();
 }
 - (void)requestResidency {
+  [self use];
   std::lock_guard lock(_mutex);
   _requested = YES;
+  _lastNeeded = std::chrono::steady_clock::now();
   [self account];
+}
+- (void)use {
+  const std::chrono::milliseconds lapse(State::get().limits().residency_lapse_ms);
+  std::lock_guard lock(_mutex);
+  if (!_requested || lapse.count() == 0) return;
+  const auto now = std::chrono::steady_clock::now();
+  if (now - std::exchange(_lastNeeded, now) > lapse)
+    State::get().count(&metal_emulator::Counters::residency_faults);
 }
 - (void)endResidency {
   std::lock_guard lock(_mutex);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <thread>
 #include <utility>
@@ -46,6 +47,17 @@ std::unique_ptr<Executor> make_executor() {
   if (std::string_view(name) == "cuda") return make_cuda_executor();
 #endif
   throw std::runtime_error(std::string("METAL_EMULATOR_EXECUTOR: unknown executor '") + name + "'");
+}
+
+// Memory of the GPU's own in place of the caller's: the first `right` bytes of it, then zeros.
+std::shared_ptr<Allocation> stale(Executor& executor, const void* memory, std::size_t length,
+                                  std::size_t right) {
+  auto copy = executor.allocate(length, true);
+  if (!copy) return nullptr;
+  auto* bytes = static_cast<std::byte*>(copy->host());
+  std::memcpy(bytes, memory, right);
+  std::memset(bytes + right, 0, length - right);
+  return copy;
 }
 
 }  // namespace
@@ -130,7 +142,10 @@ std::shared_ptr<BufferState> State::allocate(std::size_t length, StorageMode mod
 
 std::shared_ptr<BufferState> State::wrap(void* memory, std::size_t length, StorageMode mode) {
   if (allocation_fails()) return nullptr;
-  auto buffer = keep(executor_->wrap(memory, length), {{}, length, mode, true});
+  const std::uint64_t right = limits().stale_no_copy;
+  auto allocation = right > 0 && length > right ? stale(*executor_, memory, length, right)
+                                                : executor_->wrap(memory, length);
+  auto buffer = keep(std::move(allocation), {{}, length, mode, true});
   if (buffer) buffer->caller_memory = memory;
   return buffer;
 }

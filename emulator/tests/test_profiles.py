@@ -59,7 +59,7 @@ def test_a_wrong_kernel_spoils_the_beginning_of_its_output(library: KernelLibrar
 
 def test_the_watchdog_ends_command_buffers_by_their_steps(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_limits(emulator.Limits(watchdog_steps=3))
-    with pytest.raises(RuntimeError, match="GPU Timeout Error: 4 steps"):
+    with pytest.raises(RuntimeError, match=r"GPU Timeout Error: .*'store'.*: 4 steps"):
         store(library)
     emulator.set_limits(emulator.Limits(watchdog_steps=4))
     store(library)
@@ -83,6 +83,51 @@ def test_exact_functions_are_an_option_of_their_own(library: KernelLibrary, emul
     (compiled,) = emulator.compiled_libraries()[-1:]
     assert (compiled.fast_math, compiled.fast_functions) == (False, False)
     exact.close()
+
+
+def test_the_gpu_may_read_stale_data_from_long_no_copy_buffers(
+    device: Any, library: KernelLibrary, emulator: Any
+) -> None:
+    memory = np.ones(4 * 4096, np.uint8)
+    memory = memory[-memory.ctypes.data % 4096 :][: 2 * 4096]
+
+    def seen(limit: int) -> list[int]:
+        emulator.set_limits(emulator.Limits(stale_no_copy=limit))
+        buffer, copy = device.new_buffer_no_copy(memory), device.new_buffer(memory.size)
+        commands = library.queue.command_buffer()
+        blit = commands.blit_encoder()
+        blit.copy(buffer, 0, copy, 0, memory.size)
+        blit.end()
+        commands.commit()
+        commands.wait()
+        np.testing.assert_array_equal(buffer.contents, memory)
+        read = copy.contents
+        return [int(read[:4096].sum()), int(read[4096:].sum())]
+
+    assert seen(limit=0) == seen(limit=2 * 4096) == [4096, 4096]
+    assert seen(limit=4096) == [4096, 0]
+
+
+def test_archives_may_abort_when_they_are_opened(
+    device: Any, library: KernelLibrary, emulator: Any, tmp_path: Path
+) -> None:
+    emulator.set_limits(emulator.Limits(binary_archives=False))
+    archive = device.new_archive()
+    archive.add(library.library.new_function("store"))
+    with pytest.raises(RuntimeError, match="no binary archives"):
+        archive.write(str(tmp_path / "file"))
+    with pytest.raises(emulator.ValidationError, match="Target device architecture is nil"):
+        device.new_archive(str(tmp_path / "file"))
+
+
+def test_older_families_have_no_residency_sets(device: Any, emulator: Any) -> None:
+    emulator.set_limits(emulator.Limits(apple_family=6))
+    device.new_residency_set()
+    emulator.set_limits(emulator.Limits(apple_family=5))
+    with pytest.raises(
+        emulator.ValidationError, match=r"newResidencySet.* needs .* Apple6 or later; .* Apple5"
+    ):
+        device.new_residency_set()
 
 
 def test_options_of_the_compiler_are_remembered(library: KernelLibrary, emulator: Any) -> None:

@@ -50,6 +50,7 @@ typedef void (^MTLNewComputePipelineStateCompletionHandler)(
 @property(readonly) NSUInteger maxThreadgroupMemoryLength;
 @property(readonly) NSUInteger maxBufferLength;
 @property(readonly) NSUInteger currentAllocatedSize;
+@property BOOL shouldMaximizeConcurrentCompilation __attribute__((availability(macos, introduced=13.3)));
 - (BOOL)supportsFamily:(MTLGPUFamily)gpuFamily;
 
 - (nullable id<MTLCommandQueue>)newCommandQueue;
