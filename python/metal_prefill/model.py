@@ -233,7 +233,7 @@ class Model:
             from metal_prefill._checks import first_contact
 
             try:
-                engine = first_contact.build_checked(builder, options, self._config)
+                engine = first_contact.build_checked(builder, options, self._config, len(self._gguf.mapping))
                 remove_old_pipelines(options.metal.pipeline_folder)
                 return engine
             except DeviceError as error:

@@ -170,6 +170,16 @@ def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("checking")
+def test_a_result_is_of_files_of_one_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer of a small file may be read correctly, and a large file not."""
+    with Model(path, device="metal"):
+        assert cached() == [[]]
+    monkeypatch.setattr(first_contact, "_SIZE_CLASS", path.stat().st_size // 2)
+    with Model(path, device="metal"):
+        assert cached() == [[], []]
+
+
+@pytest.mark.usefixtures("checking")
 def test_a_damaged_cache_is_made_again(path: Path) -> None:
     folder = cache_folder()
     folder.mkdir()

@@ -10,6 +10,13 @@ _SCHEDULER = "tests/test_scheduler.py"
 
 FILES = (
     Mutant(
+        f"{_P}/_checks/first_contact.py",
+        ", file_bytes // _SIZE_CLASS])",
+        "])",
+        "a GPU that read a small file correctly is not checked with a large one",
+        ("tests/metal_engine/test_doctor.py", "-k", "one_size"),
+    ),
+    Mutant(
         f"{_P}/gguf_file.py",
         "data_offset = (cursor.pos + alignment - 1) & ~(alignment - 1)",
         "data_offset = cursor.pos",

@@ -2,7 +2,8 @@
 
 A model that is opened on a GPU runs a few tokens, and each kernel of the first layer is compared with
 float64. The result is kept in the user's cache folder, for the device, the build of the OS, the version of
-the package and the kernels that the model needs.
+the package, the kernels that the model needs and the size of its file: a GPU may read the first layer of a
+small file, and not that of a large one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _log = logging.getLogger("metal_prefill")
 
 # Kernels for many tokens, for one, and for a few.
 QUICK = (9, 1, 2)
+_SIZE_CLASS = 1 << 30  # bytes of files that share a result; some GPUs misread those of 2.5 GB or more
 _ON_TENSORS = "matmul_tensor_"  # how the names of kernels begin that an engine can do without
 
 
@@ -94,7 +96,7 @@ def _write(path: Path, known: dict[str, list[str]]) -> None:
             part.write_text(json.dumps(known), encoding="utf-8")
 
 
-def _findings(engine: _core.Engine, config: ModelConfig) -> list[str]:
+def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> list[str]:
     """Make the quick check of an engine on a GPU, or read what it found earlier: what is wrong."""
     session = engine.session(0)
     inspector = session.inspector()
@@ -102,7 +104,7 @@ def _findings(engine: _core.Engine, config: ModelConfig) -> list[str]:
         return []
     path = cache_folder() / "first_contact.json"
     kernels = sorted(pipeline.kernel for pipeline in inspector.pipelines())
-    key = cache_key([engine.device_name, kernels])
+    key = cache_key([engine.device_name, kernels, file_bytes // _SIZE_CLASS])
     known = _read(path)
     if key not in known:
         known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]
@@ -111,11 +113,18 @@ def _findings(engine: _core.Engine, config: ModelConfig) -> list[str]:
 
 
 def build_checked(
-    builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig
+    builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig, file_bytes: int
 ) -> _core.Engine:
     """Build an engine on a GPU that passes the quick check.
 
     Where kernels on tensors alone are wrong, one that does without them.
+
+    Parameters
+    ----------
+    builder, options, config
+        Of the model.
+    file_bytes
+        Size of its file.
 
     Raises
     ------
@@ -125,12 +134,12 @@ def build_checked(
     engine = builder.build("metal", options)
     if not _wanted():
         return engine
-    wrong = _findings(engine, config)
+    wrong = _findings(engine, config, file_bytes)
     if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
         options.metal.no_matmul_tensor = "; ".join(wrong)
         _log.warning("matrix units are not used, since what they compute is wrong: %s", "; ".join(wrong))
         engine = builder.build("metal", options)
-        wrong = _findings(engine, config)
+        wrong = _findings(engine, config, file_bytes)
     if wrong:
         raise DeviceError(
             f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(wrong)}. Please report "
