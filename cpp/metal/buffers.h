@@ -12,13 +12,14 @@
 
 #include "device.h"
 #include "forward_pass.h"
+#include "read_ahead.h"
 
 namespace metal_prefill::metal {
 
 // The weights as Metal buffers without a copy: views of the mapped file. A file that is larger than the
 // largest buffer is covered by several views that overlap, so that every tensor is inside one of them. Only
-// tensors at addresses that the kernels cannot read from are copied, and the file where Metal refuses to map
-// it.
+// tensors at addresses that the kernels cannot read from are copied, and the file where the GPU is not native
+// (see Device) or Metal refuses to map it.
 class WeightBuffers final : public WeightViews {
  public:
   WeightBuffers(const Device& device, const Model& model);
@@ -30,8 +31,12 @@ class WeightBuffers final : public WeightViews {
   std::vector<id<MTLBuffer>> buffers() const;
   std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t copied_bytes() const { return copied_bytes_; }
-  // Metal gave no buffer over the mapping: the file was copied.
+  // There is no buffer over the mapping: the file was copied.
   bool mapping_refused() const { return mapping_refused_; }
+  // Waits until the mapped file is in memory. Does nothing for one that does not fit the GPU's working set.
+  void wait_until_read() const {
+    if (read_ahead_) read_ahead_->wait();
+  }
 
  private:
   struct FileView {
@@ -49,6 +54,7 @@ class WeightBuffers final : public WeightViews {
   std::map<const std::byte*, View> copies_;  // by the address of the original in the mapping
   std::size_t mapped_bytes_ = 0, copied_bytes_ = 0;
   bool mapping_refused_ = false;
+  std::unique_ptr<ReadAhead> read_ahead_;
 };
 
 // The activation buffers of one chunk in flight. Each is made when it is first needed and grows with the

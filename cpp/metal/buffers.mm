@@ -33,6 +33,8 @@ WeightBuffers::WeightBuffers(const Device& device, const Model& model)
     : device_(device), mapping_(model.mapping) {
   const std::vector<const Tensor*> tensors = bound_tensors(model);
   map_file(model, tensors);
+  if (mapped_bytes_ > 0 && model.mapping.bytes <= device.mtl().recommendedMaxWorkingSetSize)
+    read_ahead_ = std::make_unique<ReadAhead>(std::span(model.mapping.data, model.mapping.bytes));
   for (const Tensor* t : tensors)
     if (offset_in_file(*t) % kAlignment != 0 && !copies_.contains(t->data))
       copies_[t->data] = view_of(copy(t->name, {t->data, t->bytes}), BufferName::kWeights);
@@ -55,15 +57,16 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
       throw DeviceError("the tensor '" + t->name + "' of " + std::to_string(t->bytes) +
                         " bytes is larger than a buffer of this GPU can be (" + std::to_string(most) + ")");
     void* start = const_cast<std::byte*>(model.mapping.data) + file.begin;
-    file.buffer = [device_.mtl()
-        newBufferWithBytesNoCopy:start
-                          length:file.end - file.begin
-                         options:MTLResourceStorageModeShared | MTLResourceHazardTrackingModeUntracked
-                     deallocator:nil];
+    if (device_.is_native())
+      file.buffer = [device_.mtl()
+          newBufferWithBytesNoCopy:start
+                            length:file.end - file.begin
+                           options:MTLResourceStorageModeShared | MTLResourceHazardTrackingModeUntracked
+                       deallocator:nil];
     if (file.buffer) {
       file.buffer.label = to_ns(traits_of(BufferName::kWeights).label);
       mapped_bytes_ += file.end - file.begin;
-    } else {  // as happens in virtual machines
+    } else {  // Metal refuses in some virtual machines
       mapping_refused_ = true;
       file.end = std::min(file.end, model.mapping.bytes);
       const std::span bytes(model.mapping.data + file.begin, file.end - file.begin);

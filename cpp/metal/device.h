@@ -40,8 +40,9 @@ enum class Access {
 // time.
 enum class References { kRetained, kUnretained };
 
-// True when METAL_PREFILL_DEBUG or GPU_DEBUG is set to anything but 0: every buffer can then be read on the
-// host.
+// True when the environment variable is set to anything but 0.
+bool is_set(const char* variable);
+// True when METAL_PREFILL_DEBUG or GPU_DEBUG is set: every buffer can then be read on the host.
 bool debug_requested();
 
 class Device {
@@ -50,8 +51,8 @@ class Device {
   // trial.
   Device();
   // The same of an engine: matrix units are used where the GPU has them and they pass a trial, which compiles
-  // kernels. `no_matmul_tensor`: see MetalOptions.
-  static Device of_engine(const std::string& no_matmul_tensor);
+  // kernels. From here on the GPU's driver compiles on as many threads as it likes.
+  static Device of_engine(const MetalOptions& options);
 
   // The same device, with its allocations and commands counted in `counters`, which must outlive it.
   Device counting(CallCounters& counters) const;
@@ -60,6 +61,10 @@ class Device {
   id<MTLCommandQueue> queue() const { return queue_; }
   const Tuning& tuning() const { return tuning_; }
   bool debug() const { return debug_; }
+  // Whether the GPU is of Apple's seventh family or later, and is not one that macOS paravirtualizes. Others
+  // get no no-copy buffers, of which they read stale data, no binary archives, on which they abort, no
+  // residency sets, on which Metal's debug layer asserts, and no request for concurrent compilation.
+  bool is_native() const { return native_; }
   std::string name() const;
   std::string families() const;  // such as Apple7, Metal3
   // Of an engine: why a GPU with matrix units does without them; empty: it uses them, or has none.
@@ -95,6 +100,7 @@ class Device {
   id<MTLCommandQueue> queue_;
   id<MTLFence> fence_;
   bool debug_;
+  bool native_ = false;
   Tuning tuning_;
   std::string no_matmul_tensor_;
   CallCounters* counters_ = nullptr;  // null: nothing is counted

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "trial.h"
 
@@ -18,13 +20,14 @@ namespace {
 constexpr MTLResourceOptions kUntracked = MTLResourceHazardTrackingModeUntracked;
 constexpr std::size_t kStagingBytes = std::size_t(8) << 20;
 
-bool is_set(const char* variable) {
-  const char* value = std::getenv(variable);
-  return value && *value && std::strcmp(value, "0") != 0;
-}
+// The driver reads it when the device is made. With 1, the GPU may take longer to switch between programs
+// before macOS ends the work: dispatches that run for long need it.
+constexpr const char* kRelaxedTimeout = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT";
 
 // MTLCreateSystemDefaultDevice finds nothing in a program without a window server session.
 id<MTLDevice> find_device() {
+  constexpr int kUnlessSet = 0;
+  setenv(kRelaxedTimeout, "1", kUnlessSet);
   id<MTLDevice> device = MTLCreateSystemDefaultDevice();
   return device ? device : MTLCopyAllDevices().firstObject;
 }
@@ -43,13 +46,57 @@ std::string families_of(id<MTLDevice> device) {
   return families.empty() ? "none" : families;
 }
 
+bool is_native_gpu(id<MTLDevice> device) {
+  const std::string name = device.name.UTF8String;
+  return [device supportsFamily:MTLGPUFamilyApple7] && name.find("Paravirtual") == std::string::npos;
+}
+
+// Lets the driver compile on as many threads as there are processors; by default it leaves some to others.
+void compile_concurrently(id<MTLDevice> device) {
+#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 130300
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
+  if ([(NSObject*)device respondsToSelector:@selector(setShouldMaximizeConcurrentCompilation:)])
+    device.shouldMaximizeConcurrentCompilation = YES;
+#pragma clang diagnostic pop
+#endif
+}
+
+// What the trial finds, made once in a process for each GPU.
+std::string known_failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
+  static std::mutex mutex;
+  static auto& known = *new std::map<std::string, std::string>;
+  const std::string gpu =
+      std::to_string(device.registryID) + " " + device.name.UTF8String + " " + families_of(device);
+  {
+    const std::scoped_lock lock(mutex);
+    if (const auto found = known.find(gpu); found != known.end()) return found->second;
+  }
+  const std::string failure = failure_of_trial(device, queue);
+  const std::scoped_lock lock(mutex);
+  known[gpu] = failure;
+  return failure;
+}
+
+// Why the command buffer failed.
+std::string failure_of(id<MTLCommandBuffer> commands) {
+  NSError* error = commands.error;
+  std::string failure = describe(error);
+  if (error.code == MTLCommandBufferErrorTimeout) {
+    const char* relaxed = std::getenv(kRelaxedTimeout);
+    failure += "; macOS ends work that takes too long (" + std::string(kRelaxedTimeout) + " is '" +
+               (relaxed ? relaxed : "") + "'; '1' allows more)";
+  }
+  return failure;
+}
+
 // The row of the family; for others, such as the GPU that macOS has in a virtual machine, the most modest
 // row, if the GPU passes the trial.
 Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   static_assert(MTLGPUFamilyApple7 == 1007);
   for (const Tuning& tuning : kTunings)
     if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
-  const std::string failure = failure_of_trial(device, queue);
+  const std::string failure = known_failure_of_trial(device, queue);
   if (failure.empty()) return kTunings.back();
   throw DeviceError("the GPU '" + std::string(device.name.UTF8String) + "' of the families " +
                     families_of(device) + " is not supported: " + failure +
@@ -72,12 +119,18 @@ std::string describe(NSError* error) {
   return error ? error.localizedDescription.UTF8String : "no reason given";
 }
 
+bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value && *value && std::strcmp(value, "0") != 0;
+}
+
 bool debug_requested() {
   return is_set("METAL_PREFILL_DEBUG") || is_set("GPU_DEBUG");
 }
 
 Device::Device() : device_(find_device()), debug_(debug_requested()) {
   if (!device_) throw DeviceError("no Metal device was found; use device='cpu'");
+  native_ = is_native_gpu(device_);
   queue_ = [device_ newCommandQueue];
   fence_ = [device_ newFence];
   if (!queue_ || !fence_)
@@ -85,13 +138,15 @@ Device::Device() : device_(find_device()), debug_(debug_requested()) {
   tuning_ = tuned_for(tuning_of(device_, queue_), name());
 }
 
-Device Device::of_engine(const std::string& no_matmul_tensor) {
+Device Device::of_engine(const MetalOptions& options) {
   Device device;
   Tuning& tuning = device.tuning_;
+  if (options.buffer_work > 0) tuning.buffer_work = options.buffer_work;
+  if (device.native_) compile_concurrently(device.device_);
   if (!tuning.matmul_tensor) return device;
   std::string& failure = device.no_matmul_tensor_;
-  failure =
-      no_matmul_tensor.empty() ? failure_of_tensor_trial(device.device_, device.queue_) : no_matmul_tensor;
+  failure = options.no_matmul_tensor.empty() ? failure_of_tensor_trial(device.device_, device.queue_)
+                                             : options.no_matmul_tensor;
   tuning.matmul_tensor = failure.empty();
   return device;
 }
@@ -145,7 +200,7 @@ void Device::wait(id<MTLCommandBuffer> commands) const {
   [commands waitUntilCompleted];
   if (commands.status != MTLCommandBufferStatusCompleted)
     throw DeviceError("the GPU failed in " + std::string(commands.label.UTF8String) + ": " +
-                      describe(commands.error));
+                      failure_of(commands));
   if (counters_) counters_->gpu_seconds += commands.GPUEndTime - commands.GPUStartTime;
 }
 

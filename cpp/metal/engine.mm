@@ -36,16 +36,17 @@ class MetalEngine final : public Engine, private PassInspector {
  public:
   MetalEngine(Model model, const EngineOptions& options)
       : Engine(std::move(model), options),
-        device_(Device::of_engine(options.metal.no_matmul_tensor)),
+        device_(Device::of_engine(options.metal)),
         padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
         weights_(device_, padded_),
         forward_(device_.tuning(), padded_, options_, weights_),
         kernels_(device_, forward_.kernels(), forward_.cache_shape(), options_.metal.pipeline_folder),
         rope_tables_(padded_),
-        residency_(device_.mtl(), device_.queue()),
+        residency_(device_, options_.metal.resident_seconds),
         store_(device_, residency_, forward_.page_layout(), options_.poison_cache),
         pool_(store_, options_.kv_memory > 0 ? options_.kv_memory : default_kv_memory(device_, weights_)),
         prefixes_(pool_, std::min(options_.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()) {
+    weights_.wait_until_read();
     for (id<MTLBuffer> buffer : weights_.buffers()) residency_.add(buffer);
     pool_.reclaim = [this] { return prefixes_.evict(); };
     pool_.forget = [this](PageId page) { return prefixes_.forget(page); };
@@ -263,6 +264,7 @@ class MetalEngine::MetalCache final : public PagedCache {
 // longer ones.
 void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
   require_unforked();
+  residency_.used();
   std::vector<Chunk*> few, many;
   for (Chunk& chunk : chunks) (chunk.tokens.size() <= std::size_t(kFewTokens) ? few : many).push_back(&chunk);
   for (const std::vector<Chunk*>* together : {&few, &many})
@@ -291,8 +293,6 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
       rope_tables_(engine.rope_tables_.by_layer()),
       rows_(engine.forward_.rows_of(shapes_of(chunks))),
       encoder_(device_, engine.kernels_, label_of(rows_, chunks),
-               engine.options().metal.buffer_work > 0 ? engine.options().metal.buffer_work
-                                                      : device_.tuning().buffer_work,
                choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
   MetalPassBuffers buffers(device_, *lease_, pages, rope_tables_, choices);
   fill(engine.forward_.tables(rows_, buffers), rows_, chunks);

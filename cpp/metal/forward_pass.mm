@@ -7,11 +7,13 @@ namespace metal_prefill::metal {
 namespace {
 
 // The tables of some rows.
-Sequences sequences_of(const PassPart& part, const PassTables& tables) {
-  return {.part = part,
-          .rows = tables.rows.at(std::size_t(part.first) * sizeof(PassRow)),
-          .tiles = tables.tiles.at(std::size_t(part.first_tile) * sizeof(AttentionTile)),
-          .pages = tables.pages};
+Sequences sequences_of(const PassRows& rows, const PassPart& part, const PassTables& tables) {
+  return {
+      .part = part,
+      .rows = tables.rows.at(std::size_t(part.first) * sizeof(PassRow)),
+      .tiles = tables.tiles.at(std::size_t(part.first_tile) * sizeof(AttentionTile)),
+      .tile_table = std::span(rows.tiles).subspan(std::size_t(part.first_tile), std::size_t(part.n_tiles)),
+      .pages = tables.pages};
 }
 
 }  // namespace
@@ -22,8 +24,8 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
                .rows = rows,
                .buffers = buffers,
                .tables = tables,
-               .all = {all_rows(rows), sequences_of(rows.all, tables)},
-               .wanted = {wanted_rows(rows), sequences_of(rows.wanted, tables)},
+               .all = {all_rows(rows), sequences_of(rows, rows.all, tables)},
+               .wanted = {wanted_rows(rows), sequences_of(rows, rows.wanted, tables)},
                .a = activations(rows, buffers)};
 
   const View choices = buffers.choices();

@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <array>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../inspection.h"
 #include "device.h"
 #include "kernel_key.h"
+#include "pipeline_archive.h"
 
 namespace metal_prefill::metal {
 
@@ -20,11 +22,15 @@ class TensorKernelError : public DeviceError {
 
 class Kernels {
  public:
-  // Builds the pipelines concurrently, from what earlier processes left in the folder where there is any.
-  // Throws DeviceError naming the first kernel that failed, or that the GPU runs in simdgroups of another
-  // width; TensorKernelError where it is one that needs tensors.
+  // Builds the pipelines concurrently, from what earlier processes left in the folder where there is any. A
+  // thread leaves there what had to be compiled. A GPU that is not native has no archives, nor have pipelines
+  // that Metal's shader validation changes. Throws DeviceError naming the first kernel that failed, or that
+  // the GPU runs in simdgroups of another width; TensorKernelError where it is one that needs tensors.
   Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
           const std::string& archive_folder);
+  ~Kernels();
+  Kernels(const Kernels&) = delete;
+  Kernels& operator=(const Kernels&) = delete;
 
   // Throws the same, naming a kernel that needs larger threadgroups than its pipeline allows.
   void check(const KernelThreads& used) const;
@@ -44,6 +50,7 @@ class Kernels {
   // Without archives: compiles.
   void build(const Device& device, const std::vector<id<MTLFunction>>& functions,
              NSArray<id<MTLBinaryArchive>>* archives);
+  void write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions);
 
   const CacheShape cache_;
   bool compiled_ = false;
@@ -51,6 +58,7 @@ class Kernels {
   std::vector<KernelKey> keys_;
   std::vector<PipelineInfo> built_;  // of the keys
   std::array<std::array<id<MTLComputePipelineState>, kTypes>, std::size_t(Kernel::kCount)> pipelines_;
+  std::thread archive_writer_;
 };
 
 }  // namespace metal_prefill::metal

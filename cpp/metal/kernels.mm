@@ -1,8 +1,11 @@
 #include "kernels.h"
 
 #include <chrono>
+#include <exception>
 #include <set>
 #include <string>
+#include <system_error>
+#include <utility>
 #include <vector>
 
 #include "concurrently.h"
@@ -56,7 +59,8 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
     if (!functions.back()) fail(keys_[i], "there is no kernel '" + names[i] + "' in the shaders");
     built_.push_back({names[i], 0.0, 0});
   }
-  const PipelineArchive archive(device.mtl(), archive_folder, names);
+  const bool archives = device.is_native() && !is_set("MTL_SHADER_VALIDATION");
+  const PipelineArchive archive(device.mtl(), archives ? archive_folder : "", names);
   if (id<MTLBinaryArchive> earlier = archive.read()) {
     try {
       build(device, functions, @[ earlier ]);
@@ -66,7 +70,24 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
   }
   build(device, functions, nil);
   n_compiled_ = functions.size();
-  archive.write(functions);
+  if (archive.is_kept()) write_later(archive, std::move(functions));
+}
+
+Kernels::~Kernels() {
+  if (archive_writer_.joinable()) archive_writer_.join();
+}
+
+void Kernels::write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions) {
+  try {
+    archive_writer_ = std::thread([archive, functions = std::move(functions)] {
+      const AutoreleasePool pool;
+      try {
+        archive.write(functions);
+      } catch (const std::exception&) {  // such as no memory: later processes compile again
+      }
+    });
+  } catch (const std::system_error&) {  // no thread: the same
+  }
 }
 
 void Kernels::build(const Device& device, const std::vector<id<MTLFunction>>& functions,

@@ -19,8 +19,8 @@ enum class Gpu { kIdle, kBusy };
 // seconds.
 class MetalEncoder final : public Encoder {
  public:
-  // `label` names the pass in errors; `buffer_work` is the most work of a command buffer.
-  MetalEncoder(const Device& device, const Kernels& kernels, std::string label, double buffer_work, Gpu gpu);
+  // `label` names the pass in errors.
+  MetalEncoder(const Device& device, const Kernels& kernels, std::string label, Gpu gpu);
   // Waits for the GPU if finish() was not called: until then it uses the buffers of the pass.
   ~MetalEncoder() override;
 
@@ -43,7 +43,6 @@ class MetalEncoder final : public Encoder {
   const Device& device_;
   const Kernels& kernels_;
   const std::string label_;
-  const double buffer_work_;
   const Gpu gpu_;
   std::vector<id<MTLCommandBuffer>> committed_;
   id<MTLCommandBuffer> commands_;  // being encoded; null: none

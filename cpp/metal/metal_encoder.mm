@@ -69,13 +69,11 @@ std::vector<Contents> contents_of(const Device& device, std::span<const View> vi
 
 }  // namespace
 
-MetalEncoder::MetalEncoder(const Device& device, const Kernels& kernels, std::string label,
-                           double buffer_work, Gpu gpu)
+MetalEncoder::MetalEncoder(const Device& device, const Kernels& kernels, std::string label, Gpu gpu)
     : Encoder(device.tuning(), kernels.cache()),
       device_(device),
       kernels_(kernels),
       label_(std::move(label)),
-      buffer_work_(buffer_work),
       gpu_(gpu) {}
 
 MetalEncoder::~MetalEncoder() {
@@ -105,7 +103,7 @@ void MetalEncoder::commit() {
 bool MetalEncoder::cuts_before(const Step& step) const {
   if (!step.after_barrier || !commands_) return false;
   const bool early = gpu_ == Gpu::kIdle && committed_.empty() && dispatches_ >= kFirstDispatches;
-  return early || work_ + step.grid.work > buffer_work_;
+  return early || work_ + step.grid.work > tuning().buffer_work;
 }
 
 void MetalEncoder::encode(const Step& step) {

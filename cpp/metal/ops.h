@@ -45,8 +45,9 @@ struct AttentionOutput {
 // Some of the rows of a pass, with the tables by which kernels find the sequence of each.
 struct Sequences {
   const PassPart& part;
-  View rows, tiles;  // of the part
-  View pages;        // of the pass
+  View rows, tiles;                           // of the part
+  std::span<const AttentionTile> tile_table;  // as the host wrote it in `tiles`
+  View pages;                                 // of the pass
 };
 
 // Rows of float32 that begin `stride` elements apart.
@@ -93,6 +94,7 @@ void attention_decode(Encoder& e, const View& q, const Sequences& sequences, con
 // rope_append and attention_decode of sequences with one token each.
 void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                            const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args);
+// One dispatch, or several where one would have more work than a command buffer (see Tuning).
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& out, AttentionArgs args);
 // Tiles of attention_prefill.

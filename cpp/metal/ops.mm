@@ -306,6 +306,66 @@ int element_bytes(const CacheShape& cache) {
 
 }  // namespace
 
+namespace {
+
+// The rows of attention_prefill's tiles, as the kernel finds them.
+struct TileRows {
+  int first_token, end_token;  // of the run
+  double work;                 // multiply-adds, about
+};
+
+TileRows rows_of(const AttentionTile& tile, const AttentionArgs& args, const TileShape& shape) {
+  const u32_t heads = u32_t(shape.heads),
+              end_row = std::min(tile.first + u32_t(shape.rows), heads * tile.tokens);
+  const u32_t first = tile.first / heads, last = (end_row - 1) / heads;
+  const u32_t before = args.window == 0 ? tile.end : args.both_ways ? args.window / 2 : args.window - 1;
+  const u32_t after = !args.both_ways ? 0 : args.window == 0 ? tile.end : args.window / 2;
+  const u32_t first_key = std::max(tile.position + first, before) - before;
+  const u32_t end_key = std::min(tile.position + last + after, tile.end - 1) + 1;
+  return {int(first), int(last) + 1,
+          double(end_row - tile.first) * double(end_key - first_key) * double(args.n_kv_heads) *
+              double(args.key_dim + args.value_dim)};
+}
+
+// Consecutive tiles that are dispatched together.
+struct TileRange {
+  std::size_t first, end;
+  double work;
+};
+
+// As few ranges as keep within `most` work, but for a tile that exceeds it alone.
+std::vector<TileRange> ranges_of(const Sequences& sequences, const AttentionArgs& args,
+                                 const TileShape& shape, double most) {
+  std::vector<TileRange> ranges;
+  for (std::size_t i = 0; i < sequences.tile_table.size(); ++i) {
+    const double work = rows_of(sequences.tile_table[i], args, shape).work;
+    if (ranges.empty() || ranges.back().work + work > most) ranges.push_back({i, i, 0});
+    ranges.back().end = i + 1;
+    ranges.back().work += work;
+  }
+  return ranges;
+}
+
+// Those of the rows that the tiles have; of a token whose heads are in two ranges, both.
+std::vector<RowRun> runs_of(const Sequences& sequences, const TileRange& range, const AttentionArgs& args,
+                            const TileShape& shape) {
+  std::vector<RowRun> runs;
+  for (const RowRun& run : sequences.part.runs) {
+    int first = run.count, end = 0;
+    for (const AttentionTile& tile : sequences.tile_table.subspan(range.first, range.end - range.first)) {
+      if (int(tile.row) != run.row - sequences.part.first) continue;
+      const TileRows rows = rows_of(tile, args, shape);
+      first = std::min(first, rows.first_token);
+      end = std::max(end, rows.end_token);
+    }
+    if (first < end)
+      runs.push_back({run.row + first, end - first, run.position + first, run.chunk, run.token + first});
+  }
+  return runs;
+}
+
+}  // namespace
+
 TileShape tile_shape(const CacheShape& cache, int heads_per_kv_head) {
   return {heads_per_kv_head, 8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), element_bytes(cache))};
 }
@@ -317,15 +377,22 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
       std::size_t(PREFILL_SCRATCH(e.cache().prefill_size(), element_bytes(e.cache()))) * sizeof(float);
   const std::size_t most = std::min(std::size_t(e.tuning().prefill_simdgroups), kThreadgroupBytes / bytes);
   const std::size_t simdgroups = allowed_threads(e, Kernel::kAttentionPrefill, most * kSimd) / kSimd;
-  args.tiles = u32_t(sequences.part.n_tiles);
-  e.dispatch(Kernel::kAttentionPrefill, {q, sequences.tiles, sequences.pages, cache.keys, cache.values, out},
-             args,
-             {.x = ceil_div(args.tiles, simdgroups),
-              .y = args.n_kv_heads,
-              .threads = simdgroups * kSimd,
-              .threadgroup_bytes = simdgroups * bytes,
-              .work = attention_work(args, sequences.part)},
-             sequences.part.runs);
+  const TileShape shape = tile_shape(e.cache(), int(args.n_heads / args.n_kv_heads));
+  const std::vector<TileRange> ranges = ranges_of(sequences, args, shape, e.tuning().buffer_work);
+  for (const TileRange& range : ranges) {
+    const bool all = ranges.size() == 1;
+    args.tiles = u32_t(range.end - range.first);
+    e.dispatch(Kernel::kAttentionPrefill,
+               {q, sequences.tiles.at(range.first * sizeof(AttentionTile)), sequences.pages, cache.keys,
+                cache.values, out},
+               args,
+               {.x = ceil_div(args.tiles, simdgroups),
+                .y = args.n_kv_heads,
+                .threads = simdgroups * kSimd,
+                .threadgroup_bytes = simdgroups * bytes,
+                .work = range.work},
+               all ? sequences.part.runs : runs_of(sequences, range, args, shape));
+  }
 }
 
 void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int tokens, u32_t activation,

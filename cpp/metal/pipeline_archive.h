@@ -18,6 +18,7 @@ class PipelineArchive {
   // `folder` is for one build of the system and one version of the package; empty: nothing is kept.
   PipelineArchive(id<MTLDevice> device, const std::string& folder, std::span<const std::string> kernels);
 
+  bool is_kept() const { return !folder_.empty(); }
   // Null where no process has left one, or it is damaged.
   id<MTLBinaryArchive> read() const;
   // Compiles the functions into an archive for later processes. Does nothing where that fails: they compile

@@ -71,7 +71,7 @@ PipelineArchive::PipelineArchive(id<MTLDevice> device, const std::string& folder
 std::vector<std::string> PipelineArchive::files() const {
   std::vector<std::string> found;
   std::error_code error;
-  if (folder_.empty()) return found;
+  if (!is_kept()) return found;
   for (fs::directory_iterator entry(folder_, error), end; !error && entry != end; entry.increment(error)) {
     const fs::path path = entry->path();
     if (path.extension() == kSuffix && path.stem().string().starts_with(set_ + "-"))
@@ -94,7 +94,7 @@ id<MTLBinaryArchive> PipelineArchive::read() const {
 }
 
 void PipelineArchive::write(std::span<const id<MTLFunction>> functions) const {
-  if (folder_.empty()) return;
+  if (!is_kept()) return;
   id<MTLBinaryArchive> archive = open(device_, "");
   for (id<MTLFunction> function : functions) {
     MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];

@@ -59,6 +59,7 @@ std::vector<Dispatch> plan(const Model& shape, int tokens, int position, RowOutp
                                 std::to_string(position));
   Tuning tuning = tuned_for(tuning_of(family), gpu);
   tuning.matmul_tensor = tuning.matmul_tensor && options.metal.no_matmul_tensor.empty();
+  if (options.metal.buffer_work > 0) tuning.buffer_work = options.metal.buffer_work;
   validate(shape);
   const Config& c = shape.config;
   if (!fits_kernels(c))

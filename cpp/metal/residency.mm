@@ -1,5 +1,8 @@
 #include "residency.h"
 
+#include <system_error>
+#include <utility>
+
 namespace metal_prefill::metal {
 
 // The SDK that brought residency sets. What the system has is asked when the program runs.
@@ -8,20 +11,36 @@ namespace metal_prefill::metal {
 
 namespace {
 
-id<MTLResidencySet> make_set(id<MTLDevice> device) {
-  if (![(NSObject*)device respondsToSelector:@selector(newResidencySetWithDescriptor:error:)]) return nil;
+// Half of the time after which macOS 26 lets go of memory that was not requested again.
+constexpr std::chrono::milliseconds kInterval(500);
+
+id<MTLResidencySet> make_set(const Device& device) {
+  if (!device.is_native()) return nil;
+  if (![(NSObject*)device.mtl() respondsToSelector:@selector(newResidencySetWithDescriptor:error:)])
+    return nil;
   NSError* error = nil;
-  return [device newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init] error:&error];
+  return [device.mtl() newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init] error:&error];
 }
 
 }  // namespace
 
-Residency::Residency(id<MTLDevice> device, id<MTLCommandQueue> queue)
-    : device_(device), queue_(queue), set_(make_set(device)) {
+Residency::Residency(const Device& device, double kept_seconds)
+    : device_(device.mtl()),
+      queue_(device.queue()),
+      set_(make_set(device)),
+      kept_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(kept_seconds))) {
   if (set_) [queue_ addResidencySet:set_];
 }
 
 Residency::~Residency() {
+  if (thread_.joinable()) {
+    {
+      const std::scoped_lock lock(mutex_);
+      ends_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+  }
   if (!set_) return;
   [queue_ removeResidencySet:set_];
   if (bytes() > 0) [(id<MTLResidencySet>)set_ endResidency];
@@ -30,12 +49,14 @@ Residency::~Residency() {
 // Beyond the recommended size other programs would lose their memory: those buffers come and go as without.
 void Residency::add(id<MTLBuffer> buffer) {
   if (!set_ || bytes() + buffer.length > device_.recommendedMaxWorkingSetSize) return;
+  const std::scoped_lock lock(set_mutex_);
   [(id<MTLResidencySet>)set_ addAllocation:buffer];
   commit();
 }
 
 void Residency::remove(id<MTLBuffer> buffer) {
   if (!set_ || !buffer) return;
+  const std::scoped_lock lock(set_mutex_);
   [(id<MTLResidencySet>)set_ removeAllocation:buffer];
   commit();
 }
@@ -47,13 +68,51 @@ void Residency::commit() {
   bytes_.store(set.allocatedSize, std::memory_order_relaxed);
 }
 
+void Residency::used() {
+  if (!set_) return;
+  const std::scoped_lock lock(mutex_);
+  const bool asleep = Clock::now() - std::exchange(last_use_, Clock::now()) >= kept_;
+  if (thread_.joinable()) {
+    if (asleep) changed_.notify_one();
+    return;
+  }
+  try {
+    thread_ = std::thread([this] { keep(); });
+  } catch (const std::system_error&) {  // no thread: macOS may let go of the memory in a pause
+  }
+}
+
+void Residency::request() {
+  const AutoreleasePool pool;
+  const std::scoped_lock lock(set_mutex_);
+  [(id<MTLResidencySet>)set_ requestResidency];
+}
+
+void Residency::keep() {
+  std::unique_lock lock(mutex_);
+  const auto in_use = [this] { return Clock::now() - last_use_ < kept_; };
+  while (!ends_) {
+    if (in_use()) {
+      lock.unlock();  // the request may take long, and passes need not wait for it here
+      request();
+      lock.lock();
+      changed_.wait_for(lock, kInterval, [this] { return ends_; });
+    } else {
+      changed_.wait(lock, [&] { return ends_ || in_use(); });
+    }
+  }
+}
+
 #else
 
-Residency::Residency(id<MTLDevice> device, id<MTLCommandQueue> queue) : device_(device), queue_(queue) {}
+Residency::Residency(const Device& device, double) : device_(device.mtl()), queue_(device.queue()), kept_{} {}
 Residency::~Residency() {}
 void Residency::add(id<MTLBuffer>) {}
 void Residency::remove(id<MTLBuffer>) {}
+void Residency::used() {}
 void Residency::commit() {}
+void Residency::request() {}
+void Residency::keep() {}
 
 #endif
 

@@ -175,6 +175,7 @@ void bind_model(nb::module_& m) {
       .def_rw("fused_norm", &MetalOptions::fused_norm)
       .def_rw("fused_silu", &MetalOptions::fused_silu)
       .def_rw("buffer_work", &MetalOptions::buffer_work)
+      .def_rw("resident_seconds", &MetalOptions::resident_seconds)
       .def_rw("pipeline_folder", &MetalOptions::pipeline_folder)
       .def_rw("no_matmul_tensor", &MetalOptions::no_matmul_tensor);
   nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")

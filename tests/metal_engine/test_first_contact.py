@@ -5,7 +5,10 @@ On a Mac these tests are skipped.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,6 +68,55 @@ def test_the_gpu_of_a_virtual_machine_is_used_after_a_trial(path: Path, expected
 
 
 @pytest.mark.parametrize(
+    ("name", "family"),
+    [(VIRTUAL, 5), (VIRTUAL, 7), ("Apple A13", 6)],
+    ids=["virtual", "virtual of a newer family", "older"],
+)
+def test_a_gpu_that_is_not_native_gets_nothing_that_it_may_fail_at(
+    path: Path, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, family: int
+) -> None:
+    """Its no-copy buffers are stale, it aborts on archives, and residency sets are an error."""
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+    for _ in range(2):  # the second time an archive would be opened
+        gpu.forget_compiled_libraries()
+        limits = {"name": name, "apple_family": family, "stale_no_copy": 4096, "binary_archives": False}
+        with open_with(path, **limits) as model:
+            assert model.forward_prompt(PROMPT) == expected
+            stats = model.stats()
+            assert (stats["weights_mapping_refused"], stats["weights_mapped_bytes"]) == (1, 0)
+            assert stats["pipelines_compiled"] == stats["pipelines"] > 0
+            assert stats["resident_bytes"] == gpu.resident_bytes() == 0
+            assert not any(buffer.no_copy for buffer in gpu.live_buffers())
+            assert not any(library.concurrent for library in gpu.compiled_libraries())
+        assert not list(tmp_path.rglob("*.pipelines"))
+
+
+def test_an_unknown_gpu_is_tried_once_in_a_process(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(name="Apple unknown", apple_family=5))
+    dispatches = []
+    for _ in range(3):
+        before = gpu.counters().dispatches
+        _core.metal_device()
+        dispatches.append(gpu.counters().dispatches - before)
+    assert dispatches == [1, 0, 0]
+
+
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_the_environment_asks_for_a_longer_timeout_unless_it_says_otherwise(setting: str | None) -> None:
+    name = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    if setting is not None:
+        environment[name] = setting
+    code = (
+        "import ctypes; from metal_prefill import _core; _core.metal_device();"
+        "getenv = ctypes.CDLL(None).getenv; getenv.restype = ctypes.c_char_p;"
+        f"print(getenv(b'{name}').decode())"
+    )
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert output.stdout.decode().strip() == (setting or "1")
+
+
+@pytest.mark.parametrize(
     ("limits", "failure"),
     [
         ({"wrong_kernels": {"trial"}}, r"'trial' is wrong: result 0 is 195\.26"),
@@ -78,8 +130,9 @@ def test_the_gpu_of_a_virtual_machine_is_used_after_a_trial(path: Path, expected
 def test_a_gpu_that_fails_the_trial_is_refused_by_what_was_found(
     path: Path, limits: dict[str, Any], failure: str
 ) -> None:
-    with pytest.raises(DeviceError, match=f"{VIRTUAL}.*of the families Apple1.*{failure}"):
-        open_with(path, name=VIRTUAL, apple_family=5, **limits)
+    name = f"{VIRTUAL} {next(iter(limits))}"  # the trial of a GPU is made once
+    with pytest.raises(DeviceError, match=f"{name}.*of the families Apple1.*{failure}"):
+        open_with(path, name=name, apple_family=5, **limits)
     assert "problem" in _core.metal_device()
     assert not _core.metal_available()
     assert gpu.live_objects() == 0
@@ -198,13 +251,46 @@ def test_a_long_pass_is_cut_by_its_work_and_gives_the_same_bits(
         most = max(steps())
     limit = most // 4
     with open_with(path, watchdog_steps=limit) as model:
-        with pytest.raises(DeviceError, match=r"96 tokens at position 0: .*GPU Timeout"):
+        with pytest.raises(
+            DeviceError,
+            match=r"96 tokens at position 0: .*GPU Timeout.*AGX_RELAX_CDM_CTXSTORE_TIMEOUT is '1'",
+        ):
             model.forward_prompt_logits(LONG)
         assert model.position == 0
     with_work(monkeypatch, WORK)
     with open_with(path, watchdog_steps=limit) as model:
         np.testing.assert_array_equal(model.forward_prompt_logits(LONG), whole)
         assert model.stats()["command_buffers"] == len(steps()) > 4
+
+
+@pytest.mark.parametrize("model", ["heads", "window"])
+def test_attention_of_a_long_context_is_cut_by_its_work_and_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Three heads to a head of K, so that the heads of a token may be in two dispatches."""
+    shapes: dict[str, dict[str, Any]] = {
+        "heads": {"heads": 9, "kv_heads": 3, "head_dim": 64, "dim": 576},
+        "window": {"architecture": "gemma3", "window": 64},
+    }
+    file = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=3, vocab=320, **shapes[model])
+    tokens = [3 + i for i in range(240)]
+
+    def run() -> tuple[Any, list[int]]:
+        with open_with(file) as opened:
+            result = opened.forward_prompt_logits(tokens)
+        return result, [
+            dispatch.threads
+            for buffer in gpu.history()
+            for dispatch in buffer.dispatches
+            if dispatch.kernel.startswith("attention_prefill")
+        ]
+
+    whole, threads = run()
+    with_work(monkeypatch, WORK / 2)
+    cut, cut_threads = run()
+    np.testing.assert_array_equal(cut, whole)
+    assert len(cut_threads) >= len(threads) + 2
+    assert max(cut_threads) < max(threads)
 
 
 def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -180,6 +182,65 @@ def test_without_a_folder_to_write_to_pipelines_are_compiled_each_time(path: Pat
     assert folder.read_text() == "this is a file"
 
 
+def test_shader_validation_neither_reads_nor_writes_archives(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTL_SHADER_VALIDATION", "1")
+    assert compiled_by_opening(path)[0] > 20
+    assert archives(folder) == []
+    monkeypatch.setenv("MTL_SHADER_VALIDATION", "0")
+    compiled_by_opening(path)
+    monkeypatch.setenv("MTL_SHADER_VALIDATION", "1")
+    assert compiled_by_opening(path)[0] > 20
+
+
+def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: Path) -> None:
+    """The writer meets a pipe that nobody reads, and waits."""
+    compiled_by_opening(path)
+    (archive,) = archives(folder)
+    archive.unlink()
+    pipe = archive.with_name(f"{archive.name.partition('-')[0]}.{os.getpid()}.part")
+    os.mkfifo(pipe)
+    models: list[Model] = []
+    user = threading.Thread(target=lambda: models.append(Model(path, device="metal")))
+    user.start()
+    user.join(60)
+    opened = not user.is_alive()
+    end = os.open(pipe, os.O_RDWR)  # the writer goes on
+    pipe.unlink()
+    os.close(end)
+    user.join()
+    models[0].close()
+    assert opened
+
+
+def test_shaders_compile_on_as_many_threads_as_there_are(path: Path) -> None:
+    gpu.forget_compiled_libraries()
+    with Model(path, device="metal"):
+        assert {library.concurrent for library in gpu.compiled_libraries()} == {True}
+
+
+def mapped_bytes_in_memory(path: Path) -> int:
+    """Return how much of a file the pages of this process have, by the mapping with the most of it."""
+    found = [0]
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+                is_file = line.rstrip().endswith(str(path))
+            elif is_file and line.startswith("Rss:"):
+                found.append(1024 * int(line.split()[1]))
+    return max(found)
+
+
+def test_a_file_is_read_from_its_beginning_to_its_end_before_it_becomes_resident(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=2, vocab=4096)
+    with Model(path, device="metal"):
+        assert mapped_bytes_in_memory(path) >= path.stat().st_size
+    gpu.set_limits(gpu.Limits(working_set_bytes=path.stat().st_size // 2))
+    with Model(path, device="metal"):  # its beginning would be lost again
+        assert mapped_bytes_in_memory(path) < path.stat().st_size // 2
+
+
 def test_the_emulator_keeps_no_pipelines_unless_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("METAL_PREFILL_CACHE", raising=False)
     assert _cache_folder.pipeline_folder(emulated=True) == ""
@@ -197,6 +258,60 @@ def test_weights_and_cache_stay_with_the_gpu(path: Path) -> None:
         grown = [buffer.length for buffer in gpu.live_buffers() if buffer.label == "kv_pages"]
         assert model.stats()["resident_bytes"] == gpu.resident_bytes() == weights + sum(grown)
     assert gpu.resident_bytes() == 0
+
+
+def with_residency(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let engines made from now on keep their memory for so long after a pass."""
+
+    class Kept(_core.EngineOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.resident_seconds = seconds
+
+    monkeypatch.setattr(_core, "EngineOptions", Kept)
+
+
+def faults_after(model: Model, pause: float) -> int:
+    """Return how often memory had left the GPU in a pause between two passes."""
+    model.forward_prompt(PROMPT)
+    before = gpu.counters().residency_faults
+    time.sleep(pause)
+    model.forward_prompt(PROMPT)
+    return int(gpu.counters().residency_faults - before)
+
+
+def test_memory_stays_with_the_gpu_in_pauses_in_which_macos_lets_go_of_it(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(residency_lapse_ms=1500))
+    with Model(path, device="metal") as model:
+        assert faults_after(model, pause=4) == 0
+
+
+def test_memory_leaves_the_gpu_when_the_model_was_not_used_for_long(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_residency(monkeypatch, 0.1)
+    gpu.set_limits(gpu.Limits(residency_lapse_ms=1500))
+    with Model(path, device="metal") as model:
+        assert faults_after(model, pause=4) == 1
+    with_residency(monkeypatch, 3600)
+    with Model(path, device="metal") as model:
+        assert faults_after(model, pause=4) == 0
+
+
+def test_the_thread_that_keeps_memory_ends_with_the_model(path: Path) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    with Model(path, device="metal") as model:  # the emulator starts its own
+        model.forward_prompt(PROMPT)
+    before = threads()
+    model = Model(path, device="metal")
+    assert threads() == before
+    for _ in range(2):
+        model.forward_prompt(PROMPT)
+        assert threads() == before + 1
+    model.close()
+    assert threads() == before
 
 
 @pytest.mark.parametrize("limits", [{"residency_sets": False}, {"working_set_bytes": 1 << 16}])

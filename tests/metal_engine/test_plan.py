@@ -132,6 +132,47 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
             assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
 
 
+LLAMA_7B = ModelConfig(
+    architecture="llama",
+    n_layers=1,
+    dim=4096,
+    n_heads=32,
+    n_kv_heads=32,
+    key_dim=128,
+    value_dim=128,
+    ffn_dim=11008,
+    vocab_size=32000,
+    context_length=1 << 17,
+    norm_eps=1e-5,
+    rope_dim=128,
+)
+COMMAND_BUFFER = {7: 6.5e10, 8: 7e10, 9: 9e10, 10: 9e10}  # multiply-adds, of docs/kernels.md
+
+
+@pytest.mark.parametrize("family", COMMAND_BUFFER)
+def test_no_dispatch_of_attention_has_more_work_than_a_command_buffer(family: int) -> None:
+    shape = uniform_shape(LLAMA_7B, "q4_0", "q4_0")
+    of_a_key = 32 * (128 + 128)  # multiply-adds of a row: heads, K and V
+    parts = {}
+    for position in (0, 2048, 32768 - 512, 131072 - 512):
+        plans = [d for d in plan(shape, 512, position=position, family=family, output="none")]
+        attention = [d for d in plan(shape, 512, position=position, family=family, output="log_probs")]
+        attention = [d for d in attention if d.kernel.startswith("attention_prefill")]
+        work = [
+            of_a_key * sum(p + 1 for first, n in d.runs for p in range(first, first + n)) for d in attention
+        ]
+        rows = sorted(p for d in attention for first, n in d.runs for p in range(first, first + n))
+        assert rows == list(range(position, position + 512))  # each token once
+        assert max(work) <= COMMAND_BUFFER[family]
+        tile = 16 * of_a_key * (position + 512)
+        assert len(attention) <= sum(work) / (COMMAND_BUFFER[family] - tile) + 1
+        assert len(plans) <= 10
+        parts[position] = len(attention)
+    assert parts[0] == parts[2048] == 1
+    assert parts[32768 - 512] > 1
+    assert parts[131072 - 512] > parts[32768 - 512]
+
+
 def test_a_session_plans_from_its_position_and_computes_nothing(demo_path: Path) -> None:
     claim(9)
     shape = shape_in(demo_path)

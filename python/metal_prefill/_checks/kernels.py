@@ -279,6 +279,18 @@ def _joined(partial: Values, splits: int) -> Values:
     return result
 
 
+def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the first and the last row of each run that the tiles have whole, as `_attention` lists rows."""
+    size, element = int(d.kernel.rsplit("_", 1)[1]), 2 if "_f16" in d.kernel else 4
+    stacked, heads = 8 * _core.prefill_row_blocks(size, element), d.args["n_heads"] // d.args["n_kv_heads"]
+    for row, n, position, table, end in sorted({tuple(int(t[name]) for name in _RUN) for t in tiles}):
+        firsts = tiles["first"][tiles["row"] == row]
+        begin = -(-int(firsts.min()) // heads)
+        whole = min(int(firsts.max()) + stacked, n * heads) // heads
+        for i in sorted({begin, whole - 1}) if begin < whole else ():
+            yield row + i, position + i, table, 1, end
+
+
 def _attention(d: Captured) -> Expected:
     a, fused = d.args, d.kernel.startswith("rope_")
     prefill = d.kernel.startswith("attention_prefill")
@@ -286,14 +298,8 @@ def _attention(d: Captured) -> Expected:
     q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
     stride = a["q_stride"]
-    if prefill:  # rows of the tiles: their run, its position and its pages
-        tiles = d.before(rows_binding, _TILE)[: a["tiles"]]
-        runs = sorted({tuple(int(t[name]) for name in _RUN) for t in tiles})
-        wanted = [
-            (row + i, position + i, table, 1, end)
-            for row, n, position, table, end in runs
-            for i in sorted({0, n - 1})
-        ]
+    if prefill:
+        wanted = list(_rows_of_tiles(d, d.before(rows_binding, _TILE)[: a["tiles"]]))
     else:
         rows = d.before(rows_binding, _ROW)
         wanted = []
