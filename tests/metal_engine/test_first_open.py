@@ -233,7 +233,7 @@ def mapped_bytes_in_memory(path: Path) -> int:
 
 
 def test_a_file_is_read_from_its_beginning_to_its_end_before_it_becomes_resident(tmp_path: Path) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=2, vocab=4096)
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=8, dim=256, ffn=1024, vocab=320)
     with Model(path, device="metal"):
         assert mapped_bytes_in_memory(path) >= path.stat().st_size
     gpu.set_limits(gpu.Limits(working_set_bytes=path.stat().st_size // 2))
