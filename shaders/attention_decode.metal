@@ -5,7 +5,7 @@
 #include "args.h"
 #include "pages.h"
 #include "rope.h"
-#include "wanted.h"
+#include "variants.h"
 
 using namespace metal;
 

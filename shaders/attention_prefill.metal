@@ -9,7 +9,7 @@
 
 #include "args.h"
 #include "pages.h"
-#include "wanted.h"
+#include "variants.h"
 
 using namespace metal;
 

@@ -3,7 +3,7 @@
 
 #include "args.h"
 #include "dequant.h"
-#include "wanted.h"
+#include "variants.h"
 
 using namespace metal;
 

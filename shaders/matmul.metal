@@ -6,7 +6,7 @@
 #include "dequant.h"
 #include "matmul_tiles.h"
 #include "projection.h"
-#include "wanted.h"
+#include "variants.h"
 
 using namespace metal;
 

@@ -10,7 +10,7 @@
 #include "dequant.h"
 #include "matmul_tiles.h"
 #include "projection.h"
-#include "wanted.h"
+#include "variants.h"
 
 using namespace metal;
 using namespace mpp::tensor_ops;

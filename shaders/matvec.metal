@@ -4,7 +4,7 @@
 #include "args.h"
 #include "dequant.h"
 #include "projection.h"
-#include "wanted.h"
+#include "variants.h"
 
 using namespace metal;
 

@@ -78,7 +78,7 @@ using KernelThreads = std::map<KernelKey, std::size_t>;
 
 // Name of the function in the shaders.
 std::string kernel_name(const KernelKey& key, const CacheShape& cache);
-// The variant of shaders/wanted.h that the kernel is one of; empty where it is always compiled.
+// The variant of shaders/variants.h that the kernel is one of; empty where it is always compiled.
 std::string variant_of(const KernelKey& key, const CacheShape& cache);
 
 }  // namespace metal_prefill::metal

@@ -20,7 +20,7 @@ struct Libraries {
   void add(const Libraries& others) { by_kernel.insert(others.by_kernel.begin(), others.by_kernel.end()); }
 };
 
-// Where they are compiled here, with these variants of kernels (see shaders/wanted.h) and what has none.
+// Where they are compiled here, with these variants of kernels (see shaders/variants.h) and what has none.
 // Throws DeviceError naming the source that does not compile.
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
 // That of the trial alone, which the others do not have.

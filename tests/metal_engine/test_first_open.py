@@ -266,7 +266,7 @@ def with_residency(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     class Kept(_core.EngineOptions):
         def __init__(self) -> None:
             super().__init__()
-            self.resident_seconds = seconds
+            self.metal.resident_seconds = seconds
 
     monkeypatch.setattr(_core, "EngineOptions", Kept)
 
