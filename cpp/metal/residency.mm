@@ -11,7 +11,7 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// Half of the time after which macOS 26 lets go of memory that was not requested again.
+// Half of the time after which macOS 26 releases memory that was not requested again.
 constexpr std::chrono::milliseconds kInterval(500);
 
 id<MTLResidencySet> make_set(const Device& device) {
@@ -78,7 +78,7 @@ void Residency::used() {
   }
   try {
     thread_ = std::thread([this] { keep(); });
-  } catch (const std::system_error&) {  // no thread: macOS may let go of the memory in a pause
+  } catch (const std::system_error&) {  // no thread: macOS may release the memory in a pause
   }
 }
 

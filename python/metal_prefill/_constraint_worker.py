@@ -1,7 +1,7 @@
 """Compile constraints in a separate process, where a crash cannot end a text.
 
 llguidance recurses over rules, references and regular expressions, so a hostile source can overflow the
-stack. A limit on its depth, checked beforehand, is a guess at how much stack another library needs. A source
+stack. A limit on its depth, checked beforehand, cannot be derived from the stack that another library needs. A source
 that compiles here, with a quarter of a thread's usual stack, also compiles in the process that asked. This
 file is run by its path and imports nothing of the package, since NumPy and the engine would delay its start.
 """

@@ -319,8 +319,7 @@ class Model:
         Parameters
         ----------
         max_context
-            Largest position that the session may reach; by default the `max_context` that the model was opened
-            with.
+            Largest position that the session may reach; by default that of the model.
         prefix_namespace
             Namespace of the prefix cache. With ``reuse=True`` the session finds only prefixes that sessions
             of the same namespace computed, so that neither results nor times tell anything about prompts in

@@ -477,7 +477,7 @@ COMMANDS = (
         f"{_P}/_stream.py",
         "if self.prefix_namespace != other.prefix_namespace:",
         "if False:",
-        "a prompt waits for one of another namespace that begins alike",
+        "a prompt waits for one of another namespace with the same prefix",
         (f"{_SCHEDULER}::test_prompts_of_different_namespaces_share_a_pass",),
     ),
     Mutant(

@@ -40,7 +40,7 @@ def serving(path: Path, **limits: Any) -> Iterator[Running]:
 def test_a_key_does_not_find_the_prompts_of_another(demo_path: Path) -> None:
     with serving(demo_path, api_keys=KEYS) as server:
         assert cached(server, KEYS[0]) == 0
-        # A guess at each of the last tokens, as a client would test them one by one.
+        # A candidate for each of the last tokens, as a client would test them one by one.
         for n in range(len(PROMPT) - 9, len(PROMPT)):
             assert cached(server, KEYS[1], PROMPT[:n], prompt_cache_key=str(n)) == 0
         assert cached(server, KEYS[0]) == len(PROMPT) - 1
