@@ -2,7 +2,7 @@
 //
 // The steps, in this order: logit bias, mask, penalties; top-k, typical, top-p, min-p, each on what the ones
 // before it left and on probabilities before the temperature; a draw at the temperature, by ids in their
-// order. metal_prefill.sampling.sample does the same in NumPy. Scores are float64 throughout.
+// order. metal_prefill.generation._sampling.sample does the same in NumPy. Scores are float64 throughout.
 //
 // Sums of probabilities carry rounding errors of some 1e-15 of the sum. Where a sum is that near to a
 // threshold (top-p, typical, the drawn number), the choice is as repeatable as any, but not defined beyond
@@ -27,7 +27,7 @@ struct NanLogitError : std::invalid_argument {
   const TokenId token;
 };
 
-// Checked by metal_prefill.sampling.Options.
+// Checked by metal_prefill.generation.Options.
 struct SamplingOptions {
   double temperature = 0;  // 0: the largest score, of equal ones the lowest id
   int top_k = 0;           // 0: all

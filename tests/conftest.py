@@ -14,7 +14,7 @@ from support.small_models import MODELS, first_layers, write
 
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core
-from metal_prefill._packaged import packaged_model
+from metal_prefill.files._bundled_models import packaged_model
 
 METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "

@@ -29,9 +29,9 @@ from support.llama_file import (
 )
 
 from metal_prefill import Model, _core
-from metal_prefill.architecture import ModelConfig, collect_tensors, read_config
 from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.files._architecture import ModelConfig, collect_tensors, read_config
+from metal_prefill.files._gguf_file import GGUFFile
 
 Open = Callable[..., GGUFFile]
 

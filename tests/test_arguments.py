@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from metal_prefill import ContextOverflowError, MetalPrefillError, Model, synth
-from metal_prefill._arguments import integer, token_array, token_id
-from metal_prefill.scheduler import Scheduler
+from metal_prefill._support.arguments import integer, token_array, token_id
+from metal_prefill.generation._scheduler import Scheduler
 
 BOOL = np.bool_(True)
 

@@ -13,7 +13,7 @@ import pytest
 from support.small_models import MODELS, write
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model
-from metal_prefill.beams import Search
+from metal_prefill.generation._beams import Search
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "transformers_beams.json").read_text())
 STOP = 3  # of a vocabulary of 4

@@ -190,15 +190,30 @@ def imports(sources: Sources) -> dict[str, set[str]]:
 
 
 NATIVE = ("_core", "_metal_testing")
-COMMAND_LINE = ("metal_prefill.cli", "metal_prefill._commands")
-BENCHMARKS = ("metal_prefill.bench", "metal_prefill._bench")
-# For the commands `trace`, `predict` and `doctor`.
-OF_THE_GPU = ("metal_prefill._trace", "metal_prefill._cost_model", "metal_prefill._doctor")
-PROGRAMS = ("metal_prefill.__main__", "metal_prefill.bench.__main__")  # run by `python -m`
-
-
-def belongs(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
+PROGRAMS = (
+    "metal_prefill.__main__",
+    "metal_prefill.bench.__main__",
+    "metal_prefill.lm_eval",
+)  # of `python -m`
+# Modules and folders in their order: each may import those before it.
+LAYERS = (
+    "errors",
+    "_support",
+    "files",
+    "text",
+    "generation",
+    "session",
+    "tasks",
+    "gpu",
+    "model",
+    "chat",
+    "synth",
+    "serve",
+    "integrations",
+    "bench",
+    "_commands",
+    "cli",
+)
 
 
 def no_module_imports_itself_through_others(sources: Sources) -> list[str]:
@@ -217,24 +232,17 @@ def no_module_imports_itself_through_others(sources: Sources) -> list[str]:
     return [" -> ".join(found) for module in graph if (found := circle(module, []))]
 
 
-def the_library_knows_no_command_line_and_no_benchmark(sources: Sources) -> list[str]:
-    others = COMMAND_LINE + BENCHMARKS + OF_THE_GPU
+def dependencies_point_in_one_direction(sources: Sources) -> list[str]:
+    def layer(module: str) -> int:
+        return LAYERS.index(module.split(".")[1])
+
     return [
         f"{module} imports {target}"
         for module, targets in imports(sources).items()
-        if not belongs(module, others) and module not in PROGRAMS
+        if module not in (*PROGRAMS, "metal_prefill")
         for target in sorted(targets)
-        if belongs(target, others)
-    ]
-
-
-def benchmarks_know_no_command_line(sources: Sources) -> list[str]:
-    return [
-        f"{module} imports {target}"
-        for module, targets in imports(sources).items()
-        if belongs(module, BENCHMARKS) and module not in PROGRAMS
-        for target in sorted(targets)
-        if belongs(target, COMMAND_LINE)
+        if target.startswith("metal_prefill.") and target.rpartition(".")[2] not in NATIVE
+        if layer(target) > layer(module)
     ]
 
 
@@ -310,27 +318,25 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     ],
     no_module_imports_itself_through_others: [
         ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),
-        ("python/metal_prefill/_arguments.py", "def f():\n    import metal_prefill.session"),
+        ("python/metal_prefill/_support/arguments.py", "def f():\n    import metal_prefill.session"),
         (
-            "python/metal_prefill/_bench/plot.py",
-            "from metal_prefill._bench.results import BenchResults",
+            "python/metal_prefill/bench/_plot.py",
+            "from metal_prefill.bench._results import BenchResults",
         ),
     ],
-    the_library_knows_no_command_line_and_no_benchmark: [
+    dependencies_point_in_one_direction: [
         ("python/metal_prefill/model.py", "from metal_prefill import cli"),
-        ("python/metal_prefill/hub.py", "from metal_prefill._bench.model_file import cache_dir"),
-        ("python/metal_prefill/session.py", "def f():\n    from metal_prefill._trace import trace_session"),
-    ],
-    benchmarks_know_no_command_line: [
-        ("python/metal_prefill/_bench/runner.py", "from metal_prefill._commands import common"),
+        ("python/metal_prefill/files/_hub.py", "from metal_prefill.bench._model_file import cache_dir"),
+        ("python/metal_prefill/text/_tokenizer.py", "def f():\n    import metal_prefill.session"),
+        ("python/metal_prefill/bench/_runner.py", "from metal_prefill._commands import common"),
     ],
     python_knows_native_code_by_the_bindings_alone: [
         ("python/metal_prefill/model.py", "from metal_prefill import _metal_testing"),
         ("python/metal_prefill/session.py", "import ctypes"),
     ],
     the_package_does_not_control_the_emulator: [
-        ("python/metal_prefill/_trace.py", "_core.emulator.set_history_depth(1)"),
-        ("python/metal_prefill/_trace.py", '_emulator = getattr(_core, "emulator", None)'),
+        ("python/metal_prefill/gpu/_trace.py", "_core.emulator.set_history_depth(1)"),
+        ("python/metal_prefill/gpu/_trace.py", '_emulator = getattr(_core, "emulator", None)'),
     ],
     locks_survive_a_fork: [
         ("cpp/cpu/kv_pages.h", "mutable std::mutex mutex_;"),

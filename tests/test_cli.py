@@ -16,10 +16,11 @@ import pytest
 from support import comparison
 
 import metal_prefill
-from metal_prefill import Model, cli, gguf_file
+from metal_prefill import Model, cli
 from metal_prefill._commands import common
 from metal_prefill._commands.perplexity import perplexity, windows
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.files import _gguf_file
+from metal_prefill.files._gguf_file import GGUFFile
 
 COMMAND = [sys.executable, "-m", "metal_prefill"]
 PROMPT = "ROMEO:\n"
@@ -75,13 +76,13 @@ def imported_by(code: str, late: tuple[str, ...]) -> str:
 
 
 def test_help_waits_for_no_library() -> None:
-    late = ("metal_prefill._commands", "metal_prefill._bench", "metal_prefill.bench", "rich", "numpy")
+    late = ("metal_prefill._commands", "metal_prefill.bench", "rich", "numpy")
     assert imported_by("from metal_prefill import cli; cli.main(['--help'])", late) == "[]"
 
 
 def test_opening_a_model_waits_for_no_library_that_it_has_no_use_for() -> None:
     """They took a third of the time that the import takes."""
-    late = ("asyncio", "email", "importlib.metadata", "ssl", "metal_prefill._checks")
+    late = ("asyncio", "email", "importlib.metadata", "ssl", "metal_prefill.gpu")
     assert imported_by("from metal_prefill import Model; Model(device='cpu', threads=1)", late) == "[]"
 
 
@@ -111,7 +112,7 @@ def test_run_reads_the_file_where_it_is_not_to_be_mapped(
     options = ["run", "-m", str(demo_path), "--speculate", str(demo_path), "-p", PROMPT, "-n", "6"]
     assert cli.main([*options, "--device", "cpu"]) == 0
     expected = capsys.readouterr().out
-    monkeypatch.setattr(gguf_file, "_map_file", lambda path: pytest.fail(f"{path} is mapped"))
+    monkeypatch.setattr(_gguf_file, "_map_file", lambda path: pytest.fail(f"{path} is mapped"))
     assert cli.main([*options, "--device", "cpu", "--no-mmap"]) == 0
     assert capsys.readouterr().out == expected
 

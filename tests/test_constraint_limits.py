@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from support.forked import in_child
 
-from metal_prefill import ConstraintError, Model, _constraint, _constraint_check
-from metal_prefill._constraint import Constraint
-from metal_prefill._constraint_check import MOST_CHARACTERS, MOST_DEPTH, try_out
+from metal_prefill import ConstraintError, Model
+from metal_prefill.generation import _constraint, _constraint_check
+from metal_prefill.generation._constraint import Constraint
+from metal_prefill.generation._constraint_check import MOST_CHARACTERS, MOST_DEPTH, try_out
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 
@@ -244,7 +245,7 @@ def test_a_forked_process_has_workers_of_its_own(model: Model) -> None:
 def test_workers_end_with_the_process() -> None:
     program = (
         "from metal_prefill import Model, _constraint_check\n"
-        "from metal_prefill._constraint import Constraint\n"
+        "from metal_prefill.generation._constraint import Constraint\n"
         "Constraint(Model(device='cpu', threads=1).tokenizer, regex='a')\n"
         "print(_constraint_check._workers.idle[0]._process.pid)\n"
     )

@@ -14,10 +14,10 @@ import pytest
 from support.sampling_reference import Drawn
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
-from metal_prefill._constraint import Constraint
-from metal_prefill._continuation import MOST_FORCED, Continuation
-from metal_prefill._speculation import MOST_DRAFTS, RowCost
-from metal_prefill.sampling import REPEAT_WINDOW, sample
+from metal_prefill.generation._constraint import Constraint
+from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
+from metal_prefill.generation._speculation import MOST_DRAFTS, RowCost
+from metal_prefill.generation._text_generation import MOST_FORCED, Continuation
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 pytest.importorskip("jsonschema", reason="checks texts with jsonschema")

@@ -17,7 +17,9 @@ from support import peer_work
 
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill._commands import predict as command
-from metal_prefill._cost_model import (
+from metal_prefill._support.dispatches import Dispatch
+from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.gpu._cost_model import (
     Ops,
     Shape,
     Work,
@@ -28,9 +30,7 @@ from metal_prefill._cost_model import (
     uniform_shape,
     work_of,
 )
-from metal_prefill._dispatches import Dispatch
-from metal_prefill._trace import HOST_CLOCK, Step, chrome_trace
-from metal_prefill.architecture import ModelConfig
+from metal_prefill.gpu._trace import HOST_CLOCK, Step, chrome_trace
 
 SMOLLM = ModelConfig(
     architecture="llama",
@@ -284,7 +284,7 @@ def test_by_kernel_is_the_whole(smollm: Shape) -> None:
 
 
 def test_every_constant_has_a_source() -> None:
-    text = (Path(command.__file__).parents[1] / "_cost_model" / "chips.py").read_text()
+    text = (Path(command.__file__).parents[1] / "gpu/_cost_model/chips.py").read_text()
     listed = set(re.findall(r"^\[([A-Z0-9-]+)\]$", text, re.MULTILINE))
     cited = set(re.findall(r"\[([A-Z0-9-]+)\]", text.split('"""', 2)[2]))
     assert cited == listed

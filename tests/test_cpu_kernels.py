@@ -17,7 +17,7 @@ from support.cpu_testing import cpu_testing
 from support.small_models import COMMON_TYPES, TYPES, half_fields
 
 from metal_prefill import Model, _core, synth
-from metal_prefill._synth_blocks import BLOCK_FORMATS
+from metal_prefill.synth._blocks import BLOCK_FORMATS
 
 cpu = Kernels()
 NATIVE_SETS = _core.cpu.kernel_sets()

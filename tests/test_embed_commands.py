@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from support.small_models import CLASSIFIERS, write
 
-from metal_prefill import Model, embedding, synth
+from metal_prefill import Model, synth
 from metal_prefill.cli import main
+from metal_prefill.tasks import _embedding
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_a_run_that_was_stopped_is_continued(
     (tmp_path / "t.txt").write_text("\n".join(texts))
     arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
     calls = 0
-    plain = embedding.embed_prompts
+    plain = _embedding.embed_prompts
 
     def stopping(*positional: Any, **options: Any) -> Any:
         nonlocal calls
@@ -58,7 +59,7 @@ def test_a_run_that_was_stopped_is_continued(
             raise KeyboardInterrupt
         return plain(*positional, **options)
 
-    monkeypatch.setattr(embedding, "embed_prompts", stopping)
+    monkeypatch.setattr(_embedding, "embed_prompts", stopping)
     assert embed(embedder, *arguments) == 130
     assert not (tmp_path / "v.npy").exists()
     part = next(tmp_path.glob(".v.npy.*.part"))

@@ -13,14 +13,14 @@ from support import choice_task
 from support.reference import ReferenceModel
 
 from metal_prefill import Model
-from metal_prefill._evaluation import (
+from metal_prefill.integrations._evaluation import (
     encode_templated,
     generate_until,
     loglikelihood,
     loglikelihood_rolling,
     rolling_windows,
 )
-from metal_prefill.tokenizer import Tokenizer
+from metal_prefill.text._tokenizer import Tokenizer
 
 CONTEXT = "ROMEO:\nBut soft, what light through"
 
@@ -158,9 +158,9 @@ def test_texts_of_a_chat_template_have_its_tokens(model: Model) -> None:
 @pytest.mark.usefixtures("chat_template")
 def test_the_harness_applies_the_chat_template(demo_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
+    from _lm_eval.api.instance import Instance
 
-    from metal_prefill.lm_eval import MetalPrefillLM
+    from metal_prefill.integrations._lm_eval import MetalPrefillLM
 
     lm = MetalPrefillLM(str(demo_path), device="cpu")
     assert lm.chat_template(True) == TEMPLATE
@@ -188,8 +188,8 @@ def test_generation_ends_at_the_strings_and_the_number_asked_for(model: Model) -
 
 def test_the_harness_finds_the_model(demo_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.registry import get_model
+    from _lm_eval.api.instance import Instance
+    from _lm_eval.api.registry import get_model
 
     import metal_prefill.lm_eval  # noqa: F401
 
@@ -222,11 +222,11 @@ def test_the_harness_chooses_among_our_devices(
 ) -> None:
     """It names cuda:0 where its user names none."""
     pytest.importorskip("lm_eval")
-    from metal_prefill import lm_eval
+    from metal_prefill.integrations import _lm_eval
 
     opened: list[dict[str, object]] = []
-    monkeypatch.setattr(lm_eval, "Model", lambda path, **options: opened.append(options))
-    lm_eval.MetalPrefillLM(None, device=asked, threads=3)
+    monkeypatch.setattr(_lm_eval, "Model", lambda path, **options: opened.append(options))
+    _lm_eval.MetalPrefillLM(None, device=asked, threads=3)
     assert opened == [{"device": expected, "threads": 3}]
 
 
@@ -234,7 +234,7 @@ def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
     """The same task and file, by lm-eval's backend hf on the weights that transformers dequantizes."""
     for module in ("lm_eval", "torch", "transformers", "accelerate"):
         pytest.importorskip(module)
-    from metal_prefill.lm_eval import MetalPrefillLM
+    from metal_prefill.integrations._lm_eval import MetalPrefillLM
 
     path = choice_task.model(tmp_path)
     ours = MetalPrefillLM(str(path), device="cpu", compute="f32", kv_dtype="f32")
@@ -243,7 +243,7 @@ def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
     assert len(found["requests"]) == 20
     agrees(found["requests"], expected["requests"])
     assert found["scores"] == expected["scores"]
-    from lm_eval.api.instance import Instance
+    from _lm_eval.api.instance import Instance
 
     texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
     theirs = choice_task.transformers_model(path).loglikelihood_rolling(texts)

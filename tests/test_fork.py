@@ -18,8 +18,8 @@ from support.forked import HANGS, in_child
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill import ForkError, Model
-from metal_prefill._cached_property import cached_property
-from metal_prefill._vocabulary import Vocabulary
+from metal_prefill._support.cached_property import cached_property
+from metal_prefill.text._vocabulary import Vocabulary
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),

@@ -14,7 +14,7 @@ from support.sampling_reference import Drawn, log_softmax
 from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, NumericalError, Piece
-from metal_prefill.sampling import REPEAT_WINDOW, sample
+from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
 
 PROMPT = "ROMEO:\nBut soft, what light"
 CHAINS: list[dict[str, Any]] = [

@@ -41,7 +41,7 @@ from support.gguf_bytes import (
 
 from metal_prefill import _core
 from metal_prefill.errors import ClosedError, GGUFError
-from metal_prefill.gguf_file import TENSOR_TYPES, GGUFFile
+from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile
 
 HUGE = 2**64 - 1
 ALIGNMENT = "general.alignment"

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from support.hub_server import Hub, Repo, serve
 
-from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model, hub
-from metal_prefill._hub_answers import safe_answers, within
+from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model
+from metal_prefill.files import _hub
+from metal_prefill.files._hub_answers import safe_answers, within
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 
@@ -29,7 +30,7 @@ FILES = {
 # Makes each call in turn, in a process that knows nothing of this one; prints a path or an error for each.
 CHILD = """
 import json, sys
-from metal_prefill import HubError, hub
+from metal_prefill import HubError, files as hub
 answers = []
 for spec, options in json.loads(sys.argv[1]):
     try:
@@ -82,8 +83,8 @@ def client(server: Hub, tmp_path: Path) -> Client:
 
 def test_a_repository_without_a_file_is_told_how_to_name_one(tmp_path: Path) -> None:
     with pytest.raises(HubError, match=r"no file owner/repo; a file on the Hub is named like owner/repo:"):
-        hub.resolve_model("owner/repo")
-    assert hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
+        _hub.resolve_model("owner/repo")
+    assert _hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
 
 
 def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:
@@ -202,20 +203,20 @@ def test_a_model_is_opened_from_the_hub(tmp_path: Path, demo_path: Path) -> None
 
 @pytest.mark.parametrize("spec", ["model.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
 def test_what_is_no_address_on_the_hub_is_a_path(spec: str) -> None:
-    assert hub.resolve_model(spec) == Path(spec)
+    assert _hub.resolve_model(spec) == Path(spec)
 
 
 def test_a_file_on_the_disk_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "model:a.gguf").write_bytes(b"local")
-    assert hub.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
+    assert _hub.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
 
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'metal_prefill\[hub\]'") as caught:
-        hub.resolve_model("tiny/model:a.gguf")
+        _hub.resolve_model("tiny/model:a.gguf")
     assert isinstance(caught.value, ImportError)
     assert issubclass(HubError, MetalPrefillError)
 
@@ -312,7 +313,7 @@ def test_headers_that_are_no_names_of_files_are_refused(client: Client, server: 
 
 def test_headers_are_refused_also_where_they_change_meanwhile(server: Hub, tmp_path: Path) -> None:
     """The library asks again, and may get another answer than the one that was checked."""
-    library: Any = hub._import_hub()
+    library: Any = _hub._import_hub()
     server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers={"ETag": '"../../outside"'})
 
     def hooks() -> list[Any]:

@@ -58,8 +58,19 @@ def test_each_part_of_the_project_has_planted_errors() -> None:
         *(
             rf"python/metal_prefill/{name}"
             for name in (
-                *(r"_?gguf_\w+\.py", r"_state\.py", r"tokenizer\.py", r"(_template_\w+|chat_template)\.py"),
-                *(r"sampling\.py", r"_scoring\.py", r"_bench/rows\.py", r"_cost_model/", r"_commands/"),
+                *(
+                    r"files/_gguf_\w+\.py",
+                    r"files/_session_file\.py",
+                    r"text/_tokenizer\.py",
+                    r"text/_(template_\w+|chat_template)\.py",
+                ),
+                *(
+                    r"generation/_sampling\.py",
+                    r"tasks/_scoring\.py",
+                    r"bench/_rows\.py",
+                    r"gpu/_cost_model/",
+                    r"_commands/",
+                ),
             )
         ),
     ):

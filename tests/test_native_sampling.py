@@ -14,7 +14,7 @@ import pytest
 from support.sampling_reference import Drawn, log_softmax, logits_like_a_model, philox
 
 from metal_prefill import _core
-from metal_prefill.sampling import Options, Sampler, core_sampler, sample
+from metal_prefill.generation._sampling import Options, Sampler, core_sampler, sample
 
 
 @pytest.mark.parametrize(

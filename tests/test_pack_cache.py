@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from support.small_models import MODELS, write
 
-from metal_prefill import Model, _pack_cache, cli
-from metal_prefill._state import fingerprint
+from metal_prefill import Model, cli
+from metal_prefill.files import _pack_cache
+from metal_prefill.files._session_file import fingerprint
 
 IDS = np.random.default_rng(0).integers(0, 320, 37)
 HEADER = 16384  # bytes before the weights

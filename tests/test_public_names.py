@@ -11,30 +11,55 @@ import pytest
 import metal_prefill
 from metal_prefill import _core
 
-# Modules, and names in them, that README, guide, benchmarking page and docstrings mention.
+# Modules and packages with the names that README, guide, benchmarking page and docstrings mention.
 PUBLIC = {
     "metal_prefill": [*metal_prefill.__all__, "__version__"],
-    "metal_prefill.architecture": ["ModelConfig"],
-    "metal_prefill.beams": ["Beam"],
     "metal_prefill.bench": ["BenchError", "BenchResults", "Row", "ServingResults", "run", "run_serving"],
     "metal_prefill.chat": ["Conversation"],
+    "metal_prefill.cli": ["main"],
+    "metal_prefill.errors": [name for name in metal_prefill.__all__ if name.endswith("Error")],
+    "metal_prefill.files": ["GGUFFile", "ModelConfig", "TensorInfo", "fetch", "resolve_model"],
+    "metal_prefill.generation": ["Beam", "Options", "Sampler", "Scheduler", "Stream"],
+    "metal_prefill.gpu": [],
+    "metal_prefill.integrations": [
+        "ContinuePrompts",
+        "EmbedTexts",
+        "EmbeddingTransformer",
+        "MetalPrefillLM",
+        "RerankPairs",
+        "ScorePrompts",
+        "serve_app",
+    ],
+    "metal_prefill.lm_eval": ["MetalPrefillLM"],
+    "metal_prefill.model": ["Model", "default_model_path", "resolve_device"],
+    "metal_prefill.serve": ["Settings", "app"],
+    "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
+    "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
+    "metal_prefill.tasks": ["PROMPTS", "Classification", "Ranked", "embed", "rerank"],
+    "metal_prefill.text": [
+        "ChatTemplate",
+        "ParsedAnswer",
+        "Tokenizer",
+        "ToolCall",
+        "ToolCallParser",
+        "parse_tool_calls",
+        "tool_names",
+    ],
+}
+# Import paths of earlier versions, which still work.
+FORMER = {
+    "metal_prefill.architecture": ["ModelConfig"],
+    "metal_prefill.beams": ["Beam"],
     "metal_prefill.chat_template": ["ChatTemplate"],
     "metal_prefill.classification": ["Classification"],
-    "metal_prefill.cli": ["main"],
     "metal_prefill.embedding": ["PROMPTS", "embed"],
-    "metal_prefill.errors": [name for name in metal_prefill.__all__ if name.endswith("Error")],
     "metal_prefill.gguf_file": ["GGUFFile", "TensorInfo"],
     "metal_prefill.hub": ["fetch", "resolve_model"],
-    "metal_prefill.model": ["Model", "default_model_path", "resolve_device"],
-    "metal_prefill.lm_eval": ["MetalPrefillLM"],
     "metal_prefill.ray": ["ContinuePrompts", "EmbedTexts", "RerankPairs", "ScorePrompts", "serve_app"],
     "metal_prefill.reranking": ["Ranked", "rerank"],
     "metal_prefill.sampling": ["Options", "Sampler", "sample"],
     "metal_prefill.scheduler": ["Scheduler", "Stream"],
-    "metal_prefill.serve": ["Settings", "app"],
-    "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
     "metal_prefill.sklearn": ["EmbeddingTransformer"],
-    "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
     "metal_prefill.tokenizer": ["Tokenizer"],
     "metal_prefill.tool_calls": [
         "ParsedAnswer",
@@ -44,24 +69,42 @@ PUBLIC = {
         "tool_names",
     ],
 }
-# Modules that need a package which is not a requirement.
-EXTRAS = {"metal_prefill.ray": "ray", "metal_prefill.lm_eval": "lm_eval", "metal_prefill.sklearn": "sklearn"}
+# Names that need a package which is not a requirement.
+EXTRAS = {
+    "ContinuePrompts": "ray",
+    "EmbedTexts": "ray",
+    "EmbeddingTransformer": "sklearn",
+    "MetalPrefillLM": "lm_eval",
+    "RerankPairs": "ray",
+    "ScorePrompts": "ray",
+    "serve_app": "ray",
+}
 PROGRAMS = {"metal_prefill.__main__", "metal_prefill.bench.__main__"}  # run by `python -m`
 
 
-@pytest.mark.parametrize("module", PUBLIC)
-def test_public_names_stay(module: str) -> None:
-    if module in EXTRAS:
-        pytest.importorskip(EXTRAS[module])
-    found = importlib.import_module(module)
-    assert [name for name in PUBLIC[module] if not hasattr(found, name)] == []
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for paths in (PUBLIC, FORMER) for module, names in paths.items() for name in names],
+)
+def test_public_names_stay(module: str, name: str) -> None:
+    if name in EXTRAS:
+        pytest.importorskip(EXTRAS[name])
+    assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("module", FORMER)
+def test_a_former_path_leads_to_the_same_object(module: str) -> None:
+    homes = {name: home for home, names in PUBLIC.items() for name in names}
+    for name in FORMER[module]:
+        if name in homes and name not in EXTRAS:
+            found = getattr(importlib.import_module(module), name)
+            assert found is getattr(importlib.import_module(homes[name]), name)
 
 
 def test_everything_else_says_that_it_is_private() -> None:
     found = {module.name for module in pkgutil.walk_packages(metal_prefill.__path__, "metal_prefill.")}
     open_names = {name for name in found if "._" not in name.removesuffix(".__main__")}
-    assert open_names >= PUBLIC.keys() - {"metal_prefill"}
-    assert open_names - PUBLIC.keys() - PROGRAMS == set()
+    assert open_names == PUBLIC.keys() - {"metal_prefill"} | PROGRAMS
 
 
 def test_what_only_tests_and_benchmarks_call_is_not_in_the_package() -> None:

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from support.small_models import TYPES, half_fields
 
 from metal_prefill import _core
-from metal_prefill._synth_blocks import BLOCK_FORMATS
+from metal_prefill.synth._blocks import BLOCK_FORMATS
 
 # Of either sign, down to where float16 is subnormal, and zeros of both signs.
 SCALES = np.array([1, -1, 0.01, -0.3, 6e-5, -6e-8, 3e-6, 0, -0.0, 65504], np.float16)

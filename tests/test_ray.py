@@ -23,8 +23,13 @@ from metal_prefill import ContextOverflowError, Model
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 pytest.importorskip("ray.data", reason="needs the extra ray")
 
-from metal_prefill.ray import ContinuePrompts, EmbedTexts, RerankPairs, ScorePrompts  # noqa: E402
-from metal_prefill.scheduler import Scheduler, Stream  # noqa: E402
+from metal_prefill.generation._scheduler import Scheduler, Stream  # noqa: E402
+from metal_prefill.integrations._ray import (  # noqa: E402
+    ContinuePrompts,
+    EmbedTexts,
+    RerankPairs,
+    ScorePrompts,
+)
 from metal_prefill.session import Piece  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own

@@ -27,7 +27,7 @@ for name in ("READY_CHECK", "HEALTH_CHECK"):
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 ray_serve = pytest.importorskip("ray.serve", reason="needs the extra ray")
 
-from metal_prefill.ray import serve_app  # noqa: E402
+from metal_prefill.integrations._ray import serve_app  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # warnings: Ray's own
 

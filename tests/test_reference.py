@@ -11,7 +11,7 @@ from support import comparison, small_models
 from support.reference import ReferenceModel
 from support.small_models import SmallModel
 
-from metal_prefill.architecture import ARCHITECTURES
+from metal_prefill.files._architecture import ARCHITECTURES
 
 COMPARED = dict(comparison.compared_models())
 IN_FLOAT32 = dict(comparison.models_in_float32())

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import Model, OutputError, synth
-from metal_prefill._replacing import replacing
+from metal_prefill._support.atomic_write import replacing
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs POSIX file types, modes and locks")
 
@@ -136,7 +136,7 @@ def kill_while_writing(path: Path, number: int) -> None:
     """Let a process begin to replace `path`, and end it there by a signal."""
     program = (
         "import sys, time\n"
-        "from metal_prefill._replacing import replacing\n"
+        "from metal_prefill._support.atomic_write import replacing\n"
         "with replacing(sys.argv[1]) as part:\n"
         "    part.write_bytes(b'half')\n"
         "    print('writing', flush=True)\n"

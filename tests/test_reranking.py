@@ -15,8 +15,8 @@ from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model
-from metal_prefill._pooled_head import read_head
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._pooled_head import read_head
 
 QUERY = "who is the king"
 DOCUMENTS = ["The king is dead.", "A rose by any other name", "Long live the king! " * 8, "x"]
@@ -110,7 +110,7 @@ def test_only_the_best_are_returned(model: Model) -> None:
 def test_texts_never_spell_control_tokens_or_places(model: Model) -> None:
     template = "<|endoftext|>{query}|{document}"
     special = model.tokenizer._special.get("<|endoftext|>")
-    from metal_prefill.reranking import encode_template
+    from metal_prefill.tasks._reranking import encode_template
 
     ids = encode_template(model, template, {"query": "{document}", "document": "<|endoftext|>"})
     plain = model.tokenizer.encode("{document}|<|endoftext|>", add_bos=False)

@@ -13,7 +13,7 @@ from support.sampling_reference import log_softmax
 from support.small_models import MODELS, SmallModel, with_tensor, write
 
 from metal_prefill import ContextOverflowError, Model, NumericalError, _core
-from metal_prefill.sampling import Options, core_sampler
+from metal_prefill.generation._sampling import Options, core_sampler
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from metal_prefill.sampling import REPEAT_WINDOW, Options, Sampler, sample
+from metal_prefill.generation._sampling import REPEAT_WINDOW, Options, Sampler, sample
 
 DRAWS = 1500
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_prefill import ClosedError, ContextOverflowError, KVMemoryError, Model, Scheduler
-from metal_prefill._batch_call import BatchCall
-from metal_prefill._speculation import RowCost
-from metal_prefill.scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream, make_streams
+from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream, make_streams
+from metal_prefill.generation._speculation import RowCost
 
 TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
 

@@ -128,6 +128,6 @@ def test_a_closed_model_scores_nothing(demo: Model) -> None:
 
 def test_bulk_work_names_its_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "metal_prefill.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "metal_prefill.integrations._ray", raising=False)
     with pytest.raises(MissingExtraError, match=r"pip install 'metal_prefill\[ray\]'"):
-        importlib.import_module("metal_prefill.ray")
+        importlib.import_module("metal_prefill.integrations._ray")

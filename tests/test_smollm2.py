@@ -11,7 +11,7 @@ from support.sampling_reference import Drawn
 
 from metal_prefill import Conversation, Model
 from metal_prefill._commands.perplexity import perplexity, windows
-from metal_prefill.sampling import REPEAT_WINDOW, sample
+from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
 
 pytestmark = pytest.mark.real_model
 TEXT = Path(__file__).parents[1] / "docs" / "guide.md"

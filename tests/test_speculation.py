@@ -12,7 +12,7 @@ import pytest
 from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, SessionBusyError, _core
-from metal_prefill._speculation import (
+from metal_prefill.generation._speculation import (
     MOST_DRAFTS,
     Acceptance,
     LookupDrafter,

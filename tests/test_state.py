@@ -22,10 +22,10 @@ from metal_prefill import (
     Model,
     StateError,
     _core,
-    _state,
     default_model_path,
 )
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.files import _session_file
+from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.synth import synthesize
 
 DATA = Path(__file__).parent / "data"
@@ -67,7 +67,9 @@ def rewrite(
         stated = {**file.metadata(), **(metadata or {})}
     contents = {**load_file(path), **(arrays or {})}
     kept = {name: np.ascontiguousarray(a) for name, a in contents.items() if a is not None}
-    stated["checksum"] = _state._checksum({n: a.reshape(-1).view(np.uint8) for n, a in kept.items()}, stated)
+    stated["checksum"] = _session_file._checksum(
+        {n: a.reshape(-1).view(np.uint8) for n, a in kept.items()}, stated
+    )
     save_file(kept, path, stated)
 
 
@@ -248,7 +250,7 @@ def test_the_same_model_at_another_path_is_accepted(
 
 
 def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path) -> None:
-    base = _state.fingerprint(demo.gguf)
+    base = _session_file.fingerprint(demo.gguf)
     seen = {base}
     places = [
         demo.path.read_bytes().index(b"general.name") + 12 + 4 + 8,  # after key, type and length: a letter
@@ -260,7 +262,7 @@ def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path)
         content = bytearray(demo.path.read_bytes())
         content[place] ^= 1
         copy.write_bytes(content)
-        seen.add(_state.fingerprint(GGUFFile(copy)))
+        seen.add(_session_file.fingerprint(GGUFFile(copy)))
     assert len(seen) == 1 + len(places)
 
 
@@ -385,7 +387,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     before = saved.read_bytes()
-    monkeypatch.setattr(f"metal_prefill._state.{step}", fail)
+    monkeypatch.setattr(f"metal_prefill.files._session_file.{step}", fail)
     with demo.session() as session:
         session.forward_prompt(PROMPT[:5])
         with pytest.raises(OSError, match="the disk is gone"):
@@ -407,12 +409,12 @@ def test_a_save_that_is_killed_midway_leaves_the_old_file(
         os._exit(9)
 
     before = saved.read_bytes()
-    monkeypatch.setattr(_state, "save_file", die)
+    monkeypatch.setattr(_session_file, "save_file", die)
     child = os.fork()
     if child == 0:
         owner, n = demo._state_owner, 3
         rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
-        _state.write(saved, owner, _state.State(np.arange(n, dtype=np.int32), rows))
+        _session_file.write(saved, owner, _session_file.State(np.arange(n, dtype=np.int32), rows))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert saved.read_bytes() == before
@@ -423,7 +425,7 @@ def test_a_save_that_is_killed_midway_leaves_the_old_file(
 def test_a_save_while_a_state_is_loaded_leaves_the_old_state_to_the_loader(
     demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    original = getattr(_state, step)
+    original = getattr(_session_file, step)
 
     def save_first(*arguments: object) -> object:
         with demo.session() as other:
@@ -431,7 +433,7 @@ def test_a_save_while_a_state_is_loaded_leaves_the_old_state_to_the_loader(
             other.save(saved)
         return original(*arguments)
 
-    monkeypatch.setattr(_state, step, save_first)
+    monkeypatch.setattr(_session_file, step, save_first)
     assert demo.load_session(saved).tokens == PROMPT
     monkeypatch.undo()
     assert demo.load_session(saved).tokens == [7, 8, 9]
@@ -466,13 +468,13 @@ def test_loads_next_to_saves_find_a_whole_state(demo_path: Path, tmp_path: Path)
 def test_a_state_that_is_truncated_while_it_is_read_is_damaged(
     demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = _state._check_owner
+    original = _session_file._check_owner
 
     def truncate_first(*arguments: Any) -> None:
         original(*arguments)
         os.truncate(saved, saved.stat().st_size // 2)
 
-    monkeypatch.setattr(_state, "_check_owner", truncate_first)
+    monkeypatch.setattr(_session_file, "_check_owner", truncate_first)
     with pytest.raises(StateError, match=r"damaged: the file ends at \d+ bytes"):
         demo.load_session(saved)
 

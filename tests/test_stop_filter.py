@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metal_prefill._continuation import StopFilter
+from metal_prefill.generation._text_generation import StopFilter
 
 LETTERS = st.text("ab", max_size=12)
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from metal_prefill import Model, synth
 from metal_prefill._commands import synth as command
-from metal_prefill.architecture import ARCHITECTURES
+from metal_prefill.files._architecture import ARCHITECTURES
 
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
 WIDE: dict[str, Any] = {"preset": "tiny", "dim": 256, "heads": 4, "head_dim": 64, "ffn": 512}

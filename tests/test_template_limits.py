@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from metal_prefill import ChatTemplateError
-from metal_prefill._template_budget import FILTERS, MAX_VALUE
-from metal_prefill.chat_template import ChatTemplate
+from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text._template_budget import FILTERS, MAX_VALUE
 
 END = "<|im_end|>"
 USER_HI = [{"role": "user", "content": "Hi"}]
@@ -92,7 +92,7 @@ def render(source: str, messages: Any = USER_HI) -> str:
 RENDER_ALL = """
 import json, resource, sys
 from metal_prefill import ChatTemplateError
-from metal_prefill.chat_template import ChatTemplate
+from metal_prefill.text._chat_template import ChatTemplate
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 errors = {}
 for name, source in json.load(sys.stdin).items():

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, pre_tokenizers
 
 from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.gguf_file import GGUFFile
-from metal_prefill.tokenizer import Tokenizer
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._tokenizer import Tokenizer
 
 RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
 GPT2, LLAMA = RECORD["vocabularies"]["gpt2"], RECORD["vocabularies"]["llama"]

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
-from metal_prefill import ChatTemplateError, Conversation, Model, StateError, tool_calls
-from metal_prefill.chat_template import ChatTemplate
-from metal_prefill.tokenizer import Tokenizer
-from metal_prefill.tool_calls import ToolCall, ToolCallParser, parse_tool_calls
+from metal_prefill import ChatTemplateError, Conversation, Model, StateError
+from metal_prefill.text import _tool_calls
+from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_tool_calls
 
 GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[HERMES.index("{% for m in") :]
 
@@ -133,7 +134,7 @@ def test_an_answer_may_have_a_backslash_before_a_call() -> None:
 
 
 def test_a_call_longer_than_the_limit_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_calls, "LONGEST_CALL", 100)
+    monkeypatch.setattr(_tool_calls, "LONGEST_CALL", 100)
     call = '{"name": "clock", "arguments": {"a": "%s"}}'
     longest = call % ("x" * (100 - len(call % "")))
     for size in (1, 7, 1000):
@@ -153,7 +154,7 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal steps
         steps += event == "line"
-        return trace if frame.f_code.co_filename == tool_calls.__file__ else None
+        return trace if frame.f_code.co_filename == _tool_calls.__file__ else None
 
     def loads(text: str) -> Any:
         nonlocal steps

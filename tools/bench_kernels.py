@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from metal_prefill import _core
-from metal_prefill._bench import machine
-from metal_prefill._bench.errors import BenchError
-from metal_prefill._bench.peak import PeakProcess
-from metal_prefill._bench.summary import Spread, spread
 from metal_prefill._commands import common
-from metal_prefill._replacing import check_target, replacing
+from metal_prefill._support.atomic_write import check_target, replacing
+from metal_prefill.bench import _machine
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._peak import PeakProcess
+from metal_prefill.bench._summary import Spread, spread
 
 # Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
@@ -215,7 +215,7 @@ def run(
             for kernel, limit, n, make in _cases(isa, types, shapes, tokens, attention_tokens, n_threads):
                 if progress is not None:
                     progress(
-                        f"{kernel}, {machine.counted(n, 'token')}, {machine.counted(n_threads, 'thread')}"
+                        f"{kernel}, {_machine.counted(n, 'token')}, {_machine.counted(n_threads, 'thread')}"
                     )
                 rows.append(measure(kernel, make(), n, n_threads, isa, limit, limits, repetitions))
     return rows
@@ -270,7 +270,7 @@ def _percent(share: Spread | None) -> str:
 def render(rows: Sequence[KernelRow]) -> Table:
     """Draw the rows for a terminal."""
     sets = ", ".join(dict.fromkeys(row.isa for row in rows))
-    title = f"{machine.cpu_name()}, {sets}: share of the measured limits, median (range)"
+    title = f"{_machine.cpu_name()}, {sets}: share of the measured limits, median (range)"
     table = Table(title=title, title_justify="left")
     for name in ("kernel", "tokens", "threads", "GMAC/s", "limit", "of products", "of memory"):
         table.add_column(name, justify="left" if name in ("kernel", "limit") else "right")
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = run(
                 types=options.types,
                 tokens=options.tokens,
-                threads=options.threads or sorted({1, machine.available_threads()}),
+                threads=options.threads or sorted({1, _machine.available_threads()}),
                 repetitions=options.repetitions,
                 isa=options.isa,
                 progress=status.update,

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from metal_prefill import Model
-from metal_prefill._bench.model_file import smollm_shape
+from metal_prefill.bench._model_file import smollm_shape
 
 NEW = 16  # tokens after what is shared
 ANSWERS = 8  # prompts that share their beginning

@@ -101,18 +101,18 @@ def main() -> int:
 
     import metal_prefill
     from metal_prefill import _core
-    from metal_prefill._bench import machine
+    from metal_prefill.bench import _machine
 
     sets, built = _core.cpu.kernel_sets(), _core.cpu.built_sets()
-    threads = machine.available_threads()
-    print(f"processor: {machine.cpu_name()}, {threads} threads, {platform.system()} {platform.machine()}")
+    threads = _machine.available_threads()
+    print(f"processor: {_machine.cpu_name()}, {threads} threads, {platform.system()} {platform.machine()}")
     print(f"metal_prefill {metal_prefill.__version__}, Python {platform.python_version()}")
     print(f"instruction sets built: {', '.join(built)}")
     print(f"run on this processor: {', '.join(sets)}", flush=True)
     begin = time.monotonic()
     results = [run(step) for step in steps(sets, options.tests.resolve(), threads)]
     verdict = "passed" if all(results) else f"{results.count(False)} of {len(results)} steps failed"
-    print(f"{machine.cpu_name()}: {', '.join(sets)}: {verdict} in {time.monotonic() - begin:.0f} s")
+    print(f"{_machine.cpu_name()}: {', '.join(sets)}: {verdict} in {time.monotonic() - begin:.0f} s")
     return 0 if all(results) else 1
 
 

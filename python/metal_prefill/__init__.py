@@ -19,7 +19,8 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():  # before the native mod
         "PYTHON_GIL=1, or use an ordinary build of Python"
     )
 
-from metal_prefill._interruptions import interruptions
+from metal_prefill._support.interruptions import interruptions
+from metal_prefill._support.lazy import keep_former_paths
 from metal_prefill.errors import (
     ChatTemplateError,
     ClosedError,
@@ -41,8 +42,8 @@ from metal_prefill.errors import (
 
 if TYPE_CHECKING:
     from metal_prefill.chat import Conversation
+    from metal_prefill.generation._scheduler import Scheduler
     from metal_prefill.model import Model, default_model_path
-    from metal_prefill.scheduler import Scheduler
     from metal_prefill.session import Piece, Session
 
     __version__: str  # of the installed distribution, as pyproject.toml states it
@@ -77,16 +78,35 @@ _HOMES = {
     "Conversation": "metal_prefill.chat",
     "Model": "metal_prefill.model",
     "Piece": "metal_prefill.session",
-    "Scheduler": "metal_prefill.scheduler",
+    "Scheduler": "metal_prefill.generation._scheduler",
     "Session": "metal_prefill.session",
     "default_model_path": "metal_prefill.model",
 }
+
+# Import paths of earlier versions.
+_FORMER_PATHS = {
+    "architecture": "files._architecture",
+    "beams": "generation._beams",
+    "chat_template": "text._chat_template",
+    "classification": "tasks._classification",
+    "embedding": "tasks._embedding",
+    "gguf_file": "files._gguf_file",
+    "hub": "files._hub",
+    "ray": "integrations._ray",
+    "reranking": "tasks._reranking",
+    "sampling": "generation._sampling",
+    "scheduler": "generation._scheduler",
+    "sklearn": "integrations._sklearn",
+    "tokenizer": "text._tokenizer",
+    "tool_calls": "text._tool_calls",
+}
+keep_former_paths(__name__, _FORMER_PATHS)
 
 
 def __getattr__(name: str) -> Any:
     value: Any
     if name == "__version__":
-        from metal_prefill._cache_folder import version
+        from metal_prefill._support.cache_folder import version
 
         value = version()
     elif name in _HOMES:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from metal_prefill.errors import StateError
-from metal_prefill.tool_calls import ToolCall, ToolCallParser
+from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
-    from metal_prefill._continuation import FinishReason, Piece
+    from metal_prefill.generation._text_generation import FinishReason, Piece
     from metal_prefill.model import Model
     from metal_prefill.session import Session
 
@@ -32,7 +32,7 @@ class Conversation:
     system
         Instructions to the model, before the first message.
     tools
-        What the model may call, as for :meth:`metal_prefill.tokenizer.Tokenizer.apply_chat_template`. Its
+        What the model may call, as for :meth:`metal_prefill.text.Tokenizer.apply_chat_template`. Its
         calls are in :attr:`calls`, and :meth:`answer_calls` says what came of them.
     max_context
         As in :meth:`metal_prefill.Model.session`.

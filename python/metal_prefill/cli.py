@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from metal_prefill._interruptions import interruptions
+from metal_prefill._support.interruptions import interruptions
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import _core, _pack_cache, _state
-from metal_prefill._arguments import MAX_INTEGER, MOST_ANSWERS, integer, one_of
-from metal_prefill._batch_call import BatchCall, BatchOutput, OutputRows
-from metal_prefill._cache_folder import pipeline_folder, remove_old_pipelines
-from metal_prefill._cached_property import cached_property
-from metal_prefill._engine_loop import EngineLoop
-from metal_prefill._packaged import packaged_model
-from metal_prefill._pooled_head import read_head
-from metal_prefill._scoring import check_prompts, groups, score_many
-from metal_prefill._speculation import RowCost
-from metal_prefill._stream import REFUSALS, Stream
-from metal_prefill.architecture import ModelConfig, collect_tensors, core_config, read_config
+from metal_prefill import _core
+from metal_prefill._support.arguments import MAX_INTEGER, MOST_ANSWERS, integer, one_of
+from metal_prefill._support.cache_folder import pipeline_folder, remove_old_pipelines
+from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import (
     ClosedError,
     DeviceError,
@@ -32,19 +24,28 @@ from metal_prefill.errors import (
     MetalPrefillError,
     StateError,
 )
-from metal_prefill.gguf_file import GGUFFile
-from metal_prefill.hub import fetch
-from metal_prefill.scheduler import Scheduler
+from metal_prefill.files import _pack_cache, _session_file
+from metal_prefill.files._architecture import ModelConfig, collect_tensors, core_config, read_config
+from metal_prefill.files._bundled_models import packaged_model
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hub import fetch
+from metal_prefill.files._pooled_head import read_head
+from metal_prefill.generation._batch_call import BatchCall, BatchOutput, OutputRows
+from metal_prefill.generation._engine_loop import EngineLoop
+from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._speculation import RowCost
+from metal_prefill.generation._stream import REFUSALS, Stream
 from metal_prefill.session import Logits, Piece, Progress, Session, TokenIds
+from metal_prefill.tasks._scoring import check_prompts, groups, score_many
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from metal_prefill._continuation import TextOptions
-    from metal_prefill.beams import Beam, EarlyStopping
-    from metal_prefill.classification import Classification
-    from metal_prefill.reranking import Ranked
-    from metal_prefill.tokenizer import Tokenizer
+    from metal_prefill.generation._beams import Beam, EarlyStopping
+    from metal_prefill.generation._text_generation import TextOptions
+    from metal_prefill.tasks._classification import Classification
+    from metal_prefill.tasks._reranking import Ranked
+    from metal_prefill.text._tokenizer import Tokenizer
 
 _log = logging.getLogger("metal_prefill")
 _announced_fallback = False
@@ -230,10 +231,10 @@ class Model:
     ) -> _core.Engine:
         """Make the engine: on the CPU where the GPU was not asked for by name and cannot be used."""
         if device == "metal":
-            from metal_prefill._checks import first_contact
+            from metal_prefill.gpu import _self_test
 
             try:
-                engine = first_contact.build_checked(builder, options, self._config, len(self._gguf.mapping))
+                engine = _self_test.build_checked(builder, options, self._config, len(self._gguf.mapping))
                 remove_old_pipelines(options.metal.pipeline_folder)
                 return engine
             except DeviceError as error:
@@ -260,14 +261,14 @@ class Model:
         Parameters
         ----------
         repo_id, filename, revision, token, cache_dir
-            See :func:`metal_prefill.hub.fetch`; `filename` may be a pattern, such as ``"*Q4_0.gguf"``.
+            See :func:`metal_prefill.files.fetch`; `filename` may be a pattern, such as ``"*Q4_0.gguf"``.
         options
             Of :class:`Model`.
 
         Raises
         ------
         MissingExtraError, HubError
-            See :func:`metal_prefill.hub.fetch`.
+            See :func:`metal_prefill.files.fetch`.
         """
         path = fetch(repo_id, filename, revision=revision, token=token, cache_dir=cache_dir)
         return cls(path, **options)
@@ -309,7 +310,7 @@ class Model:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the file, built on first use."""
-        from metal_prefill.tokenizer import Tokenizer
+        from metal_prefill.text._tokenizer import Tokenizer
 
         return Tokenizer.from_gguf(self._gguf)
 
@@ -358,8 +359,10 @@ class Model:
         return RowCost()
 
     @cached_property
-    def _state_owner(self) -> _state.Owner:
-        return _state.Owner(self._config, self._kv_dtype, _state.fingerprint(self._gguf), self._path.name)
+    def _state_owner(self) -> _session_file.Owner:
+        return _session_file.Owner(
+            self._config, self._kv_dtype, _session_file.fingerprint(self._gguf), self._path.name
+        )
 
     def load_session(
         self, path: str | os.PathLike[str], *, max_context: int | None = None, prefix_namespace: str = ""
@@ -383,7 +386,7 @@ class Model:
             It cannot be opened.
         """
         session = self.session(max_context=max_context, prefix_namespace=prefix_namespace)
-        saved = _state.read(path, self._state_owner)
+        saved = _session_file.read(path, self._state_owner)
         try:
             session._open().import_state(saved.tokens, saved.rows)
         except MetalPrefillError:
@@ -618,7 +621,7 @@ class Model:
         NumericalError, DeviceError, KVMemoryError
             While a text was computed; the message has its index.
         """
-        from metal_prefill.embedding import embed
+        from metal_prefill.tasks._embedding import embed
 
         return embed(
             self,
@@ -669,7 +672,7 @@ class Model:
             A document is not a string, cannot be encoded or does not fit; the message has its index. Or
             there is no template, or the model is not a reranker.
         """
-        from metal_prefill.reranking import rerank
+        from metal_prefill.tasks._reranking import rerank
 
         return rerank(self, query, documents, top_n=top_n, instruction=instruction, template=template)
 
@@ -709,7 +712,7 @@ class Model:
             A text is not a string, cannot be encoded or does not fit; the message has its index. Or there is
             neither a list of labels nor a classification head.
         """
-        from metal_prefill.classification import classify
+        from metal_prefill.tasks._classification import classify
 
         return classify(
             self, texts, labels, template=template, normalize_length=normalize_length, calibrate=calibrate
@@ -847,7 +850,7 @@ class Model:
 
         Returns
         -------
-        list of metal_prefill.beams.Beam
+        list of metal_prefill.generation.Beam
             The texts found, the best first; fewer than `num_beams` where there are no more.
 
         Raises
@@ -861,7 +864,7 @@ class Model:
         KVMemoryError, DeviceError
             As for a prompt.
         """
-        from metal_prefill.beams import generate_beams
+        from metal_prefill.generation._beams import generate_beams
 
         return generate_beams(
             self,

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill import _state
-from metal_prefill._arguments import Logits, Progress, TokenIds, integer, token_array, token_id
-from metal_prefill._continuation import Continuation, Piece, TextOptions
-from metal_prefill._dispatches import Dispatch, from_core
-from metal_prefill._speculation import RowCost, time_of_pass
-from metal_prefill.architecture import ModelConfig
+from metal_prefill._support.arguments import Logits, Progress, TokenIds, integer, token_array, token_id
+from metal_prefill._support.dispatches import Dispatch, from_core
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
+from metal_prefill.files import _session_file
+from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.generation._speculation import RowCost, time_of_pass
+from metal_prefill.generation._text_generation import Continuation, Piece, TextOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from metal_prefill import _core
-    from metal_prefill.tokenizer import Tokenizer
+    from metal_prefill.text._tokenizer import Tokenizer
 
 __all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
 
@@ -45,7 +45,7 @@ class _SharedModel(Protocol):
         """Tokenizer of the file."""
 
     @property
-    def _state_owner(self) -> _state.Owner:
+    def _state_owner(self) -> _session_file.Owner:
         """Identity that saved sessions of the model carry."""
 
     @property
@@ -246,7 +246,7 @@ class Session:
         if not isinstance(self.notes, str):
             raise TypeError(f"notes must be a str, got {type(self.notes).__name__}")
         tokens, rows = self._open().export_state()
-        _state.write(path, self._model._state_owner, _state.State(tokens, rows, self.notes))
+        _session_file.write(path, self._model._state_owner, _session_file.State(tokens, rows, self.notes))
 
     def _inspector(self) -> _core.SessionInspector:
         inspector = self._open().inspector()
@@ -331,7 +331,7 @@ class Session:
             As in :meth:`forward_prompt`, for the prompt.
         temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
 logit_bias
-            See :class:`metal_prefill.sampling.Options`; temperature 0, the default, is greedy.
+            See :class:`metal_prefill.generation.Options`; temperature 0, the default, is greedy.
         seed
             Of the random numbers, not negative; None draws a fresh one. The random number of a token is a
             function of the seed and its position: a text depends on the seed and the logits alone.

@@ -8,17 +8,17 @@ import pytest
 from support.bench_fakes import SteadyCalibrator
 
 from metal_prefill import bench
-from metal_prefill._bench import engines, machine, runner
-from metal_prefill._bench.results import BenchResults
+from metal_prefill.bench import _engines, _machine, _runner
+from metal_prefill.bench._results import BenchResults
 
 
 @pytest.fixture(name="_quiet_machine")
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all engines a machine that is never disturbed."""
-    monkeypatch.setattr(machine, "Calibrator", lambda threads: SteadyCalibrator())
-    monkeypatch.setattr(machine, "stolen_ns", lambda: 0)
-    monkeypatch.setattr(runner, "REST_S", 0.0)
-    monkeypatch.setattr(engines, "check_installed", lambda name: None)
+    monkeypatch.setattr(_machine, "Calibrator", lambda threads: SteadyCalibrator())
+    monkeypatch.setattr(_machine, "stolen_ns", lambda: 0)
+    monkeypatch.setattr(_runner, "REST_S", 0.0)
+    monkeypatch.setattr(_engines, "check_installed", lambda name: None)
 
 
 @pytest.fixture(scope="session")

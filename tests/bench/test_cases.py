@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from metal_prefill._bench.cases import Case, make_cases, stream_ids, token_ids
+from metal_prefill.bench._cases import Case, make_cases, stream_ids, token_ids
 
 
 def test_cases_are_named_as_llama_bench_names_them() -> None:

@@ -10,10 +10,11 @@ import pytest
 from support.bench_fakes import FakeWorker, RecordingEngine, compare, fakes
 
 from metal_prefill import Model, bench
-from metal_prefill._bench import engine_ours, engines, worker
-from metal_prefill._bench.cases import SAMPLING, Case, Choice, make_cases, token_ids
-from metal_prefill._bench.engines import ChoosingEngine, Ids, Options
-from metal_prefill._bench.model_file import task_ids
+from metal_prefill.bench import _engines, _worker
+from metal_prefill.bench._cases import SAMPLING, Case, Choice, make_cases, token_ids
+from metal_prefill.bench._engines import ChoosingEngine, Ids, Options
+from metal_prefill.bench._model_file import task_ids
+from metal_prefill.bench._peers import metal_prefill
 
 VOCAB = 1024  # of the bundled model
 CHOICES: tuple[Choice, ...] = ("argmax", "sampled", "greedy", "lookup")
@@ -31,7 +32,7 @@ def test_tokens_are_chosen_after_a_context_that_is_not_timed() -> None:
     task = np.array([5, 6, 7, 8], np.int32)
     for choice in CHOICES:
         engine = Recorder()
-        worker.timed_run(engine, Case(0, 9, 3, choice=choice), VOCAB, lambda: task)
+        _worker.timed_run(engine, Case(0, 9, 3, choice=choice), VOCAB, lambda: task)
         ids = token_ids(4, VOCAB).tolist() if choice in ("argmax", "sampled") else task.tolist()
         assert engine.calls == [("clear",), ("prefill", ids[:3]), ("choose", ids, 9, choice)]
 
@@ -53,7 +54,7 @@ def options_for(path: Path) -> Options:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_our_tokens_are_those_of_generating(demo_path: Path, choice: Choice) -> None:
     ids = task_ids(demo_path)
-    engine = engine_ours.Ours(options_for(demo_path))
+    engine = metal_prefill.Ours(options_for(demo_path))
     with Model(demo_path, device="cpu", threads=1, compute="f32") as model:
         options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
         expected = [p.token for p in model.stream(ids, 20, min_tokens=20, speculate="off", **options)]
@@ -67,7 +68,7 @@ def test_our_tokens_are_those_of_generating(demo_path: Path, choice: Choice) -> 
 
 def test_llama_cpp_chooses_the_same_with_guesses_and_without(demo_path: Path) -> None:
     pytest.importorskip("llama_cpp")
-    from metal_prefill._bench.engine_llama_cpp import LlamaCpp
+    from metal_prefill.bench._peers.llama_cpp import LlamaCpp
 
     ids = np.concatenate([task_ids(demo_path)[:60]] * 2)  # a text that repeats itself
     engine = LlamaCpp(options_for(demo_path))
@@ -80,7 +81,7 @@ def test_llama_cpp_chooses_the_same_with_guesses_and_without(demo_path: Path) ->
             assert texts.setdefault(choice, made) == made
             assert engine._single._position == len(ids) + 23
     assert texts["lookup"] == texts["greedy"] == texts["argmax"] != texts["sampled"]
-    ours = engine_ours.Ours(options_for(demo_path))
+    ours = metal_prefill.Ours(options_for(demo_path))
     ours.prefill(ids[:-1])
     assert ours.choose(ids, 8, "greedy") == texts["greedy"][:8]
 
@@ -120,7 +121,7 @@ def test_tests_that_are_compared_take_turns(demo_path: Path) -> None:
             share = 4 if case.name == "lookup4" else 5 if case.name == "sampled4" else 4.8
             return int(share * 1.1 ** len(asked) * 1000), 0
 
-    workers: dict[str, FakeWorker] = {engines.OURS: Slowing(engines.OURS, 1)}
+    workers: dict[str, FakeWorker] = {_engines.OURS: Slowing(_engines.OURS, 1)}
     results = compare(workers, demo_path, prompts=[], n_gen=4, sampled=True, speculate=True, repetitions=20)
     assert asked[:21] == ["tg4"] * 21
     assert asked[21:23] == ["greedy4", "sampled4"]  # warm-up
@@ -142,6 +143,6 @@ def test_choices_are_measured_in_a_real_process(demo_path: Path) -> None:
         demo_path, prompts=[], n_gen=3, sampled=True, speculate=True, repetitions=1, threads=1, device="cpu"
     )
     assert results.tests == ["tg3", "greedy3", "sampled3", "copy3", "lookup3"]
-    row = results.row(engines.OURS, "lookup3")
+    row = results.row(_engines.OURS, "lookup3")
     assert row.samples_ts == pytest.approx([3e9 / row.samples_ns[0]])
     assert row.n_depth == len(task_ids(demo_path)) - 1

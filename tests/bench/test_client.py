@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import bench
-from metal_prefill._bench import engines
-from metal_prefill._bench.cases import Case
-from metal_prefill._bench.client import WorkerProcess
-from metal_prefill._bench.engines import Options
+from metal_prefill.bench import _engines
+from metal_prefill.bench._cases import Case
+from metal_prefill.bench._client import WorkerProcess
+from metal_prefill.bench._engines import Options
 
 
 def options_for(path: Path) -> Options:
@@ -21,11 +21,11 @@ def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"nothing")
     with pytest.raises(bench.BenchError, match=r"metal_prefill: GGUFError: .*bad\.gguf.*loading the model"):
-        WorkerProcess(engines.OURS, options_for(path), 1024)
+        WorkerProcess(_engines.OURS, options_for(path), 1024)
 
 
 def test_a_worker_that_dies_is_named(demo_path: Path) -> None:
-    worker = WorkerProcess(engines.OURS, options_for(demo_path), 1024)
+    worker = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
     try:
         assert worker.sample(Case(8, 0, 0))[0] > 0
         worker._process.kill()
@@ -37,8 +37,8 @@ def test_a_worker_that_dies_is_named(demo_path: Path) -> None:
 
 
 def test_the_workers_of_peers_are_processes_of_their_own(demo_path: Path) -> None:
-    first = WorkerProcess(engines.OURS, options_for(demo_path), 1024)
-    second = WorkerProcess(engines.OURS, options_for(demo_path), 1024)
+    first = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
+    second = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
     try:
         assert first._process.pid != second._process.pid
         assert first.peak_rss() > first.rss_before_load > 0

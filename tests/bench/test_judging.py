@@ -11,12 +11,13 @@ from support.bench_fakes import RecordingEngine, compare, fakes
 from support.reference import ReferenceModel
 
 from metal_prefill import bench, synth
-from metal_prefill._bench import engine_ours, engines, model_file, worker
-from metal_prefill._bench.cases import Case, evaluation_texts, make_tasks, ranking_ids
-from metal_prefill._bench.engines import Ids, JudgingEngine, Options
-from metal_prefill._bench.results import BenchResults
-from metal_prefill.gguf_file import GGUFFile
-from metal_prefill.tokenizer import Tokenizer
+from metal_prefill.bench import _engines, _model_file, _worker
+from metal_prefill.bench._cases import Case, evaluation_texts, make_tasks, ranking_ids
+from metal_prefill.bench._engines import Ids, JudgingEngine, Options
+from metal_prefill.bench._peers import metal_prefill
+from metal_prefill.bench._results import BenchResults
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._tokenizer import Tokenizer
 
 VOCAB = 4096  # the least of a synthetic model in which "yes" is a token
 RANKING = Case(0, 0, 0, n_texts=3, task="rerank")
@@ -86,9 +87,9 @@ def test_an_evaluation_has_four_different_answers_to_each_question() -> None:
 
 def test_engines_are_given_prompts_with_answers_and_texts(reranker: Path) -> None:
     engine = Recorder()
-    answers = model_file.answer_ids(reranker)
-    worker.timed_run(engine, RANKING, VOCAB, answers=lambda: answers)
-    worker.timed_run(engine, Case(9, 0, 0, n_texts=16, task="evaluate"), VOCAB)
+    answers = _model_file.answer_ids(reranker)
+    _worker.timed_run(engine, RANKING, VOCAB, answers=lambda: answers)
+    _worker.timed_run(engine, Case(9, 0, 0, n_texts=16, task="evaluate"), VOCAB)
     prompts = [ids.tolist() for ids in ranking_ids(RANKING, VOCAB)]
     assert engine.calls == [("rank", prompts, answers), ("likelihoods", evaluation_texts())]
     tokenizer = Tokenizer.from_gguf(GGUFFile(reranker))
@@ -97,24 +98,24 @@ def test_engines_are_given_prompts_with_answers_and_texts(reranker: Path) -> Non
 
 def test_a_model_without_the_answers_is_refused(demo_path: Path) -> None:
     with pytest.raises(bench.BenchError, match='no token of its own for "yes" and "no"'):
-        model_file.answer_ids(demo_path)
+        _model_file.answer_ids(demo_path)
 
 
 def test_our_figures_are_those_of_the_reference(reranker: Path, demo_path: Path) -> None:
-    prompts, answers = ranking_ids(RANKING, VOCAB), model_file.answer_ids(reranker)
-    found = engine_ours.Ours(options_for(reranker)).rank(prompts, answers)
+    prompts, answers = ranking_ids(RANKING, VOCAB), _model_file.answer_ids(reranker)
+    found = metal_prefill.Ours(options_for(reranker)).rank(prompts, answers)
     assert found == pytest.approx(expected_scores(reranker, prompts, answers), abs=1e-5)
     assert len(set(found)) == 3
     pairs = evaluation_texts()[:6]
-    likelihoods = engine_ours.Ours(options_for(demo_path)).likelihoods(pairs)
+    likelihoods = metal_prefill.Ours(options_for(demo_path)).likelihoods(pairs)
     assert likelihoods == pytest.approx(expected_likelihoods(demo_path, pairs), abs=1e-3)
 
 
 def test_llama_cpp_gives_the_same_figures(reranker: Path, demo_path: Path) -> None:
     pytest.importorskip("llama_cpp")
-    from metal_prefill._bench.engine_llama_cpp import LlamaCpp
+    from metal_prefill.bench._peers.llama_cpp import LlamaCpp
 
-    prompts, answers = ranking_ids(RANKING, VOCAB), model_file.answer_ids(reranker)
+    prompts, answers = ranking_ids(RANKING, VOCAB), _model_file.answer_ids(reranker)
     engine = LlamaCpp(options_for(reranker))
     expected = expected_scores(reranker, prompts, answers)
     for _ in range(2):  # a second sample finds nothing of the first one
@@ -157,6 +158,6 @@ def test_the_figures_of_rows_of_tasks_are_those_of_samples(reranker: Path) -> No
 def test_tasks_are_measured_in_a_real_process(reranker: Path) -> None:
     results = bench.run(reranker, rerank=True, evaluate=True, repetitions=1, threads=1, device="cpu")
     assert results.tests == ["rerank20", "evaluate16"]
-    row = results.row(engines.OURS, "rerank20")
+    row = results.row(_engines.OURS, "rerank20")
     assert row.samples_ts == pytest.approx([20 * 399e9 / row.samples_ns[0]])
     assert make_tasks(False, False, 0) == []

@@ -11,9 +11,9 @@ import pytest
 from support.bench_fakes import ILLEGAL_INSTRUCTION
 from support.cpu_testing import cpu_testing
 
-from metal_prefill._bench import peak
-from metal_prefill._bench.errors import BenchError
-from metal_prefill._bench.summary import Spread
+from metal_prefill.bench import _peak
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._summary import Spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -76,7 +76,7 @@ def test_the_kernel_benchmark_says_which_limits_are_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu_testing()
-    monkeypatch.setattr(peak, "COMMAND", ILLEGAL_INSTRUCTION)
+    monkeypatch.setattr(_peak, "COMMAND", ILLEGAL_INSTRUCTION)
     small = partial(kernels.run, shapes=((33, 64),), attention_tokens=())
     monkeypatch.setattr(kernels, "run", small)
     assert kernels.main(["--types", "Q4_0", "--tokens", "1", "-t", "1", "-r", "1"]) == 0

@@ -9,8 +9,8 @@ from support import small_models
 from support.bench_fakes import ILLEGAL_INSTRUCTION
 
 from metal_prefill import bench
-from metal_prefill._bench import limit, peak
-from metal_prefill._bench.results import BenchResults
+from metal_prefill.bench import _limit, _peak
+from metal_prefill.bench._results import BenchResults
 
 
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "separate output", "gemma3"])
@@ -26,32 +26,32 @@ def test_the_work_of_a_prompt_is_that_of_its_parts(name: str, n: int, tmp_path: 
             if layer < model.layers - 1 or token == n - 1:
                 expected += q * model.dim + model.heads * model.v_dim * model.dim + 3 * model.ffn * model.dim
                 expected += min(token + 1, window) * model.heads * (model.key_dim + model.v_dim)
-    work = limit.read_work(small_models.write(tmp_path / "model.gguf", model))
+    work = _limit.read_work(small_models.write(tmp_path / "model.gguf", model))
     assert work is not None
     assert work.products(n) == expected
 
 
 def test_products_of_floats_have_no_limit_of_8_bit_products(tmp_path: Path) -> None:
     path = small_models.write(tmp_path / "model.gguf", small_models.SmallModel(types={"*": "F16"}))
-    assert limit.prompt_limits(path, [32], 1) == {}
+    assert _limit.prompt_limits(path, [32], 1) == {}
 
 
 def test_longer_prompts_have_a_lower_limit(demo_path: Path) -> None:
-    limits = limit.prompt_limits(demo_path, [128, 512, 1024], 1)
+    limits = _limit.prompt_limits(demo_path, [128, 512, 1024], 1)
     assert limits[128] > limits[512] > limits[1024] > 0
 
 
 def test_a_measurement_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak, "COMMAND", ILLEGAL_INSTRUCTION)
+    monkeypatch.setattr(_peak, "COMMAND", ILLEGAL_INSTRUCTION)
     with pytest.raises(bench.BenchError, match=r"the limit int8 by \w+: its process died \(SIGILL\)"):
-        peak.int8_peak(1)
+        _peak.int8_peak(1)
 
 
 @pytest.mark.usefixtures("_quiet_machine")
 def test_a_benchmark_goes_without_a_limit_whose_measurement_dies(
     demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peak, "COMMAND", ILLEGAL_INSTRUCTION)
+    monkeypatch.setattr(_peak, "COMMAND", ILLEGAL_INSTRUCTION)
     results = bench.run(demo_path, prompts=[4, 16], n_gen=3, repetitions=1, threads=1, device="cpu")
     assert [row.limit_ts for row in results.rows] == [None] * 3
     assert all(row.median_ts > 0 for row in results.rows)

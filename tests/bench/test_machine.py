@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.bench_fakes import SteadyCalibrator
 
-from metal_prefill._bench import machine
+from metal_prefill.bench import _machine
 
 
 def test_a_degraded_machine_is_waited_for() -> None:
@@ -15,7 +15,7 @@ def test_a_degraded_machine_is_waited_for() -> None:
 
 
 def test_the_calibrator_keeps_its_best_time() -> None:
-    calibrator = machine.Calibrator(threads=2)
+    calibrator = _machine.Calibrator(threads=2)
     try:
         times = [calibrator.measure() for _ in range(5)]
     finally:

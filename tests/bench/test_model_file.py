@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from metal_prefill._bench import model_file
+from metal_prefill.bench import _model_file
 
 
 def test_the_smollm_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
-    path = model_file.smollm_shape()
+    path = _model_file.smollm_shape()
     assert path.parent == tmp_path / "cache"
-    facts = model_file.read_facts(path)
+    facts = _model_file.read_facts(path)
     assert facts.model_type == "llama 135M Q4_0"
     assert facts.vocab_size == 49152
     written = path.stat().st_mtime_ns
-    assert model_file.smollm_shape() == path
+    assert _model_file.smollm_shape() == path
     assert path.stat().st_mtime_ns == written

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import bench, cli
-from metal_prefill._bench import engines
+from metal_prefill.bench import _engines
 
 
 def test_a_missing_peer_names_the_extra(
@@ -25,7 +25,7 @@ def test_a_peer_answers_as_we_do(
     peer: str, demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
-    for module in engines.KINDS[peer].modules:
+    for module in _engines.KINDS[peer].modules:
         pytest.importorskip(module)
     results = bench.run(
         demo_path, prompts=[8], n_gen=2, repetitions=1, threads=1, device="cpu", compare=[peer]

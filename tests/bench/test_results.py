@@ -10,9 +10,9 @@ import pytest
 from support.bench_fakes import SteadyCalibrator, compare, fakes
 
 import metal_prefill
-from metal_prefill._bench import engines, machine
-from metal_prefill._bench.results import BenchResults
-from metal_prefill._bench.rows import EMULATOR_NOTE
+from metal_prefill.bench import _engines, _machine
+from metal_prefill.bench._results import BenchResults
+from metal_prefill.bench._rows import EMULATOR_NOTE
 
 # The names that llama-bench gives to what we report too.
 LLAMA_BENCH_FIELDS = {
@@ -59,13 +59,13 @@ def test_a_loss_shows_as_a_loss(demo_path: Path) -> None:
     assert loss.high < 1
     assert win is not None
     assert win.median == pytest.approx(2.0)
-    assert results.row(engines.OURS, "pp8").ratio is None
+    assert results.row(_engines.OURS, "pp8").ratio is None
     assert "0.33x (0.33-0.33)" in results._repr_html_()
 
 
 @pytest.mark.usefixtures("_quiet_machine")
 def test_speeds_are_tokens_over_seconds(demo_path: Path) -> None:
-    row = compare(fakes(ours=1_000_000), demo_path).row(engines.OURS, "tg4")
+    row = compare(fakes(ours=1_000_000), demo_path).row(_engines.OURS, "tg4")
     assert row.samples_ns == [4_000_000] * 3
     assert row.median_ts == pytest.approx(1000.0)
     assert row.avg_ts == pytest.approx(1000.0)
@@ -74,9 +74,9 @@ def test_speeds_are_tokens_over_seconds(demo_path: Path) -> None:
 
 
 def test_an_emulator_is_never_presented_as_metal(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "Calibrator", lambda threads: SteadyCalibrator())
+    monkeypatch.setattr(_machine, "Calibrator", lambda threads: SteadyCalibrator())
     workers = fakes(ours=10)
-    workers[engines.OURS].device = "Metal emulator (CPU, 2 threads)"
+    workers[_engines.OURS].device = "Metal emulator (CPU, 2 threads)"
     results = compare(workers, demo_path)
     assert all(EMULATOR_NOTE in row.note for row in results.rows)
     assert EMULATOR_NOTE in results._repr_html_()
@@ -96,7 +96,7 @@ def test_rows_have_the_fields_of_llama_bench(measured: BenchResults) -> None:
 
 
 def test_rows_say_what_was_measured(measured: BenchResults, demo_path: Path) -> None:
-    row = measured.row(engines.OURS, "pp16")
+    row = measured.row(_engines.OURS, "pp16")
     assert row.build == f"metal_prefill {metal_prefill.__version__}"
     assert row.device.startswith("CPU")
     assert row.n_threads == 1
@@ -126,7 +126,7 @@ def test_no_results_are_shown_as_such() -> None:
 
 def test_an_unknown_row_is_named(measured: BenchResults) -> None:
     with pytest.raises(KeyError, match="pp99"):
-        measured.row(engines.OURS, "pp99")
+        measured.row(_engines.OURS, "pp99")
 
 
 def test_the_limit_is_printed_with_the_table(measured: BenchResults) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metal_prefill._bench import samples
-from metal_prefill._bench.samples import Sample, select
+from metal_prefill.bench import _samples
+from metal_prefill.bench._samples import Sample, select
 
 
 def test_clean_samples_come_first_and_degraded_ones_are_counted() -> None:
@@ -30,9 +30,9 @@ def test_the_choice_of_samples_ignores_how_long_they_took() -> None:
 @pytest.mark.parametrize(
     ("sample", "disturbed"),
     [
-        (Sample(10_000_000, 100, switches=samples.SWITCHES_ALLOWED), False),
-        (Sample(10_000_000, 100, switches=samples.SWITCHES_ALLOWED + 1), True),
-        (Sample(1_000_000_000, 100, switches=samples.SWITCHES_ALLOWED + 20), False),
+        (Sample(10_000_000, 100, switches=_samples.SWITCHES_ALLOWED), False),
+        (Sample(10_000_000, 100, switches=_samples.SWITCHES_ALLOWED + 1), True),
+        (Sample(1_000_000_000, 100, switches=_samples.SWITCHES_ALLOWED + 20), False),
         (Sample(10_000_000, 100, stolen_ns=10_000_000), True),
         (Sample(10_000_000_000, 100, stolen_ns=10_000_000), False),
     ],

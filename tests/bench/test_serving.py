@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from metal_prefill import MissingExtraError, Model, bench, cli
-from metal_prefill._bench.servers import SERVERS, ServerOptions, ServerProcess, check_server
-from metal_prefill._bench.serving import (
+from metal_prefill.bench._peers.servers import SERVERS, ServerOptions, ServerProcess, check_server
+from metal_prefill.bench._serving import (
     ANSWER_TOKENS,
     Answer,
     ServingResults,

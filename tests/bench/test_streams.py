@@ -10,10 +10,11 @@ import pytest
 from support.bench_fakes import RecordingEngine, compare, fakes
 
 from metal_prefill import Model, bench
-from metal_prefill._bench import engine_ours, engines, worker
-from metal_prefill._bench.cases import Case, stream_ids
-from metal_prefill._bench.engines import BatchEngine, Ids, Options
-from metal_prefill._bench.results import BenchResults
+from metal_prefill.bench import _engines, _worker
+from metal_prefill.bench._cases import Case, stream_ids
+from metal_prefill.bench._engines import BatchEngine, Ids, Options
+from metal_prefill.bench._peers import metal_prefill
+from metal_prefill.bench._results import BenchResults
 
 VOCAB = 1024  # of the bundled model
 
@@ -37,7 +38,7 @@ def options_for(path: Path) -> Options:
 
 def test_each_stream_decodes_after_a_context_of_its_own() -> None:
     case, engine = Case(0, 3, 5, 4), Recorder()
-    worker.timed_run(engine, case, VOCAB)
+    _worker.timed_run(engine, case, VOCAB)
     ids = stream_ids(case, VOCAB)
     assert ids.shape == (4, 8)
     assert engine.calls == [
@@ -49,13 +50,13 @@ def test_each_stream_decodes_after_a_context_of_its_own() -> None:
 
 def test_prompts_begin_in_empty_contexts() -> None:
     case, engine = Case(6, 0, 0, 3), Recorder()
-    worker.timed_run(engine, case, VOCAB)
+    _worker.timed_run(engine, case, VOCAB)
     assert engine.calls == [("open", 3, 6), ("prefill", stream_ids(case, VOCAB).tolist())]
 
 
 def test_our_streams_end_where_each_ends_alone(demo_path: Path) -> None:
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
-    engine = engine_ours.Ours(options_for(demo_path))
+    engine = metal_prefill.Ours(options_for(demo_path))
     for _ in range(2):  # a second sample finds nothing of the first one
         engine.open_streams(4, 9)
         engine.prefill_streams(ids[:, :5])
@@ -71,7 +72,7 @@ def test_our_streams_end_where_each_ends_alone(demo_path: Path) -> None:
 
 def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> None:
     pytest.importorskip("llama_cpp")
-    from metal_prefill._bench.engine_llama_cpp import LlamaCpp
+    from metal_prefill.bench._peers.llama_cpp import LlamaCpp
 
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
     engine = LlamaCpp(options_for(demo_path))
@@ -101,9 +102,9 @@ def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> Non
 def test_the_figures_of_a_row_are_those_of_its_samples(demo_path: Path) -> None:
     workers = fakes(ours=1)
     milliseconds = [9, 8, 1, 2, 10, 4]  # the first of each test is the warm-up
-    workers[engines.OURS].times = iter(ms * 1_000_000 for ms in 3 * milliseconds)
+    workers[_engines.OURS].times = iter(ms * 1_000_000 for ms in 3 * milliseconds)
     row = compare(workers, demo_path, prompts=[], n_gen=4, streams=[10], repetitions=5).row(
-        engines.OURS, "tg4x10"
+        _engines.OURS, "tg4x10"
     )
     assert row.samples_ns == [8_000_000, 1_000_000, 2_000_000, 10_000_000, 4_000_000]
     assert row.samples_ts == pytest.approx([5000, 40_000, 20_000, 4000, 10_000])  # 40 tokens each
@@ -144,7 +145,7 @@ def test_streams_are_measured_in_a_real_process(demo_path: Path) -> None:
     )
     assert results.tests == ["pp4", "tg2", "tg2x1", "tg2x3", "pp16x64"]
     assert [row.n_streams for row in results.rows] == [0, 0, 1, 3, 64]
-    row = results.row(engines.OURS, "tg2x3")
+    row = results.row(_engines.OURS, "tg2x3")
     assert row.samples_ts == pytest.approx([6e9 / row.samples_ns[0]])
 
 

@@ -10,10 +10,11 @@ from support.bench_fakes import compare, fakes
 from support.reference import ReferenceModel
 
 from metal_prefill import synth
-from metal_prefill._bench import engine_ours, engines, worker
-from metal_prefill._bench.cases import Case, text_ids, text_lengths
-from metal_prefill._bench.engines import Options, TextEngine
-from metal_prefill._bench.results import BenchResults
+from metal_prefill.bench import _engines, _worker
+from metal_prefill.bench._cases import Case, text_ids, text_lengths
+from metal_prefill.bench._engines import Options, TextEngine
+from metal_prefill.bench._peers import metal_prefill
+from metal_prefill.bench._results import BenchResults
 
 CASE = Case(0, 0, 0, n_texts=64, task="embed")
 
@@ -41,40 +42,40 @@ def test_texts_are_short_and_long_and_always_the_same() -> None:
 def test_every_engine_gives_the_vectors_of_the_reference(embedder: Path) -> None:
     case = Case(0, 0, 0, n_texts=4, task="embed")
     texts = text_ids(case, 512)
-    engine = engine_ours.load(options_for(embedder))
+    engine = metal_prefill.load(options_for(embedder))
     assert isinstance(engine, TextEngine)
     vectors = engine.embed(texts)
     reference = ReferenceModel(embedder)
     for text, vector in zip(texts, vectors, strict=True):
         expected = reference.pooled(text)
         assert vector @ expected / np.linalg.norm(expected) > 0.9999
-    assert worker.timed_run(engine, case, 512)["ns"] > 0
+    assert _worker.timed_run(engine, case, 512)["ns"] > 0
 
 
 def test_llama_cpp_gives_the_same_vectors(embedder: Path) -> None:
     pytest.importorskip("llama_cpp")
-    from metal_prefill._bench import engine_llama_cpp
+    from metal_prefill.bench._peers import llama_cpp
 
     texts = text_ids(Case(0, 0, 0, n_texts=9, task="embed"), 512)
     options = options_for(embedder)
-    theirs = engine_llama_cpp.load(options)
+    theirs = llama_cpp.load(options)
     assert isinstance(theirs, TextEngine)
-    ours = engine_ours.load(options)
+    ours = metal_prefill.load(options)
     assert isinstance(ours, TextEngine)
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-3)
 
 
 def test_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
-    for module in engines.KINDS["transformers"].modules:
+    for module in _engines.KINDS["transformers"].modules:
         pytest.importorskip(module)
-    from metal_prefill._bench import engine_transformers
+    from metal_prefill.bench._peers import transformers
 
     texts = text_ids(Case(0, 0, 0, n_texts=9, task="embed"), 512)
     # transformers takes heads of 128 dimensions, whatever a file of this architecture says.
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny-embedding", head_dim=128)
     options = options_for(path)
-    theirs = engine_transformers.load(options)
-    ours = engine_ours.load(options)
+    theirs = transformers.load(options)
+    ours = metal_prefill.load(options)
     assert isinstance(ours, TextEngine)
     assert "float32" in theirs.identity().settings
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-4)
@@ -95,6 +96,6 @@ def test_rows_say_how_many_texts_a_second(embedder: Path) -> None:
 def test_texts_a_second_are_those_of_the_median_sample(embedder: Path) -> None:
     workers = fakes(ours=1)
     milliseconds = [9, 8, 1, 2, 10, 4]  # the first is the warm-up; median 4, mean 5
-    workers[engines.OURS].times = iter(ms * 1_000_000 for ms in milliseconds)
+    workers[_engines.OURS].times = iter(ms * 1_000_000 for ms in milliseconds)
     results = compare(workers, embedder, embed=True, repetitions=5)
-    assert results.row(engines.OURS, "embed64").note == "16,000.0 texts/s"
+    assert results.row(_engines.OURS, "embed64").note == "16,000.0 texts/s"

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from support.fuzzing import TIMEOUT, kept, regressions, rounds
 
-from metal_prefill.tool_calls import ToolCall, ToolCallParser, parse_tool_calls
+from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_tool_calls
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 

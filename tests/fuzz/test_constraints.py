@@ -27,7 +27,7 @@ def model(demo_path: Path) -> Iterator[Model]:
 
 def follow(model: Model, kind: str, source: str, random: Random) -> None:
     """Choose random tokens among those that a constraint allows, after drafts some of which are wrong."""
-    from metal_prefill._constraint import Constraint
+    from metal_prefill.generation._constraint import Constraint
 
     try:
         constraint = Constraint(model.tokenizer, **{kind: source})

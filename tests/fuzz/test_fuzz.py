@@ -23,8 +23,8 @@ from support.state_mutator import mutate_state
 from support.template_writer import write_template
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model
-from metal_prefill._arguments import token_array
-from metal_prefill.chat_template import ChatTemplate
+from metal_prefill._support.arguments import token_array
+from metal_prefill.text._chat_template import ChatTemplate
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 

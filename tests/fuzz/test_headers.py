@@ -19,9 +19,10 @@ from support.gguf_mutator import INTEGERS, mutate, take_apart
 from support.small_models import MODELS, write
 from support.state_mutator import mutate_state
 
-from metal_prefill import MetalPrefillError, Model, _state
-from metal_prefill.architecture import collect_tensors, read_config
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill import MetalPrefillError, Model
+from metal_prefill.files import _session_file
+from metal_prefill.files._architecture import collect_tensors, read_config
+from metal_prefill.files._gguf_file import GGUFFile
 
 EACH = 40  # inputs made of one that was changed by its structure
 
@@ -98,4 +99,4 @@ def test_headers_of_saved_states(tmp_path: Path) -> None:
             for variant in variants(content, int.from_bytes(content[:8], "little") + 8, random):
                 put(descriptor, variant)
                 with suppress(MetalPrefillError):
-                    _state.read(path, owner)
+                    _session_file.read(path, owner)

@@ -12,8 +12,8 @@ import pytest
 from support.small_models import SmallModel, with_tensor, write
 
 from metal_prefill import DeviceError, Model, Scheduler, _core, synth
-from metal_prefill._speculation import Acceptance, LookupDrafter, RowCost
-from metal_prefill.scheduler import Stream
+from metal_prefill.generation._scheduler import Stream
+from metal_prefill.generation._speculation import Acceptance, LookupDrafter, RowCost
 
 pytestmark = pytest.mark.emulator
 
@@ -360,7 +360,7 @@ def test_texts_are_ahead_while_no_guess_is_at_hand(
         def draft(self, count: int) -> list[int]:
             return truth[self.made :][:count] if 6 <= self.made < 14 else []
 
-    monkeypatch.setattr("metal_prefill._speculation.LookupDrafter", Scripted)
+    monkeypatch.setattr("metal_prefill.generation._speculation.LookupDrafter", Scripted)
     text: list[int] = []
     with model.session() as session:
         passes = passes_of(lambda: text.extend(piece.token for piece in session.stream(prompt, 20)))

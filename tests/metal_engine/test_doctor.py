@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from metal_prefill import DeviceError, Model, _cache_folder, _core, _doctor, cli, synth
-from metal_prefill._cache_folder import cache_folder
-from metal_prefill._checks import first_contact
+from metal_prefill import DeviceError, Model, _core, cli, synth
+from metal_prefill._commands import doctor_report
+from metal_prefill._support.cache_folder import cache_folder
+from metal_prefill.gpu import _self_test
 
 pytestmark = pytest.mark.emulator
 
@@ -48,10 +49,10 @@ def doctor(path: Path, folder: Path, *options: str) -> tuple[int, dict[str, Any]
 def test_a_sound_device_passes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_doctor, "BENCH_SECONDS", 0.0)
-    monkeypatch.setattr(_doctor, "BENCH_PROMPT", 16)
-    monkeypatch.setattr(_doctor, "BENCH_TOKENS", 4)
-    monkeypatch.setattr(_doctor, "LONG_PROMPT", 40)
+    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
+    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
+    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 4)
+    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
     code, report = doctor(path, tmp_path)
     assert code == 0
     assert report["passed"]
@@ -107,7 +108,7 @@ WRONG = (
 def test_a_wrong_kernel_is_named_and_no_other(path: Path, kernel: str) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
     with Model(path, device="metal") as model:
-        found = _doctor.check_kernels(model, quick=True)
+        found = doctor_report.check_kernels(model, quick=True)
     assert kernel in {p["kernel"] for p in found["pipelines"]}
     assert {d["kernel"] for d in found["differences"]} == {kernel}
     (wrong,) = found["differences"]
@@ -161,10 +162,10 @@ def cached() -> list[list[str]]:
 def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Model(path, device="metal"):
         assert cached() == [[]]
-    monkeypatch.setattr(first_contact, "kernel_differences", None)
+    monkeypatch.setattr(_self_test, "kernel_differences", None)
     with Model(path, device="metal"):
         pass
-    monkeypatch.setattr(_cache_folder, "version", lambda: "another")
+    monkeypatch.setattr("metal_prefill._support.cache_folder.version", lambda: "another")
     with pytest.raises(TypeError, match="not callable"):
         Model(path, device="metal")
 
@@ -174,7 +175,7 @@ def test_a_result_is_of_files_of_one_size(path: Path, monkeypatch: pytest.Monkey
     """The first layer of a small file may be read correctly, and a large file not."""
     with Model(path, device="metal"):
         assert cached() == [[]]
-    monkeypatch.setattr(first_contact, "_SIZE_CLASS", path.stat().st_size // 2)
+    monkeypatch.setattr(_self_test, "_SIZE_CLASS", path.stat().st_size // 2)
     with Model(path, device="metal"):
         assert cached() == [[], []]
 

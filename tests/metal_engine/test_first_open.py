@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metal_prefill import Model, _cache_folder, _core, synth
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill import Model, _core, synth
+from metal_prefill._support import cache_folder
+from metal_prefill.files._gguf_file import GGUFFile
 
 pytestmark = pytest.mark.emulator
 
@@ -143,7 +144,7 @@ def test_pipelines_are_of_one_device_one_version_and_one_set_of_kernels(
     gpu.set_limits(gpu.Limits(name="Apple M9"))
     compiled["device"] = compiled_by_opening(path)[0]
     gpu.set_limits(gpu.Limits())
-    monkeypatch.setattr(_cache_folder, "version", lambda: "99.0")
+    monkeypatch.setattr(cache_folder, "version", lambda: "99.0")
     compiled["version"] = compiled_by_opening(path)[0]
     assert all(compiled.values()), compiled
     assert len(archives(folder)) == len(compiled)
@@ -167,7 +168,7 @@ def test_archives_that_were_not_used_for_longest_are_deleted(
     notes = folder / "pipelines" / "older" / "notes.txt"
     notes.write_text("not ours")
     os.utime(notes, (0, 0))
-    monkeypatch.setattr(_cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
+    monkeypatch.setattr(cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
     assert compiled_by_opening(path)[0] == 0  # it is read, and so it is the one that was used last
     assert archives(folder) == sorted([used, others[2]])
     assert notes.exists()
@@ -243,8 +244,8 @@ def test_a_file_is_read_from_its_beginning_to_its_end_before_it_becomes_resident
 
 def test_the_emulator_keeps_no_pipelines_unless_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("METAL_PREFILL_CACHE", raising=False)
-    assert _cache_folder.pipeline_folder(emulated=True) == ""
-    assert Path(_cache_folder.pipeline_folder(emulated=False)).parent.name == "pipelines"
+    assert cache_folder.pipeline_folder(emulated=True) == ""
+    assert Path(cache_folder.pipeline_folder(emulated=False)).parent.name == "pipelines"
 
 
 def test_weights_and_cache_stay_with_the_gpu(path: Path) -> None:

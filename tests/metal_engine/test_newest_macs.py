@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal_prefill import DeviceError, Model, _core, _doctor, synth
+from metal_prefill import DeviceError, Model, _core, synth
+from metal_prefill._commands import doctor_report
 
 pytestmark = pytest.mark.emulator
 
@@ -84,7 +85,7 @@ def test_the_trial_is_made_once_for_a_model(path: Path) -> None:
 def test_all_of_its_kernels_agree_with_float64(path: Path) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5))
     with Model(path, device="metal") as model:
-        report = _doctor.check_kernels(model, quick=True)
+        report = doctor_report.check_kernels(model, quick=True)
     assert report["differences"] == []
     assert report["no_matmul_tensor"] == ""
     assert {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"} <= set(report["checked"])
@@ -114,7 +115,7 @@ def test_an_m5_does_without_what_fails(
     assert not any("tensor" in kernel for kernel in kernels)
     np.testing.assert_array_equal(logits, plain)
     with Model(path, device="metal") as model:
-        report = _doctor.check_kernels(model, quick=True)
+        report = doctor_report.check_kernels(model, quick=True)
     assert re.search(reason, report["no_matmul_tensor"])
     assert gpu.live_objects() == 0
 

@@ -13,11 +13,11 @@ from support import small_models
 from support.small_models import TYPES
 
 from metal_prefill import DeviceError, Model, _core, synth
-from metal_prefill._cost_model import plan, shape_of, uniform_shape
-from metal_prefill._cost_model.shapes import Shape
-from metal_prefill._dispatches import Dispatch, decode_args
-from metal_prefill.architecture import ModelConfig
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill._support.dispatches import Dispatch, decode_args
+from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.gpu._cost_model import plan, shape_of, uniform_shape
+from metal_prefill.gpu._cost_model.shapes import Shape
 
 pytestmark = pytest.mark.emulator
 

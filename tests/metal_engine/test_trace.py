@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
-from metal_prefill._cost_model import work_of
-from metal_prefill._trace import (
+from metal_prefill.gpu._cost_model import work_of
+from metal_prefill.gpu._trace import (
     HOST_CLOCK,
     Step,
     chrome_trace,

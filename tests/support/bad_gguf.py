@@ -6,7 +6,7 @@ lengths taken for granted, types not checked, tensors outside the file.
 
 from __future__ import annotations
 
-from metal_prefill.gguf_file import TENSOR_TYPES
+from metal_prefill.files._gguf_file import TENSOR_TYPES
 from support.gguf_bytes import (
     ARRAY,
     BOOL,

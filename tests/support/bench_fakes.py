@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill import bench
-from metal_prefill._bench import engines, machine
-from metal_prefill._bench.cases import Case
-from metal_prefill._bench.engines import Engine, Identity, Ids
-from metal_prefill._bench.results import BenchResults
+from metal_prefill.bench import _engines, _machine
+from metal_prefill.bench._cases import Case
+from metal_prefill.bench._engines import Engine, Identity, Ids
+from metal_prefill.bench._results import BenchResults
 
 # A process that ends as one does that meets an instruction which the processor refuses.
 ILLEGAL_INSTRUCTION = (
@@ -72,7 +72,7 @@ class FakeWorker:
         self.closed = True
 
 
-class SteadyCalibrator(machine.Calibrator):
+class SteadyCalibrator(_machine.Calibrator):
     """A machine whose calibration takes the given times, then its best one for ever."""
 
     def __init__(self, *times_ns: int, best_ns: int = 1000) -> None:
@@ -93,12 +93,12 @@ def compare(workers: dict[str, FakeWorker], demo_path: Path, **arguments: object
     options = {"prompts": [8], "n_gen": 4, "repetitions": 3} | arguments
     return bench.run(
         demo_path,
-        compare=[name for name in workers if name != engines.OURS],
+        compare=[name for name in workers if name != _engines.OURS],
         make_worker=lambda name, options, vocab: workers[name],
         **options,  # type: ignore[arg-type]  # a test's arguments, passed on
     )
 
 
 def fakes(**ns_per_token: int) -> dict[str, FakeWorker]:
-    names = {"ours": engines.OURS, "llama": "llama.cpp", "openvino": "openvino", "hf": "transformers"}
+    names = {"ours": _engines.OURS, "llama": "llama.cpp", "openvino": "openvino", "hf": "transformers"}
     return {names[key]: FakeWorker(names[key], ns) for key, ns in ns_per_token.items()}

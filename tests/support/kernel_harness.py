@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
-from metal_prefill._synth_blocks import random_tensor
+from metal_prefill.synth._blocks import random_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake"))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from metal_prefill._cost_model import Ops, Work
+from metal_prefill.gpu._cost_model import Ops, Work
 
 LOOP = Ops(alu=8, slow=2)
 

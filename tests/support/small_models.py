@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader
 
-from metal_prefill import _synth_file, _synth_model
-from metal_prefill._synth_blocks import BLOCK_FORMATS, random_norm, random_tensor
-from metal_prefill._synth_model import TIED, ModelShape, Role, Tensor
+from metal_prefill.synth import _file, _model
+from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
+from metal_prefill.synth._model import TIED, ModelShape, Role, Tensor
 from support.gguf_mutator import take_apart
 
 TYPES = (
@@ -206,7 +206,7 @@ def write(path: str | Path, model: SmallModel) -> Path:
     shape = _shape(model)
     # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
     residual = 2 * model.dim**-0.5 * model.layers**-0.5
-    listed = _synth_model.tensors(shape, "F32", model.embedding, scores=1.4, residual=residual)
+    listed = _model.tensors(shape, "F32", model.embedding, scores=1.4, residual=residual)
     tensors = [_typed(tensor, model) for tensor in listed]
     # The recorded answers of llama.cpp and transformers are for values that one stream of numbers gave:
     # first to the tensors outside the layers, then to each layer's matrices, norms and biases.
@@ -214,7 +214,7 @@ def write(path: str | Path, model: SmallModel) -> Path:
     data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
     if model.architecture == "phi3":
         tensors = _fused(tensors, data)
-    _synth_file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
+    _file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
     return Path(path)
 
 

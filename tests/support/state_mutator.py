@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill import _state
+from metal_prefill.files import _session_file
 
 
 def mutate_state(plain: bytes, random: Random) -> bytes:
@@ -38,7 +38,7 @@ def mutate_state(plain: bytes, random: Random) -> bytes:
         if random.random() < 0.7:
             slices = {k: slice(*v["data_offsets"]) for k, v in tensors.items()}
             arrays = {k: np.frombuffer(bytes(body[s]), np.uint8) for k, s in slices.items()}
-            metadata["checksum"] = _state._checksum(arrays, metadata)
+            metadata["checksum"] = _session_file._checksum(arrays, metadata)
     raw = bytearray(json.dumps(header).encode())
     for _ in range(random.choice((0, 0, 0, 2))):
         raw[random.randrange(len(raw))] = random.randrange(256)

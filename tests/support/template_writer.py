@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from metal_prefill._template_budget import FILTERS, STR_METHODS
+from metal_prefill.text._template_budget import FILTERS, STR_METHODS
 
 NAMES = [
     "messages",

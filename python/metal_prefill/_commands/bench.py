@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metal_prefill._bench.cases import DECODE_DEPTH
-from metal_prefill._bench.engines import KINDS, OURS
 from metal_prefill._commands import common
-from metal_prefill._replacing import check_target, replacing
+from metal_prefill._support.atomic_write import check_target, replacing
+from metal_prefill.bench._cases import DECODE_DEPTH
+from metal_prefill.bench._engines import KINDS, OURS
 
 if TYPE_CHECKING:
     from metal_prefill.bench import BenchResults, ServingResults
@@ -140,14 +140,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
     from metal_prefill import bench, default_model_path
-    from metal_prefill._bench import plot
+    from metal_prefill.bench import _plot
 
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:
         raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
     # A file that cannot be written is reported before minutes of measuring, not after.
     if arguments.plot:
-        plot.check(arguments.plot)
+        _plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
     model = (

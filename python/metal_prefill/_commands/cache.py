@@ -23,7 +23,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print the entries, the one that was used last first, and do what the options ask for."""
     from rich.table import Table
 
-    from metal_prefill import _pack_cache
+    from metal_prefill.files import _pack_cache
 
     table = Table(title="packed weights", title_justify="left")
     for column, justify in (("model", "left"), ("MiB", "right"), ("used", "left"), ("file", "left")):

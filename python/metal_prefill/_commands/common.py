@@ -270,7 +270,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def model_path(name: str | None) -> Path | None:
     """Return the path of the model that an option names, fetching it if need be; None where it names none."""
-    from metal_prefill.hub import resolve_model
+    from metal_prefill.files._hub import resolve_model
 
     return None if name is None else resolve_model(name)
 

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Examine, and write the report; exits with 1 if anything differs."""
     from metal_prefill import _core
-    from metal_prefill._doctor import examine, machine
-    from metal_prefill._replacing import replacing
+    from metal_prefill._commands.doctor_report import examine, machine
+    from metal_prefill._support.atomic_write import replacing
 
     with replacing(arguments.json) as part:  # a place that cannot be written to is found before the work
         if arguments.device == "auto" and not _core.metal_available():

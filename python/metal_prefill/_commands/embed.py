@@ -16,7 +16,7 @@ import numpy as np
 
 from metal_prefill._commands import common
 from metal_prefill._commands.text_files import add_text_arguments, read_texts
-from metal_prefill._replacing import replacing
+from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors that a run before this one has not, and write the file once all are there."""
-    from metal_prefill.embedding import embed_prompts, encode_texts, prompt_format
+    from metal_prefill.tasks._embedding import embed_prompts, encode_texts, prompt_format
 
     kind = arguments.output.suffix
     if kind not in (".npy", ".parquet"):

@@ -9,10 +9,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from metal_prefill._commands import common
-from metal_prefill._replacing import replacing
+from metal_prefill._support.atomic_write import replacing
 
 if TYPE_CHECKING:
-    from metal_prefill.gguf_file import GGUFFile
+    from metal_prefill.files._gguf_file import GGUFFile
 
 MIB = 1 << 20
 
@@ -72,9 +72,9 @@ def execute(arguments: argparse.Namespace) -> None:
     from rich.table import Table
 
     from metal_prefill import default_model_path
-    from metal_prefill._bench.plot import check
-    from metal_prefill.architecture import read_config
-    from metal_prefill.gguf_file import GGUFFile
+    from metal_prefill.bench._plot import check
+    from metal_prefill.files._architecture import read_config
+    from metal_prefill.files._gguf_file import GGUFFile
 
     if arguments.plot:
         check(arguments.plot)
@@ -114,7 +114,7 @@ def draw(gguf: GGUFFile, path: str) -> None:
     """Draw the bytes of each part of the model, by tensor type, as a picture."""
     from matplotlib.figure import Figure
 
-    from metal_prefill._bench.plot import COLOURS
+    from metal_prefill.bench._plot import COLOURS
 
     roles = bytes_by_role(gguf)[::-1]
     figure = Figure(figsize=(8, 1 + 0.32 * len(roles)), layout="constrained")

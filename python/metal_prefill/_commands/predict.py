@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from metal_prefill._commands import common
 
 if TYPE_CHECKING:
-    from metal_prefill._cost_model import Prediction, Shape
+    from metal_prefill.gpu._cost_model import Prediction, Shape
 
 NOTE = "predicted: computed from published constants of the chip, not measured"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    from metal_prefill._cost_model.chips import CHIPS
+    from metal_prefill.gpu._cost_model.chips import CHIPS
     from metal_prefill.synth import PRESETS
 
     parser.add_argument("--chip", choices=tuple(CHIPS), default="m4", help="GPU to predict for (default: m4)")
@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
-    from metal_prefill._cost_model import shape_of, uniform_shape
-    from metal_prefill.architecture import ARCHITECTURES, ModelConfig
-    from metal_prefill.gguf_file import GGUFFile
+    from metal_prefill.files._architecture import ARCHITECTURES, ModelConfig
+    from metal_prefill.files._gguf_file import GGUFFile
+    from metal_prefill.gpu._cost_model import shape_of, uniform_shape
     from metal_prefill.synth import PRESETS, TIED
 
     path = common.model_path(arguments.model)
@@ -97,8 +97,8 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     """Return what the options ask for, each with the name that benchmarks have for it."""
-    from metal_prefill._cost_model import find_chip, plan, predict
-    from metal_prefill._trace import HOST_CLOCK, read_trace
+    from metal_prefill.gpu._cost_model import find_chip, plan, predict
+    from metal_prefill.gpu._trace import HOST_CLOCK, read_trace
 
     chip = find_chip(arguments.chip)
     if arguments.trace is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from metal_prefill._commands.common import UsageError, standard_input
-from metal_prefill._replacing import check_target
+from metal_prefill._support.atomic_write import check_target
 
 if os.name == "posix":
     import fcntl

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from metal_prefill._commands import common
-from metal_prefill.sampling import Options
+from metal_prefill.generation._sampling import Options
 
 
 def check(arguments: argparse.Namespace) -> None:

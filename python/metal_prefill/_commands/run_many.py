@@ -15,11 +15,11 @@ from typing import IO, Any
 
 from metal_prefill._commands import common
 from metal_prefill._commands.result_lines import Prompt, continued, read_prompts
-from metal_prefill._continuation import split_stops
-from metal_prefill._stream import REFUSALS, Stream
 from metal_prefill.errors import MetalPrefillError
-from metal_prefill.sampling import Options, core_sampler
-from metal_prefill.scheduler import Scheduler
+from metal_prefill.generation._sampling import Options, core_sampler
+from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._stream import REFUSALS, Stream
+from metal_prefill.generation._text_generation import split_stops
 
 # Results that may wait for an earlier prompt, which is slower than they were: bounds their memory.
 MOST_WAITING = 1024

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from metal_prefill._commands import common
-from metal_prefill._pooled_head import POOLINGS
-from metal_prefill._synth_tokenizer import VOCABULARIES
+from metal_prefill.files._pooled_head import POOLINGS
 from metal_prefill.synth import PRESETS, ROPE_SCALINGS, TENSOR_TYPES, TIED, Progress, synthesize
+from metal_prefill.synth._tokenizer import VOCABULARIES
 
 
 def _override(text: str) -> tuple[str, str]:

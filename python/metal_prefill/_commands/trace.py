@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Run the prompt and write the file."""
     from metal_prefill import __version__
-    from metal_prefill._replacing import replacing
-    from metal_prefill._trace import (
+    from metal_prefill._support.atomic_write import replacing
+    from metal_prefill.gpu._trace import (
         GPU_CLOCK,
         HOST_CLOCK,
         SERIALIZED,

@@ -13,22 +13,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metal_prefill._bench.errors import BenchError
-from metal_prefill._bench.results import BenchResults
-from metal_prefill._bench.rows import Row
-from metal_prefill._bench.serving import ServingResults
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._results import BenchResults
+from metal_prefill.bench._rows import Row
+from metal_prefill.bench._serving import ServingResults
 
 if TYPE_CHECKING:
-    from metal_prefill._bench.cases import Case
-    from metal_prefill._bench.client import WorkerFactory
-    from metal_prefill._bench.runner import Progress
-    from metal_prefill._bench.servers import Command
+    from metal_prefill.bench._cases import Case
+    from metal_prefill.bench._client import WorkerFactory
+    from metal_prefill.bench._peers.servers import Command
+    from metal_prefill.bench._runner import Progress
 
 __all__ = ["BenchError", "BenchResults", "Row", "ServingResults", "run", "run_serving"]
 
 
 def _note(engine: str, case: Case, unlimited: str) -> str:
-    from metal_prefill._bench.engines import OURS, why_not
+    from metal_prefill.bench._engines import OURS, why_not
 
     if reason := why_not(engine, case):
         return f"not measured: {reason}"
@@ -118,26 +118,26 @@ def run(
     GGUFError, UnsupportedModelError
         The file is no model that this package takes.
     """
-    from metal_prefill._bench import cases, engines, limit, machine, model_file
-    from metal_prefill._bench.client import WorkerProcess
-    from metal_prefill._bench.rows import in_order, make_row
-    from metal_prefill._bench.runner import Runner
-    from metal_prefill._packaged import packaged_model
+    from metal_prefill.bench import _cases, _engines, _limit, _machine, _model_file
+    from metal_prefill.bench._client import WorkerProcess
+    from metal_prefill.bench._rows import in_order, make_row
+    from metal_prefill.bench._runner import Runner
+    from metal_prefill.files._bundled_models import packaged_model
     from metal_prefill.model import resolve_device
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
-    path = model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
-    tests = cases.make_tasks(embed, rerank, model_file.evaluation_tokens(path) if evaluate else 0)
+    path = _model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
+    tests = _cases.make_tasks(embed, rerank, _model_file.evaluation_tokens(path) if evaluate else 0)
     if not tests:
-        task = len(model_file.task_ids(path)) if speculate else 0
-        tests = cases.make_cases(prompts, n_gen, depth, streams, sampled, task)
-    names = [engines.OURS, *dict.fromkeys(compare)]
+        task = len(_model_file.task_ids(path)) if speculate else 0
+        tests = _cases.make_cases(prompts, n_gen, depth, streams, sampled, task)
+    names = [_engines.OURS, *dict.fromkeys(compare)]
     for name in names:
-        engines.check_installed(name)
-    facts = model_file.read_facts(path)
+        _engines.check_installed(name)
+    facts = _model_file.read_facts(path)
     longest = max(tests, key=lambda case: case.context)
     if longest.context > facts.context_length:
         raise ValueError(
@@ -145,8 +145,8 @@ def run(
             f"has {facts.context_length}"
         )
     if threads is None and compare:
-        threads = machine.available_threads()
-    options = engines.Options(
+        threads = _machine.available_threads()
+    options = _engines.Options(
         path=os.fspath(path),
         max_context=longest.context,
         max_prompt=max(max(case.n_prompt, case.n_depth) for case in tests),
@@ -163,17 +163,17 @@ def run(
             worker = (make_worker or WorkerProcess)(name, options, facts.vocab_size)
             stack.callback(worker.close)
             workers.append(worker)
-        calibrator = machine.Calibrator(threads or machine.available_threads())
+        calibrator = _machine.Calibrator(threads or _machine.available_threads())
         stack.callback(calibrator.close)
         runner = Runner(workers, calibrator, repetitions, progress, patience)
         runner.run(tests)
-        cpu = machine.cpu_name()
+        cpu = _machine.cpu_name()
         limits: dict[int, float] = {}
         unlimited = ""  # why there are none
         if resolve_device(device) == "cpu" and compute == "int8":
             lengths = list({case.n_prompt for case in tests if case.n_prompt and not case.task})
             try:
-                limits = limit.prompt_limits(path, lengths, threads or machine.available_threads())
+                limits = _limit.prompt_limits(path, lengths, threads or _machine.available_threads())
             except BenchError as error:
                 unlimited = f"no limit: {error}"
         rows = [
@@ -236,28 +236,29 @@ def run_serving(
     BenchError
         A server failed.
     """
-    from metal_prefill._bench import engines, machine, model_file, servers, serving
-    from metal_prefill._packaged import packaged_model
-    from metal_prefill.gguf_file import GGUFFile
-    from metal_prefill.tokenizer import Tokenizer
+    from metal_prefill.bench import _engines, _machine, _model_file, _serving
+    from metal_prefill.bench._peers import servers
+    from metal_prefill.files._bundled_models import packaged_model
+    from metal_prefill.files._gguf_file import GGUFFile
+    from metal_prefill.text._tokenizer import Tokenizer
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     counts = list(clients)
     if not counts or min(counts) < 1 or len(set(counts)) < len(counts):
         raise ValueError(f"numbers of clients are at least 1 and differ, got {','.join(map(str, counts))}")
-    names = [engines.OURS, *dict.fromkeys(compare)]
+    names = [_engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         if commands is None or name not in commands:
             servers.check_server(name)
-    path = model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
+    path = _model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
     tokenizer = Tokenizer.from_gguf(GGUFFile(path))
     options = servers.ServerOptions(
         path=os.fspath(path),
-        threads=threads or machine.available_threads(),
+        threads=threads or _machine.available_threads(),
         clients=max(counts),
         # Words may have another number of tokens at the border between the two texts.
-        context=serving.SHARED_TOKENS + serving.OWN_TOKENS + serving.ANSWER_TOKENS + 64,
+        context=_serving.SHARED_TOKENS + _serving.OWN_TOKENS + _serving.ANSWER_TOKENS + 64,
     )
     with ExitStack() as stack:
         running = []
@@ -266,5 +267,5 @@ def run_serving(
                 progress(f"starting {name}", 0, 1)
             running.append(servers.ServerProcess(name, options, (commands or {}).get(name)))
             stack.callback(running[-1].close)
-        rows = serving.measure(running, counts, repetitions, tokenizer, progress)
-    return ServingResults(rows, path.name, options.threads, machine.cpu_name())
+        rows = _serving.measure(running, counts, repetitions, tokenizer, progress)
+    return ServingResults(rows, path.name, options.threads, _machine.cpu_name())

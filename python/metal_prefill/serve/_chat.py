@@ -9,12 +9,10 @@ from typing import Any
 
 import msgspec
 
-from metal_prefill._stream import Stream, make_streams
+from metal_prefill.generation._stream import Stream, make_streams
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, Message
-from metal_prefill.serve._reply import Reply
-from metal_prefill.serve._service import Service
-from metal_prefill.serve._texts import (
+from metal_prefill.serve._generation import (
     Choice,
     check_count,
     head_of,
@@ -23,6 +21,8 @@ from metal_prefill.serve._texts import (
     send_choices,
     spelling,
 )
+from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
     call_constraint,
     call_message,
@@ -31,8 +31,8 @@ from metal_prefill.serve._tools import (
     required_call,
 )
 from metal_prefill.session import Piece
-from metal_prefill.tokenizer import Tokenizer
-from metal_prefill.tool_calls import ToolCall, ToolCallParser
+from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
 
 _ROLES = {"developer": "system"}  # which templates do not know
 

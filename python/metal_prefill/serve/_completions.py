@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metal_prefill._stream import make_streams
+from metal_prefill.generation._stream import make_streams
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import CompletionForm, TokenOrText
-from metal_prefill.serve._reply import Reply
-from metal_prefill.serve._service import Service
-from metal_prefill.serve._texts import (
+from metal_prefill.serve._generation import (
     Choice,
     check_count,
     head_of,
@@ -21,8 +19,10 @@ from metal_prefill.serve._texts import (
     send_choices,
     spelling,
 )
+from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
-from metal_prefill.tokenizer import TokenDecoder, Tokenizer
+from metal_prefill.text._tokenizer import TokenDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

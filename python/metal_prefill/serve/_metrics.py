@@ -9,10 +9,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from metal_prefill._stream import Stream
 from metal_prefill.errors import ClosedError
+from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
-from metal_prefill.scheduler import Scheduler
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._cache_folder import beyond_limit
+from metal_prefill._support.cache_folder import beyond_limit
 from metal_prefill.errors import MetalPrefillError, StateError
 from metal_prefill.model import Model
 from metal_prefill.serve._errors import log

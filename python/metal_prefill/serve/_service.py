@@ -16,13 +16,13 @@ import anyio
 import anyio.to_thread
 
 from metal_prefill import _core
-from metal_prefill._batch_call import BatchCall
-from metal_prefill._engine_loop import EngineLoop
-from metal_prefill._pooled_head import PooledHead
-from metal_prefill._stream import Stream
-from metal_prefill.architecture import ModelConfig
 from metal_prefill.errors import KVMemoryError
-from metal_prefill.gguf_file import GGUFFile
+from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._pooled_head import PooledHead
+from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._engine_loop import EngineLoop
+from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
 from metal_prefill.serve._bodies import Bodies
 from metal_prefill.serve._errors import ApiError
@@ -30,7 +30,7 @@ from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
 from metal_prefill.session import Session
-from metal_prefill.tokenizer import Tokenizer
+from metal_prefill.text._tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from metal_prefill._arguments import integer
+from metal_prefill._support.arguments import integer
 
 
 @dataclass(frozen=True)

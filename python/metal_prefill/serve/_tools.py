@@ -10,7 +10,7 @@ from typing import Any
 
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, ToolChoice
-from metal_prefill.tool_calls import ToolCall, tool_names
+from metal_prefill.text._tool_calls import ToolCall, tool_names
 
 
 def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
@@ -51,7 +51,7 @@ def possible_calls(form: ChatForm) -> frozenset[str]:
 
 
 def _schema(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the schema of a call, as :mod:`metal_prefill.tool_calls` reads it without tags."""
+    """Return the schema of a call, as :mod:`metal_prefill.text._tool_calls` reads it without tags."""
     (name,) = tool_names([tool])
     properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{number}"}}
     return {

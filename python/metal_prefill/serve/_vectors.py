@@ -9,15 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._arguments import token_array
-from metal_prefill.embedding import check_length, check_pooling, embed_prompts, encode_texts, prompt_format
+from metal_prefill._support.arguments import token_array
 from metal_prefill.errors import GGUFError
-from metal_prefill.reranking import rerank, template_of
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import EmbeddingForm, RerankForm
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import PassSharer, Service
+from metal_prefill.tasks._embedding import (
+    check_length,
+    check_pooling,
+    embed_prompts,
+    encode_texts,
+    prompt_format,
+)
+from metal_prefill.tasks._reranking import rerank, template_of
 
 
 def _check_inputs(service: Service, count: int, param: str) -> None:

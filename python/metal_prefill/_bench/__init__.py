@@ -1,1 +1,0 @@
-"""How `metal_prefill.bench` measures."""

@@ -1,1 +1,0 @@
-"""Checks of a device against the CPU engine: of single kernels, and at first contact."""

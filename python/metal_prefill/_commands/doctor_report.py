@@ -1,0 +1,235 @@
+"""What ``metal-prefill doctor`` examines: the machine, each kernel, logits and tokens, and the speed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import _core
+from metal_prefill._support.cache_folder import version
+from metal_prefill.errors import DeviceError
+from metal_prefill.gpu._self_test import QUICK, kernel_differences, known_tokens
+from metal_prefill.model import Model
+
+LONG_PROMPT = 300
+SHORT_PROMPT = 9
+GREEDY_TOKENS = 20
+# After the quick ones: a prompt with wide tiles, then one token and a few whose keys threadgroups share.
+ALL_LENGTHS = (*QUICK, 512, 1, 3)
+# Of the largest logit. Kernels for many tokens multiply in half precision: a few 1e-3 are usual.
+LOGITS_BOUND = 2e-2
+BENCH_PROMPT, BENCH_TOKENS, BENCH_SECONDS = 512, 64, 50.0
+
+Say = Callable[[str], None]
+Report = dict[str, Any]
+
+
+def machine() -> Report:
+    """Return what is known of the machine and of the package."""
+    return {
+        "package": version(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "macos": platform.mac_ver()[0],
+        "os_build": os.uname().version,
+        "machine": platform.machine(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cores": os.cpu_count(),
+        "compiler": _core.compiler,
+        "emulator": _core.has_emulator,
+        "gpu": _core.metal_device(),
+    }
+
+
+def check_kernels(model: Model, quick: bool) -> Report:
+    """Compare each kernel with float64, on the buffers of real passes."""
+    with model.session() as session:
+        core = session._open()
+        inspector = core.inspector()
+        assert inspector is not None, "an engine that makes dispatches"
+        lengths = QUICK if quick else ALL_LENGTHS
+        checked, wrong = kernel_differences(core, model.config, lengths)
+        pipelines = inspector.pipelines()
+        return {
+            "shaders": "metallib" if inspector.shaders_were_compiled else "source",
+            "no_matmul_tensor": inspector.no_matmul_tensor,
+            "pipelines": [
+                {"kernel": p.kernel, "seconds": p.seconds, "max_threads": p.max_threads} for p in pipelines
+            ],
+            "checked": sorted(checked),
+            "not_checked": sorted({p.kernel for p in pipelines} - checked),
+            "differences": [
+                {"kernel": d.kernel, "index": d.index, "got": d.got, "expected": d.expected} for d in wrong
+            ],
+        }
+
+
+def _compare(name: str, got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> Report:
+    """Compare logits: the largest difference, and whether the largest logit is the same or nearly so."""
+    scale = float(np.abs(expected).max())
+    error = float(np.abs(got - expected).max()) / scale
+    best, wanted = int(np.argmax(got)), int(np.argmax(expected))
+    gap = float(expected[wanted] - expected[best]) / scale
+    passed = bool(np.isfinite(got).all()) and error <= LOGITS_BOUND and gap <= LOGITS_BOUND
+    return {"name": name, "passed": passed, "error": error, "token": best, "cpu_token": wanted}
+
+
+def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
+    """Compare logits and tokens of two engines."""
+    found = []
+    limit = model.config.context_length
+    for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, limit - GREEDY_TOKENS)):
+        tokens = known_tokens(n, model.config.vocab_size).tolist()
+        with model.session() as one, model.session() as other, reference.session() as cpu:
+            expected = cpu.forward_prompt_logits(tokens)
+            found.append(_compare(f"prompt of {n}", one.forward_prompt_logits(tokens), expected))
+            if not model.config.causal:  # its texts go in whole, and none is continued
+                continue
+            for token in tokens[:-1]:
+                other.forward_token_greedy(token)
+            found.append(_compare(f"{n} tokens one by one", other.forward_token(tokens[-1]), expected))
+    if not model.config.causal:
+        return found
+    with model.session() as session, reference.session() as cpu:
+        tokens = known_tokens(SHORT_PROMPT, model.config.vocab_size).tolist()
+        got, expected = session.forward_prompt_logits(tokens), cpu.forward_prompt_logits(tokens)
+        steps = []
+        for i in range(GREEDY_TOKENS):
+            steps.append(_compare(f"token {i + 1} after {SHORT_PROMPT}", got, expected))
+            token = int(np.argmax(expected))
+            got, expected = session.forward_token(token), cpu.forward_token(token)
+        worst = max(steps, key=lambda step: (not step["passed"], step["error"]))
+        found.append(worst | {"name": f"{GREEDY_TOKENS} greedy tokens, the worst of them: {worst['name']}"})
+    return found
+
+
+def _speed(run: Callable[[], int]) -> float:
+    """Return the most tokens a second of runs that are repeated for a while, at least two of them."""
+    best, begin, runs = 0.0, time.perf_counter(), 0
+    while runs < 2 or time.perf_counter() - begin < BENCH_SECONDS:
+        start = time.perf_counter()
+        n = run()
+        best = max(best, n / (time.perf_counter() - start))
+        runs += 1
+    return best
+
+
+def benchmark(model: Model) -> list[Report]:
+    """Measure a prompt and decoding, and predict both for the chip where it is known."""
+    from metal_prefill.gpu._cost_model import find_chip, plan, predict, shape_of
+    from metal_prefill.gpu._cost_model.chips import CHIPS
+
+    prompt = min(BENCH_PROMPT, model.config.context_length - BENCH_TOKENS)
+    tokens = known_tokens(prompt, model.config.vocab_size).tolist()
+
+    def prefill() -> int:
+        model.reset()
+        model.forward_prompt(tokens)
+        return prompt
+
+    def decode() -> int:
+        model.rewind(prompt)
+        token = tokens[-1]
+        for _ in range(BENCH_TOKENS):
+            token = model.forward_token_greedy(token)
+        return BENCH_TOKENS
+
+    results = [{"name": f"pp{prompt}", "tokens_per_second": _speed(prefill)}]
+    if model.config.causal:
+        results.append({"name": f"tg{BENCH_TOKENS}", "tokens_per_second": _speed(decode)})
+    words = model.device.lower().replace("apple ", "").replace(" ", "-")
+    chip = next((name for name in sorted(CHIPS, key=len, reverse=True) if words.startswith(name)), None)
+    if chip is not None:
+        shape = shape_of(model.gguf)
+        options: dict[str, Any] = {"family": find_chip(chip).family, "gpu": model.device}
+        steps = [d for i in range(BENCH_TOKENS) for d in plan(shape, 1, position=prompt + i, **options)]
+        listed = (plan(shape, prompt, **options), steps)
+        for result, dispatches, n in zip(results, listed, (prompt, BENCH_TOKENS), strict=False):
+            prediction = predict(find_chip(chip), dispatches, n)
+            result |= {"chip": chip, "predicted_tokens_per_second": prediction.tokens_per_second}
+    return results
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    """Leave out the quick check of first contact, which would refuse what is to be examined."""
+    before = os.environ.get("METAL_PREFILL_CHECK")
+    os.environ["METAL_PREFILL_CHECK"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["METAL_PREFILL_CHECK"]
+        if before is not None:
+            os.environ["METAL_PREFILL_CHECK"] = before
+
+
+def examine(path: Path | None, *, quick: bool, say: Say) -> Report:
+    """Return the report; ``passed`` says whether nothing differs.
+
+    Parameters
+    ----------
+    path
+        Model; None for the bundled one.
+    quick
+        Only products and attention, and the logits of a short prompt.
+    say
+        Is given each line of text as it is known.
+    """
+    report: Report = {"quick": quick, "machine": machine(), "passed": False}
+    for name, value in report["machine"].items():
+        say(f"{name}: {value}")
+    with _settled():
+        try:
+            model = Model(path, device="metal")
+        except DeviceError as error:
+            report["problem"] = str(error)
+            say(f"FAILED: {error}")
+            return report
+    with model, Model(path, device="cpu", compute="f32") as reference:
+        report["model"], report["device"] = str(model.path), model.device
+        try:
+            _examine(model, reference, report, quick, say)
+        except DeviceError as error:
+            report["problem"] = str(error)
+            say(f"FAILED: {error}")
+    return report
+
+
+def _examine(model: Model, reference: Model, report: Report, quick: bool, say: Say) -> None:
+    kernels = report["kernels"] = check_kernels(model, quick)
+    slowest = max(kernels["pipelines"], key=lambda p: float(p["seconds"]))
+    say(
+        f"shaders: {kernels['shaders']}; {len(kernels['pipelines'])} pipelines, the slowest "
+        f"{slowest['kernel']} after {slowest['seconds']:.3f} s"
+    )
+    if kernels["no_matmul_tensor"]:
+        say(f"matrix units are not used: {kernels['no_matmul_tensor']}")
+    say(f"kernels that agree: {len(kernels['checked']) - len(kernels['differences'])}")
+    if kernels["not_checked"] and not quick:
+        say(f"kernels not reached: {', '.join(kernels['not_checked'])}")
+    for d in kernels["differences"]:
+        say(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, not {d['expected']:.6g}")
+    report["logits"] = check_logits(model, reference, quick)
+    for c in report["logits"]:
+        verdict = "agrees" if c["passed"] else "DIFFERS"
+        say(
+            f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest logit, token {c['token']}, "
+            f"by the CPU {c['cpu_token']}"
+        )
+    report["passed"] = not kernels["differences"] and all(c["passed"] for c in report["logits"])
+    if not quick:
+        report["benchmark"] = benchmark(model)
+        for b in report["benchmark"]:
+            predicted = b.get("predicted_tokens_per_second")
+            compared = f", predicted {predicted:.0f}" if predicted else ""
+            say(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s{compared}")
+    say("nothing differs" if report["passed"] else "something differs: please report this")
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Shared helpers: checked arguments, atomic writes, cached attributes, lazy imports."""

@@ -1,0 +1,59 @@
+"""Names that are imported on first use, so that a package can export more than each program needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package whose names live in its modules.
+
+    Parameters
+    ----------
+    package
+        Name of the package.
+    homes
+        The module of each name, relative to the package.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get
+
+
+class _FormerPath(ModuleType):
+    """A module under a name that it no longer has."""
+
+    def __init__(self, name: str, target: str) -> None:
+        super().__init__(name, f"The former name of :mod:`{target}`.")
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by programs that look at every module
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(self._target), name)
+
+
+def keep_former_paths(package: str, targets: Mapping[str, str]) -> None:
+    """Let modules be imported by their former names as well; they are loaded on first use.
+
+    Parameters
+    ----------
+    package
+        Name of the package.
+    targets
+        The module that each former name now refers to, both relative to the package.
+    """
+    for former, target in targets.items():
+        module = _FormerPath(f"{package}.{former}", f"{package}.{target}")
+        sys.modules[module.__name__] = module
+        setattr(sys.modules[package], former, module)

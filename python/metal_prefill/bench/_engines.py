@@ -1,0 +1,236 @@
+"""The engines that can be measured, each by the same calls.
+
+A worker process makes one of them. An engine gets the same token ids as the others, starts from an empty
+context, and computes logits for the last token of a prompt only and for every decoded token. The ids to
+decode are given, but for tests of choosing them. (Ours also finds the largest logit, since that is what its
+calls return.) Where several sequences go through the model together, each has tokens of its own and they
+share nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.bench._cases import Ability, Case, Choice
+from metal_prefill.errors import MissingExtraError
+
+Ids = npt.NDArray[np.int32]
+Vectors = npt.NDArray[np.float32]
+
+OURS = "metal_prefill"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine is to run.
+
+    Attributes
+    ----------
+    path : str
+        The GGUF file.
+    max_context : int
+        Positions that the longest test needs.
+    max_prompt : int
+        Tokens of the longest prompt.
+    threads : int or None
+        None: the engine's own default.
+    device, compute, kv_dtype : str
+        As for `metal_prefill.Model`; peers follow as far as they can.
+    """
+
+    path: str
+    max_context: int
+    max_prompt: int
+    threads: int | None = None
+    device: str = "auto"
+    compute: str = "int8"
+    kv_dtype: str = "f16"
+
+    def to_json(self) -> dict[str, Any]:
+        """As the keyword arguments that make it again."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """An engine's report of itself.
+
+    Attributes
+    ----------
+    build : str
+        Name and version.
+    device : str
+        Where it runs; an emulator says that it is one.
+    threads : int
+    settings : str
+        The settings that decide its speed, for the reader of a table.
+    """
+
+    build: str
+    device: str
+    threads: int
+    settings: str
+
+
+class Engine(ABC):
+    """A loaded model, ready to run."""
+
+    @abstractmethod
+    def identity(self) -> Identity:
+        """Say what this is and how it runs."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Empty the context."""
+
+    @abstractmethod
+    def prefill(self, ids: Ids) -> None:
+        """Append a prompt and compute the logits of its last token."""
+
+    @abstractmethod
+    def decode(self, ids: Ids) -> None:
+        """Append tokens one at a time, computing logits after each."""
+
+
+class BatchEngine(Engine):
+    """An engine that takes several sequences through the model together."""
+
+    @abstractmethod
+    def open_streams(self, count: int, context: int) -> None:
+        """Make `count` empty contexts of `context` positions each."""
+
+    @abstractmethod
+    def prefill_streams(self, ids: Ids) -> None:
+        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
+
+    @abstractmethod
+    def decode_streams(self, ids: Ids) -> None:
+        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
+
+
+class ChoosingEngine(Engine):
+    """An engine that chooses the tokens of a text itself."""
+
+    @abstractmethod
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        """Choose `count` tokens after `ids`, all but the last of which are in the context, and return them.
+
+        No end of the text is chosen.
+        """
+
+
+class TextEngine(Engine):
+    """An engine that turns texts into vectors."""
+
+    @abstractmethod
+    def embed(self, texts: list[Ids]) -> Vectors:
+        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+
+
+class JudgingEngine(Engine):
+    """An engine that says how well documents answer a query, and how likely answers are."""
+
+    @abstractmethod
+    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
+        """Return the probability of the first of two answers, not of the other, after each prompt."""
+
+    @abstractmethod
+    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """Return the log likelihood of the second text of each pair after the first one, in nats."""
+
+
+class Kind(NamedTuple):
+    """Where an engine's adapter is, and what has to be installed for it.
+
+    Attributes
+    ----------
+    adapter : str
+        Module that makes it.
+    modules : tuple of str
+        Modules that the adapter imports.
+    package : str
+        Package to install.
+    extra : str
+        Extra of this package that has it.
+    without : mapping
+        Why it is not measured in tests that take some ability.
+    """
+
+    adapter: str
+    modules: tuple[str, ...]
+    package: str
+    extra: str = "bench"
+    without: Mapping[Ability, str] = {}
+
+
+_ONE_PROMPT = "its graph holds one sequence, and its calls take one prompt"
+KINDS = {
+    OURS: Kind("metal_prefill.bench._peers.metal_prefill", (), "metal_prefill"),
+    "llama.cpp": Kind("metal_prefill.bench._peers.llama_cpp", ("llama_cpp",), "llama-cpp-python"),
+    "openvino": Kind(
+        "metal_prefill.bench._peers.openvino",
+        ("openvino", "openvino_genai"),
+        "openvino and openvino-genai",
+        without={
+            "streams": "its graph holds one sequence; OpenVINO GenAI's batches choose tokens by themselves "
+            "and take none given",
+            "choices": "its graph computes logits and chooses no token",
+            "embed": "its graph computes logits and no pooled states",
+            "rerank": _ONE_PROMPT,
+            "evaluate": _ONE_PROMPT,
+        },
+    ),
+    "transformers": Kind(
+        "metal_prefill.bench._peers.transformers",
+        ("torch", "transformers", "gguf", "accelerate"),
+        "torch, transformers, gguf and accelerate",
+        "bench-transformers",
+        dict.fromkeys(("prompts", "streams", "choices", "rerank", "evaluate"), "its vectors alone are"),
+    ),
+}
+
+
+def check_installed(name: str) -> None:
+    """Raise what to install if an engine lacks its package.
+
+    Raises
+    ------
+    ValueError
+        There is no engine of that name.
+    MissingExtraError
+        Its package is not installed.
+    """
+    if name not in KINDS:
+        peers = ", ".join(known for known in KINDS if known != OURS)
+        raise ValueError(f"unknown engine {name!r} to compare with; known are {peers}")
+    kind = KINDS[name]
+    for module in kind.modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(
+                f"comparing with {name} needs {kind.package}, which is not installed: "
+                f"pip install 'metal_prefill[{kind.extra}]'"
+            )
+
+
+def takes(name: str, case: Case) -> bool:
+    """Whether an engine can be measured in a test."""
+    return not why_not(name, case)
+
+
+def why_not(name: str, case: Case) -> str:
+    """Why an engine cannot be measured in a test; empty where it can."""
+    return KINDS[name].without.get(case.ability, "") if name in KINDS else ""
+
+
+def load(name: str, options: Options) -> Engine:
+    """Load the model into an engine."""
+    engine: Engine = importlib.import_module(KINDS[name].adapter).load(options)
+    return engine

@@ -1,0 +1,91 @@
+"""The speed that products of 8-bit integers allow: what a prompt takes at least, at the machine's rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from metal_prefill.bench._peak import int8_peak
+from metal_prefill.files._architecture import read_config
+from metal_prefill.files._gguf_file import GGUFFile
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class PromptWork:
+    """Multiply-adds that a prompt takes at least, to the logits of its last token.
+
+    In the last layer nothing but keys and values is needed of the other tokens.
+
+    Attributes
+    ----------
+    each : int
+        In products with weights, for each token.
+    once : int
+        In products with weights, for the last token: the rest of the last layer, and the head.
+    position : int
+        In the attention of one layer, for each position that a token sees.
+    windows : tuple of int
+        Positions that a token sees at most in each layer; 0: all.
+    """
+
+    each: int
+    once: int
+    position: int
+    windows: tuple[int, ...]
+
+    def products(self, n: int) -> int:
+        """Return the multiply-adds of a prompt of `n` tokens."""
+        seen = sum(_positions_seen(n, window) for window in self.windows[:-1])
+        seen += min(n, self.windows[-1] or n)
+        return n * self.each + self.once + seen * self.position
+
+
+def _positions_seen(n: int, window: int) -> int:
+    """Positions that `n` tokens see, all together, themselves included."""
+    within = min(n, window) if window else n
+    return within * (within + 1) // 2 + (n - within) * within
+
+
+def read_work(path: Path) -> PromptWork | None:
+    """Read it from a model's file; None where weights are not quantized, and products not of integers."""
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        last = f"blk.{config.n_layers - 1}."
+        each = once = 0
+        for tensor in gguf.tensors.values():
+            if len(tensor.shape) != 2 or not tensor.name.startswith("blk."):
+                continue
+            if tensor.type_name in FLOAT_TYPES:
+                return None
+            if tensor.name.startswith(last) and not tensor.name.startswith(
+                (f"{last}attn_k", f"{last}attn_v")
+            ):
+                once += prod(tensor.shape)
+            else:
+                each += prod(tensor.shape)
+        windows = config.layer_window or (0,) * config.n_layers
+        position = config.n_heads * (config.key_dim + config.value_dim)
+        return PromptWork(each, once + config.vocab_size * config.dim, position, windows)
+
+
+def prompt_limits(path: Path, lengths: Sequence[int], threads: int) -> dict[int, float]:
+    """Return tokens per second that prompts of some lengths could reach on this machine's CPU.
+
+    Every multiply-add counts as one of 8-bit integers at the rate that the machine was just measured to do
+    them on `threads` threads; scales, norms, exponentials and memory count for nothing. No engine that
+    computes with 8-bit integers is faster. Empty where the work is not known.
+
+    Raises
+    ------
+    BenchError
+        The process that measures the rate dies.
+    """
+    work = read_work(path)
+    if work is None or not lengths:
+        return {}
+    rate = int8_peak(threads)
+    return {n: rate * n / work.products(n) for n in lengths}

@@ -1,0 +1,104 @@
+"""The file to measure: found, or written and cached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._support.cache_folder import cache_folder
+from metal_prefill.bench._cases import TASK, evaluation_texts
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.tasks._reranking import ANSWERS
+from metal_prefill.text._tokenizer import Tokenizer
+
+SHAPE = "smollm-135m"
+
+
+def smollm_shape() -> Path:
+    """Return a model of SmolLM-135M's shape, tensor types and vocabulary size with random weights.
+
+    Speed depends on the shape and not on the words. Written on first use.
+    """
+    from metal_prefill import __version__, synth
+
+    path = cache_folder() / f"{SHAPE}-{__version__}.Q4_0.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        synth.synthesize(path, preset=SHAPE)
+    return path
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Columns of a benchmark that describe the model, with llama-bench's names."""
+
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    vocab_size: int
+    context_length: int
+
+
+def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
+    """Return the ids of `cases.TASK`, as a model is asked."""
+    with GGUFFile(path) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf)
+        return np.array(tokenizer.apply_chat_template([{"role": "user", "content": TASK}]), np.int32)
+
+
+def answer_ids(path: str | Path) -> tuple[int, int]:
+    """Return the tokens by which a reranker answers.
+
+    Raises
+    ------
+    BenchError
+        They are several: it is no reranker.
+    """
+    with GGUFFile(path) as gguf:
+        yes, no = (Tokenizer.from_gguf(gguf).encode(answer, add_bos=False) for answer in ANSWERS)
+        if len(yes) + len(no) > 2:
+            raise BenchError(f'{path} has no token of its own for "yes" and "no", as rerankers have')
+        return yes[0], no[0]
+
+
+def evaluation_tokens(path: str | Path) -> int:
+    """Return how many tokens `cases.evaluation_texts` are, questions counted with each answer."""
+    with GGUFFile(path) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf)
+        return sum(len(tokenizer.encode(question + answer)) for question, answer in evaluation_texts())
+
+
+def _short(count: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.0f}{unit}" if value >= 10 else f"{value:.1f}{unit}"
+    return str(count)
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """Read them from the file; `model_type` names the type that most of the layers' weights have."""
+    from metal_prefill.files._architecture import read_config
+
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        sizes: Counter[str] = Counter()
+        for tensor in gguf.tensors.values():
+            if tensor.name.startswith("blk."):
+                sizes[tensor.type_name] += prod(tensor.shape)
+        n_params = sum(prod(tensor.shape) for tensor in gguf.tensors.values())
+        return ModelFacts(
+            model_filename=str(path),
+            model_type=f"{config.architecture} {_short(n_params)} {sizes.most_common(1)[0][0]}",
+            model_size=sum(tensor.nbytes for tensor in gguf.tensors.values()),
+            model_n_params=n_params,
+            vocab_size=config.vocab_size,
+            context_length=config.context_length,
+        )

@@ -1,0 +1,86 @@
+"""The highest rates of the machine, measured in a process of its own: nothing there can end a benchmark.
+
+``python -m metal_prefill.bench._peak SET LIMIT THREADS`` answers requests on stdin with times on stdout, one
+JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import IO
+
+from metal_prefill import _core
+from metal_prefill.bench._process import JsonProcess
+
+COMMAND = (sys.executable, "-m", "metal_prefill.bench._peak")
+RUNS = 40
+RUN_S = 4e-3  # long compared with the start of a thread, short compared with a time slice
+MAX_REPETITIONS = 1 << 20
+
+
+class PeakProcess:
+    """A limit of the machine that can be timed like a `_core.cpu.Workload`.
+
+    Parameters
+    ----------
+    isa
+        A kernel set of this machine.
+    limit
+        One of `_core.cpu.peaks`.
+    threads
+        Size of the team.
+
+    Raises
+    ------
+    BenchError
+        The process dies, here or in `run`.
+    """
+
+    def __init__(self, isa: str, limit: str, threads: int) -> None:
+        name = f"the measurement of the limit {limit} by {isa}"
+        self._process = JsonProcess(name, (*COMMAND, isa, limit, str(threads)), "beginning")
+        self.multiply_adds: float = self._process.hello["multiply_adds"]
+        self.bytes: float = self._process.hello["bytes"]
+
+    def run(self, repetitions: int) -> float:
+        """Return the seconds that the repetitions take."""
+        seconds: float = self._process.ask({"repetitions": repetitions}, "running")["seconds"]
+        return seconds
+
+    def __enter__(self) -> PeakProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
+
+
+def int8_peak(threads: int) -> float:
+    """Return the 8-bit multiply-adds a second that this machine can do.
+
+    Raises
+    ------
+    BenchError
+        The process that measures it dies.
+    """
+    with PeakProcess(_core.cpu.kernel_sets()[0], "int8", threads) as peak:
+        repetitions = 1
+        while peak.run(repetitions) < RUN_S and repetitions < MAX_REPETITIONS:
+            repetitions *= 2
+        return max(repetitions * peak.multiply_adds / peak.run(repetitions) for _ in range(RUNS))
+
+
+def serve(isa: str, limit: str, threads: int, requests: IO[str], replies: IO[str]) -> None:
+    """Say what a repetition does, then time as many as are asked for until `requests` ends."""
+
+    def reply(**fields: float) -> None:
+        print(json.dumps(fields), file=replies, flush=True)
+
+    workload = _core.cpu.peak_workload(isa, limit, threads)
+    reply(multiply_adds=workload.multiply_adds, bytes=workload.bytes)
+    for line in requests:
+        reply(seconds=workload.run(json.loads(line)["repetitions"]))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.stdin, sys.stdout)

@@ -1,0 +1,1 @@
+"""The engines and servers that benchmarks compare, one module each."""

@@ -1,0 +1,311 @@
+"""llama.cpp, through the low-level calls of llama-cpp-python.
+
+At its best for this comparison: flash attention, the whole prompt in one micro-batch, weights repacked at
+load (its default where the CPU has the instructions), logits for the last token only. The high-level class
+would copy logits into Python and evaluate them; the C calls below are what llama.cpp's own llama-bench makes.
+
+Several sequences go through the model in one batch, as in llama.cpp's own batched-bench. Each has a cache of
+its own (``kv_unified = False``, which llama.cpp recommends for sequences that share nothing).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llama_cpp as llama
+import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from metal_prefill.bench._cases import SAMPLING, Choice
+from metal_prefill.bench._engines import (
+    BatchEngine,
+    ChoosingEngine,
+    Identity,
+    Ids,
+    JudgingEngine,
+    Options,
+    TextEngine,
+    Vectors,
+)
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._machine import available_threads, counted, cpu_name
+from metal_prefill.bench._peers.llama_cpp_texts import ALL_LAYERS, FLASH_ATTENTION_ON, Embedder, Evaluator
+
+GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
+# Of what llama.cpp says it was built with, what decides the speed of its products; the best comes first.
+FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MATMUL_INT8", "DOTPROD", "NEON")
+MOST_ROWS = 1024  # of a batch of several sequences, unless there are more of them
+PENALTY_WINDOW = 64  # tokens, as ours
+GUESSES_CPU, GUESSES_GPU = 2, 10  # of a pass: what llama-cpp-python's README advises
+
+
+def _best_feature() -> str:
+    built_with = llama.llama_print_system_info().decode()
+    return next((name for name in FEATURES if f"{name} = 1" in built_with), "scalar")
+
+
+class _Context:
+    """A llama.cpp context for some sequences, and a batch that is filled for it.
+
+    Parameters
+    ----------
+    model
+        The loaded model.
+    options
+        How it is to run.
+    threads
+        CPU threads.
+    sequences
+        How many there are.
+    positions
+        Of each sequence.
+    rows
+        Most tokens that go through the model at once, all in one micro-batch.
+    """
+
+    def __init__(
+        self, model: Any, options: Options, threads: int, sequences: int, positions: int, rows: int
+    ) -> None:
+        params = llama.llama_context_default_params()
+        params.n_ctx = sequences * positions
+        params.n_seq_max = sequences
+        params.kv_unified = False
+        params.n_batch = params.n_ubatch = rows
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = FLASH_ATTENTION_ON
+        params.type_k = params.type_v = GGML_TYPES[options.kv_dtype]
+        self._context = llama.llama_init_from_model(model, params)
+        if not self._context:
+            raise BenchError(
+                f"llama.cpp cannot make a context of {sequences} sequences of {positions} positions"
+            )
+        self._memory = llama.llama_get_memory(self._context)
+        self._sequences = sequences
+        self._rows = rows
+        self._batch = llama.llama_batch_init(rows, 0, 1)
+        # The batch's arrays are C memory: filled through views, since a loop in Python would be timed too.
+        view = np.ctypeslib.as_array
+        self._token, self._pos = view(self._batch.token, (rows,)), view(self._batch.pos, (rows,))
+        self._logits = view(self._batch.logits, (rows,))
+        view(self._batch.n_seq_id, (rows,))[:] = 1
+        # The sequences of each row are reached by a pointer, so this is a loop; no clock runs meanwhile.
+        self._seq_id = [view(self._batch.seq_id[i], (1,)) for i in range(rows)]
+        self._arranged = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the cache of all sequences."""
+        llama.llama_memory_clear(self._memory, False)
+        self._position = 0
+
+    def arrange(self, n: int) -> None:
+        """Say which sequence each row belongs to, and whose logits count, for `n` tokens of each."""
+        if n != self._arranged:
+            for row in range(self._sequences * n):
+                self._seq_id[row][0] = row // n
+                self._logits[row] = row % n == n - 1
+            self._arranged = n
+
+    def run(self, ids: Ids) -> None:
+        """Append tokens, ``[sequences, n]``, and compute the logits of the last of each sequence.
+
+        More than go into a batch are split, with logits for the last of each part.
+        """
+        step = self._rows // self._sequences
+        for begin in range(0, ids.shape[1], step):
+            self._run(ids[:, begin : begin + step])
+
+    def _run(self, ids: Ids) -> None:
+        sequences, n = ids.shape
+        self.arrange(n)
+        self._batch.n_tokens = ids.size
+        self._token[: ids.size] = ids.ravel()
+        self._pos[: ids.size].reshape(sequences, n)[:] = np.arange(self._position, self._position + n)
+        self._decode()
+        self._position += n
+
+    def _decode(self) -> None:
+        status = llama.llama_decode(self._context, self._batch)
+        if status != 0:
+            raise BenchError(f"llama_decode failed with status {status} at position {self._position}")
+        llama.llama_synchronize(self._context)
+
+    def check(self, ids: Ids) -> None:
+        """Append tokens, ``[n]``, of the only sequence, and compute the logits after each."""
+        self._arranged = 0
+        self._seq_id[0][0] = 0
+        for row in range(len(ids)):
+            self._seq_id[row][0], self._logits[row] = 0, True
+        self._batch.n_tokens = len(ids)
+        self._token[: len(ids)] = ids
+        self._pos[: len(ids)] = np.arange(self._position, self._position + len(ids))
+        self._decode()
+        self._position += len(ids)
+
+    def rewind(self, count: int) -> None:
+        """Forget the last tokens of the only sequence."""
+        self._position -= count
+        llama.llama_memory_seq_rm(self._memory, 0, self._position, -1)
+
+    def sample(self, sampler: Any, row: int) -> int:
+        """Choose a token by the logits of a row of the last batch."""
+        return int(llama.llama_sampler_sample(sampler, self._context, row))
+
+    def logits(self, row: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return the logits of a row of the last batch, ``[vocab_size]``."""
+        model = llama.llama_get_model(self._context)
+        size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        return np.array(np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, row), (size,)))
+
+    def close(self) -> None:
+        """Free it."""
+        llama.llama_batch_free(self._batch)
+        llama.llama_free(self._context)
+
+
+class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
+    """A llama.cpp model, with a context for one sequence and one for several."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._threads = options.threads or available_threads()
+        self._gpu = options.device != "cpu" and bool(llama.llama_supports_gpu_offload())
+        llama.llama_backend_init()
+        model_params = llama.llama_model_default_params()
+        model_params.n_gpu_layers = ALL_LAYERS if self._gpu else 0
+        self._model = llama.llama_model_load_from_file(options.path.encode(), model_params)
+        if not self._model:
+            raise BenchError(f"llama.cpp cannot load {options.path}")
+        self._single = self._open(1, options.max_context, max(options.max_prompt, 32))
+        self._streams: _Context | None = None
+        self._ranks: _Context | None = None
+        self._embedder: Embedder | None = None
+        self._evaluator: Evaluator | None = None
+        self._shape = (0, 0)  # sequences and positions of `_streams`
+
+    def _open(self, sequences: int, positions: int, rows: int) -> _Context:
+        return _Context(self._model, self._options, self._threads, sequences, positions, rows)
+
+    def identity(self) -> Identity:
+        """Say what this is and how it runs."""
+        return Identity(
+            build=f"llama.cpp (llama-cpp-python {llama.__version__})",
+            device="GPU" if self._gpu else f"CPU ({cpu_name()}, {counted(self._threads, 'thread')})",
+            threads=self._threads,
+            settings=f"{_best_feature()}, flash attention, KV {self._options.kv_dtype}, one micro-batch",
+        )
+
+    def clear(self) -> None:
+        """Empty the context."""
+        self._single.clear()
+
+    def prefill(self, ids: Ids) -> None:
+        """Append a prompt and compute the logits of its last token."""
+        self._single.run(ids[None])
+
+    def decode(self, ids: Ids) -> None:
+        """Append tokens one at a time, computing logits after each."""
+        for token in ids.reshape(-1, 1, 1):
+            self._single.run(token)
+
+    def open_streams(self, count: int, context: int) -> None:
+        """Make `count` empty contexts of `context` positions each."""
+        if self._streams is None or self._shape != (count, context):
+            if self._streams is not None:
+                self._streams.close()
+            self._streams = self._open(count, context, max(count, min(count * context, MOST_ROWS)))
+            self._shape = (count, context)
+        self._streams.clear()
+
+    def prefill_streams(self, ids: Ids) -> None:
+        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
+        assert self._streams is not None
+        self._streams.run(ids)
+
+    def decode_streams(self, ids: Ids) -> None:
+        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
+        assert self._streams is not None
+        for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
+            self._streams.run(column)
+
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        """Choose `count` tokens after `ids`, all but the last of which are in the context.
+
+        Guesses are those of llama-cpp-python's prompt lookup. A pass checks them up to the first wrong one.
+        """
+        sampler = self._sampler(choice)
+        for token in ids.tolist():
+            llama.llama_sampler_accept(sampler, token)
+        find = LlamaPromptLookupDecoding(num_pred_tokens=GUESSES_GPU if self._gpu else GUESSES_CPU)
+        text, made = ids.astype(np.intc), 0
+        while made < count:
+            guesses = find(text)[: count - made - 1] if choice == "lookup" else text[:0]
+            self._single.check(np.concatenate([text[-1:], guesses]))
+            for row in range(len(guesses) + 1):
+                token = self._single.sample(sampler, row)
+                text, made = np.append(text, np.intc(token)), made + 1
+                if row < len(guesses) and token != guesses[row]:
+                    self._single.rewind(len(guesses) - row)
+                    break
+        llama.llama_sampler_free(sampler)
+        return [int(token) for token in text[len(ids) :]]
+
+    def _sampler(self, choice: Choice) -> Any:
+        """Make a chain that chooses no end of the text."""
+        vocab = llama.llama_model_get_vocab(self._model)
+        size = llama.llama_vocab_n_tokens(vocab)
+        ends = [token for token in range(size) if llama.llama_vocab_is_eog(vocab, token)]
+        biases = (llama.llama_logit_bias * len(ends))(*[(token, -float("inf")) for token in ends])
+        links = [llama.llama_sampler_init_logit_bias(size, len(ends), biases)]
+        if choice == "sampled":
+            links += [
+                llama.llama_sampler_init_penalties(
+                    size, PENALTY_WINDOW, SAMPLING["repeat_penalty"], 0.0, 0.0
+                ),
+                llama.llama_sampler_init_top_k(int(SAMPLING["top_k"])),
+                llama.llama_sampler_init_top_p(SAMPLING["top_p"], 1),
+                llama.llama_sampler_init_temp(SAMPLING["temperature"]),
+                llama.llama_sampler_init_dist(int(SAMPLING["seed"])),
+            ]
+        else:
+            links.append(llama.llama_sampler_init_greedy())
+        chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        for link in links:
+            llama.llama_sampler_chain_add(chain, link)
+        return chain
+
+    def embed(self, texts: list[Ids]) -> Vectors:
+        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+        if self._embedder is None:
+            self._embedder = Embedder(self._model, self._threads)
+        return self._embedder(texts)
+
+    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
+        """Return the probability of the first of two answers, not of the other, after each prompt.
+
+        One prompt after another, each in one micro-batch; what all begin with stays in the cache.
+        """
+        if self._ranks is None:
+            self._ranks = self._open(1, self._options.max_context, self._options.max_context)
+        context, first = self._ranks, prompts[0]
+        shared = next(i for i in range(len(first)) if len({int(ids[i]) for ids in prompts}) > 1)
+        context.clear()
+        context.run(first[None, :shared])
+        scores = []
+        for ids in prompts:
+            context.run(ids[None, shared:])
+            yes, no = context.logits(-1)[list(answers)].astype(float)
+            scores.append(float(1 / (1 + np.exp(no - yes))))
+            context.rewind(len(ids) - shared)
+        return scores
+
+    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """Return the log likelihood of the second text of each pair after the first one, in nats."""
+        if self._evaluator is None:
+            self._evaluator = Evaluator(self._options, self._threads, self._gpu, pairs)
+        return [self._evaluator(*pair) for pair in pairs]
+
+
+def load(options: Options) -> BatchEngine:
+    """Load the model."""
+    return LlamaCpp(options)

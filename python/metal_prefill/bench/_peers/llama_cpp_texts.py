@@ -1,0 +1,130 @@
+"""Vectors and likelihoods of texts by llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp as llama
+import numpy as np
+
+from metal_prefill.bench._engines import Ids, Options, Vectors
+from metal_prefill.bench._errors import BenchError
+
+ALL_LAYERS = 999
+FLASH_ATTENTION_ON = 1
+# Of a batch of texts. llama-embedding takes 2048 tokens, but every token is multiplied with the keys of the
+# whole batch, and with 512 the same texts took 0.88 of the time.
+EMBEDDING_ROWS, MOST_SEQUENCES = 512, 64
+MOST_LIKELY = 10  # tokens that lm-eval asks for at each position
+
+
+class Embedder:
+    """Computes pooled vectors as llama.cpp's own llama-embedding does, in smaller batches.
+
+    Whole texts go in batches of one micro-batch, with a cache that all share. A text is at most as long as a
+    batch.
+
+    Parameters
+    ----------
+    model
+        The loaded model.
+    threads
+        CPU threads.
+
+    Raises
+    ------
+    BenchError
+        llama.cpp makes no context.
+    """
+
+    def __init__(self, model: Any, threads: int) -> None:
+        params = llama.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = EMBEDDING_ROWS
+        params.n_seq_max = MOST_SEQUENCES
+        params.kv_unified = True
+        params.embeddings = True
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = FLASH_ATTENTION_ON
+        self._width = llama.llama_model_n_embd(model)
+        self._context = llama.llama_init_from_model(model, params)
+        if not self._context:
+            raise BenchError("llama.cpp cannot make a context for embeddings")
+        self._batch = llama.llama_batch_init(EMBEDDING_ROWS, 0, 1)
+
+    def __call__(self, texts: Sequence[Ids]) -> Vectors:
+        """Return the vectors, normalized, ``[texts, dim]``."""
+        vectors: list[Any] = []
+        group: list[Ids] = []
+        for text in texts:
+            full = sum(map(len, group)) + len(text) > EMBEDDING_ROWS or len(group) == MOST_SEQUENCES
+            if group and full:
+                vectors += self._run(group)
+                group = []
+            group.append(text)
+        return np.array(vectors + self._run(group), np.float32)
+
+    def _run(self, texts: Sequence[Ids]) -> list[Any]:
+        batch, row = self._batch, 0
+        for sequence, text in enumerate(texts):
+            for position, token in enumerate(text.tolist()):
+                batch.token[row], batch.pos[row], batch.logits[row] = token, position, True
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
+                row += 1
+        batch.n_tokens = row
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        status = llama.llama_decode(self._context, batch)
+        if status != 0:
+            raise BenchError(f"llama_decode failed with status {status} for {len(texts)} texts")
+        vectors = []
+        for sequence in range(len(texts)):
+            pooled = np.ctypeslib.as_array(
+                llama.llama_get_embeddings_seq(self._context, sequence), (self._width,)
+            )
+            vectors.append(pooled / np.linalg.norm(pooled))
+        return vectors
+
+
+class Evaluator:
+    """Computes likelihoods as lm-eval's model ``gguf`` has them computed, one request after another.
+
+    lm-eval asks llama-cpp-python's server, which calls `Llama.create_completion`; this makes that call
+    itself, so that HTTP and JSON cost nothing. The class keeps what a request has in common with the one
+    before, and computes log probabilities of the whole vocabulary at every position. Its context is as
+    short as the requests allow, since it does so for positions without a token as well.
+
+    Parameters
+    ----------
+    options
+        How the engine is to run.
+    threads
+        CPU threads.
+    gpu
+        Whether the layers run on a GPU.
+    pairs
+        Requests that the context has to hold, as texts and continuations.
+    """
+
+    def __init__(self, options: Options, threads: int, gpu: bool, pairs: Sequence[tuple[str, str]]) -> None:
+        with_vocabulary = llama.Llama(options.path, vocab_only=True, verbose=False)
+        longest = max(len(with_vocabulary.tokenize((a + b).encode())) for a, b in pairs)
+        with_vocabulary.close()
+        self._llama = llama.Llama(
+            options.path,
+            n_ctx=longest + 2,  # a token is made after the last one, and one position stays empty
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=ALL_LAYERS if gpu else 0,
+            flash_attn=True,
+            logits_all=True,
+            verbose=False,
+        )
+
+    def __call__(self, text: str, continuation: str) -> float:
+        """Return the log likelihood of a continuation, as lm-eval reads it from the answer."""
+        answer: Any = self._llama.create_completion(
+            text + continuation, max_tokens=1, temperature=0.0, logprobs=MOST_LIKELY, echo=True
+        )
+        found = answer["choices"][0]["logprobs"]
+        first = next(i for i, offset in enumerate(found["text_offset"]) if offset >= len(text))
+        return float(sum(found["token_logprobs"][first:-1]))  # without the token that was made

@@ -1,0 +1,103 @@
+"""`metal_prefill` itself, as an engine to measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import Model, Session, __version__
+from metal_prefill.bench._cases import SAMPLING, Choice
+from metal_prefill.bench._engines import (
+    BatchEngine,
+    ChoosingEngine,
+    Identity,
+    Ids,
+    JudgingEngine,
+    Options,
+    TextEngine,
+    Vectors,
+)
+from metal_prefill.bench._machine import available_threads
+from metal_prefill.integrations._evaluation import loglikelihood
+from metal_prefill.tasks._embedding import check_pooling, vectors_of
+from metal_prefill.tasks._reranking import scores_of
+
+
+class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
+    """`metal_prefill.Model` through its public calls."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._streams: list[Session] = []
+        self._model = Model(
+            options.path,
+            device=options.device,
+            max_context=options.max_context,
+            threads=options.threads,
+            compute=options.compute,
+            kv_dtype=options.kv_dtype,
+        )
+
+    def identity(self) -> Identity:
+        """Say what this is and how it runs."""
+        options = self._options
+        return Identity(
+            build=f"metal_prefill {__version__}",
+            device=self._model.device,
+            threads=int(self._model.stats().get("threads", available_threads())),
+            settings=f"{self._model.backend}, compute {options.compute}, KV {options.kv_dtype}",
+        )
+
+    def clear(self) -> None:
+        """Empty the context."""
+        self._model.reset()
+
+    def prefill(self, ids: Ids) -> None:
+        """Append a prompt and compute the logits of its last token."""
+        self._model.forward_prompt(ids)
+
+    def decode(self, ids: Ids) -> None:
+        """Append tokens one at a time, computing logits after each."""
+        for token in ids.tolist():
+            self._model.forward_token_greedy(token)
+
+    def open_streams(self, count: int, context: int) -> None:
+        """Make `count` empty contexts of `context` positions each."""
+        for session in self._streams:
+            session.close()
+        self._streams = [self._model.session(max_context=context) for _ in range(count)]
+
+    def prefill_streams(self, ids: Ids) -> None:
+        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
+        self._model.forward_batch(self._streams, list(ids))
+
+    def decode_streams(self, ids: Ids) -> None:
+        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
+        for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
+            self._model.forward_batch(self._streams, list(column))
+
+    def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
+        """Choose `count` tokens after `ids`, all but the last of which are in the context."""
+        options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
+        options["speculate"] = "lookup" if choice == "lookup" else "off"
+        pieces = self._model.stream(ids, count, min_tokens=count, **options)
+        return [piece.token for piece in pieces]
+
+    def embed(self, texts: list[Ids]) -> Vectors:
+        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+        names = [f"text {i}" for i in range(len(texts))]
+        return np.array(list(vectors_of(self._model, check_pooling(self._model, None), texts, names)))
+
+    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
+        """Return the probability of "yes" after each prompt; the model knows the ids of its answers."""
+        return scores_of(self._model, prompts)
+
+    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """Return the log likelihood of the second text of each pair, as `metal_prefill.lm_eval` does."""
+        return [value for value, _ in loglikelihood(self._model, pairs)]
+
+
+def load(options: Options) -> BatchEngine:
+    """Load the model."""
+    return Ours(options)

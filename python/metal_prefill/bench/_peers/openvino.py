@@ -1,0 +1,143 @@
+"""OpenVINO on the same GGUF file.
+
+OpenVINO GenAI reads the GGUF and builds a stateful graph whose 4-bit weights stay 4 bits wide; it saves that
+graph as OpenVINO's own format, which is done once and cached. Here the graph is then compiled with OpenVINO
+itself rather than run by GenAI's pipeline, so that a prompt can be timed without tokenizer and sampler. The
+output head is cut down to the last token, as the pipeline does. Everything else is OpenVINO's default for
+latency: bfloat16 arithmetic where the CPU has it, KV cache of 8 bits. `compute="f32"` asks for float32
+arithmetic instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from metal_prefill._support.cache_folder import cache_folder
+from metal_prefill.bench._engines import Engine, Identity, Ids, Options
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._machine import available_threads, counted
+
+_CONVERT = """
+import sys
+import openvino_genai
+openvino_genai.LLMPipeline(sys.argv[1], "CPU", enable_save_ov_model=True)
+"""
+
+
+def convert(path: Path) -> Path:
+    """Return the graph made from a GGUF file, converting it unless that was done before.
+
+    The conversion has a process of its own, so that the memory it takes is not counted as the engine's.
+    """
+    stat = path.stat()
+    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{ov.get_version()}"
+    folder = cache_folder() / f"openvino-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    graph = folder / "openvino_model.xml"
+    done = folder / "complete"
+    if done.exists():
+        return graph
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "model.gguf"  # the graph is saved next to the file that was read
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.resolve())
+    result = subprocess.run(
+        [sys.executable, "-c", _CONVERT, os.fspath(link)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if result.returncode != 0 or not graph.exists():
+        tail = result.stdout.strip().splitlines()[-3:]
+        raise BenchError(f"OpenVINO GenAI cannot convert {path}: {' / '.join(tail)}")
+    done.touch()
+    return graph
+
+
+def _keep_last_token(model: ov.Model) -> None:
+    """Let the output head see the last position only."""
+    node = model.get_results()[0].input_value(0).get_node()
+    while node.get_type_name() != "MatMul":
+        node = node.input_value(0).get_node()
+    end = np.iinfo(np.int64).max
+    bounds = [
+        ops.constant(np.array([value], np.int64)) for value in (-1, end, 1, 1)
+    ]  # start, stop, step, axis
+    node.input(0).replace_source_output(ops.slice(node.input_value(0), *bounds).output(0))
+    model.validate_nodes_and_infer_types()
+
+
+class OpenVino(Engine):
+    """A compiled OpenVINO graph with its state."""
+
+    def __init__(self, options: Options) -> None:
+        self._threads = options.threads or available_threads()
+        self._device = "CPU" if options.device != "metal" else "GPU"
+        core = ov.Core()
+        config: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": "1",
+            "INFERENCE_NUM_THREADS": str(self._threads),
+        }
+        if options.compute == "f32":
+            config |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+        if options.kv_dtype == "f32":
+            config["KV_CACHE_PRECISION"] = "f32"
+        elif options.kv_dtype == "q8_0":
+            config["KV_CACHE_PRECISION"] = "u8"
+        model = core.read_model(convert(Path(options.path)))
+        _keep_last_token(model)
+        self._compiled = core.compile_model(model, self._device, config)
+        self._request = self._compiled.create_infer_request()
+        self._name = str(core.get_property(self._device, "FULL_DEVICE_NAME"))
+        self._mask = np.ones((1, options.max_context), np.int64)
+        self._beam = np.zeros(1, np.int32)
+        self._position = 0
+
+    def identity(self) -> Identity:
+        """Say what this is and how it runs."""
+        precision = self._compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        cache = self._compiled.get_property("KV_CACHE_PRECISION").get_type_name()
+        return Identity(
+            build=f"OpenVINO {ov.get_version().split('-')[0]}",
+            device=f"{self._device} ({self._name.strip()}, {counted(self._threads, 'thread')})",
+            threads=self._threads,
+            settings=f"{precision} arithmetic, KV {cache}",
+        )
+
+    def clear(self) -> None:
+        """Empty the context."""
+        self._request.reset_state()
+        self._position = 0
+
+    def prefill(self, ids: Ids) -> None:
+        """Append a prompt and compute the logits of its last token."""
+        self._run(ids.astype(np.int64)[None])
+
+    def decode(self, ids: Ids) -> None:
+        """Append tokens one at a time, computing logits after each."""
+        for column in ids.astype(np.int64).reshape(-1, 1, 1):
+            self._run(column)
+
+    def _run(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        begin, self._position = self._position, self._position + ids.shape[1]
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": self._mask[:, : self._position],
+            "position_ids": np.arange(begin, self._position, dtype=np.int64)[None],
+            "beam_idx": self._beam,
+        }
+        self._request.infer(inputs, share_inputs=True, share_outputs=True)
+
+
+def load(options: Options) -> Engine:
+    """Load the model."""
+    return OpenVino(options)

@@ -1,0 +1,176 @@
+"""The servers that can be measured, each a process with a port and OpenAI's interface, as users start it."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from metal_prefill.bench._engines import OURS
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.errors import MissingExtraError
+
+START_S = 120.0  # that a server may take to load the model and answer
+ANSWER_S = 600.0  # that an answer may take
+TAIL_LINES = 5  # of a server's last words
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server is to run.
+
+    Attributes
+    ----------
+    path : str
+        The GGUF file.
+    threads : int
+    clients : int
+        Most that ask at a time.
+    context : int
+        Tokens of a prompt and its answer.
+    """
+
+    path: str
+    threads: int
+    clients: int
+    context: int
+
+
+Command = Callable[[ServerOptions, int], Sequence[str]]
+
+
+def _ours(options: ServerOptions, port: int) -> list[str]:
+    command = [sys.executable, "-m", "metal_prefill.cli", "serve", "-m", options.path, "--port", str(port)]
+    return [*command, "-t", str(options.threads), "--max-streams", str(options.clients)]
+
+
+def _llama_cpp_python(options: ServerOptions, port: int) -> list[str]:
+    settings = {
+        "model": options.path,
+        "host": "127.0.0.1",
+        "port": port,
+        "n_threads": options.threads,
+        "n_threads_batch": options.threads,
+        "n_ctx": options.context,
+        "flash_attn": "true",
+        # By default a request cuts off the answer that another client is reading.
+        "interrupt_requests": "false",
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "llama_cpp.server", *words]
+
+
+def _llama_server(options: ServerOptions, port: int) -> list[str]:
+    command = ["llama-server", "-m", options.path, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["-t", str(options.threads), "-tb", str(options.threads), "-fa", "on"]
+    # A slot for each client; their contexts are cut from one.
+    return [*command, "-np", str(options.clients), "-c", str(options.context * options.clients)]
+
+
+SERVERS: dict[str, Command] = {
+    OURS: _ours,
+    "llama-cpp-python": _llama_cpp_python,
+    "llama-server": _llama_server,
+}
+
+
+def check_server(name: str) -> None:
+    """Raise what to install if a server is not there.
+
+    Raises
+    ------
+    ValueError
+        There is no server of that name.
+    MissingExtraError
+        It is not installed.
+    """
+    if name not in SERVERS:
+        peers = ", ".join(known for known in SERVERS if known != OURS)
+        raise ValueError(f"unknown server {name!r} to compare with; known are {peers}")
+    if name == "llama-server" and shutil.which(name) is None:
+        raise MissingExtraError("llama-server of llama.cpp is not on the PATH")
+    packages = {OURS: ("uvicorn", "metal_prefill[serve]")}
+    packages["llama-cpp-python"] = ("llama_cpp.server", "llama-cpp-python[server]")
+    if name in packages:
+        module, package = packages[name]
+        try:
+            missing = importlib.util.find_spec(module) is None
+        except ImportError:
+            missing = True
+        if missing:
+            raise MissingExtraError(f"measuring {name} needs: pip install '{package}'")
+
+
+class ServerProcess:
+    """A server, from its start until it is closed.
+
+    Parameters
+    ----------
+    name
+        Key of `SERVERS`.
+    options
+        How it is to run.
+    command
+        Program and arguments, by options and port.
+
+    Raises
+    ------
+    BenchError
+        It does not answer in time, or its process ends.
+    """
+
+    def __init__(self, name: str, options: ServerOptions, command: Command | None = None) -> None:
+        self.name = name
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port: int = free.getsockname()[1]
+        # Lives as long as the process; close() ends it.
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        argv = (command or SERVERS[name])(options, self.port)
+        self._process = subprocess.Popen(argv, stdout=self._log, stderr=self._log)
+        try:
+            self.model = self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self) -> str:
+        """Wait until it answers, and return the name of its model."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            if (code := self._process.poll()) is not None:
+                raise BenchError(f"{self.name}: its process ended with code {code}: {self.last_words()}")
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
+                connection.request("GET", "/v1/models")
+                response = connection.getresponse()
+                content = response.read()
+                connection.close()
+                if response.status == 200:
+                    return str(json.loads(content)["data"][0]["id"])
+            except OSError:
+                pass
+            time.sleep(0.1)
+        raise BenchError(f"{self.name}: it did not answer within {START_S:g} s: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """Return the end of what the process has printed."""
+        self._log.seek(0)
+        return " / ".join(self._log.read().strip().splitlines()[-TAIL_LINES:])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()

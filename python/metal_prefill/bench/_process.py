@@ -1,0 +1,93 @@
+"""A process that answers requests, one JSON object a line: the parent's end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from metal_prefill.bench._errors import BenchError
+
+TAIL_LINES = 5  # of a process's last words
+
+
+class JsonProcess:
+    """A process whose death is an error that names it.
+
+    Parameters
+    ----------
+    name
+        Its name in errors.
+    command
+        Program and arguments.
+    beginning
+        Its activity until its first answer, for errors.
+
+    Attributes
+    ----------
+    hello : dict
+        Its first answer.
+
+    Raises
+    ------
+    BenchError
+        It dies, or its answer is an error.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], beginning: str) -> None:
+        self.name = name
+        # Lives as long as the process; close() ends it.
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        try:
+            self.hello = self._receive(beginning)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died; _receive says how
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        return self._receive(doing)
+
+    def log(self) -> str:
+        """Return what the process has printed."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def close(self) -> None:
+        """End the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        try:
+            self._process.wait(timeout=5)  # it ends by itself when its requests end
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _receive(self, doing: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            tail = " / ".join(self.log().strip().splitlines()[-TAIL_LINES:])
+            raise BenchError(
+                f"{self.name}: its process died ({how}) while {doing}" + (f": {tail}" if tail else "")
+            )
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise BenchError(f"{self.name}: {reply['error']} (while {doing})")
+        return reply

@@ -1,0 +1,255 @@
+"""Many clients of a server at the same time: the same requests to each server, in turns."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from metal_prefill.bench._engines import OURS
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._peers.servers import ANSWER_S, ServerProcess
+from metal_prefill.bench._summary import Spread, ratios, spread
+from metal_prefill.text._tokenizer import Tokenizer
+
+SHARED_TOKENS = 300  # of a prompt, which all requests begin with
+OWN_TOKENS = 40
+ANSWER_TOKENS = 64
+
+_WORDS = (
+    "the a of and to in that it was for on with as at by from this which one all were when there can an your "
+    "how said each she time water people word many other about out then them these so some her would make "
+    "like him into has look two more write go see number no way could my than first been call who oil its "
+    "now find long down day did get come made may part over new sound take only little work know place year"
+)
+
+
+def text_of(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
+    """Return a text of words, of about so many tokens, always the same."""
+    words = np.random.default_rng(seed).choice(_WORDS.split(), tokens)
+    ids = tokenizer.encode(" ".join(words), add_bos=False)
+    return tokenizer.decode(ids[:tokens])
+
+
+def prompts(tokenizer: Tokenizer, clients: int, round_: int) -> list[str]:
+    """Return the prompts of a round: what all share, then what is each one's own."""
+    shared = text_of(tokenizer, SHARED_TOKENS, 0)
+    seeds = [1 + 100_000 * clients + 1000 * round_ + client for client in range(clients)]
+    return [f"{shared}\n\n{text_of(tokenizer, OWN_TOKENS, seed)}" for seed in seeds]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got.
+
+    Attributes
+    ----------
+    text : str
+    first_s, last_s : float
+        Seconds from the request to the first piece of text, and to the end.
+    """
+
+    text: str
+    first_s: float
+    last_s: float
+
+
+def ask(server: ServerProcess, prompt: str) -> Answer:
+    """Send a request and read its answer as a stream.
+
+    Raises
+    ------
+    BenchError
+        The server answers anything else.
+    """
+    body = {"model": server.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    headers = {"content-type": "application/json"}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+    begin = time.perf_counter()
+    first = 0.0
+    pieces: list[str] = []
+    try:
+        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise BenchError(f"{server.name}: status {response.status}: {response.read(500)!r}")
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise BenchError(f"{server.name}: {chunk['error']}")
+            text = "".join(choice.get("text") or "" for choice in chunk["choices"])
+            if text and not pieces:
+                first = time.perf_counter() - begin
+            pieces += [text] if text else []
+    except (OSError, http.client.HTTPException) as error:
+        raise BenchError(f"{server.name}: {error!r}; its last words: {server.last_words()}") from error
+    finally:
+        connection.close()
+    if not pieces:
+        raise BenchError(f"{server.name}: an answer has no text")
+    return Answer("".join(pieces), first, time.perf_counter() - begin)
+
+
+def ask_all(server: ServerProcess, requests: Sequence[str]) -> tuple[float, list[Answer]]:
+    """Send requests at the same time; return the seconds until all are answered, and the answers."""
+    answers: list[Answer | Exception | None] = [None] * len(requests)
+    ready = threading.Barrier(len(requests) + 1)
+
+    def run(client: int) -> None:
+        ready.wait()
+        try:
+            answers[client] = ask(server, requests[client])
+        except Exception as error:  # raised below, in the thread that waits
+            answers[client] = error
+
+    threads = [threading.Thread(target=run, args=(client,)) for client in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - begin
+    done = []
+    for answer in answers:
+        if not isinstance(answer, Answer):
+            raise answer or BenchError(f"{server.name}: a client died")
+        done.append(answer)
+    return seconds, done
+
+
+@dataclass
+class ServingRow:
+    """So many clients of one server.
+
+    Attributes
+    ----------
+    server : str
+    clients : int
+    tokens_per_second : list of float
+        Of all clients together, one of each round. Tokens are counted from the answers by one tokenizer, the
+        same for all servers.
+    first_token_s, slowest_first_token_s : list of float
+        Time to the first token: the median over the clients of a round, and the longest.
+    """
+
+    server: str
+    clients: int
+    tokens_per_second: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    slowest_first_token_s: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, answers: Sequence[Answer], tokenizer: Tokenizer) -> None:
+        """Take a round."""
+        tokens = sum(len(tokenizer.encode(answer.text, add_bos=False)) for answer in answers)
+        self.tokens_per_second.append(tokens / seconds)
+        self.first_token_s.append(median(answer.first_s for answer in answers))
+        self.slowest_first_token_s.append(max(answer.first_s for answer in answers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return dict(vars(self))
+
+
+@dataclass
+class ServingResults:
+    """Rows of one benchmark of servers, by server, ours first, then by clients.
+
+    Attributes
+    ----------
+    rows : list of ServingRow
+    model : str
+        File name.
+    threads : int
+    machine : str
+    """
+
+    rows: list[ServingRow]
+    model: str
+    threads: int
+    machine: str
+
+    def row(self, server: str, clients: int) -> ServingRow:
+        """Return a row; raises KeyError if there is none."""
+        for row in self.rows:
+            if (row.server, row.clients) == (server, clients):
+                return row
+        raise KeyError(f"{server} was not measured with {clients} clients")
+
+    def speedup(self, row: ServingRow) -> Spread:
+        """Our tokens a second over those of a row, round by round; below 1 is a loss."""
+        return ratios(self.row(OURS, row.clients).tokens_per_second, row.tokens_per_second)
+
+    def sooner(self, row: ServingRow) -> Spread:
+        """Time to the first token of a row over ours, round by round; below 1 is a loss."""
+        return ratios(row.first_token_s, self.row(OURS, row.clients).first_token_s)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        facts = {"model": self.model, "threads": self.threads, "machine": self.machine}
+        return json.dumps({**facts, "rows": [row.to_dict() for row in self.rows]}, indent=2)
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        title = (
+            f"{self.model}, {self.threads} threads, {self.machine}\n"
+            f"{SHARED_TOKENS} tokens that all prompts share, {OWN_TOKENS} own, {ANSWER_TOKENS} answered; "
+            "median (min-max) of rounds"
+        )
+        table = Table(title=title, title_justify="left")
+        table.add_column("server")
+        headers = ("clients", "tok/s of all", "first token, ms", "slowest, ms", "speed ratio", "sooner")
+        for header in headers:
+            table.add_column(header, justify="right")
+        for row in self.rows:
+            first, slowest = spread(row.first_token_s), spread(row.slowest_first_token_s)
+            peer = row.server != OURS
+            table.add_row(
+                row.server,
+                str(row.clients),
+                _cell(spread(row.tokens_per_second), "{:,.1f}"),
+                _cell(Spread(first.median * 1e3, first.low * 1e3, first.high * 1e3), "{:,.0f}"),
+                f"{slowest.median * 1e3:,.0f}",
+                _cell(self.speedup(row), "{:.2f}x") if peer else "",
+                _cell(self.sooner(row), "{:.2f}x") if peer else "",
+            )
+        return table
+
+
+def _cell(values: Spread, form: str) -> str:
+    low, high = form.format(values.low), form.format(values.high)
+    return f"{form.format(values.median)} ({low.rstrip('x')}-{high.rstrip('x')})"
+
+
+def measure(
+    servers: Sequence[ServerProcess],
+    clients: Sequence[int],
+    rounds: int,
+    tokenizer: Tokenizer,
+    progress: Any = None,
+) -> list[ServingRow]:
+    """Measure servers in turns, round by round. The first round of each number of clients does not count."""
+    rows = []
+    for count in clients:
+        of_count = [ServingRow(server.name, count) for server in servers]
+        for round_ in range(rounds + 1):
+            requests = prompts(tokenizer, count, round_)
+            for server, row in zip(servers, of_count, strict=True):
+                if progress is not None:
+                    progress(f"{server.name}, {count} clients", round_, rounds + 1)
+                seconds, answers = ask_all(server, requests)
+                if round_ > 0:
+                    row.add(seconds, answers, tokenizer)
+        rows += of_count
+    order = [server.name for server in servers]
+    return sorted(rows, key=lambda row: (order.index(row.server), clients.index(row.clients)))

@@ -1,0 +1,125 @@
+"""One engine in a process of its own, so that memory and threads of engines are separate.
+
+``python -m metal_prefill.bench._worker NAME OPTIONS`` loads the engine and answers requests: one JSON object
+in each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from typing import IO, Any
+
+from metal_prefill.bench import _engines, _machine
+from metal_prefill.bench._cases import Case, evaluation_texts, ranking_ids, stream_ids, text_ids, token_ids
+from metal_prefill.bench._engines import BatchEngine, ChoosingEngine, Engine, Ids, JudgingEngine, TextEngine
+from metal_prefill.bench._model_file import answer_ids, task_ids
+
+
+def timed_run(
+    engine: Engine,
+    case: Case,
+    vocab_size: int,
+    task: Callable[[], Ids] | None = None,
+    answers: Callable[[], tuple[int, int]] | None = None,
+) -> dict[str, int]:
+    """Run a test once; return its nanoseconds and the involuntary context switches meanwhile.
+
+    `task` returns the ids of `cases.TASK`, which tests of copying need, and `answers` those of a reranker.
+    """
+    if case.choice:
+        assert isinstance(engine, ChoosingEngine)
+        if case.choice in ("argmax", "sampled"):
+            ids = token_ids(case.n_depth + 1, vocab_size)
+        else:
+            assert task is not None
+            ids = task()
+        engine.clear()
+        engine.prefill(ids[:-1])
+        return _timed(lambda: engine.choose(ids, case.n_gen, case.choice))
+    if case.task:
+        return _timed(_task_of(engine, case, vocab_size, answers))
+    if case.n_streams:
+        assert isinstance(engine, BatchEngine)
+        ids = stream_ids(case, vocab_size)
+        engine.open_streams(case.n_streams, case.context)
+        prefill, decode = engine.prefill_streams, engine.decode_streams
+    else:
+        ids = token_ids(case.context, vocab_size)
+        engine.clear()
+        prefill, decode = engine.prefill, engine.decode
+    if case.n_depth:
+        prefill(ids[..., : case.n_depth])
+    timed = ids[..., case.n_depth :]
+    call = prefill if case.n_prompt else decode
+    return _timed(lambda: call(timed))
+
+
+def _task_of(
+    engine: Engine, case: Case, vocab_size: int, answers: Callable[[], tuple[int, int]] | None
+) -> Callable[[], object]:
+    """Return what is timed of a task with texts."""
+    if case.task == "embed":
+        assert isinstance(engine, TextEngine)
+        texts = text_ids(case, vocab_size)
+        return lambda: engine.embed(texts)
+    assert isinstance(engine, JudgingEngine)
+    if case.task == "evaluate":
+        pairs = evaluation_texts()
+        return lambda: engine.likelihoods(pairs)
+    assert answers is not None
+    prompts, ids = ranking_ids(case, vocab_size), answers()
+    return lambda: engine.rank(prompts, ids)
+
+
+def _timed(work: Callable[[], object]) -> dict[str, int]:
+    switches = _machine.involuntary_switches()
+    begin = time.perf_counter_ns()
+    work()
+    elapsed = time.perf_counter_ns() - begin
+    return {"ns": elapsed, "switches": _machine.involuntary_switches() - switches}
+
+
+def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str]) -> None:
+    """Load the engine, say what it is, and answer until `requests` ends."""
+
+    def reply(**fields: Any) -> None:
+        print(json.dumps(fields), file=replies, flush=True)
+
+    try:
+        vocab_size = options.pop("vocab_size")
+        before = _machine.peak_rss_bytes()
+        begin = time.perf_counter_ns()
+        engine = _engines.load(name, _engines.Options(**options))
+        task = cache(lambda: task_ids(options["path"]))
+        answers = cache(lambda: answer_ids(options["path"]))
+        reply(load_ns=time.perf_counter_ns() - begin, rss_before_load=before, **asdict(engine.identity()))
+        gc.disable()
+        for line in requests:
+            request = json.loads(line)
+            if request["do"] == "sample":
+                reply(**timed_run(engine, Case(**request["case"]), vocab_size, task, answers))
+                gc.collect()
+            else:
+                reply(peak_rss=_machine.peak_rss_bytes())
+    except Exception as error:
+        reply(error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def main() -> None:
+    """Run as a process: requests on stdin, replies on stdout."""
+    # Libraries print to stdout too. The pipe is kept for replies; what they print goes to stderr.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.argv[1], json.loads(sys.argv[2]), sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Model files and what is kept next to them: GGUF, architectures, the Hub, saved sessions, packed weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from metal_prefill._support.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from metal_prefill.files._architecture import ModelConfig
+    from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
+    from metal_prefill.files._hub import fetch, resolve_model
+
+__all__ = ["GGUFFile", "ModelConfig", "TensorInfo", "fetch", "resolve_model"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "GGUFFile": "_gguf_file",
+        "ModelConfig": "_architecture",
+        "TensorInfo": "_gguf_file",
+        "fetch": "_hub",
+        "resolve_model": "_hub",
+    },
+)

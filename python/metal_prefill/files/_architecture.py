@@ -1,0 +1,515 @@
+"""From the metadata of a GGUF file to a configuration, and from its tensors to their roles.
+
+The differences between architectures are data: one row of `ARCHITECTURES` each. Everything required that is
+missing, and everything that contradicts something else in the file, is a `GGUFError` that names it. A feature
+that the file needs and nothing here can compute is an `UnsupportedModelError`: no model runs as something it
+is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeAlias
+
+from metal_prefill import _core
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
+from metal_prefill.files._metadata_keys import MAX_INT, Keys
+from metal_prefill.files._pooled_head import HEAD_TENSORS
+
+RopeStyle: TypeAlias = Literal["interleaved", "neox"]
+RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
+Activation: TypeAlias = Literal["silu", "gelu"]
+QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
+WindowRope: TypeAlias = Literal["same", "own", "only"]
+Presence: TypeAlias = Literal["required", "optional", "absent"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Hyperparameters of a model.
+
+    Attributes
+    ----------
+    architecture : str
+        ``general.architecture`` of the file.
+    n_layers, dim, ffn_dim, vocab_size : int
+        Layers, width of the residual stream, inner width of the feed-forward, tokens in the vocabulary.
+    n_heads, n_kv_heads : int
+        Query heads, and the key-value heads that they share; the first is a multiple of the second.
+    key_dim, value_dim : int
+        Width of a head of queries and keys, and of values.
+    context_length : int
+        Positions that the model was made for.
+    norm_eps : float
+        Added to the mean square in RMSNorm.
+    rope_dim : int
+        Leading dimensions of a head that are rotated; even.
+    rope_base : float
+        Pair i turns by ``rope_base ** (-2 i / rope_dim)`` radians per position.
+    rope_style : {"interleaved", "neox"}
+        Rotated pairs: ``(2i, 2i + 1)``, or ``(i, i + rope_dim / 2)``.
+    rope_scaling : {"none", "linear", "yarn"}
+    rope_factor : float
+        Extension of the context by the scaling.
+    rope_original_context : int
+        YaRN: context length before the extension; 0 otherwise.
+    rope_attn_factor, rope_beta_fast, rope_beta_slow : float
+        YaRN: factor of the magnitude, and the rotations within the original context between which frequencies
+        are blended (arXiv:2309.00071).
+    activation : {"silu", "gelu"}
+        Of the gate; gelu is the tanh approximation.
+    embedding_scale : float
+        Multiplies the embeddings.
+    residual_scale : float
+        Multiplies what attention and feed-forward add to the residual stream.
+    logit_scale : float
+        Multiplies the logits.
+    causal : bool
+        A token sees those up to its own; else all of the text, or half of a window before it and half
+        after it.
+    attention_scale : float
+        Multiplies q.k; 0 stands for ``1 / sqrt(key_dim)``.
+    qk_norm_place : {"heads", "rotated_heads", "rows"}
+        What the norms of q and k take, if the model has them: each head, before or after its rotation, or all
+        heads of a token together, before the rotation.
+    layer_uses_rope : tuple of bool
+        Per layer; empty where every layer rotates.
+    layer_window : tuple of int
+        Per layer, the positions that attention sees, the current one included; 0 means all. Empty where all
+        do.
+    layer_rope_base, layer_rope_factor : tuple of float
+        Per layer; empty where `rope_base` and `rope_factor` hold throughout.
+    """
+
+    architecture: str
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+    ffn_dim: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope_dim: int
+    rope_base: float = 10000.0
+    rope_style: RopeStyle = "interleaved"
+    rope_scaling: RopeScaling = "none"
+    rope_factor: float = 1.0
+    rope_original_context: int = 0
+    rope_attn_factor: float = 1.0
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    causal: bool = True
+    attention_scale: float = 0.0
+    qk_norm_place: QkNormPlace = "heads"
+    layer_uses_rope: tuple[bool, ...] = ()
+    layer_window: tuple[int, ...] = ()
+    layer_rope_base: tuple[float, ...] = ()
+    layer_rope_factor: tuple[float, ...] = ()
+
+
+def _gemma3_attention_scale(config: ModelConfig) -> float:
+    # The 27B model, the only one of 62 layers, scales by the nominal instead of the actual width of a head;
+    # its file does not say so.
+    return (config.dim / config.n_heads) ** -0.5 if config.n_layers == 62 else 0.0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Differences of an architecture from `llama`.
+
+    Attributes
+    ----------
+    qkv_bias, qk_norm, pre_norms, post_norms : {"required", "optional", "absent"}
+        Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: those added to q, k and v;
+        RMSNorm of q and k; RMSNorm of what attention and feed-forward read, and of what they add to the
+        residual stream.
+    rope_free_every : int
+        Every n-th layer does not rotate; 0: all do.
+    window : {"required", "optional", "absent"}
+        Whether a file states a window of attention.
+    window_period : int
+        Every n-th layer sees all positions in spite of the window; 0: none does. The file may state another
+        period, or list the layers.
+    window_rope : {"same", "own", "only"}
+        How layers with a window rotate: as the others; with a base of their own and without scaling; or only
+        they do. Without a window all layers rotate alike.
+    causal : bool
+        Whether a token sees only those up to its own, where the file does not say.
+    scale_embedding : bool
+        Multiply embeddings by ``sqrt(dim)``.
+    scales : bool
+        The file may scale embeddings, additions to the residual stream, and logits, which it divides.
+    qk_norm_place : {"heads", "rotated_heads", "rows"}
+        As in `ModelConfig`.
+    fused : mapping of str to tuple of str
+        Tensors of a layer that hold several matrices, one below the other, and the roles of those.
+    """
+
+    rope_style: RopeStyle = "interleaved"
+    activation: Activation = "silu"
+    qkv_bias: Presence = "absent"
+    qk_norm: Presence = "absent"
+    pre_norms: Presence = "required"
+    post_norms: Presence = "absent"
+    rope_free_every: int = 0
+    window: Presence = "absent"
+    window_period: int = 0
+    window_rope: WindowRope = "same"
+    scale_embedding: bool = False
+    scales: bool = False
+    qk_norm_place: QkNormPlace = "heads"
+    causal: bool = True
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
+
+
+_GEMMA3 = Architecture(
+    rope_style="neox",
+    activation="gelu",
+    qk_norm="required",
+    post_norms="required",
+    window="required",
+    window_period=6,
+    window_rope="own",
+    scale_embedding=True,
+    attention_scale=_gemma3_attention_scale,
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(qkv_bias="optional"),
+    "qwen2": Architecture(rope_style="neox", qkv_bias="required"),
+    "qwen3": Architecture(rope_style="neox", qk_norm="required"),
+    "smollm3": Architecture(rope_free_every=4),
+    "granite": Architecture(qkv_bias="optional", scales=True),
+    "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),
+    "olmo2": Architecture(
+        rope_style="neox", qk_norm="required", qk_norm_place="rows", pre_norms="absent", post_norms="required"
+    ),
+    "exaone4": Architecture(
+        rope_style="neox",
+        qk_norm="required",
+        pre_norms="absent",
+        post_norms="required",
+        window="optional",
+        window_period=4,
+        window_rope="only",
+    ),
+    "ernie4_5": Architecture(qkv_bias="optional"),
+    "phi3": Architecture(
+        rope_style="neox",
+        window="optional",
+        fused={"attn_qkv": ("wq", "wk", "wv"), "ffn_up": ("w_gate", "w_up")},
+    ),
+    "gemma3": _GEMMA3,
+    "gemma-embedding": replace(_GEMMA3, causal=False),
+}
+
+# Small models that people may expect here, and what stands in the way.
+NOT_IMPLEMENTED = {"lfm2": "its layers with short convolutions keep a state that is not one of attention"}
+
+DEFAULT_WINDOW_ROPE_BASE = 10000.0  # of the layers with a window, in every published gemma3 model
+
+# Tensor types that a matrix may have; vectors are F32.
+MATRIX_TYPES = tuple(_core.tensor_types())
+
+# Keys that change the forward pass in ways not implemented, and the value that changes nothing.
+UNSUPPORTED_KEYS: dict[str, float] = {
+    "expert_count": 0,  # mixture of experts
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "attention.max_alibi_bias": 0,
+    "attention.clamp_kqv": 0,
+    "rope.scaling.yarn_ext_factor": 1,
+    "rope.scaling.yarn_log_multiplier": 0,
+}
+
+# Keys that only architectures with the trait `scales` understand.
+SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
+
+_ENUMS = {
+    "rope_style": _core.RopeStyle,
+    "rope_scaling": _core.RopeScaling,
+    "activation": _core.Activation,
+    "qk_norm_place": _core.QkNormPlace,
+}
+
+
+def core_config(config: ModelConfig) -> _core.Config:
+    """Return the configuration as the engines take it."""
+    core = _core.Config()
+    for name in (item.name for item in fields(config)):
+        value = getattr(config, name)
+        if name in _ENUMS:
+            value = _ENUMS[name][value.upper()]
+        elif isinstance(value, tuple):
+            value = list(value)
+        setattr(core, name, value)
+    return core
+
+
+def read_config(gguf: GGUFFile) -> ModelConfig:
+    """Read and check the hyperparameters of a file.
+
+    Raises
+    ------
+    GGUFError
+        Required metadata is missing, of the wrong type, out of range or contradictory.
+    UnsupportedModelError
+        The architecture, or something that the file asks of it, is not implemented.
+    """
+    keys = Keys(gguf)
+    name = keys.architecture
+    traits = ARCHITECTURES.get(name)
+    if traits is None:
+        reason = NOT_IMPLEMENTED.get(name)
+        raise UnsupportedModelError(
+            f"{gguf.path}: architecture {name} is not supported{f' ({reason})' if reason else ''}; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_unsupported(keys, traits)
+
+    n_layers = keys.positive("block_count")
+    if n_layers > len(gguf.tensors):
+        raise keys.error(
+            f"{name}.block_count is {n_layers}, but the file has only {len(gguf.tensors)} tensors"
+        )
+    dim = keys.positive("embedding_length")
+    n_heads = keys.positive_each_layer("attention.head_count", n_layers)
+    n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
+    if n_heads % n_kv_heads:
+        raise keys.error(
+            f"{name}.attention.head_count {n_heads} is not a multiple of "
+            f"{name}.attention.head_count_kv {n_kv_heads}"
+        )
+    key_dim = _head_dim(keys, "attention.key_length", dim, n_heads)
+    value_dim = _head_dim(keys, "attention.value_length", dim, n_heads)
+    if n_heads * max(key_dim, value_dim) > MAX_INT:
+        raise keys.error(f"{n_heads} heads of {max(key_dim, value_dim)} dimensions are more than {MAX_INT}")
+    rope_dim = keys.positive("rope.dimension_count", default=key_dim)
+    if rope_dim > key_dim or rope_dim % 2:
+        raise keys.error(
+            f"{name}.rope.dimension_count is {rope_dim}, "
+            f"it must be even and at most the head's {key_dim} dimensions"
+        )
+    scales = {suffix: keys.positive_float(suffix, default=1.0) for suffix in SCALE_KEYS}
+    config = ModelConfig(
+        architecture=name,
+        n_layers=n_layers,
+        dim=dim,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers),
+        vocab_size=_vocab_size(keys),
+        context_length=keys.positive("context_length"),
+        norm_eps=keys.positive_float("attention.layer_norm_rms_epsilon"),
+        rope_dim=rope_dim,
+        rope_base=keys.positive_float("rope.freq_base", default=10000.0),
+        rope_style=traits.rope_style,
+        activation=traits.activation,
+        causal=keys.boolean("attention.causal", default=traits.causal),
+        embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],
+        residual_scale=scales["residual_scale"],
+        logit_scale=1 / scales["logit_scale"],
+        qk_norm_place=traits.qk_norm_place,
+        attention_scale=keys.positive_float("attention.scale", default=0.0),
+    )
+    config = _with_rope_scaling(config, keys)
+    config = _with_layer_kinds(config, keys, traits)
+    return (
+        config if config.attention_scale else replace(config, attention_scale=traits.attention_scale(config))
+    )
+
+
+def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:
+    """Find the tensor of every role, and check shapes and types.
+
+    Returns
+    -------
+    list of (role, layer, TensorInfo)
+        Roles are those of the rows in ``cpp/tensors.inc``; `layer` is -1 for what is not part of a layer.
+        Where the output projection is tied to the embedding, its role has the embedding's tensor.
+
+    Raises
+    ------
+    GGUFError
+        A tensor is missing, or its shape contradicts the configuration.
+    UnsupportedModelError
+        A tensor has a type that is not implemented, or no place in the architecture.
+    """
+    found = list(_find_tensors(gguf, config))
+    used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS
+    for name in gguf.tensors:
+        if name not in used:
+            raise UnsupportedModelError(
+                f"{gguf.path}: tensor {name} has no place in a {config.architecture} model "
+                f"of {config.n_layers} layers"
+            )
+    return found
+
+
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
+    """Yield every tensor that a model can have: its row of the table, its layer and its presence.
+
+    The presence is ``"required"``, ``"optional"``, or ``"tied"``, where the embedding can take its place.
+    """
+    traits = ARCHITECTURES[config.architecture]
+    specs = _core.tensors(core_config(config))
+    for layer in range(-1, config.n_layers):
+        for spec in specs:
+            stated = spec.presence in ("required", "optional", "tied")
+            presence = spec.presence if stated else getattr(traits, spec.presence)
+            if spec.per_layer == (layer >= 0) and presence != "absent":
+                yield spec, layer, presence
+
+
+def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
+    specs = _core.tensors(core_config(config))
+    embedding = next(s.name for s in specs if s.role == "token_embedding")
+    shapes = {spec.role: spec.shape for spec in specs}
+    fused = ARCHITECTURES[config.architecture].fused
+    parts = {role: (name, roles) for name, roles in fused.items() for role in roles}
+    for spec, layer, presence in expected_tensors(config):
+        if spec.role in parts:
+            name, roles = parts[spec.role]
+            name = f"blk.{layer}.{name}.weight"
+            yield spec.role, layer, _part(gguf, name, {role: shapes[role] for role in roles}, spec.role)
+            continue
+        name = spec.name.format(layer=layer)
+        tensor = gguf.tensors.get(name)
+        if tensor is not None:
+            _check_tensor(gguf, tensor, spec.shape)
+            yield spec.role, layer, tensor
+        elif presence == "required":
+            raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+        elif presence == "tied":
+            yield spec.role, layer, gguf.tensors[embedding]
+
+
+def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role: str) -> TensorInfo:
+    """Return the rows of one role in a tensor that has those of several, in the order of `shapes`."""
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+    rows = {other: shape[0] for other, shape in shapes.items()}
+    _check_tensor(gguf, tensor, (sum(rows.values()), shapes[role][1]))
+    row_bytes = tensor.nbytes // sum(rows.values())
+    before = sum(rows[other] for other in list(rows)[: list(rows).index(role)])
+    return replace(
+        tensor,
+        shape=shapes[role],
+        offset=tensor.offset + before * row_bytes,
+        nbytes=rows[role] * row_bytes,
+    )
+
+
+def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise GGUFError(
+            f"{gguf.path}: tensor {tensor.name} has shape {tensor.shape}, the metadata asks for {shape}"
+        )
+    types = MATRIX_TYPES if len(shape) == 2 else ("F32",)
+    if tensor.type_name not in types:
+        raise UnsupportedModelError(
+            f"{gguf.path}: tensor {tensor.name} has type {tensor.type_name}; "
+            f"supported in its place: {', '.join(types)}"
+        )
+
+
+def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
+    refused = UNSUPPORTED_KEYS if traits.scales else UNSUPPORTED_KEYS | dict.fromkeys(SCALE_KEYS, 1.0)
+    for suffix, neutral in refused.items():
+        key = f"{keys.architecture}.{suffix}"
+        value = keys.number(key, default=neutral)
+        if value != neutral:
+            raise keys.unsupported(f"{key} = {value} is not supported")
+    if traits.window == "absent" and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
+        raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
+    parts = keys.number("split.count", default=0)
+    if parts > 1:
+        raise keys.unsupported(f"the model is split into {parts} files; merge them first")
+
+
+def _head_dim(keys: Keys, suffix: str, dim: int, n_heads: int) -> int:
+    if not keys.has(suffix) and dim % n_heads:
+        raise keys.error(
+            f"{keys.architecture}.{suffix} is missing, and embedding_length {dim} "
+            f"is not a multiple of attention.head_count {n_heads}"
+        )
+    return keys.positive(suffix, default=dim // n_heads)
+
+
+def _vocab_size(keys: Keys) -> int:
+    tokens = "tokenizer.ggml.tokens"
+    listed = keys.gguf.metadata.length(tokens) if tokens in keys.gguf.metadata else None
+    stated = keys.positive("vocab_size") if listed is None or keys.has("vocab_size") else listed
+    if listed is not None and stated != listed:
+        raise keys.error(f"{keys.architecture}.vocab_size is {stated}, but {tokens} lists {listed} tokens")
+    if not 0 < stated <= MAX_INT:
+        raise keys.error(f"{tokens} lists {stated} tokens")
+    return stated
+
+
+def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
+    # A factor without a type means linear; before the type existed, the factor had another name.
+    factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
+    kind = keys.string("rope.scaling.type", default="linear" if keys.has(factor_key) else "none")
+    if kind == "none":
+        return config
+    if kind not in ("linear", "yarn"):
+        raise keys.unsupported(
+            f"rope scaling of type {kind} is not supported; supported are none, linear, yarn"
+        )
+    factor = keys.positive_float(factor_key)
+    if kind == "linear":
+        return replace(config, rope_scaling="linear", rope_factor=factor)
+    if config.rope_base <= 1:
+        raise keys.error(f"{keys.architecture}.rope.freq_base is {config.rope_base}, YaRN needs more than 1")
+    attn_factor = keys.positive_float("rope.scaling.attn_factor", default=1.0)
+    return replace(
+        config,
+        rope_scaling="yarn",
+        rope_factor=factor,
+        rope_original_context=keys.positive("rope.scaling.original_context_length"),
+        rope_attn_factor=attn_factor * keys.positive_float("rope.scaling.yarn_attn_factor", default=1.0),
+        rope_beta_fast=keys.positive_float("rope.scaling.yarn_beta_fast", default=32.0),
+        rope_beta_slow=keys.positive_float("rope.scaling.yarn_beta_slow", default=1.0),
+    )
+
+
+def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
+    layers = range(config.n_layers)
+    if traits.rope_free_every:
+        uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
+        return replace(config, layer_uses_rope=uses_rope)
+    if traits.window == "absent" or (
+        traits.window == "optional" and not keys.has("attention.sliding_window")
+    ):
+        return config
+    window = keys.positive("attention.sliding_window")
+    windowed = (True,) * config.n_layers
+    if traits.window_period:
+        pattern = "attention.sliding_window_pattern"
+        windowed = keys.each_layer_but_every_nth(pattern, config.n_layers, default=traits.window_period)
+    config = replace(config, layer_window=tuple(window if w else 0 for w in windowed))
+    if traits.window_rope == "same":
+        return config
+    if traits.window_rope == "only":
+        return replace(config, layer_uses_rope=windowed)
+    window_base = keys.positive_float("rope.freq_base_swa", default=DEFAULT_WINDOW_ROPE_BASE)
+    return replace(
+        config,
+        layer_rope_base=tuple(window_base if w else config.rope_base for w in windowed),
+        layer_rope_factor=tuple(1.0 if w else config.rope_factor for w in windowed),
+    )

@@ -1,0 +1,323 @@
+"""GGUF model files: a validating reader that copies nothing, unless it is told to.
+
+The file is mapped into memory, or read into it with ``mmap=False``; tensors are views into that. Opening a
+mapped file reads the header only. What the file says about itself is checked against its size before it is
+used, so that a damaged or hostile file is a `GGUFError` that names what is wrong and where, never a large
+allocation or a read out of bounds.
+
+The format is specified in ggml's ``docs/gguf.md``; versions 2 and 3 are read, little-endian.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap as mmap_module
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+from metal_prefill.errors import ClosedError, GGUFError
+from metal_prefill.files._gguf_metadata import MIN_METADATA_BYTES, Cursor, Metadata
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MIN_ALIGNMENT = 8  # the specification asks for a multiple of 8
+MAX_TENSOR_NAME_BYTES = 64
+MAX_DIMS = 4
+MAX_ELEMENTS = 2**63 - 1
+_READ_BYTES = 16 << 20  # at a time, so that Ctrl-C is heard
+MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, one character, n_dims, one dimension, type, offset
+
+
+class TensorType(NamedTuple):
+    """Name of a tensor type and the size of its blocks."""
+
+    name: str
+    block_values: int
+    block_bytes: int
+
+
+# Every type of the specification, so that the extent of any tensor can be checked. Which of them an engine
+# computes with is not decided here.
+TENSOR_TYPES: dict[int, TensorType] = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    9: TensorType("Q8_1", 32, 40),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    15: TensorType("Q8_K", 256, 292),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    24: TensorType("I8", 1, 1),
+    25: TensorType("I16", 1, 2),
+    26: TensorType("I32", 1, 4),
+    27: TensorType("I64", 1, 8),
+    28: TensorType("F64", 1, 8),
+    29: TensorType("IQ1_M", 256, 56),
+    30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
+    41: TensorType("Q1_0", 128, 18),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies in the file, and what it is.
+
+    Attributes
+    ----------
+    name : str
+    type : int
+        Number of the tensor type in the specification.
+    type_name : str
+        Its name, such as ``"Q4_0"``.
+    shape : tuple of int
+        In NumPy order: the last dimension is contiguous. A matrix is ``(rows, cols)``.
+    offset : int
+        Of the first byte, from the start of the file.
+    nbytes : int
+    """
+
+    name: str
+    type: int
+    type_name: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class GGUFFile:
+    """An open GGUF file.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+    mmap : bool
+        Map the file. False reads it as a whole instead, for files that other programs may change in place.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+    version : int
+    alignment : int
+        Bytes; every tensor begins at a multiple of it, counted from the start of the tensor data.
+    metadata : Metadata
+    tensors : dict of str to TensorInfo
+        In the order of the file.
+    data_offset : int
+        Where the tensor data begins, bytes from the start of the file.
+
+    Raises
+    ------
+    GGUFError
+        The file is not a valid GGUF file.
+    OSError
+        The file cannot be opened: `FileNotFoundError`, `IsADirectoryError`, `PermissionError`.
+
+    Notes
+    -----
+    Views outlive `close`: the mapping is released with the last of them. As with any mapped file, another
+    program that truncates it in place while it is in use takes the process down (SIGBUS), and one that writes
+    to it changes what is read; replacing it by renaming is safe. With ``mmap=False`` nothing that happens to
+    the file after it was opened matters.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, mmap: bool = True) -> None:
+        self.path = Path(path)
+        data = _map_file(self.path) if mmap else _read_file(self.path)
+        cursor = Cursor(self.path, data)
+        self.version = _read_version(cursor)
+        n_tensors = cursor.count("tensors", MIN_TENSOR_BYTES)
+        n_metadata = cursor.count("metadata entries", MIN_METADATA_BYTES)
+        self.metadata = Metadata(self.path, data)
+        self.metadata.read(cursor, n_metadata)
+        self.alignment = _read_alignment(cursor, self.metadata)
+        self.tensors, self.data_offset = _read_tensors(cursor, n_tensors, self.alignment)
+        self._mapping: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
+        self._mapping.flags.writeable = False
+
+    @property
+    def mapping(self) -> npt.NDArray[np.uint8]:
+        """The whole file, ``uint8 [file size]``: page-aligned, read-only, not a copy."""
+        if self._mapping is None:
+            raise ClosedError(f"{self.path} is closed")
+        return self._mapping
+
+    def tensor(self, name: str) -> npt.NDArray[np.uint8]:
+        """Bytes of a tensor, a view into `mapping`: ``uint8 [nbytes]``.
+
+        Raises
+        ------
+        GGUFError
+            There is no tensor of that name.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise GGUFError(f"{self.path}: has no tensor {name}")
+        return self.mapping[info.offset : info.offset + info.nbytes]
+
+    def close(self) -> None:
+        """Let go of the mapping. What was decoded stays; views that were handed out stay valid."""
+        self._mapping = None
+        self.metadata.close()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"GGUFFile({str(self.path)!r}, version={self.version}, "
+            f"{len(self.metadata)} metadata entries, {len(self.tensors)} tensors)"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[io.FileIO, int]]:
+    """Give the file and its size."""
+
+    # Size and contents come from one descriptor, so a file replaced meanwhile cannot mix two. Opening without
+    # blocking keeps a named pipe from hanging the caller.
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    with open(path, "rb", buffering=0, opener=opener) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise GGUFError(f"{path}: not a regular file")
+        if status.st_size == 0:
+            raise GGUFError(f"{path}: the file is empty")
+        yield file, status.st_size
+
+
+def _map_file(path: Path) -> memoryview:
+    with _opened(path) as (file, size):
+        try:
+            return _core.map_file(file.fileno(), size).data
+        except ValueError as error:  # it became shorter in between
+            raise GGUFError(f"{path}: cannot be mapped: {error}") from None
+
+
+def _read_file(path: Path) -> memoryview:
+    with _opened(path) as (file, size):
+        data = mmap_module.mmap(-1, size)  # memory that begins on a page, as a mapped file does
+        with memoryview(data) as view:
+            done = 0
+            while done < size:
+                count = file.readinto(view[done : done + _READ_BYTES])
+                if not count:
+                    raise GGUFError(f"{path}: became shorter while it was read, at byte {done} of {size}")
+                done += count
+        return memoryview(data)
+
+
+def _read_version(cursor: Cursor) -> int:
+    magic = cursor.data[: len(MAGIC)]
+    if magic != MAGIC:
+        raise cursor.error(f"not a GGUF file: begins with {bytes(magic)!r}, not {MAGIC!r}")
+    cursor.pos = len(MAGIC)
+    version = cursor.u32("the version")
+    if version in VERSIONS:
+        return version
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+        raise cursor.error("is a big-endian GGUF file; only little-endian files are read")
+    raise cursor.error(f"GGUF version {version} is not one of {', '.join(map(str, VERSIONS))}")
+
+
+def _read_alignment(cursor: Cursor, metadata: Metadata) -> int:
+    key = "general.alignment"
+    alignment = metadata.get(key, DEFAULT_ALIGNMENT)
+    if key in metadata and metadata.type_name(key) != "uint32":
+        raise cursor.error(f"{key} has type {metadata.type_name(key)}, expected uint32")
+    assert isinstance(alignment, int)
+    if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
+        raise cursor.error(f"{key} is {alignment}, it must be a power of two of at least {MIN_ALIGNMENT}")
+    return alignment
+
+
+def _read_tensors(cursor: Cursor, count: int, alignment: int) -> tuple[dict[str, TensorInfo], int]:
+    """Read the tensor list; return it and where the tensor data begins."""
+    tensors: dict[str, TensorInfo] = {}
+    for index in range(count):
+        tensor = _read_tensor(cursor, f"the name of tensor {index} of {count}", alignment)
+        if tensor.name in tensors:
+            raise cursor.error(f"duplicate tensor {tensor.name}")
+        tensors[tensor.name] = tensor
+
+    data_offset = (cursor.pos + alignment - 1) & ~(alignment - 1)
+    tensors = {name: replace(tensor, offset=data_offset + tensor.offset) for name, tensor in tensors.items()}
+    before: TensorInfo | None = None
+    for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+        end = tensor.offset + tensor.nbytes
+        if end > cursor.size:
+            raise cursor.error(
+                f"tensor {tensor.name} of {tensor.nbytes} bytes ends at byte {end}, "
+                f"past the end of the file at byte {cursor.size}"
+            )
+        if before is not None and tensor.offset < before.offset + before.nbytes:
+            raise cursor.error(f"tensors {before.name} and {tensor.name} overlap at byte {tensor.offset}")
+        before = tensor
+    return tensors, data_offset
+
+
+def _read_tensor(cursor: Cursor, what: str, alignment: int) -> TensorInfo:
+    """Read one entry of the tensor list; its offset counts from the start of the tensor data."""
+    name = cursor.name(what, MAX_TENSOR_NAME_BYTES)
+    n_dims = cursor.u32(f"the number of dimensions of tensor {name}")
+    if not 1 <= n_dims <= MAX_DIMS:
+        raise cursor.error(f"tensor {name} has {n_dims} dimensions, it must have 1 to {MAX_DIMS}")
+    # The file lists the contiguous dimension first.
+    shape = tuple(cursor.u64(f"the shape of tensor {name}") for _ in range(n_dims))[::-1]
+    elements = math.prod(shape)
+    if not 0 < elements <= MAX_ELEMENTS:
+        raise cursor.error(f"tensor {name} has shape {shape}, it must have 1 to 2^63 - 1 elements")
+
+    number = cursor.u32(f"the type of tensor {name}")
+    kind = TENSOR_TYPES.get(number)
+    if kind is None:
+        raise cursor.error(f"tensor {name} has unknown type {number}")
+    if shape[-1] % kind.block_values:
+        raise cursor.error(
+            f"tensor {name} has rows of {shape[-1]} values, "
+            f"which is not a multiple of the {kind.name} block of {kind.block_values}"
+        )
+    offset = cursor.u64(f"the offset of tensor {name}")
+    if offset % alignment:
+        raise cursor.error(
+            f"tensor {name} has offset {offset}, which is not a multiple of the alignment {alignment}"
+        )
+    return TensorInfo(
+        name, number, kind.name, shape, offset, elements // kind.block_values * kind.block_bytes
+    )

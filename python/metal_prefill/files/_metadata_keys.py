@@ -1,0 +1,124 @@
+"""Typed access to the metadata of one architecture."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._gguf_file import GGUFFile
+
+MAX_INT = 2**31 - 1  # the engines count in 32 bits
+
+_SMALLEST = float(np.finfo(np.float32).tiny)  # of the floats whose precision is whole
+
+_INTEGER_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_FLOAT_TYPES = ("float32", "float64")
+
+
+class Keys:
+    """The metadata of a file under its architecture's prefix: ``block_count`` is ``llama.block_count``.
+
+    Every getter raises a `GGUFError` that names the key when it is missing and has no default, has another
+    type, or holds a value out of range.
+    """
+
+    def __init__(self, gguf: GGUFFile) -> None:
+        self.gguf = gguf
+        self.architecture = str(self._scalar("general.architecture", "string"))
+
+    def error(self, message: str) -> GGUFError:
+        """Return, not raise, an error that names the file."""
+        return GGUFError(f"{self.gguf.path}: {message}")
+
+    def unsupported(self, message: str) -> UnsupportedModelError:
+        """Return, not raise, an error that names the file."""
+        return UnsupportedModelError(f"{self.gguf.path}: {message}")
+
+    def has(self, suffix: str) -> bool:
+        """Whether the file states this key."""
+        return self._key(suffix) in self.gguf.metadata
+
+    def positive(self, suffix: str, default: int | None = None) -> int:
+        """Get an integer from 1 to `MAX_INT`, stored in any integer type."""
+        if default is not None and not self.has(suffix):
+            return default
+        key = self._key(suffix)
+        return self._positive(key, self._scalar(key, *_INTEGER_TYPES))
+
+    def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
+        """Get a positive integer that may be stored once or per layer, the same in every layer."""
+        key = self._key(suffix)
+        if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
+            return self.positive(suffix, default)
+        values = self.gguf.metadata[key]
+        if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.integer):
+            raise self._wrong_type(key, _INTEGER_TYPES)
+        if len(values) != n_layers:
+            raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
+        if (values != values[0]).any():
+            raise self.unsupported(f"{key} differs between layers, which is not supported")
+        return self._positive(key, int(values[0]))
+
+    def each_layer_but_every_nth(self, suffix: str, n_layers: int, default: int) -> tuple[bool, ...]:
+        """Get a bool for each layer, stored as a list, or as the n for which every n-th layer has false."""
+        key = self._key(suffix)
+        if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
+            n = self.positive(suffix, default)
+            return tuple((layer + 1) % n != 0 for layer in range(n_layers))
+        values = self.gguf.metadata[key]
+        if not isinstance(values, np.ndarray) or values.dtype != np.bool_:
+            raise self._wrong_type(key, ("an integer", "array[bool]"))
+        if len(values) != n_layers:
+            raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
+        return tuple(bool(value) for value in values)
+
+    def positive_float(self, suffix: str, default: float | None = None) -> float:
+        """Get a finite float above 0, as the engines have it: rounded to 32 bits."""
+        if default is not None and not self.has(suffix):
+            return default
+        key = self._key(suffix)
+        stated = float(self._scalar(key, *_FLOAT_TYPES))
+        with np.errstate(over="ignore", under="ignore"):
+            value = float(np.float32(stated))
+        if not _SMALLEST <= value < math.inf:
+            raise self.error(f"{key} is {stated}, it must be positive and finite in 32 bits")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """Get an integer or float of any value under its full key."""
+        if key not in self.gguf.metadata:
+            return default
+        value = self._scalar(key, *_INTEGER_TYPES, *_FLOAT_TYPES)
+        assert isinstance(value, (int, float))
+        return value
+
+    def string(self, suffix: str, default: str) -> str:
+        """Get a string."""
+        return str(self._scalar(self._key(suffix), "string")) if self.has(suffix) else default
+
+    def boolean(self, suffix: str, default: bool) -> bool:
+        """Get a bool."""
+        return bool(self._scalar(self._key(suffix), "bool")) if self.has(suffix) else default
+
+    def _key(self, suffix: str) -> str:
+        return f"{self.architecture}.{suffix}"
+
+    def _scalar(self, key: str, *types: str) -> bool | int | float | str:
+        if key not in self.gguf.metadata:
+            raise self.error(f"metadata {key} is missing")
+        if self.gguf.metadata.type_name(key) not in types:
+            raise self._wrong_type(key, types)
+        value = self.gguf.metadata[key]
+        assert isinstance(value, (bool, int, float, str))
+        return value
+
+    def _positive(self, key: str, value: bool | int | float | str) -> int:
+        if not 0 < int(value) <= MAX_INT:
+            raise self.error(f"{key} is {value}, it must be between 1 and {MAX_INT}")
+        return int(value)
+
+    def _wrong_type(self, key: str, types: tuple[str, ...]) -> GGUFError:
+        expected = {_INTEGER_TYPES: "an integer", _FLOAT_TYPES: "a float"}.get(types, " or ".join(types))
+        return self.error(f"{key} has type {self.gguf.metadata.type_name(key)}, expected {expected}")

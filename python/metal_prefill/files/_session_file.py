@@ -1,0 +1,311 @@
+"""Saved sessions: the cache, and the tokens it was computed from, in a safetensors file.
+
+The file holds ``tokens`` (int32 ``[n]``) and, for each layer i, ``layer.i.key`` and ``layer.i.value``
+(``[n, n_kv_heads, head_dim]`` in the cache's dtype). Its metadata say what it belongs to:
+
+=================  =============================================================================
+``format``         ``metal_prefill.session``
+``version``        of this layout, ``1``
+``model``          :func:`fingerprint` of the GGUF file
+``model_file``     its name, for messages
+``kv_dtype``       ``f16``, ``f32`` or ``q8_0``
+``notes``          what the user put in ``Session.notes``
+``checksum``       XXH64 of all tensors and of the other metadata, 16 hexadecimal digits
+=================  =============================================================================
+
+Rows in ``q8_0`` are the blocks of Q8_0 that the cache holds, as a model file has them: 32 numbers in 17 words
+of two bytes, of which the first is the scale, in f16, and the others hold the signed codes, two each. Their
+tensors have dtype F16 and shape ``[n, n_kv_heads, head_dim / 32 * 17]``, which every reader of version 1 can
+parse: one that knows no ``q8_0`` refuses the file by its ``kv_dtype``.
+
+The layout knows no engine: what one device saved, another continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from metal_prefill._support.atomic_write import replacing
+from metal_prefill.errors import StateError
+from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.files._gguf_file import GGUFFile
+
+FORMAT = "metal_prefill.session"
+VERSION = "1"
+CHECKSUM = "checksum"
+TOKENS = "tokens"
+
+
+class _Rows(NamedTuple):
+    """How a tensor holds the rows of a cache: `words` of a dtype for every `values` numbers."""
+
+    dtype: str
+    values: int = 1
+    words: int = 1
+
+
+_KV_DTYPES = {"f16": _Rows("F16"), "f32": _Rows("F32"), "q8_0": _Rows("F16", 32, 17)}
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "I32": np.dtype("<i4"),
+}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_SAMPLES, _SAMPLE_BYTES = 4, 1024  # of each tensor, for the fingerprint
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+def sample_starts(nbytes: int, count: int, size: int) -> list[int]:
+    """Return where samples of `size` bytes begin, at most `count`, the first at 0 and the last at the end."""
+    last = max(nbytes - size, 0)
+    return sorted({last * i // (count - 1) for i in range(count)})
+
+
+def fingerprint(gguf: GGUFFile) -> str:
+    """Return a hash that tells one model file from another, 32 hexadecimal digits.
+
+    It covers the file's size, its whole header (metadata, vocabulary, names, shapes and types of tensors)
+    and, of every tensor, four pieces of 1 KiB from its first byte to its last. So it takes milliseconds
+    however large the file is, and any training, conversion or quantization changes it; a few bytes edited
+    by hand inside a tensor may not.
+    """
+    data = gguf.mapping.data
+    digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
+    digest.update(data[: gguf.data_offset])
+    for tensor in gguf.tensors.values():
+        for start in sample_starts(tensor.nbytes, _SAMPLES, _SAMPLE_BYTES):
+            begin = tensor.offset + start
+            digest.update(data[begin : min(begin + _SAMPLE_BYTES, tensor.offset + tensor.nbytes)])
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Identity of the model that a state belongs to.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    kv_dtype : str
+        ``f16``, ``f32`` or ``q8_0``.
+    fingerprint : str
+        Of the model file.
+    name : str
+        Of the model file, for messages.
+    """
+
+    config: ModelConfig
+    kv_dtype: str
+    fingerprint: str
+    name: str
+
+    def tensors(self, n: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor of a state of `n` tokens: keys and values of each layer in turn."""
+        c, rows = self.config, _KV_DTYPES[self.kv_dtype]
+        kinds = (("key", c.key_dim), ("value", c.value_dim))
+        return {
+            f"layer.{layer}.{kind}": (rows.dtype, (n, c.n_kv_heads, dim // rows.values * rows.words))
+            for layer in range(c.n_layers)
+            for kind, dim in kinds
+        }
+
+
+class State(NamedTuple):
+    """Contents of a session.
+
+    Attributes
+    ----------
+    tokens : numpy.ndarray
+        Ids in the cache, int32 ``[n]``.
+    rows : list of numpy.ndarray
+        Bytes of K and V of each layer in turn, in canonical layout ``[n, n_kv_heads, head_dim]``, of numbers
+        or of the blocks of ``q8_0``.
+    notes : str
+        The user's own.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    rows: list[Bytes]
+    notes: str = ""
+
+
+def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
+    """Write a state, or leave what was at `path` untouched.
+
+    An existing file is replaced in one step, once the new one is on the disk.
+
+    Raises
+    ------
+    OutputError
+        A device, a FIFO or a socket is there.
+    OSError
+        The file cannot be written.
+    """
+    arrays: dict[str, npt.NDArray[Any]] = {TOKENS: state.tokens}
+    for (name, (dtype, shape)), raw in zip(owner.tensors(len(state.tokens)).items(), state.rows, strict=True):
+        arrays[name] = raw.view(_NUMPY_DTYPES[dtype]).reshape(shape)
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": owner.fingerprint,
+        "model_file": owner.name,
+        "kv_dtype": owner.kv_dtype,
+        "notes": state.notes,
+    }
+    metadata[CHECKSUM] = _checksum({name: _bytes(a) for name, a in arrays.items()}, metadata)
+    with replacing(path) as temporary:
+        try:
+            save_file(arrays, temporary, metadata)
+        except SafetensorError as error:  # wraps what the system said
+            raise OSError(f"{path}: cannot be written: {error}") from error
+
+
+def read(path: str | os.PathLike[str], owner: Owner) -> State:
+    """Read a state and check that it is whole and belongs to `owner`.
+
+    All is read through one descriptor: a save that replaces the file meanwhile leaves the old state readable.
+
+    Raises
+    ------
+    StateError
+        The file is no saved session, is damaged, or belongs to another model or cache dtype.
+    OSError
+        The file cannot be opened.
+    """
+    # Opening a FIFO for reading would wait for a writer.
+    nonblocking = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | nonblocking)) as file:
+        header = _read_header(path, file)
+        _check_owner(path, header, owner)
+        arrays = _read_arrays(path, file, header)
+    tokens = arrays[TOKENS].view(_NUMPY_DTYPES["I32"])
+    rows = [arrays[name] for name in owner.tensors(len(tokens))]
+    return State(tokens, rows, header.metadata.get("notes", ""))
+
+
+def _check_owner(path: str | os.PathLike[str], header: _Header, owner: Owner) -> None:
+    metadata, tensors = header.metadata, header.tensors
+    if metadata.get("model") != owner.fingerprint:
+        raise StateError(
+            f"{path}: was saved from another model, {metadata.get('model_file')!r} with fingerprint "
+            f"{metadata.get('model')}; this is {owner.name!r} with fingerprint {owner.fingerprint}"
+        )
+    if metadata.get("kv_dtype") != owner.kv_dtype:
+        raise StateError(
+            f"{path}: was saved with kv_dtype {metadata.get('kv_dtype')!r}, this model has {owner.kv_dtype!r}"
+        )
+    dtype, shape = tensors.get(TOKENS, ("nothing", ()))
+    expected = owner.tensors(shape[0] if shape else 0)
+    if dtype != "I32" or len(shape) != 1 or tensors != {TOKENS: (dtype, shape), **expected}:
+        raise StateError(f"{path}: its tensors are not those of a session of this model")
+
+
+class _Header(NamedTuple):
+    metadata: dict[str, str]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, in the order of their bytes
+    size: int  # of the file, in bytes
+
+
+def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
+    """Read what stands before the tensors, and hold that they fill the rest of the file without a gap."""
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise StateError(f"{path}: not a saved session: it is not a regular file")
+    try:
+        length = int.from_bytes(_read_exactly(file, 8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes is longer than {_MAX_HEADER_BYTES}")
+        header = json.loads(_read_exactly(file, length).decode(), object_pairs_hook=_without_duplicates)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata is not text")
+        tensors, end = {}, 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+            if dtype not in _NUMPY_DTYPES:
+                raise ValueError(f"tensor {name!r} has dtype {dtype}")
+            if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+                raise ValueError(f"tensor {name!r} has sizes that are not counts")
+            begin, end = end, end + math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize
+            if offsets != [begin, end]:
+                raise ValueError(f"tensor {name!r} is at {offsets}, not at [{begin}, {end}]")
+            tensors[name] = (dtype, tuple(shape))
+        size = 8 + length + end
+        if size != status.st_size:
+            raise ValueError(f"the file has {status.st_size} bytes, its header says {size}")
+    # Errors that a header of any other form causes; RecursionError: deep nesting.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StateError(f"{path}: damaged, or not a saved session: {error}") from None
+    if metadata.get("format") != FORMAT:
+        raise StateError(f"{path}: not a saved session: format {metadata.get('format')!r}, not {FORMAT!r}")
+    if metadata.get("version") != VERSION:
+        raise StateError(f"{path}: version {metadata.get('version')} of the format, only {VERSION} is read")
+    return _Header(metadata, tensors, size)
+
+
+def _read_arrays(path: str | os.PathLike[str], file: io.FileIO, header: _Header) -> dict[str, Bytes]:
+    """Read the bytes of the tensors, after the header, and hold them to the checksum."""
+    arrays: dict[str, Bytes] = {}
+    try:
+        for name, (dtype, shape) in header.tensors.items():
+            array = np.empty(math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize, np.uint8)
+            _fill(file, memoryview(array.data))
+            arrays[name] = array
+    except ValueError as error:
+        raise StateError(f"{path}: damaged: {error}") from None
+    stated, actual = header.metadata.get(CHECKSUM), _checksum(arrays, header.metadata)
+    if stated != actual:
+        raise StateError(f"{path}: damaged: its checksum is {actual}, it should be {stated}")
+    return arrays
+
+
+def _fill(file: io.FileIO, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        n = file.readinto(buffer[done:])
+        if not n:
+            raise ValueError(f"the file ends at {file.tell()} bytes")
+        done += n
+
+
+def _read_exactly(file: io.FileIO, n: int) -> bytes:
+    if n > os.fstat(file.fileno()).st_size - file.tell():
+        raise ValueError(f"the file ends before byte {file.tell() + n}")
+    buffer = bytearray(n)
+    _fill(file, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name appears twice in the header")
+    return entries
+
+
+def _bytes(array: npt.NDArray[Any]) -> Bytes:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _checksum(arrays: Mapping[str, Bytes], metadata: Mapping[str, str]) -> str:
+    stated = {key: value for key, value in metadata.items() if key != CHECKSUM}
+    value = xxhash.xxh64_intdigest(json.dumps(stated, sort_keys=True).encode())
+    for name in sorted(arrays):
+        value = xxhash.xxh64_intdigest(name.encode(), value)
+        value = xxhash.xxh64_intdigest(arrays[name].data, value)
+    return f"{value:016x}"

@@ -1,0 +1,26 @@
+"""Text generation: streams, continuous batching, sampling, speculation, constraints, beams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from metal_prefill._support.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from metal_prefill.generation._beams import Beam
+    from metal_prefill.generation._sampling import Options, Sampler
+    from metal_prefill.generation._scheduler import Scheduler
+    from metal_prefill.generation._stream import Stream
+
+__all__ = ["Beam", "Options", "Sampler", "Scheduler", "Stream"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Beam": "_beams",
+        "Options": "_sampling",
+        "Sampler": "_sampling",
+        "Scheduler": "_scheduler",
+        "Stream": "_stream",
+    },
+)

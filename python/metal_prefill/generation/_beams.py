@@ -1,0 +1,281 @@
+"""Beam search: the most probable texts after a prompt, several followed at a time.
+
+The search is that of Hugging Face transformers. In each pass every beam, a beginning of a text, is continued
+by each token; of all continuations the most probable ones are the beams of the next pass. Beams are rows of
+one pass, and forks that share the pages of what they begin with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from metal_prefill import _core
+from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, number, token_array
+from metal_prefill.errors import ContextOverflowError
+from metal_prefill.generation import _sampling
+from metal_prefill.generation._text_generation import FinishReason, StopFilter, split_stops
+
+if TYPE_CHECKING:
+    from metal_prefill.generation._shared_engine import SharedEngine
+    from metal_prefill.text._tokenizer import Tokenizer
+
+EarlyStopping: TypeAlias = bool | Literal["never"]
+
+_ENDING_BY_TEXT = 4  # tokens after a beginning that may complete a stop string without leaving a beam idle
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A text that beam search found.
+
+    Attributes
+    ----------
+    text : str
+        Without the token or the string that ends it; without the prompt, unless `echo`.
+    tokens : list of int
+        Its ids, with those that end it.
+    score : float
+        `logprob` divided by the number of tokens to the power of the length penalty.
+    logprob : float
+        Log probability of all its tokens, in nats.
+    finish_reason : str
+        ``"stop"``, ``"length"`` or ``"context"``, as for :class:`metal_prefill.Piece`.
+    """
+
+    text: str
+    tokens: list[int]
+    score: float
+    logprob: float
+    finish_reason: FinishReason
+
+
+class Hypothesis(NamedTuple):
+    """A text or its beginning, and the sum of the log probabilities of its tokens."""
+
+    tokens: tuple[int, ...]
+    logprob: float
+
+
+class Search:
+    """Which beginnings are continued, and which texts are the best so far.
+
+    Parameters
+    ----------
+    num_beams, length_penalty, early_stopping
+        As for :func:`generate_beams`.
+    max_tokens
+        Of a text, at least 1.
+    stop_ids
+        Tokens that end a text.
+    min_tokens
+        Of a text: before that, no token ends it.
+    stops
+        Whether a stop string ends a text with these tokens; None where there are none.
+
+    Attributes
+    ----------
+    running : list of Hypothesis
+        Beginnings to be continued, the most probable first; none once the search is over.
+    finished : list of (float, Hypothesis)
+        The best texts, and their scores, the best first.
+    width : int
+        How many continuations of a beginning can matter.
+    """
+
+    def __init__(
+        self,
+        num_beams: int,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        min_tokens: int = 0,
+        stops: Callable[[tuple[int, ...]], bool] | None = None,
+    ) -> None:
+        self._num_beams, self._length_penalty = num_beams, length_penalty
+        self._early_stopping, self._most, self._least = early_stopping, max_tokens, min_tokens
+        self._stop_ids, self._stops = stop_ids, stops
+        ending = len(stop_ids) + (0 if stops is None else _ENDING_BY_TEXT)
+        self._looked_at = max(2, 1 + ending) * num_beams
+        self.width = self._looked_at + len(stop_ids)
+        self.running = [Hypothesis((), 0.0)]
+        self.finished: list[tuple[float, Hypothesis]] = []
+
+    def advance(self, following: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
+        """Continue each beginning by its most probable tokens.
+
+        Parameters
+        ----------
+        following
+            For each of `running`, tokens and their log probabilities: the `width` most probable ones.
+
+        Returns
+        -------
+        list of int
+            For each of `running` as it is now, which one of before it continues.
+        """
+        made = len(self.running[0].tokens) + 1
+        candidates = [
+            (-(beam.logprob + logprob), parent, token)
+            for parent, (beam, tokens) in enumerate(zip(self.running, following, strict=True))
+            for token, logprob in tokens
+            if made > self._least or token not in self._stop_ids
+        ]
+        candidates.sort()
+        running: list[Hypothesis] = []
+        parents: list[int] = []
+        for rank, (cost, parent, token) in enumerate(candidates[: self._looked_at]):
+            text = Hypothesis((*self.running[parent].tokens, token), -cost)
+            if made < self._most and token not in self._stop_ids and not self._is_stopped(text):
+                if len(running) < self._num_beams:
+                    running.append(text)
+                    parents.append(parent)
+            elif rank < self._num_beams:
+                self.finished.append((text.logprob / made**self._length_penalty, text))
+        self.finished.sort(key=lambda scored: -scored[0])
+        del self.finished[self._num_beams :]
+        self.running = running
+        if running and self._is_over(running[0].logprob, made):
+            self.running, parents = [], []
+        return parents
+
+    def _is_stopped(self, text: Hypothesis) -> bool:
+        return self._stops is not None and self._stops(text.tokens)
+
+    def _is_over(self, best: float, made: int) -> bool:
+        """Whether no text is expected to be better than the worst of those found."""
+        if len(self.finished) < self._num_beams:
+            return False
+        if self._early_stopping is True:
+            return True
+        longest = self._early_stopping == "never" and self._length_penalty > 0
+        length = self._most if longest else made
+        return bool(best / length**self._length_penalty <= self.finished[-1][0])
+
+
+class _Text:
+    """Tokens of a beginning as text, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], min_tokens: int) -> None:
+        self._decoder, self._filter = tokenizer.decoder(), StopFilter(strings)
+        self._left, self._words = min_tokens, ""  # tokens before stop strings count
+
+    def after(self, *tokens: int) -> _Text:
+        """Return the text with further tokens."""
+        text = copy(self)
+        text._decoder, text._filter = self._decoder.copy(), self._filter.copy()
+        for token in tokens:
+            made = text._decoder.step(token)
+            text._words += made if text._left > 0 else text._filter.step(made)
+            text._left -= 1
+        return text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self._filter.found
+
+    def end(self) -> str:
+        """Return all of it."""
+        rest = self._filter.step(self._decoder.flush())
+        return self._words + rest + ("" if self.stopped else self._filter.flush())
+
+
+class _Texts:
+    """The beginnings of a search as texts."""
+
+    def __init__(self, empty: _Text) -> None:
+        self._running: dict[tuple[int, ...], _Text] = {(): empty}
+        self._next: dict[tuple[int, ...], _Text] = {}
+
+    def stops(self, tokens: tuple[int, ...]) -> bool:
+        """Whether a stop string ends a beginning that was running, continued by a token."""
+        self._next[tokens] = self._running[tokens[:-1]].after(tokens[-1])
+        return self._next[tokens].stopped
+
+    def keep(self, running: Sequence[Hypothesis]) -> None:
+        """Forget all but these, which :meth:`stops` has seen."""
+        self._running, self._next = {beam.tokens: self._next[beam.tokens] for beam in running}, {}
+
+
+def generate_beams(
+    model: SharedEngine,
+    prompt: str | TokenIds,
+    max_tokens: int = 128,
+    *,
+    num_beams: int = 4,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    min_tokens: int = 0,
+    stop: str | int | Sequence[str | int] = (),
+    echo: bool = False,
+) -> list[Beam]:
+    """Find the most probable texts; see :meth:`metal_prefill.Model.generate_beams`."""
+    max_tokens, min_tokens = integer("max_tokens", max_tokens, 1), integer("min_tokens", min_tokens, 0)
+    num_beams = integer("num_beams", num_beams, 1, MOST_ANSWERS)
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
+    if not math.isfinite(number("length_penalty", length_penalty)):
+        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
+    vocab_size, context = model.config.vocab_size, model.max_context
+    strings, stops = split_stops(stop, vocab_size)
+    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if length_of(ids) > context:
+        raise ContextOverflowError(f"a prompt of {length_of(ids)} tokens exceeds the context of {context}")
+    ids = token_array(ids, vocab_size)
+    engine = model._core_engine()
+    engine.check_fits(len(ids))
+    room = context - len(ids) + 1  # the last token needs none
+    stop_ids = model.tokenizer.stop_ids | frozenset(stops)
+    empty = _Text(model.tokenizer, strings, min_tokens)
+    texts = _Texts(empty) if strings else None
+    search = Search(
+        num_beams,
+        length_penalty,
+        early_stopping,
+        min(max_tokens, room),
+        stop_ids,
+        min_tokens,
+        None if texts is None else texts.stops,
+    )
+    samplers = [_sampling.core_sampler(_sampling.Options(), 0, ()) for _ in range(num_beams)]
+    for sampler in samplers:
+        sampler.report(min(search.width, vocab_size))
+    sessions, tokens, reuse = [engine.session(context)], [ids], True
+    try:
+        while search.running:
+            used = samplers[: len(sessions)]
+            requests = map(partial(_core.Request.sampled, reuse=reuse), sessions, tokens, used)
+            for result in engine.forward_batch(list(requests)):
+                if isinstance(result, Exception):
+                    raise result
+            parents = search.advance([sampler.reports[0][1] for sampler in used])
+            if texts is not None:
+                texts.keep(search.running)
+            kept = {parent: parents.index(parent) for parent in parents}  # the first child takes its session
+            sessions[:] = [
+                sessions[parent] if kept[parent] == i else sessions[parent].fork()
+                for i, parent in enumerate(parents)
+            ]
+            tokens, reuse = [np.array(beam.tokens[-1:], np.int32) for beam in search.running], False
+    finally:
+        sessions.clear()  # also where an exception keeps the frame
+    begin = ""
+    if echo:
+        begin = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids.tolist())
+    beams: list[Beam] = []
+    for score, found in search.finished:
+        ended = found.tokens[-1] in stop_ids
+        text = empty.after(*found.tokens[: -1 if ended else None])
+        reason: FinishReason = (
+            "stop" if ended or text.stopped else "length" if len(found.tokens) == max_tokens else "context"
+        )
+        beams.append(Beam(begin + text.end(), list(found.tokens), score, found.logprob, reason))
+    return beams

@@ -1,0 +1,250 @@
+"""One engine loop that threads and tasks feed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._pending_calls import PendingCall
+from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._shared_engine import SharedEngine
+from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._text_generation import Piece
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class Made(NamedTuple):
+    """What a pass brought one of the texts of a request.
+
+    Attributes
+    ----------
+    text : int
+        Its number among those of the request.
+    pieces : list of Piece
+    ended : bool
+        Whether there is no more; `Stream.finish_reason` and `Stream.error` say why.
+    """
+
+    text: int
+    pieces: list[Piece]
+    ended: bool
+
+
+class Texts:
+    """The streams of one request, and the task that waits for them.
+
+    An asynchronous iterator over what each pass brings. It ends once all texts have ended, and raises only
+    where the engine loop itself failed: the error of a text is its stream's.
+    """
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        import asyncio  # who comes here has it: it takes longer to import than most of the package
+
+        self.streams = list(streams)
+        self.cancelled = False
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[list[Made] | Exception] = asyncio.Queue()
+        self._running = len(self.streams)
+        self._ended: set[int] = set()  # texts of which the engine loop has told that they ended
+
+    def cancel(self) -> None:
+        """End all of them before the next pass, and give their memory back."""
+        self.cancelled = True
+
+    def __aiter__(self) -> Texts:
+        return self
+
+    async def __anext__(self) -> list[Made]:
+        if not self._running:
+            raise StopAsyncIteration
+        made = await self._queue.get()
+        if isinstance(made, Exception):
+            self._running = 0
+            raise made
+        self._running -= sum(text.ended for text in made)
+        return made
+
+
+def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
+    """Hand on what a pass brought: one call into each event loop, however many tasks wait there."""
+    of_loops: dict[asyncio.AbstractEventLoop, list[tuple[Texts, list[Made] | Exception]]] = {}
+    for item in items:
+        of_loops.setdefault(item[0]._loop, []).append(item)
+    for loop, batch in of_loops.items():
+        try:
+            loop.call_soon_threadsafe(_put, batch)
+        except RuntimeError:  # it is closed: nobody waits
+            for texts, _ in batch:
+                texts.cancel()
+
+
+def _put(batch: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
+    for texts, made in batch:
+        texts._queue.put_nowait(made)
+
+
+class _Call(NamedTuple):
+    arguments: BatchCall
+    results: Future[list[Any]]
+
+
+class EngineLoop:
+    """Runs a scheduler in a thread of its own for as long as there is something to compute.
+
+    Parameters
+    ----------
+    model
+        Whose engine computes.
+    max_streams
+        Of the scheduler.
+    after_pass
+        Called in that thread with the scheduler after each pass.
+    """
+
+    def __init__(
+        self,
+        model: SharedEngine,
+        *,
+        max_streams: int = 32,
+        after_pass: Callable[[Scheduler], object] | None = None,
+    ) -> None:
+        self._model = model
+        self._max_streams = max_streams
+        self._after_pass = after_pass
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # guards what follows
+        self._new: list[Texts] = []
+        self._new_calls: list[_Call] = []
+        self._running = False
+
+    def _add(self, new: Texts | _Call) -> None:
+        if self._process != os.getpid():  # a forked process has neither the thread nor who waits for it
+            self._begin()
+        with self._lock:
+            if isinstance(new, Texts):
+                self._new.append(new)
+            else:
+                self._new_calls.append(new)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="metal_prefill engine loop", daemon=True).start()
+
+    def enter(self, streams: Sequence[Stream]) -> Texts:
+        """Begin streams, from a task that then iterates over what is made of them."""
+        texts = Texts(streams)
+        self._add(texts)
+        return texts
+
+    def submit(self, call: BatchCall) -> Future[list[Any]]:
+        """Compute tokens of sessions in a pass with the streams; see :meth:`Scheduler.call`.
+
+        The future may be cancelled; then nothing is computed from the next pass on.
+        """
+        future: Future[list[Any]] = Future()
+        self._add(_Call(call, future))
+        return future
+
+    async def generate(self, prompt: Any, max_tokens: int, **options: Any) -> AsyncIterator[str]:
+        """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
+        import asyncio
+
+        streams = await asyncio.to_thread(make_streams, self._model, prompt, 1, max_tokens, **options)
+        texts = self.enter(streams)
+        try:
+            async for made in texts:
+                for piece in (piece for text in made for piece in text.pieces if piece.text):
+                    yield piece.text
+        finally:
+            texts.cancel()
+        if (error := texts.streams[0].error) is not None:
+            raise error
+
+    def _run(self) -> None:
+        entered: list[Texts] = []
+        calls: dict[PendingCall, Future[list[Any]]] = {}
+        try:
+            scheduler = Scheduler(self._model, max_streams=self._max_streams)
+            while self._admit(scheduler, entered, calls):
+                passes = scheduler.passes
+                _deliver(_sort(entered, scheduler.step_pieces()))
+                entered = [texts for texts in entered if any(s.finish_reason is None for s in texts.streams)]
+                for pending in [p for p in calls if p.results is not None]:
+                    _resolve(calls.pop(pending), pending.results)
+                if self._after_pass is not None and scheduler.passes != passes:
+                    self._after_pass(scheduler)
+        except Exception as error:
+            with self._lock:
+                self._running = False
+                failed, self._new = [*entered, *self._new], []
+                futures = [*calls.values(), *(c.results for c in self._new_calls)]
+                self._new_calls = []
+            _deliver((texts, error) for texts in failed)
+            for future in futures:
+                _resolve(future, None, error)
+
+    def _admit(
+        self, scheduler: Scheduler, entered: list[Texts], calls: dict[PendingCall, Future[list[Any]]]
+    ) -> bool:
+        """Hand what is new to the scheduler, and take back what nobody waits for.
+
+        False, once and for all, when there is nothing left to do.
+        """
+        with self._lock:
+            new, self._new = self._new, []
+            new_calls, self._new_calls = self._new_calls, []
+            if not new and not new_calls and not entered and not scheduler.busy:
+                self._running = False
+                return False
+        entered += new
+        for texts in new:
+            scheduler.enter(texts.streams)
+        for texts in entered:
+            if texts.cancelled:
+                for stream in texts.streams:
+                    stream.cancel()
+        for call in new_calls:
+            try:
+                calls[scheduler.call(call.arguments)] = call.results
+            except ValueError as error:
+                _resolve(call.results, None, error)
+        for pending in [p for p, future in calls.items() if future.cancelled()]:
+            pending.cancelled = True
+            del calls[pending]
+        return True
+
+
+def _resolve(future: Future[list[Any]], results: list[Any] | None, error: Exception | None = None) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(results or [])
+
+
+def _sort(entered: Sequence[Texts], pieces: Iterable[tuple[Stream, Piece]]) -> list[tuple[Texts, list[Made]]]:
+    """Sort what a pass brought by request and text; texts that ended in it are there also without a piece."""
+    of_streams: dict[Stream, list[Piece]] = {}
+    for stream, piece in pieces:
+        of_streams.setdefault(stream, []).append(piece)
+    sorted_: list[tuple[Texts, list[Made]]] = []
+    for texts in entered:
+        made = []
+        for i in [i for i, stream in enumerate(texts.streams) if i not in texts._ended]:
+            stream = texts.streams[i]
+            if stream.finish_reason is not None:
+                texts._ended.add(i)
+            if i in texts._ended or stream in of_streams:
+                made.append(Made(i, of_streams.get(stream, []), i in texts._ended))
+        if made:
+            sorted_.append((texts, made))
+    return sorted_

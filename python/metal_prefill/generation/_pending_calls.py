@@ -1,0 +1,78 @@
+"""Tokens of sessions that are not a scheduler's, which share its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from metal_prefill.generation._batch_call import BatchCall
+
+
+class PendingCall:
+    """Tokens of sessions that are not the scheduler's, until a pass has computed them.
+
+    Attributes
+    ----------
+    call : BatchCall
+    results : list or None
+        As the native engine gives them; None before the pass.
+    cancelled : bool
+        Set it, and the call is dropped before the next pass.
+    """
+
+    def __init__(self, call: BatchCall) -> None:
+        self.call = call
+        self.results: list[Any] | None = None
+        self.cancelled = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a pass that it takes."""
+        return sum(map(len, self.call.tokens))
+
+
+class PendingCalls:
+    """Calls in the order in which they came, each of which goes into one pass."""
+
+    def __init__(self) -> None:
+        self._calls: list[PendingCall] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: BatchCall) -> PendingCall:
+        """Add a call."""
+        pending = PendingCall(call)
+        self._calls.append(pending)
+        return pending
+
+    def fitting(self, room: int, taken: int) -> list[PendingCall]:
+        """Choose the calls of a pass, the oldest first; one that is larger than a pass goes alone.
+
+        `taken` of the `room` rows are in use.
+        """
+        chosen: list[PendingCall] = []
+        for pending in self._calls:
+            if taken and taken + pending.rows > room:
+                break
+            chosen.append(pending)
+            taken += pending.rows
+        return chosen
+
+    def take_results(self, calls: Sequence[PendingCall], results: Sequence[Any]) -> None:
+        """Give calls their results, those of all their sessions in turn, and forget them."""
+        at = 0
+        for pending in calls:
+            self._calls.remove(pending)
+            end = at + len(pending.call.sessions)
+            pending.results = list(results[at:end])
+            at = end
+
+    def drop_cancelled(self) -> None:
+        """Forget the calls that nobody waits for."""
+        self._calls = [pending for pending in self._calls if not pending.cancelled]
+
+
+def rows_of(calls: Sequence[PendingCall]) -> int:
+    """Rows of a pass that calls take."""
+    return sum(pending.rows for pending in calls)

@@ -1,0 +1,337 @@
+"""Continuous batching: many prompts over one engine, a pass at a time.
+
+A :class:`Scheduler` holds streams, each a prompt and the text that follows it. Every :meth:`Scheduler.step`
+is one pass through the model: the next token of each stream that is writing, and pieces of the prompts that
+are not computed yet. New prompts enter as others end; a long one is computed in pieces between the tokens of
+the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from metal_prefill._support.arguments import TokenIds, integer
+from metal_prefill.errors import ConstraintError, KVMemoryError
+from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._pending_calls import PendingCall, PendingCalls, rows_of
+from metal_prefill.generation._shared_engine import SharedEngine
+from metal_prefill.generation._speculation import time_of_pass
+from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._text_generation import NextTokens, Piece, TextOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "LEAST_PROMPT_ROWS",
+    "PROMPT_TURN",
+    "PassRows",
+    "PendingCall",
+    "Scheduler",
+    "SharedEngine",
+    "Stream",
+    "make_streams",
+]
+
+PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
+# Rows of long prompts in a pass, however many streams are writing or short prompts wait. Each row adds 3 to 5
+# percent of the time of a single one (measured on a CPU): 32 make a pass 2 to 2.6 times as long.
+LEAST_PROMPT_ROWS = 32
+ROWS_PER_WRITING = 2  # further prompt rows for each stream that is writing: its own row takes time, too
+SHORT_PROMPT = 4 * PROMPT_TURN  # tokens to compute of a prompt that goes before longer ones
+WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computing what another is computing
+
+
+class PassRows(NamedTuple):
+    """Contents of a pass.
+
+    Attributes
+    ----------
+    writing : int
+        Streams that got tokens.
+    prompts, calls : int
+        Rows of prompts, and of calls.
+    seconds : float
+        That it took.
+    """
+
+    writing: int
+    prompts: int
+    calls: int
+    seconds: float
+
+
+class Scheduler:
+    """Computes many streams together.
+
+    Not safe to call from several threads; :meth:`metal_prefill.Model.generate_async` is.
+
+    Parameters
+    ----------
+    model
+        Whose engine computes. Its default session is left alone.
+    max_streams
+        Most streams that are under way at a time; further ones wait for their turn.
+
+    Attributes
+    ----------
+    passes : int
+        Passes so far.
+    last_pass : PassRows
+        What the last one had in it.
+
+    Notes
+    -----
+    Every stream that is writing gets a token in each pass. A prompt that waits gets its turn within
+    ``ceil(max_streams / (LEAST_PROMPT_ROWS / PROMPT_TURN))`` passes: after its turn it goes to the back.
+    While calls wait as well, prompts and calls alternate, and that number is twice as large.
+
+    Prompts fill passes only while no stream is writing. Otherwise a pass has at most
+    ``LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing`` rows of prompts that have more than ``SHORT_PROMPT``
+    tokens to compute, and ``PROMPT_TURN + ROWS_PER_WRITING * writing`` rows of shorter ones, which go first.
+    The limit of long prompts also holds while a short one waits.
+    """
+
+    def __init__(self, model: SharedEngine, *, max_streams: int = 32) -> None:
+        max_streams = integer("max_streams", max_streams, 1)
+        self._model = model
+        self._engine = model._core_engine()
+        self._max_streams = self._most_streams = max_streams
+        self._ends = 0  # streams that ended since `_max_streams` changed
+        self._waiting: deque[Stream] = deque()
+        self._active: deque[Stream] = deque()
+        self._calls = PendingCalls()
+        self._calls_first = False
+        self._sent = False  # the next tokens of those that are writing may be on their way, without guesses
+        self.passes = 0
+        self.last_pass = PassRows(0, 0, 0, 0.0)
+
+    @property
+    def max_streams(self) -> int:
+        """Most streams under way at a time.
+
+        Where memory runs out, it drops to the number of streams that kept theirs. It rises by one, up to the
+        number asked for, each time that as many streams have ended.
+        """
+        return self._max_streams
+
+    @property
+    def streams(self) -> int:
+        """Streams that have not ended."""
+        return len(self._waiting) + len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        """Streams that wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self._waiting or self._active or len(self._calls))
+
+    def submit(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        logprobs: int | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Stream:
+        """Add a stream. Parameters are those of :meth:`metal_prefill.Session.stream`.
+
+        Raises
+        ------
+        TypeError, ValueError, ContextOverflowError
+            As for a prompt that is computed at once.
+        KVMemoryError
+            The prompt would not fit in ``kv_memory`` even alone. One that has to wait for the pages of others
+            waits.
+        """
+        return self.submit_answers(prompt, 1, max_tokens, logprobs=logprobs, **options)[0]
+
+    def submit_answers(
+        self,
+        prompt: str | TokenIds,
+        n: int,
+        max_tokens: int = 128,
+        *,
+        logprobs: int | None = None,
+        **options: Unpack[TextOptions],
+    ) -> list[Stream]:
+        """Add `n` streams of one prompt, which is computed once.
+
+        Each has random numbers of its own. The first makes the text that :meth:`submit` makes with the same
+        seed. Other parameters and errors are those of :meth:`submit`.
+        """
+        streams = make_streams(self._model, prompt, n, max_tokens, logprobs=logprobs, **options)
+        self.enter(streams)
+        return streams
+
+    def enter(self, streams: Iterable[Stream]) -> None:
+        """Add streams that :func:`make_streams` made."""
+        self._waiting.extend(streams)
+
+    def call(self, call: BatchCall) -> PendingCall:
+        """Add tokens of sessions that are not the scheduler's: they share passes with the streams.
+
+        All of them go into one pass.
+        """
+        return self._calls.add(call)
+
+    def step(self) -> list[tuple[Stream, str]]:
+        """Compute one pass and return the text it added, by stream; without streams, return an empty list.
+
+        See :meth:`step_pieces`.
+        """
+        return [(stream, piece.text) for stream, piece in self.step_pieces() if piece.text]
+
+    def step_pieces(self) -> list[tuple[Stream, Piece]]:
+        """Compute one pass and return the tokens it added, by stream; without streams, return an empty list.
+
+        A stream that ended has its `finish_reason`. An exception that is not a stream's own, such as
+        KeyboardInterrupt, leaves every stream as it was before the pass or after it.
+        """
+        self._drop_ended()
+        while self._waiting and len(self._active) < self._max_streams:
+            stream = self._waiting.popleft()
+            stream._core = self._engine.session(self._model.max_context, stream.prefix_namespace)
+            self._active.append(stream)
+        writing = [s for s in self._active if s._writing]
+        room = max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS)
+        # In turn, so that neither keeps the other waiting.
+        self._calls_first = not self._calls_first
+        calls = self._calls.fitting(room, 0) if self._calls_first else []
+        pieces = self._prompt_pieces(max(room - rows_of(calls), 0), len(writing))
+        prompt_rows = sum(len(piece.ids) for _, piece in pieces)
+        if not calls:
+            calls = self._calls.fitting(room, prompt_rows)
+        chosen = self._next_tokens(writing, prompt_rows + rows_of(calls)) + pieces
+        if not chosen and not calls:
+            return []
+        alone = self._engine.runs_ahead and not pieces and not calls
+        more = alone and all(s._text.goes_on_greedily for s, _ in chosen)
+        start = time.perf_counter()
+        results = self._engine.forward_batch(
+            [s._request(tokens, continues=more) for s, tokens in chosen]
+            + [request for pending in calls for request in pending.call.requests()]
+        )
+        seconds = time.perf_counter() - start
+        rows = sum(len(tokens.ids) for _, tokens in chosen)
+        if not any(tokens.forced for _, tokens in chosen[: len(writing)]):
+            taken = time_of_pass(chosen[0][0]._session, seconds, self._sent) if chosen else seconds
+            self._model._row_cost.note(rows + rows_of(calls), taken)
+        self._sent = more
+        self.passes += 1
+        self._calls.take_results(calls, results[len(chosen) :])
+        self.last_pass = PassRows(len(writing), prompt_rows, rows_of(calls), seconds)
+        made: list[tuple[Stream, Piece]] = []
+        alone = len(self._active) == 1 and not calls and not len(self._calls)
+        for (stream, _), result in zip(chosen, results[: len(chosen)], strict=True):
+            made += self._take(stream, result, alone)
+        self._drop_ended()
+        return made
+
+    def _next_tokens(self, writing: list[Stream], prompt_rows: int) -> list[tuple[Stream, NextTokens]]:
+        """Choose the next tokens of each stream, and guesses while there is room for them in the pass."""
+        chosen = []
+        rows, expected = prompt_rows + len(writing), float(len(writing))
+        for stream in writing:
+            most = min(self._engine.exact_rows, self._engine.pass_rows - rows + 1)
+            try:
+                tokens = stream._text.next_tokens(
+                    most, self._model._row_cost, rows, expected, sent=self._sent
+                )
+            except Exception as error:  # of the user's function
+                stream._fail(error)
+                continue
+            rows, expected = rows + len(tokens.ids) - 1, expected + tokens.expected
+            chosen.append((stream, tokens))
+        return chosen
+
+    def _prompt_pieces(self, room: int, writing: int) -> list[tuple[Stream, NextTokens]]:
+        """Choose the rows of prompts in a pass: short prompts first, then those that waited longest."""
+        prompts = [s for s in self._active if not s._writing and not s._follows()]
+        # What other streams have computed since counts as well.
+        starts = {s: s._session.reuse(s._ids) for s in prompts}
+        short = [s for s in prompts if len(s._ids) - starts[s] + s._computed <= SHORT_PROMPT]
+        long = [s for s in prompts if s not in short]
+        most_short, most_long = room, room
+        if long and (short or writing):
+            least = room // 2 if short else room
+            most_long = min(least, LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing)
+            most_short -= most_long
+        if writing:
+            most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * writing)
+        ends: dict[Stream, int] = {}
+        self._fill(short, most_short, starts, ends)
+        self._fill(long, most_long, starts, ends)
+        for stream in ends:
+            self._active.remove(stream)
+            self._active.append(stream)
+            stream._computed += ends[stream] - starts[stream]
+        return [(s, NextTokens(s._ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
+
+    def _fill(
+        self, prompts: Iterable[Stream], room: int, starts: dict[Stream, int], ends: dict[Stream, int]
+    ) -> None:
+        """Give `room` rows to prompts that begin at `starts`, a turn each, and note their `ends`."""
+        chosen: list[Stream] = []
+        for stream in prompts:
+            start = starts[stream]
+            end = min(start + PROMPT_TURN, start + room, len(stream._ids))
+            stream.passes_waited += 1
+            worth = start + WORTH_SHARING
+            if end == start or any(stream._agrees(o, min(end, ends[o])) >= worth for o in ends):
+                continue
+            chosen.append(stream)
+            ends[stream] = end
+            stream.passes_waited = 0
+            room -= end - start
+        for stream in chosen:  # room that nobody else needs
+            more = min(room, len(stream._ids) - ends[stream])
+            ends[stream] += more
+            room -= more
+
+    def _take(self, stream: Stream, result: Any, alone: bool) -> Iterator[tuple[Stream, Piece]]:
+        """Note the result of a pass for a stream, and yield its tokens.
+
+        `alone`: during the pass, neither other streams nor calls held memory.
+        """
+        if isinstance(result, KVMemoryError) and not alone:
+            # Others will end and leave room.
+            stream._restart()
+            self._active.remove(stream)
+            self._waiting.appendleft(stream)
+            self._max_streams = max(len(self._active), 1)
+            self._ends = 0
+        elif isinstance(result, Exception):
+            stream._fail(result)
+        elif result is not None:
+            try:
+                for piece in stream._take(result):
+                    yield stream, piece
+            except ConstraintError as error:
+                stream._fail(error)
+
+    def _drop_ended(self) -> None:
+        for stream in [s for s in self._active if s.finish_reason is not None]:
+            self._active.remove(stream)
+            stream._core = None
+            self._note_end()
+        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+        self._calls.drop_cancelled()
+
+    def _note_end(self) -> None:
+        """Raise the limit once as many streams ended as it allows.
+
+        Only ends give memory back. A limit that rose sooner would have streams take each other's pages and
+        compute their prompts again, without end.
+        """
+        self._ends += 1
+        if self._ends >= self._max_streams:
+            self._max_streams = min(self._max_streams + 1, self._most_streams)
+            self._ends = 0

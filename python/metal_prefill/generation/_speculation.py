@@ -1,0 +1,349 @@
+"""Guesses at the next tokens, which a pass checks all at once, and how many of them pay.
+
+Guesses never change a text: a pass keeps those that are what it would have chosen, and drops the first wrong
+one and all after it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+from metal_prefill._support.arguments import token_array
+
+if TYPE_CHECKING:
+    from metal_prefill.files._architecture import ModelConfig
+
+
+class _DraftSession(Protocol):
+    def _open(self) -> _core.Session:
+        """Return the native session."""
+
+
+@runtime_checkable
+class DraftModel(Protocol):
+    """The part of a :class:`metal_prefill.Model` that guesses at the tokens of another."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Hyperparameters."""
+
+    def session(self) -> _DraftSession:
+        """Return a new session."""
+
+
+Speculate: TypeAlias = Literal["lookup", "off"] | DraftModel | Callable[[list[int]], Sequence[int]]
+
+MOST_DRAFTS = 31  # in a pass: with the token before them as many rows as the head takes at a time
+LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, MOST_DRAFTS)  # of drafts: passes of full tiles cost least
+_ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is measured: rather too little,
+# or longer guesses would never be tried
+_FORGET = 0.95  # a draft of 13 passes ago counts half
+_PRIOR = 2.0  # drafts that a first estimate counts as
+
+
+class RowCost:
+    """Seconds that passes take by their rows, as measured, where each row has an output or is of a prompt.
+
+    Passes that another program delays must not look expensive: an estimate follows shorter times at once, and
+    longer ones slowly.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by number of rows, rounded up
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Take the time of a pass."""
+        key = _bucket(rows)
+        known = self._seconds.get(key)
+        if known is None:
+            self._seconds[key] = seconds
+        else:
+            weight = 0.3 if seconds < known else 0.05
+            self._seconds[key] = known + weight * (min(seconds, 2 * known) - known)
+
+    def seconds(self, rows: int) -> float:
+        """Estimate the time of a pass."""
+        key = _bucket(rows)
+        if key in self._seconds or not self._seconds:
+            return self._seconds.get(key, float(rows))
+        known = self._seconds.copy()  # other threads note their passes
+        below = max((rows for rows in known if rows < key), default=None)
+        above = min((rows for rows in known if rows > key), default=None)
+        if below is not None and above is not None:
+            share = (key - below) / (above - below)
+            return known[below] + share * (known[above] - known[below])
+        nearest = max(known) if above is None else min(known)
+        one = known.get(1, known[nearest] / (1 + _ROW_SHARE * (nearest - 1)))
+        return max(known[nearest] + _ROW_SHARE * one * (key - nearest), one)
+
+
+def time_of_pass(session: _core.Session, seconds: float, sent: bool) -> float:
+    """Return what a pass took: if it was `sent` before it was asked for, the host saw only the rest of it."""
+    return max(seconds, session.stats()["gpu_seconds"]) if sent else seconds
+
+
+def _bucket(rows: int) -> int:
+    """Round up to a number of rows that is measured: steps of an eighth at least."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
+class Acceptance:
+    """How probable it is that a guess is right, by the latest ones."""
+
+    def __init__(self, prior: float) -> None:
+        self._right, self._all = prior * _PRIOR, _PRIOR
+
+    def note(self, right: int, wrong: int) -> None:
+        """Count guesses."""
+        self._right = self._right * _FORGET + right
+        self._all = self._all * _FORGET + right + wrong
+
+    @property
+    def probability(self) -> float:
+        """Of the next guess."""
+        return self._right / self._all
+
+
+class Drafter(Protocol):
+    """Makes guesses."""
+
+    free: bool  # guesses take no time, and may be made only to see whether they are right
+
+    def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
+        """Take tokens of the text; those that are forced nobody chose."""
+
+    def draft(self, count: int) -> list[int]:
+        """Guess at the next tokens, at most `count`."""
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of guesses like the next one."""
+
+
+class LookupDrafter:
+    """Guesses that what followed the last tokens before follows them again, or with changes (`lookup.h`)."""
+
+    free = True
+
+    def __init__(self, constrained: bool = False) -> None:
+        self._lookup = _core.Lookup()
+        # By the number of tokens that matched: 1, 2, 3 to 4, 5 to 8, more. Under a constraint, short matches
+        # mean little: much of what a text repeats is forced.
+        priors = (0.1, 0.2, 0.5, 0.8, 0.9) if constrained else (0.3, 0.5, 0.7, 0.8, 0.9)
+        self._after_match = [Acceptance(prior) for prior in priors]
+        # By the number of tokens since the last change: 0, 1, 2 to 3, 4 to 7, more.
+        self._after_change = [Acceptance(prior) for prior in (0.8, 0.9, 0.9, 0.9, 0.9)]
+
+    def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
+        self._lookup.append(tokens, forced)
+
+    def draft(self, count: int) -> list[int]:
+        _, draft = self._best
+        return draft(count)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        acceptance, _ = self._best
+        return acceptance
+
+    @property
+    def _best(self) -> tuple[Acceptance, Callable[[int], list[int]]]:
+        """The likelier of two places that may continue."""
+        lookup = self._lookup
+        matched, since_change = lookup.matched, lookup.since_change
+        best = self._after_match[min(max(matched - 1, 0).bit_length(), 4)]
+        if since_change is not None:
+            changed = self._after_change[min(since_change.bit_length(), 4)]
+            if not matched or changed.probability > best.probability:
+                return changed, lookup.after_change
+        return best, lookup.after_match
+
+
+class _TextDrafter:
+    """One that is given the whole text for each draft."""
+
+    free = False
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance(0.5)
+        self._tokens: list[int] = []
+
+    def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
+        self._tokens += tokens.tolist()
+
+
+class CallableDrafter(_TextDrafter):
+    """Asks the caller's function."""
+
+    def __init__(self, function: Callable[[list[int]], Sequence[int]], vocab_size: int) -> None:
+        super().__init__()
+        self._function, self._vocab_size = function, vocab_size
+
+    def draft(self, count: int) -> list[int]:
+        drafts = self._function(list(self._tokens))
+        if not isinstance(drafts, (Sequence, np.ndarray)):
+            raise TypeError(f"a draft of speculate must be a sequence of ids, got {type(drafts).__name__}")
+        if len(drafts) == 0:
+            return []
+        try:
+            ids: list[int] = token_array(drafts, self._vocab_size)[:count].tolist()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"a draft of speculate: {error}") from None
+        return ids
+
+
+class ModelDrafter(_TextDrafter):
+    """Takes the greedy tokens of another model with the same vocabulary."""
+
+    def __init__(self, model: DraftModel, vocab_size: int) -> None:
+        super().__init__()
+        if model.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"the draft model of speculate has a vocabulary of {model.config.vocab_size} tokens, "
+                f"this model one of {vocab_size}"
+            )
+        self._session = model.session()._open()
+
+    def draft(self, count: int) -> list[int]:
+        count = min(count, self._session.max_context - len(self._tokens))
+        if count < 1:
+            return []
+        drafts = [self._session.forward_prompt(np.array(self._tokens, np.int32), True)]
+        while len(drafts) < count:
+            drafts.append(self._session.forward_token_greedy(drafts[-1]))
+        return drafts
+
+
+def make_drafter(speculate: Speculate, vocab_size: int, constrained: bool) -> Drafter | None:
+    """Return what makes guesses at a text, which may be constrained; None for ``"off"``.
+
+    Raises
+    ------
+    ValueError
+        `speculate` is an unknown name, or a model with another vocabulary.
+    TypeError
+        It is neither a name nor a model nor a function.
+    """
+    if isinstance(speculate, str):
+        if speculate not in ("lookup", "off"):
+            raise ValueError(f"speculate must be 'lookup', 'off', a model or a function, got {speculate!r}")
+        return LookupDrafter(constrained) if speculate == "lookup" else None
+    if isinstance(speculate, DraftModel):
+        return ModelDrafter(speculate, vocab_size)
+    if callable(speculate):
+        return CallableDrafter(speculate, vocab_size)
+    kind = type(speculate).__name__
+    raise TypeError(f"speculate must be 'lookup', 'off', a model or a function, got {kind}")
+
+
+class Speculation:
+    """Guesses at the tokens of one text: as many as pay, none while none do.
+
+    A guess that costs time is tried again after some tokens, each time after twice as many, once it does not
+    pay. One that is free is compared with what is chosen even while it is not used.
+
+    Attributes
+    ----------
+    at_hand : bool
+        Whether there are guesses at what follows the tokens so far that would pay, or may be.
+    """
+
+    def __init__(self, drafter: Drafter, ids: npt.NDArray[np.int32]) -> None:
+        self._drafter = drafter
+        self._drafter.append(ids)
+        self._acceptance = drafter.acceptance
+        self._drafts: list[int] = []  # of the pass under way
+        self._shadow: list[int] = []  # the first guess, used or not
+        self._seconds = 0.0  # that a guess takes until it is in a pass
+        self._wait = self._patience = 8  # tokens until a guess is tried again
+        self.at_hand = False
+
+    def drafts(
+        self,
+        most: int,
+        cost: RowCost,
+        rows: int,
+        tokens: float,
+        allow: Callable[[list[int]], int] | None = None,
+        sent: bool = False,
+    ) -> list[int]:
+        """Make guesses for a pass.
+
+        Parameters
+        ----------
+        most
+            Of them.
+        cost
+            Of passes.
+        rows, tokens
+            Of the pass without them: its rows, and the tokens that it is expected to bring.
+        allow
+            Returns how many of them a constraint allows; the next one is wrong.
+        sent
+            The pass is on its way without guesses: there are none.
+        """
+        self._acceptance = self._drafter.acceptance
+        count = self._best_count(most, cost, rows, tokens)
+        start = time.perf_counter()
+        if self._drafter.free:
+            guesses = self._drafter.draft(max(count, 1))
+            self._shadow = guesses[:1]
+        else:
+            self._shadow = []
+            if count == 0 and most > 0:
+                self._wait -= 1
+                if self._wait <= 0:
+                    count = min(most, LENGTHS[2])
+            guesses = self._drafter.draft(count) if count and not sent else []
+        self.at_hand = count > 0 and bool(guesses or (sent and not self._drafter.free))
+        self._drafts = [] if sent else guesses[:count]
+        allowed = allow(self._drafts) if self._drafts and allow is not None else count
+        if self._drafts and (allow is not None or not self._drafter.free):
+            seconds = (time.perf_counter() - start) / len(self._drafts)
+            self._seconds = seconds if not self._seconds else 0.8 * self._seconds + 0.2 * seconds
+        return self._drafts[:allowed]
+
+    def _best_count(self, most: int, cost: RowCost, rows: int, tokens: float) -> int:
+        """Return how many guesses bring the most tokens a second."""
+        p = self._acceptance.probability
+        best, best_rate = 0, tokens / cost.seconds(rows)
+        for count in LENGTHS:
+            if count > most:
+                break
+            expected = tokens + (p * (1 - p**count) / (1 - p) if p < 1 else count)
+            rate = expected / (cost.seconds(rows + count) + count * self._seconds)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def expected(self) -> float:
+        """Return how many of the guesses are expected to be right."""
+        p = self._acceptance.probability
+        return math.fsum(p ** (i + 1) for i in range(len(self._drafts)))
+
+    def learn(self, chosen: Sequence[int]) -> None:
+        """Take what a pass chose: the guesses that were right, and one token."""
+        right = len(chosen) - 1
+        if self._drafts:
+            self._acceptance.note(right, int(right < len(self._drafts)))
+            if right:
+                self._patience = 8
+            elif self._wait <= 0:
+                self._patience *= 2
+            if self._wait <= 0:
+                self._wait = self._patience
+        elif self._shadow:
+            self._acceptance.note(int(self._shadow[0] == chosen[0]), int(self._shadow[0] != chosen[0]))
+        self._drafter.append(np.array(chosen, np.int32))
+
+    def follow(self, token: int) -> None:
+        """Take a token that is forced."""
+        self._drafter.append(np.array([token], np.int32), forced=True)

@@ -1,0 +1,469 @@
+"""Tokens to text: what follows a prompt, and when it ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+from metal_prefill._support.arguments import integer, token_id
+from metal_prefill.errors import ConstraintError
+from metal_prefill.generation import _sampling
+from metal_prefill.generation._constraint import Constraint
+from metal_prefill.generation._speculation import MOST_DRAFTS, RowCost, Speculate, Speculation, make_drafter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from metal_prefill.text._tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
+
+MOST_LOGPROBS = 1000  # of a token
+# Forced tokens of a text in a pass. Like drafts, they delay every text of the pass, and between passes a text
+# can be cancelled.
+MOST_FORCED = MOST_DRAFTS
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How to choose tokens: the fields of :class:`metal_prefill.generation.Options`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    typical_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+
+
+class TextOptions(SamplingOptions, total=False):
+    """Options of a text, as :meth:`metal_prefill.Session.generate` explains them."""
+
+    seed: int | None
+    stop: str | int | Sequence[str | int]
+    min_tokens: int
+    echo: bool
+    prompt_logprobs: bool
+    speculate: Speculate
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of a text, and the text that is ready with it.
+
+    Attributes
+    ----------
+    token : int
+        Its id.
+    text : str
+        Text that is certain now, which may belong to the tokens before. It is empty while a character is
+        incomplete or a stop string may come. An end-of-text or stop token adds none of its own.
+    logprob : float or None
+        Log probability of the token, in nats, by the model's logits as they are: before bias, penalties,
+        filters and temperature. None unless `logprobs` asks for it.
+    top_logprobs : tuple of (int, float)
+        Ids and log probabilities of the most probable tokens, best first: `logprobs` of them.
+    finish_reason : str or None
+        None unless this is the last token: ``"stop"``, ``"length"`` or ``"context"``, as for
+        :class:`metal_prefill.generation.Stream`.
+    """
+
+    token: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Check what ends a text, and return its strings and its token ids.
+
+    Raises
+    ------
+    ValueError
+        If a string is empty, or an id outside the vocabulary.
+    TypeError
+        If something is neither a string nor an integer.
+    """
+    if isinstance(stop, (str, int, np.integer)):
+        stop = [stop]
+    try:
+        stops = list(stop)
+    except TypeError:
+        kind = type(stop).__name__
+        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}") from None
+    strings = [s for s in stops if isinstance(s, str)]
+    if any(not s for s in strings):
+        raise ValueError("a stop string is empty")
+    return strings, [token_id(s, vocab_size) for s in stops if not isinstance(s, str)]
+
+
+class _StopString:
+    """A stop string and its Knuth-Morris-Pratt automaton, built as far as a text needs it."""
+
+    def __init__(self, string: str) -> None:
+        self._string = string
+        self.length = len(string)
+        self._borders = [0, 0]  # by n: length of the longest proper prefix of string[:n] that also ends it
+
+    def step(self, matched: int, text: str) -> tuple[int, int | None]:
+        """Read text after `matched` characters of the string, which the text before it ends with.
+
+        Returns
+        -------
+        matched : int
+            Characters of the string that the text ends with now, all of them where it was found.
+        end : int or None
+            Where in `text` the first occurrence of the string ends; None if there is none yet.
+        """
+        for end, char in enumerate(text, 1):
+            matched = self._follow(matched, char)
+            if matched == self.length:
+                return matched, end
+            if matched == len(self._borders):
+                self._borders.append(self._follow(self._borders[-1], char))
+        return matched, None
+
+    def _follow(self, matched: int, char: str) -> int:
+        """Return the length of the longest prefix that a character after `matched` others completes."""
+        while (expected := self._string[matched]) != char and matched:
+            matched = self._borders[matched]
+        return matched + (expected == char)
+
+
+class StopFilter:
+    """Passes text up to the first stop string and holds back what may be the start of one.
+
+    Time is linear in the text for each stop string, memory in the length of the strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [_StopString(stop) for stop in stops]
+        self._matched = [0] * len(stops)
+        self._pending: deque[str] = deque()  # characters
+        self.found = False
+
+    def copy(self) -> StopFilter:
+        """Return an independent filter in the same state."""
+        other = copy(self)
+        other._matched, other._pending = self._matched.copy(), self._pending.copy()
+        return other
+
+    def step(self, piece: str) -> str:
+        """Take a piece and return what is certain to come before a stop string."""
+        if not self._stops:
+            return piece
+        before = len(self._pending)
+        self._pending.extend(piece)
+        starts = []
+        for i, stop in enumerate(self._stops):
+            self._matched[i], end = stop.step(self._matched[i], piece)
+            if end is not None:
+                starts.append(before + end - stop.length)
+        if starts:
+            self.found = True
+            ready = self._take(min(starts))
+            self._pending.clear()
+            self._matched = [0] * len(self._stops)
+            return ready
+        return self._take(len(self._pending) - max(self._matched, default=0))
+
+    def flush(self) -> str:
+        """Return what was held back: it did not become a stop string."""
+        self._matched = [0] * len(self._stops)
+        return self._take(len(self._pending))
+
+    def _take(self, count: int) -> str:
+        return "".join(self._pending.popleft() for _ in range(count))
+
+
+class NextTokens(NamedTuple):
+    """Tokens of a text for a pass."""
+
+    ids: npt.NDArray[np.int32]
+    drafts: int  # guesses among them, which are the last ones
+    expected: float  # guesses that are expected to be right
+
+    @property
+    def forced(self) -> int:
+        """Tokens among them after which nothing is chosen: they take less time than guesses."""
+        return len(self.ids) - self.drafts - 1
+
+
+class Continuation:
+    """The text after one prompt, token by token.
+
+    Parameters
+    ----------
+    tokenizer
+        Of the model.
+    vocab_size
+        Of the model: ids in the options are below it.
+    ids
+        Of the prompt, ``[n]``.
+    max_tokens
+        Upper bound on the number of tokens made, at least 1.
+    context
+        Of the session: tokens that prompt and text may have there.
+    prompt
+        Its text; None where it has been given as ids.
+    logprobs
+        How many of the most probable tokens each piece has; None: none, and no log probabilities at all.
+    answer
+        Number of the text among those of one prompt and seed.
+    seed
+        Of the random numbers, see :class:`metal_prefill.generation.Sampler`.
+    stop
+        Strings and token ids that end the text.
+    min_tokens
+        Tokens before which nothing ends the text: end-of-text and stop tokens are not chosen, and stop
+        strings are text.
+    echo
+        Let the text begin with the prompt.
+    prompt_logprobs
+        Make pieces of the prompt's tokens, too, all but the first. They are computed like a text that is
+        known.
+    speculate
+        What guesses at the next tokens.
+    json_schema, regex, grammar
+        A constraint on the text, see :class:`metal_prefill.generation._constraint.Constraint`.
+    how
+        To choose tokens, see :class:`metal_prefill.generation.Options`.
+
+    Attributes
+    ----------
+    ids : numpy.ndarray
+        To be computed before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
+        its first.
+    prompt : numpy.ndarray
+        Ids of the prompt, int32 ``[n]``.
+    echo : str
+        The beginning of the text that is not made, until it is taken with the first token.
+    sampler : _core.Sampler or None
+        Chooses the tokens; None where the engine's own argmax does.
+    ended : str or None
+        Why there is no more text; None while there may be.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        ids: npt.NDArray[np.int32],
+        max_tokens: int,
+        context: int,
+        *,
+        prompt: str | None = None,
+        logprobs: int | None = None,
+        answer: int = 0,
+        seed: int | None = None,
+        stop: str | int | Sequence[str | int] = (),
+        min_tokens: int = 0,
+        echo: bool = False,
+        prompt_logprobs: bool = False,
+        speculate: Speculate = "lookup",
+        json_schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        **how: Unpack[SamplingOptions],
+    ) -> None:
+        strings, stop_ids = split_stops(stop, vocab_size)
+        if how.get("logit_bias") is None:
+            how.pop("logit_bias", None)
+        options = _sampling.Options(**how)
+        for token in options.logit_bias:
+            token_id(token, vocab_size)
+        if seed is not None:
+            integer("seed", seed, 0)
+        min_tokens = min(integer("min_tokens", min_tokens, 0), context)
+        if logprobs is not None:
+            logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
+        if prompt_logprobs and logprobs is None:
+            raise ValueError("prompt_logprobs says log probabilities, for which logprobs must be given")
+        self.prompt = ids
+        self._given = (
+            ids[1:].tolist() if prompt_logprobs else []
+        )  # tokens of the prompt that pieces are made of
+        self.ids = ids[:1] if prompt_logprobs else ids
+        self.echo = ""
+        if echo:
+            self.echo = tokenizer.decode(ids.tolist()) if prompt is None else prompt
+        self._decoder = tokenizer.decoder()
+        self._stop_ids = frozenset({*tokenizer.stop_ids, *stop_ids})
+        self._filter = StopFilter(strings)
+        given = len(self._given)
+        self._made, self._least, self._most = 0, given + min_tokens, given + max_tokens
+        self._context = context
+        self._reports = logprobs is not None
+        self._guide: Constraint | None = None
+        if json_schema is not None or regex is not None or grammar is not None:
+            self._guide = Constraint(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar)
+        self.sampler: _core.Sampler | None = None
+        if not options.is_greedy or self._reports or min_tokens or self._guide is not None:
+            self.sampler = _sampling.core_sampler(options, seed, self.ids.tolist(), answer)
+            self.sampler.report(-1 if logprobs is None else logprobs)
+            self.sampler.follow(self._given)
+            if min_tokens:
+                self.sampler.forbid(sorted(self._stop_ids), len(ids) + min_tokens)
+            self._allow()
+        drafter = make_drafter(speculate, vocab_size, self._guide is not None)
+        guesses = drafter is not None and max_tokens > 2
+        self._speculation = Speculation(drafter, ids) if drafter is not None and guesses else None
+        self._next: list[int] = []  # tokens of the text that are not computed
+        self._forced: list[int] = []  # tokens that must follow those
+        self.ended: FinishReason | None = None
+
+    def next_tokens(
+        self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0, *, sent: bool = False
+    ) -> NextTokens:
+        """Return the tokens to compute next, with guesses at those after them.
+
+        Parameters
+        ----------
+        room
+            Tokens that the pass may have of this text, if there are to be guesses among them.
+        cost
+            Of passes.
+        rows, tokens
+            Of the pass without guesses and tokens that were forced: its rows, and the tokens that it is
+            expected to bring.
+        sent
+            The engine was told that this token follows (`goes_on_greedily`), and may have sent its pass: it
+            gets no guesses. They begin a token later, and nothing is computed in vain.
+        """
+        forced = max(len(self._next) - 1, 0)
+        most = min(room - 1 - forced, self._most - self._made - 1, self._context - self._position - 1)
+        if self._made < len(self._given):
+            known = self._given[self._made : self._made + max(most, 0)]
+            return NextTokens(np.array([*self._next, *known], np.int32), len(known), len(known))
+        most = min(most, MOST_DRAFTS)
+        if self._speculation is None:
+            return NextTokens(np.array(self._next, np.int32), 0, 0.0)
+        allow = None if self._guide is None else self._allow
+        drafts = self._speculation.drafts(max(most, 0), cost, rows + forced, tokens, allow, sent)
+        expected = self._speculation.expected()
+        return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
+
+    def _allow(self, guesses: Sequence[int] = ()) -> int:
+        """Let the sampler choose what the constraint allows, also after the guesses that it allows.
+
+        Returns
+        -------
+        int
+            How many of the guesses it allows.
+        """
+        if self._guide is None or self.sampler is None:
+            return len(guesses)
+        ahead = self._guide.ahead(guesses)
+        self.sampler.allow_bits([self._guide.mask(), *ahead])
+        return len(ahead)
+
+    def take(self, chosen: Sequence[int]) -> Iterator[Piece]:
+        """Take what a pass chose, and what must follow, up to the end of the text.
+
+        Raises
+        ------
+        ConstraintError
+            The context is full, and the constraint is not met.
+        """
+        if self._speculation is not None and (free := chosen[max(len(self._given) - self._made, 0) :]):
+            self._speculation.learn(free)
+        for row, token in enumerate(chosen):
+            yield self._take(token, row)
+            if self.ended is not None:
+                break
+        self._next = [chosen[-1]]
+        if self._guide is None or self.sampler is None:
+            return
+        for token in self._forced_after(chosen) if self.ended is None and not self._reports else ():
+            self.sampler.accept(token)
+            self._next.append(token)
+            if self._speculation is not None:
+                self._speculation.follow(token)
+            yield self._take(token)
+            if self.ended is not None:
+                break
+        if self.ended is None:
+            self._allow()
+        elif self.ended == "context" and not self._guide.met:
+            raise ConstraintError(
+                f"the context of {self._context} tokens is full before the text meets its constraint"
+            )
+
+    def _forced_after(self, chosen: Sequence[int]) -> list[int]:
+        """Return tokens that must follow: the constraint is asked once all that it named before are taken."""
+        n = len(chosen)
+        self._forced = self._forced[n:] if self._forced[:n] == list(chosen) else []
+        if not self._forced and self._guide is not None:
+            self._forced = self._guide.forced()
+        forced, self._forced = self._forced[:MOST_FORCED], self._forced[MOST_FORCED:]
+        return forced
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to compute."""
+        return self._most > 0
+
+    @property
+    def goes_on_greedily(self) -> bool:
+        """Whether the next pass chooses the largest logit's token, and one without guesses may follow it.
+
+        As far as is known when the tokens of the next pass are: while no guess is at hand, there will be none
+        for the pass after that.
+        """
+        guesses = self._speculation is not None and self._speculation.at_hand
+        return self.sampler is None and not guesses and self._made + 1 < self._most
+
+    @property
+    def _position(self) -> int:
+        """Of the last token that was made."""
+        return len(self.ids) + self._made - 1
+
+    def _take(self, token: int, row: int = 0) -> Piece:
+        """Take one token; `row` is its number among those that a pass chose."""
+        self._made += 1
+        text, self.echo = self.echo, ""
+        if self._made <= len(self._given):
+            if self._made >= self._most:
+                self.ended = "length"
+            return self._piece(token, text, row)
+        guide = self._guide
+        if guide is not None and token not in self._stop_ids:
+            guide.take(token)
+        if token in self._stop_ids:
+            text += self.end("stop")
+        else:
+            made = self._decoder.step(token)
+            text += self._filter.step(made) if self._made > self._least else made
+            if self._filter.found:
+                self.ended = "stop"
+            elif guide is not None and guide.complete:
+                text += self.end("stop")
+            elif self._made >= self._most:
+                text += self.end("length")
+            elif self._position >= self._context:
+                text += self.end("context")
+        return self._piece(token, text, row)
+
+    def _piece(self, token: int, text: str, row: int) -> Piece:
+        if not self._reports or self.sampler is None:
+            return Piece(token, text, finish_reason=self.ended)
+        logprob, best = self.sampler.reports[row]
+        return Piece(token, text, logprob, tuple(best), self.ended)
+
+    def end(self, reason: FinishReason) -> str:
+        """End the text and return what was held back of it."""
+        self.ended = reason
+        return self._filter.step(self._decoder.flush()) + ("" if self._filter.found else self._filter.flush())

@@ -1,0 +1,1 @@
+"""Tools for a GPU's dispatches: self-test, doctor, traces, cost model."""

@@ -1,0 +1,212 @@
+"""How long a prompt should take on a GPU that is not available: a prediction, never a measurement.
+
+For each dispatch of the engine::
+
+    time = overhead + max(memory, cache, core, issue, latency)
+
+memory
+    Bytes that come from or go to DRAM over its bandwidth.
+cache
+    Bytes that all threadgroups fetch, over the bandwidth of the cache that the cores share; those of them
+    that do not fit there, over the bandwidth of the last cache.
+core
+    Bytes that the simdgroups move to and from the first-level cache and threadgroup memory of a core, over
+    its bandwidth.
+issue
+    Instructions, each with the cycles it takes a scheduler, on the core that has the most threadgroups.
+latency
+    The time of the longest simdgroup by itself, with the latency of each memory access that waits for the one
+    before, times the number of threadgroups that run one after another on a core. It limits dispatches with
+    little work.
+
+The constants are those of `chips.py`; nothing is fitted to the figures that the model is checked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from metal_prefill._support.dispatches import Dispatch
+from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
+from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of, uniform_shape
+from metal_prefill.gpu._cost_model.work import Ops, Work, find_work, work_of
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "Ops",
+    "Prediction",
+    "Shape",
+    "Time",
+    "Work",
+    "find_chip",
+    "find_work",
+    "plan",
+    "predict",
+    "shape_of",
+    "time_of",
+    "uniform_shape",
+    "work_of",
+]
+
+SCHEDULERS = 4  # of a core
+SIMD = 32
+
+
+@dataclass(frozen=True)
+class Time:
+    """Predicted microseconds of a dispatch: each bound, and the overhead."""
+
+    memory: float
+    cache: float
+    core: float
+    issue: float
+    latency: float
+    overhead: float
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bounds by name."""
+        return {name: getattr(self, name) for name in ("memory", "cache", "core", "issue", "latency")}
+
+    @property
+    def bound(self) -> str:
+        """Name of the largest bound."""
+        return max(self.bounds, key=lambda name: self.bounds[name])
+
+    @property
+    def total(self) -> float:
+        """Overhead and the largest bound."""
+        return self.overhead + max(self.bounds.values())
+
+
+def _cycles(chip: Chip, ops: Ops) -> tuple[float, float, float]:
+    """Return the scheduler's cycles for products of 8x8 blocks, for the rest, and the complex pipeline's."""
+    c = chip.cycles
+    complex_pipe = ops.slow * c.slow + ops.exp * c.exp + ops.rcp * c.rcp + ops.rsqrt * c.rsqrt
+    n_complex = ops.slow + ops.exp + ops.rcp + ops.rsqrt
+    other = ops.alu * c.alu + n_complex * c.complex_issue + ops.shuffle * c.shuffle + ops.memory * c.memory
+    units = ops.matrix_unit * c.matrix_unit if ops.matrix_unit else 0.0
+    return ops.mma * c.mma + units, other, complex_pipe
+
+
+def time_of(chip: Chip, work: Work) -> Time:
+    """Predict one dispatch."""
+    mma, other, complex_pipe = _cycles(chip, work.ops)
+    groups_of_core = ceil(work.groups / chip.cores)
+    # The longest simdgroup decides where a core has few of them.
+    busiest = max(groups_of_core * work.simdgroups / SCHEDULERS, work.longest)
+    issue = busiest * max(mma + other, complex_pipe)
+
+    resident = min(
+        chip.groups,
+        chip.threads // (SIMD * work.simdgroups),
+        chip.threadgroup_bytes // work.threadgroup_bytes if work.threadgroup_bytes else groups_of_core,
+    )
+    waves = ceil(groups_of_core / max(resident, 1))
+    # Each step of a matmul needs weights that come from memory, whatever else it reads.
+    from_memory = work.covered or work.dram_bytes > work.cached_bytes
+    waiting = work.trips * (chip.dram_ns if from_memory else chip.slc_ns) * chip.ghz
+    alone = max(other * chip.cycles.alone, complex_pipe)
+    alone += work.local_trips * chip.local_cycles
+    path = max(waiting, mma) + alone if work.covered else waiting + mma + alone
+    latency = waves * path * (work.longest if waves == 1 else 1)
+
+    fits = work.cached_bytes <= chip.slc_bytes
+    dram_bytes = work.dram_bytes + (0 if fits else work.cached_bytes)
+    shared = work.fetched_bytes / chip.l2_gbs
+    last = (work.dram_bytes + work.cached_bytes) / chip.slc_gbs
+    return Time(
+        memory=dram_bytes / (chip.dram_gbs * chip.dram_efficiency) / 1e3,
+        cache=max(shared, last) / 1e3,
+        core=work.core_bytes / (chip.core_bytes * chip.cores * chip.ghz) / 1e3,
+        issue=issue / chip.ghz / 1e3,
+        latency=latency / chip.ghz / 1e3,
+        overhead=chip.dispatch_us,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted times of a sequence of dispatches.
+
+    Attributes
+    ----------
+    chip
+    tokens
+        That they process.
+    dispatches, times
+        One time for each dispatch.
+    """
+
+    chip: Chip
+    tokens: int
+    dispatches: Sequence[Dispatch]
+    times: Sequence[Time]
+
+    @property
+    def seconds(self) -> float:
+        """All of them, one after the other."""
+        return sum(time.total for time in self.times) / 1e6
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over time."""
+        return self.tokens / self.seconds
+
+    def by_kernel(self) -> list[KernelTime]:
+        """Return sums over the dispatches of each kernel, the longest first."""
+        names = dict.fromkeys(d.kernel for d in self.dispatches)
+        rows = []
+        for name in names:
+            of_kernel = [t for d, t in zip(self.dispatches, self.times, strict=True) if d.kernel == name]
+            bounds: dict[str, float] = {}
+            for time in of_kernel:
+                bounds[time.bound] = bounds.get(time.bound, 0) + time.total
+            total = sum(time.total for time in of_kernel)
+            rows.append(
+                KernelTime(
+                    name,
+                    len(of_kernel),
+                    total,
+                    sum(time.overhead for time in of_kernel),
+                    max(bounds, key=lambda bound: bounds[bound]),
+                )
+            )
+        return sorted(rows, key=lambda row: -row.microseconds)
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """The time of all dispatches of a kernel; `bound` names the limit of most of that time."""
+
+    kernel: str
+    dispatches: int
+    microseconds: float
+    overhead: float
+    bound: str
+
+
+def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Prediction:
+    """Predict the time of dispatches that run one after another.
+
+    Parameters
+    ----------
+    chip
+        One of `CHIPS`.
+    dispatches
+        Of :func:`plan`, or of an engine.
+    tokens
+        Tokens that they process, for the tokens per second.
+    """
+    listed = list(dispatches)
+    known: dict[str, Time] = {}  # layers repeat each other
+    times = []
+    for d in listed:
+        key = f"{d.kernel} {d.grid} {d.threads} {d.args} {d.runs}"
+        if key not in known:
+            known[key] = time_of(chip, work_of(d))
+        times.append(known[key])
+    return Prediction(chip, tokens, listed, times)

@@ -1,0 +1,130 @@
+"""The dispatches of the Metal engine for a model of any shape, recorded by the engine without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType
+
+from metal_prefill import _core
+from metal_prefill._support.cached_property import cached_property
+from metal_prefill._support.dispatches import Dispatch, from_core
+from metal_prefill.files._architecture import (
+    ModelConfig,
+    collect_tensors,
+    core_config,
+    expected_tensors,
+    read_config,
+)
+from metal_prefill.files._gguf_file import GGUFFile
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A tensor without its values: its role, its GGUF type and its dimensions."""
+
+    role: str
+    layer: int
+    type: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything about a model that its dispatches depend on."""
+
+    config: ModelConfig
+    tensors: tuple[TensorShape, ...]
+
+    @cached_property
+    def core(self) -> _core.ModelShape:
+        """The shape as the core has it."""
+        core = _core.ModelShape(core_config(self.config))
+        for tensor in self.tensors:
+            rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
+            core.add(tensor.role, tensor.layer, tensor.type, rows, cols)
+        return core
+
+
+def shape_of(gguf: GGUFFile) -> Shape:
+    """Return the shape of a model file.
+
+    Raises
+    ------
+    GGUFError, UnsupportedModelError
+        As for a model that is opened.
+    """
+    config = read_config(gguf)
+    found = collect_tensors(gguf, config)
+    return Shape(config, tuple(TensorShape(role, layer, t.type, t.shape) for role, layer, t in found))
+
+
+def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | None = None) -> Shape:
+    """Return the shape of a model whose layers have matrices of one type and no optional tensor.
+
+    Parameters
+    ----------
+    config
+        Of the model.
+    kind, embedding, output
+        Tensor types in the layers, of the embedding and of the head; without `output` the head is tied.
+    """
+    types = {"token_embedding": embedding, "output": output or embedding}
+    tensors = []
+    for spec, layer, presence in expected_tensors(config):
+        if presence == "optional":
+            continue
+        name = types.get(spec.role, kind if len(spec.shape) == 2 else "f32")
+        tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))
+    return Shape(config, tuple(tensors))
+
+
+def plan(
+    shape: Shape,
+    tokens: int,
+    *,
+    position: int = 0,
+    output: str = "greedy",
+    family: int = 9,
+    gpu: str = "",
+    kv_type: str = "f16",
+    chunk_tokens: int = 512,
+    fused_norm: bool = False,
+    fused_silu: bool = False,
+    matmul_tensor: bool = True,
+) -> list[Dispatch]:
+    """Return the dispatches of a prompt.
+
+    Parameters
+    ----------
+    shape
+        Of the model.
+    tokens
+        Length of the prompt; 1 is a step of decoding.
+    position
+        Tokens that are already in the cache.
+    output
+        ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring) or ``"none"``.
+    family
+        Apple GPU family, 7 (M1) to 10 (M5).
+    gpu
+        Its name, as Metal gives it. Those with Pro, Max or Ultra have more cores.
+    kv_type, chunk_tokens, fused_norm, fused_silu
+        As the options of :class:`metal_prefill.Model`.
+    matmul_tensor
+        Whether the matrix units are used, where the family has some.
+
+    Raises
+    ------
+    ValueError
+        If `tokens` is less than 1, `position` is negative, or the family is unknown.
+    UnsupportedModelError
+        If the engine would pad the model, or its heads are too large.
+    """
+    options = _core.EngineOptions()
+    options.kv_type = _core.KvType[kv_type.upper()]
+    options.chunk_tokens = chunk_tokens
+    options.metal.fused_norm = fused_norm
+    options.metal.fused_silu = fused_silu
+    options.metal.no_matmul_tensor = "" if matmul_tensor else "not wanted"
+    return from_core(shape.core.plan(tokens, position, _core.RowOutput[output.upper()], family, gpu, options))

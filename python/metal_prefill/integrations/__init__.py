@@ -1,0 +1,41 @@
+"""Other libraries: Ray, scikit-learn, lm-evaluation-harness. Each needs the library itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from metal_prefill._support.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from metal_prefill.integrations._lm_eval import MetalPrefillLM
+    from metal_prefill.integrations._ray import (
+        ContinuePrompts,
+        EmbedTexts,
+        RerankPairs,
+        ScorePrompts,
+        serve_app,
+    )
+    from metal_prefill.integrations._sklearn import EmbeddingTransformer
+
+__all__ = [
+    "ContinuePrompts",
+    "EmbedTexts",
+    "EmbeddingTransformer",
+    "MetalPrefillLM",
+    "RerankPairs",
+    "ScorePrompts",
+    "serve_app",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ContinuePrompts": "_ray",
+        "EmbedTexts": "_ray",
+        "EmbeddingTransformer": "_sklearn",
+        "MetalPrefillLM": "_lm_eval",
+        "RerankPairs": "_ray",
+        "ScorePrompts": "_ray",
+        "serve_app": "_ray",
+    },
+)

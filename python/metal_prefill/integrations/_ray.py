@@ -1,0 +1,332 @@
+"""Millions of prompts on a cluster: callable classes for Ray Data's ``map_batches``.
+
+Needs the extra ``ray`` (``pip install 'metal_prefill[ray]'``). Each actor opens the model once. Within a
+batch the prompts are taken in the order of what they share, so that a common beginning is computed once for
+all of them; sort the data set by prompt, or keep prompts that belong together in one batch, to gain most from
+it. A batch that Ray repeats after a failure gives the same rows again: there is no state beyond the model.
+
+>>> import ray
+>>> from metal_prefill.integrations._ray import ScorePrompts
+>>> rows = ray.data.read_parquet("prompts/").map_batches(
+...     ScorePrompts,
+...     fn_constructor_kwargs={"model": "owner/repo:*Q4_0.gguf", "column": "text"},
+...     compute=ray.data.ActorPoolStrategy(size=8),
+...     num_cpus=4,
+...     batch_size=256,
+... )
+>>> rows.write_parquet("scored/")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._support.arguments import integer
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.files._hub import resolve_model
+from metal_prefill.model import Model
+from metal_prefill.tasks._embedding import encode_texts, prompt_format
+from metal_prefill.tasks._scoring import check_prompt
+
+try:
+    import ray
+except ImportError as error:
+    raise MissingExtraError(f"bulk processing needs: pip install 'metal_prefill[ray]' ({error})") from error
+
+Batch: TypeAlias = dict[str, npt.NDArray[Any]]
+
+
+class _PromptMapper:
+    """Shared by scoring and continuing: the model, the columns, and what becomes of bad prompts.
+
+    Parameters
+    ----------
+    model
+        A GGUF file that every node can read, ``owner/repo:file`` on the Hugging Face Hub, or None for the
+        model that ships with the package.
+    column
+        Holds the prompts: text, or token ids.
+    output
+        Column to be written.
+    errors
+        ``"raise"``: a prompt that is empty, too long or outside the vocabulary ends the job. ``"record"``:
+        its output is empty, and a column ``error`` says why; it is empty for all others.
+    options
+        Of :class:`metal_prefill.Model`. `threads` is by default the number of CPUs that the actor was given.
+    """
+
+    least = 1  # tokens of a prompt
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        column: str = "prompt",
+        output: str,
+        errors: Literal["raise", "record"] = "raise",
+        **options: Any,
+    ) -> None:
+        if errors not in ("raise", "record"):
+            raise ValueError(f"errors must be 'raise' or 'record', got {errors!r}")
+        options.setdefault("threads", _assigned_cpus())
+        self._model = Model(None if model is None else resolve_model(model), **options)
+        self._session = self._model.session(max_context=options.get("max_context"))
+        self._column = column
+        self._output = output
+        self._record = errors == "record"
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Add the output column to a batch of rows; their order is kept."""
+        if self._column not in batch:
+            raise ValueError(f"there is no column {self._column!r}; the batch has {', '.join(batch)}")
+        given = [self._encode(prompt) for prompt in batch[self._column]]
+        checked: dict[int, npt.NDArray[np.int32]] = {}
+        messages = np.full(len(given), "", dtype=object)
+        for row, prompt in enumerate(given):
+            try:
+                checked[row] = self._check(prompt)
+            except (ValueError, TypeError) as error:
+                if not self._record:
+                    raise type(error)(f"row {row} of a batch: {error}") from None
+                messages[row] = str(error)
+        column = np.empty(len(given), dtype=object)
+        for row in range(len(given)):
+            column[row] = self._nothing()
+        for row, answer in zip(checked, self._answer(list(checked.values())), strict=True):
+            column[row] = answer
+        added: Batch = {self._output: column}
+        if self._record:
+            added["error"] = messages
+        return {**batch, **added}
+
+    def _encode(self, prompt: Any) -> Any:
+        return self._model.tokenizer.encode(str(prompt)) if isinstance(prompt, str) else prompt
+
+    def _check(self, prompt: Any) -> npt.NDArray[np.int32]:
+        return check_prompt(prompt, self._model.config.vocab_size, self.least, self._limit())
+
+    def _limit(self) -> int:
+        return self._session.max_context
+
+    def _answer(self, prompts: Sequence[npt.NDArray[np.int32]]) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def _nothing(self) -> Any:
+        raise NotImplementedError
+
+
+class ScorePrompts(_PromptMapper):
+    """Adds a column with the log probability of each token given those before it.
+
+    The rows hold float32 ``[n - 1]`` for a prompt of n tokens, in nats; see
+    :meth:`metal_prefill.Model.score_many`. A prompt has at least two tokens, and the first is not scored.
+    Text is encoded as the model's tokenizer does by default: with a token that begins a text, where the model
+    wants one.
+
+    See the module for an example, and the base class for further parameters.
+    """
+
+    least = 2
+
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, output: str = "log_probs", **options: Any
+    ) -> None:
+        super().__init__(model, output=output, **options)
+
+    def _limit(self) -> int:
+        return self._session.max_context + 1  # the last token is only predicted
+
+    def _answer(self, prompts: Sequence[npt.NDArray[np.int32]]) -> Sequence[Any]:
+        return self._model.score_many(prompts)
+
+    def _nothing(self) -> npt.NDArray[np.float32]:
+        return np.empty(0, np.float32)
+
+
+class ContinuePrompts(_PromptMapper):
+    """Adds a column with the greedy continuation of each prompt, as text.
+
+    Parameters
+    ----------
+    max_tokens
+        Upper bound on a continuation, in tokens.
+    stop
+        Strings that end one; they are not part of it.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        output: str = "continuation",
+        max_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(model, output=output, **options)
+        self._max_tokens = max_tokens
+        self._stop = stop
+
+    def _answer(self, prompts: Sequence[npt.NDArray[np.int32]]) -> Sequence[str]:
+        answers = [""] * len(prompts)
+        for i, piece in self._model.generate_many(prompts, self._max_tokens, stop=self._stop):
+            answers[i] += str(piece)
+        return answers
+
+    def _nothing(self) -> str:
+        return ""
+
+
+class EmbedTexts(_PromptMapper):
+    """Adds a column with the vector of each text; see :meth:`metal_prefill.Model.embed`.
+
+    Parameters
+    ----------
+    dimensions, pooling, instruction, normalize
+        See :meth:`metal_prefill.Model.embed`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        column: str = "text",
+        output: str = "embedding",
+        dimensions: int | None = None,
+        pooling: Literal["mean", "cls", "last"] | None = None,
+        instruction: str | None = None,
+        normalize: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, column=column, output=output, **options)
+        self._embedding: dict[str, Any] = {
+            "dimensions": dimensions,
+            "pooling": pooling,
+            "instruction": instruction,
+            "normalize": normalize,
+        }
+
+    def _encode(self, prompt: Any) -> Any:
+        return prompt
+
+    def _check(self, prompt: Any) -> Any:
+        before, after = prompt_format(self._model.config.architecture, self._embedding["instruction"])
+        encode_texts(self._model, [prompt], before, after)
+        return prompt
+
+    def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:
+        return list(self._model.embed(prompts, **self._embedding))
+
+    def _nothing(self) -> npt.NDArray[np.float32]:
+        return np.empty(0, np.float32)
+
+
+class RerankPairs:
+    """Adds a column with the score of each pair of a query and a document.
+
+    Rows of a batch with the same query are computed together, so that it is computed once; sort the data
+    set by query to gain most from it. See :meth:`metal_prefill.Model.rerank`.
+
+    Parameters
+    ----------
+    query, document
+        Columns.
+    output
+        Column to be written.
+    instruction, template
+        See :meth:`metal_prefill.Model.rerank`.
+    options
+        Of :class:`metal_prefill.Model`. `threads` is by default the number of CPUs that the actor was given.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        query: str = "query",
+        document: str = "document",
+        output: str = "score",
+        instruction: str | None = None,
+        template: str | None = None,
+        **options: Any,
+    ) -> None:
+        options.setdefault("threads", _assigned_cpus())
+        self._model = Model(None if model is None else resolve_model(model), **options)
+        self._query, self._document, self._output = query, document, output
+        self._instruction, self._template = instruction, template
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Add the column of scores to a batch of rows; their order is kept."""
+        queries = [str(query) for query in batch[self._query]]
+        documents = [str(document) for document in batch[self._document]]
+        scores = np.empty(len(queries), np.float64)
+        for query in dict.fromkeys(queries):
+            rows = [row for row, other in enumerate(queries) if other == query]
+            ranked = self._model.rerank(
+                query,
+                [documents[row] for row in rows],
+                instruction=self._instruction,
+                template=self._template,
+            )
+            for item in ranked:
+                scores[rows[item.index]] = item.score
+        return {**batch, self._output: scores}
+
+
+def serve_app(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    replicas: int = 1,
+    cpus: float = 1,
+    limits: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Make an application for Ray Serve: the server of :mod:`metal_prefill.serve` on several machines.
+
+    Requests whose prompts begin alike go to the same replica, which has computed that beginning, as long as
+    it has room. A request whose replica dies before it answers is answered by another one; a stream that has
+    begun ends with an error. Needs the extras ``ray`` and ``serve``.
+
+    Parameters
+    ----------
+    model
+        As for :class:`ScorePrompts`.
+    replicas
+        Number of models.
+    cpus
+        CPUs of each, and its threads unless `threads` says otherwise.
+    limits
+        Fields of :class:`metal_prefill.serve.Settings`, of each replica.
+    options
+        Of :class:`metal_prefill.Model`.
+
+    Returns
+    -------
+    ray.serve.Application
+        For ``ray.serve.run``.
+
+    Examples
+    --------
+    >>> from ray import serve
+    >>> serve.run(serve_app("/models/smol.gguf", replicas=4, cpus=8))
+    """
+    replicas = integer("replicas", replicas, 1)
+    from metal_prefill.integrations._ray_serve import application
+    from metal_prefill.serve import Settings
+
+    options.setdefault("threads", max(int(cpus), 1))
+    name = None if model is None else os.fspath(model)
+    return application(name, replicas, cpus, Settings(**(limits or {})), options)
+
+
+def _assigned_cpus() -> int | None:
+    """CPUs of the actor that this runs in; None outside of one."""
+    if not ray.is_initialized():
+        return None
+    cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+    return max(int(cpus), 1)

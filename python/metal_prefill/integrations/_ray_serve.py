@@ -1,0 +1,123 @@
+"""The server on Ray Serve: one ingress that reads requests, and replicas of the model that answer them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.files._hub import resolve_model
+from metal_prefill.model import Model
+
+try:
+    from ray import serve as ray_serve
+    from ray.exceptions import RayError
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response, StreamingResponse
+
+    from metal_prefill.serve import Settings
+    from metal_prefill.serve._app import make_app
+    from metal_prefill.serve._bodies import Bodies
+    from metal_prefill.serve._errors import ApiError
+    from metal_prefill.serve._keys import prefix_key
+    from metal_prefill.serve._relay import Beginning, answers, beginning_of, broken_answer, described
+except ImportError as error:
+    needed = "pip install 'metal_prefill[ray,serve]'"
+    raise MissingExtraError(f"serving on Ray needs: {needed} ({error})") from error
+
+MOST_BEGINNINGS = 4096  # of prompts, for which a replica is known as the one that has them
+MOST_TRIES = 3  # of a request whose replicas die before they answer
+MOST_REQUESTS = 10_000  # that the ingress holds at a time
+
+
+class Replica:
+    """A model, and the server of the package around it."""
+
+    def __init__(self, model: Any, settings: Settings, options: Mapping[str, Any]) -> None:
+        self._app = make_app(Model(None if model is None else resolve_model(model), **options), settings)
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
+
+    @ray_serve.multiplexed(max_num_models_per_replica=MOST_BEGINNINGS)  # type: ignore[misc]
+    async def _remember(self, beginning: str) -> str:
+        """Let Ray know that this replica has computed such a beginning: it sends others like it here."""
+        return beginning
+
+    async def answer(
+        self, request: Mapping[str, Any], body: bytes
+    ) -> AsyncGenerator[Beginning | bytes, None]:
+        """Answer a request in pieces."""
+        if beginning := ray_serve.get_multiplexed_model_id():
+            await self._remember(beginning)
+        async for piece in answers(self._app, request, body):
+            if isinstance(piece, Beginning):
+                piece = piece._replace(headers=[*piece.headers, ("x-replica", self._name)])
+            yield piece
+
+
+class Ingress:
+    """Reads requests, and has a replica answer each: the one that knows how its prompt begins."""
+
+    def __init__(self, replicas: Any, settings: Settings) -> None:
+        self._replicas = replicas
+        self._settings = settings
+        self._bodies = Bodies(settings)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request."""
+        try:
+            body = await self._bodies.read(request)
+        except ApiError as error:
+            return error.response()
+        except ClientDisconnect:
+            return Response(status_code=499)
+        options: dict[str, Any] = {"stream": True}
+        if request.method == "POST":
+            options["multiplexed_model_id"] = beginning_of(body, prefix_key(self._settings, request.headers))
+        failure: Exception | None = None
+        for _ in range(MOST_TRIES):
+            pieces = self._replicas.options(**options).answer.remote(described(request), body)
+            try:
+                first = await anext(aiter(pieces))
+            except RayError as error:  # nothing of the answer is sent: another replica makes the same
+                failure = error
+                continue
+            return _response(first, pieces)
+        assert failure is not None
+        return broken_answer(failure).response()
+
+
+def _response(first: Beginning, pieces: AsyncIterator[bytes]) -> Response:
+    # Ray measures the body by itself.
+    headers = {n: v for n, v in first.headers if n not in ("content-length", "transfer-encoding")}
+    if first.whole:
+        return Response(first.body, first.status, headers)
+    return StreamingResponse(_stream(first.body, pieces), first.status, headers)
+
+
+async def _stream(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    yield first
+    try:
+        async for piece in pieces:
+            yield piece
+    except RayError as error:  # a part is sent, which another replica cannot continue
+        yield b"data: " + json.dumps(broken_answer(error).body()).encode() + b"\n\n"
+
+
+def application(
+    model: Any, replicas: int, cpus: float, settings: Settings, options: Mapping[str, Any]
+) -> Any:
+    """Return the application of :func:`metal_prefill.integrations.serve_app`."""
+    room = settings.max_streams + settings.max_queue
+    replica = ray_serve.deployment(Replica).options(
+        name="Replica",
+        num_replicas=replicas,
+        ray_actor_options={"num_cpus": cpus},
+        max_ongoing_requests=room + 64,  # beyond its own limit a replica answers 429
+    )
+    ingress = ray_serve.deployment(Ingress).options(
+        name="Ingress", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_REQUESTS
+    )
+    return ingress.bind(replica.bind(model, settings, dict(options)), settings)

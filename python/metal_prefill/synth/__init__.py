@@ -1,0 +1,239 @@
+"""Write models of any shape and tensor type, with random weights, as GGUF files.
+
+They are for benchmarks, whose speed depends on the shape and not on the words, and for tests. A file is valid
+throughout: it has a working tokenizer, and its weights are scaled so that activations keep their size through
+all layers, attention looks back, and the logits differ from token to token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
+from metal_prefill.synth._file import write
+from metal_prefill.synth._model import (
+    ROPE_SCALINGS,
+    TIED,
+    ModelShape,
+    Role,
+    Tensor,
+    check,
+    llama3_rope_factors,
+    stacked,
+    tensors,
+    with_types,
+)
+
+__all__ = [
+    "PRESETS",
+    "ROPE_SCALINGS",
+    "TENSOR_TYPES",
+    "TIED",
+    "ModelShape",
+    "llama3_rope_factors",
+    "synthesize",
+]
+
+Progress = Callable[[int, int], None]  # called with the bytes of weights written so far, and their total
+
+PRESETS: Mapping[str, ModelShape] = {
+    "smollm-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 2048),
+    "smollm-360m": ModelShape(32, 960, 15, 5, 64, 2560, 49152, 2048),
+    "tinyllama-1.1b": ModelShape(
+        22, 2048, 32, 4, 64, 5632, 32000, 2048, output_type="Q6_K", tokenizer="llama"
+    ),
+    "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
+    "tiny-embedding": ModelShape(
+        2, 64, 4, 2, 32, 128, 512, 512, architecture="qwen3", rope_base=1e6, norm_eps=1e-6, pooling="last"
+    ),
+    "qwen3-embedding-0.6b": ModelShape(
+        28,
+        1024,
+        16,
+        8,
+        128,
+        3072,
+        151669,
+        32768,
+        architecture="qwen3",
+        rope_base=1e6,
+        norm_eps=1e-6,
+        pooling="last",
+    ),
+    "embeddinggemma-300m": ModelShape(
+        24,
+        768,
+        3,
+        1,
+        256,
+        1152,
+        262144,
+        2048,
+        architecture="gemma-embedding",
+        tokenizer="llama",
+        rope_base=1e6,
+        norm_eps=1e-6,
+        window=512,
+        pooling="mean",
+        dense=3072,
+    ),
+}
+
+
+class _Weights:
+    """Random weights: each tensor has a stream of random numbers of its own."""
+
+    def __init__(self, shape: ModelShape, listed: Sequence[Tensor], seed: int) -> None:
+        self.shape = shape
+        drawn = [tensor.name for tensor in listed if tensor.role is not Role.FACTORS]
+        self.streams = dict(zip(drawn, np.random.SeedSequence(seed).spawn(len(drawn)), strict=True))
+
+    def __call__(self, tensor: Tensor) -> NDArray[Any]:
+        shape = self.shape
+        if tensor.role is Role.FACTORS:
+            return llama3_rope_factors(
+                shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before
+            )
+        rng = np.random.Generator(np.random.SFC64(self.streams[tensor.name]))
+        if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
+            return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
+        return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
+
+
+def synthesize(
+    path: str | os.PathLike[str],
+    *,
+    preset: str = "smollm-135m",
+    layers: int | None = None,
+    dim: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    ffn: int | None = None,
+    vocab: int | None = None,
+    context: int | None = None,
+    tensor_type: str = "Q4_0",
+    embedding_type: str = "Q8_0",
+    output_type: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+    tokenizer: str | None = None,
+    rope_base: float | None = None,
+    rope_dims: int | None = None,
+    rope_scaling: str | None = None,
+    rope_factor: float | None = None,
+    norm_eps: float | None = None,
+    architecture: str | None = None,
+    value_dim: int | None = None,
+    window: int | None = None,
+    qkv_bias: bool | None = None,
+    original_context: int | None = None,
+    pooling: str | None = None,
+    dense: int | None = None,
+    labels: Sequence[str] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a model with random weights.
+
+    The same arguments give the same file. It is written under another name and renamed when it is complete,
+    so an interrupted call leaves no half of a model.
+
+    Parameters
+    ----------
+    path
+        File to write; an existing one is replaced.
+    preset
+        A name in `PRESETS`, the shape to start from.
+    layers, dim, heads, kv_heads, head_dim, ffn, vocab, context
+        Instead of the preset's; see `ModelShape`. Where `dim` or `heads` is given and `head_dim` is not,
+        `head_dim` becomes dim / heads.
+    tensor_type
+        Type of the matrices in the layers, one of `TENSOR_TYPES`. Norms are F32.
+    embedding_type
+        Type of the token embedding, which is also the output head where that is tied.
+    output_type
+        Type of a separate output head, or "tied" for none.
+    overrides
+        Types for single matrices, as ``{"blk.*.ffn_down.weight": "Q6_K"}``; the last pattern that matches
+        counts.
+    tokenizer, rope_base, rope_dims, rope_scaling, rope_factor, norm_eps
+        Instead of the preset's; see `ModelShape`.
+    architecture
+        Name in the file; it decides which norms and biases the layers have. Unknown ones get Llama's tensors.
+    value_dim, window, qkv_bias, original_context, pooling, dense, labels
+        See `ModelShape`.
+    seed
+        Decides all weights.
+    progress
+        Called after each tensor with the bytes of weights written so far and their total.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ValueError
+        If the shape contradicts itself or a type does not fit it; names the field or the tensor. Nothing is
+        written.
+    OSError
+        If the file cannot be written.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
+    changes = {
+        "layers": layers,
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "ffn": ffn,
+        "vocab": vocab,
+        "context": context,
+        "output_type": output_type,
+        "tokenizer": tokenizer,
+        "rope_base": rope_base,
+        "rope_dims": rope_dims,
+        "rope_scaling": rope_scaling,
+        "rope_factor": rope_factor,
+        "norm_eps": norm_eps,
+        "architecture": architecture,
+        "value_dim": value_dim,
+        "window": window,
+        "qkv_bias": qkv_bias,
+        "original_context": original_context,
+        "pooling": pooling,
+        "dense": dense,
+        "labels": None if labels is None else tuple(labels),
+    }
+    given = {name: value for name, value in changes.items() if value is not None}
+    shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]  # each has its field's type
+    if head_dim is None and (dim is not None or heads is not None):
+        if shape.heads < 1 or shape.dim % shape.heads:
+            raise ValueError(
+                f"dim {shape.dim}: not a multiple of heads {shape.heads}, so head_dim must be given"
+            )
+        shape = replace(shape, head_dim=shape.dim // shape.heads)
+    check(shape)
+    if seed < 0:
+        raise ValueError(f"seed {seed}: must not be negative")
+    whole = stacked(tensors(shape, tensor_type, embedding_type), shape)
+    listed = [with_types(tensor, overrides or {}) for tensor in whole]
+    total, done = sum(tensor.size for tensor in listed), 0
+
+    def written(tensor: Tensor) -> None:
+        nonlocal done
+        done += tensor.size
+        if progress:
+            progress(done, total)
+
+    write(path, f"Synthetic {preset}", shape, tensor_type, listed, _Weights(shape, listed, seed), written)
+    return Path(path)

@@ -1,0 +1,137 @@
+"""The GGUF file of a synthetic model: metadata, vocabulary, and tensors as they are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gguf import (
+    GGML_QUANT_VERSION,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    PoolingType,
+    RopeScalingType,
+)
+from numpy.typing import NDArray
+
+from metal_prefill._support.atomic_write import replacing
+from metal_prefill.files._architecture import ARCHITECTURES, Architecture
+from metal_prefill.files._pooled_head import POOLINGS
+from metal_prefill.synth._model import ModelShape, Tensor
+from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
+
+_FILE_TYPES = {  # the rest: MOSTLY_<type>
+    "F32": "ALL_F32",
+    "Q3_K": "MOSTLY_Q3_K_S",
+    "Q4_K": "MOSTLY_Q4_K_S",
+    "Q5_K": "MOSTLY_Q5_K_S",
+    "MXFP4": "MOSTLY_MXFP4_MOE",
+}
+
+
+def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type: str) -> None:
+    writer.add_name(name)
+    writer.add_file_type(LlamaFileType[_FILE_TYPES.get(tensor_type, f"MOSTLY_{tensor_type}")])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_vocab_size(shape.vocab)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.dim)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    if shape.head_dim * shape.heads != shape.dim or shape.value_width != shape.head_dim:
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.value_width)
+    if shape.window is not None:
+        writer.add_sliding_window(shape.window)
+    for key, value in shape.scales:
+        writer.add_float32(f"{shape.architecture}.{key}", value)
+    writer.add_rope_dimension_count(shape.rotated)
+    writer.add_rope_freq_base(shape.rope_base)
+    if shape.rope_scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(shape.rope_scaling))
+        writer.add_rope_scaling_factor(shape.rope_factor)
+    if shape.rope_scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(shape.context_before)
+    if shape.pooling is not None:
+        writer.add_pooling_type(PoolingType(POOLINGS.index(shape.pooling)))
+    if not ARCHITECTURES.get(shape.architecture, Architecture()).causal:
+        writer.add_causal_attention(False)
+    if shape.dense is not None:
+        for name, end, width in (
+            ("dense_2", "in", shape.dim),
+            ("dense_2", "out", shape.dense),
+            ("dense_3", "in", shape.dense),
+            ("dense_3", "out", shape.dim),
+        ):
+            writer.add_uint32(f"{shape.architecture}.{name}_feat_{end}", width)
+    if shape.labels:
+        writer.add_array(f"{shape.architecture}.classifier.output_labels", list(shape.labels))
+
+
+def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+    """Add the metadata of a tokenizer's vocabulary."""
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre("smollm" if vocabulary.merges else "default")
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
+    if vocabulary.scores:
+        writer.add_token_scores(vocabulary.scores)
+    writer.add_bos_token_id(vocabulary.bos)
+    writer.add_eos_token_id(vocabulary.eos)
+
+
+def write(
+    path: str | os.PathLike[str],
+    name: str,
+    shape: ModelShape,
+    tensor_type: str,
+    tensors: Sequence[Tensor],
+    values: Callable[[Tensor], NDArray[Any]],
+    written: Callable[[Tensor], object] = lambda tensor: None,
+) -> None:
+    """Write a model, whole or not at all.
+
+    Parameters
+    ----------
+    path
+        An existing file is replaced.
+    name
+        Of the model, for people.
+    shape, tensor_type
+        For the metadata.
+    tensors
+        In the order of the file.
+    values
+        Returns the bytes of a tensor; called for each in turn, so that one at a time is in memory.
+    written
+        Called after each tensor.
+    """
+    vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
+    writer = GGUFWriter(None, shape.architecture)
+    _add_metadata(writer, name, shape, tensor_type)
+    add_vocabulary(writer, vocabulary)
+    writer.add_add_bos_token(vocabulary.model == "llama")
+    if shape.pooling is not None:
+        writer.add_add_eos_token(True)
+    writer.add_add_space_prefix(vocabulary.model == "llama")
+    for tensor in tensors:
+        kind = GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
+    with replacing(path) as part:
+        try:
+            writer.write_header_to_file(part)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for tensor in tensors:
+                writer.write_tensor_data(values(tensor))
+                written(tensor)
+        finally:
+            writer.close()

@@ -1,0 +1,326 @@
+"""Shapes of synthetic models, and the tensors that a model of some shape has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from metal_prefill import _core
+from metal_prefill.files._architecture import ARCHITECTURES, Architecture
+from metal_prefill.files._metadata_keys import MAX_INT
+from metal_prefill.files._pooled_head import POOLINGS
+from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
+from metal_prefill.synth._tokenizer import VOCABULARIES
+
+TIED = "tied"  # the output type that means: no output tensor, the embedding serves as the head
+ROPE_SCALINGS = ("none", "linear", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything about a model except the values and types of its weights.
+
+    Attributes
+    ----------
+    layers, dim, heads, kv_heads, head_dim, ffn, vocab, context
+        Dimensions. `dim` is the width of the residual stream; heads * head_dim may differ from it.
+    architecture
+        Name in the file; it decides which norms and biases the layers have.
+    value_dim
+        Width of a value head; None for `head_dim`.
+    window
+        Positions that a layer with a sliding window sees; None where the architecture has none.
+    qkv_bias
+        Biases of q, k and v where the architecture leaves them open.
+    output_type
+        Tensor type of a separate output head, or "tied".
+    tokenizer
+        "gpt2" (byte-level BPE) or "llama" (SentencePiece).
+    rope_base
+        Base of RoPE's frequencies.
+    rope_dims
+        Leading dimensions of a head that RoPE rotates; None for all, and llama.cpp takes nothing else.
+    rope_scaling
+        "none", "linear", "yarn", or "llama3": the frequency factors of Llama 3 as a tensor `rope_freqs`.
+    rope_factor
+        How many times the context was extended by that scaling.
+    original_context
+        Context before that; None for context / rope_factor.
+    norm_eps
+        Added to the mean square in RMSNorm.
+    pooling
+        Of an embedding model, one of `POOLINGS`; None for a model that writes text.
+    dense
+        Inner width of the two dense layers that an embedding goes through; None for none.
+    labels
+        Classes of a classification head; none without one.
+    scales
+        Factors of the forward pass: keys of the metadata, after the architecture, and values.
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    output_type: str = TIED
+    tokenizer: str = "gpt2"
+    rope_base: float = 10000.0
+    rope_dims: int | None = None
+    rope_scaling: str = "none"
+    rope_factor: float = 8.0
+    norm_eps: float = 1e-5
+    architecture: str = "llama"
+    value_dim: int | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    original_context: int | None = None
+    pooling: str | None = None
+    dense: int | None = None
+    labels: tuple[str, ...] = ()
+    scales: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that RoPE rotates."""
+        return self.rope_dims or self.head_dim
+
+    @property
+    def context_before(self) -> int:
+        """Context before it was extended."""
+        return self.original_context or max(1, int(self.context / self.rope_factor))
+
+
+class Role(Enum):
+    """Distribution from which the values of a tensor are drawn."""
+
+    MATRIX = "around 0"
+    BIAS = "around 0, in F32"
+    HEAD = "around 0, in F32: after pooling"
+    NORM = "around 1"
+    OUTPUT_NORM = "around 1 and -1: a token with a tied embedding does not simply predict itself"
+    FACTORS = "divisors of RoPE's frequencies"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor to be written.
+
+    Attributes
+    ----------
+    name
+        In the file.
+    shape
+        Rows, then row length; or the length alone.
+    kind
+        One of `TENSOR_TYPES`.
+    role
+        Meaning of its values.
+    std
+        Standard deviation of the values of a matrix or bias.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    role: Role
+    std: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Number of its values."""
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its values."""
+        return tensor_bytes(self.kind, self.count)
+
+
+def check(shape: ModelShape) -> None:
+    """Raise ValueError where a shape contradicts itself; the message names the field."""
+    whole = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+    for name in whole:
+        if getattr(shape, name) < 1:
+            raise ValueError(f"{name} {getattr(shape, name)}: must be at least 1")
+        if getattr(shape, name) > MAX_INT:
+            raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
+    if shape.pooling not in (None, *POOLINGS):
+        raise ValueError(f"pooling {shape.pooling!r}: must be one of {', '.join(POOLINGS)}")
+    for name in ("value_dim", "window", "original_context", "dense"):
+        given = getattr(shape, name)
+        if given is not None and given < 1:
+            raise ValueError(f"{name} {given}: must be at least 1")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"heads {shape.heads}: must be a multiple of kv_heads {shape.kv_heads}")
+    rope_dims = shape.head_dim if shape.rope_dims is None else shape.rope_dims
+    if rope_dims % 2 or not 0 < rope_dims <= shape.head_dim:
+        raise ValueError(f"rope_dims {rope_dims}: must be even, and in 2..head_dim {shape.head_dim}")
+    if shape.rope_scaling not in ROPE_SCALINGS:
+        raise ValueError(f"rope_scaling {shape.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
+    for name in ("rope_base", "rope_factor", "norm_eps"):
+        if not (math.isfinite(getattr(shape, name)) and getattr(shape, name) > 0):
+            raise ValueError(f"{name} {getattr(shape, name)}: must be finite and above 0")
+    if shape.tokenizer not in VOCABULARIES:
+        raise ValueError(f"tokenizer {shape.tokenizer!r}: must be one of {', '.join(VOCABULARIES)}")
+
+
+def tensors(
+    shape: ModelShape,
+    tensor_type: str,
+    embedding_type: str,
+    *,
+    scores: float = 1.5,
+    residual: float | None = None,
+) -> Iterator[Tensor]:
+    """Every tensor, in the order of the file: the small frequency factors first, then layer after layer.
+
+    A projection of an input of size 1 has outputs of size 1. Logits have a deviation of about 3.
+
+    Parameters
+    ----------
+    shape
+        Of the model.
+    tensor_type, embedding_type
+        Of the matrices of the layers, and of the embedding.
+    scores
+        Size of queries and keys. With 1.5, scores have a deviation of about 2, and attention picks some
+        positions.
+    residual
+        Size of what each half of a layer adds to the residual stream. By default all additions together are
+        1.5 times the embedding, so the context counts, yet rounding errors do not grow from layer to layer as
+        they do where the embedding is drowned.
+    """
+    embedding = 3 * shape.dim**-0.5
+    if residual is None:
+        residual = 1.5 * embedding * (2 * shape.layers) ** -0.5
+    kinds = {"token_embedding": embedding_type, "output": shape.output_type}
+    # Of the outputs; those of other projections have size 1.
+    sizes = {"wq": scores, "wk": scores, "wo": residual, "w_down": residual}
+
+    def tensor(spec: _core.TensorSpec, layer: int | None = None) -> Tensor:
+        name = spec.name.format(layer=layer)
+        if spec.role == "rope_freqs":
+            return Tensor(name, spec.shape, "F32", Role.FACTORS)
+        if spec.role == "output_norm":
+            return Tensor(name, spec.shape, "F32", Role.OUTPUT_NORM)
+        if spec.kind == "norm":
+            return Tensor(name, spec.shape, "F32", Role.NORM)
+        if spec.kind == "vector":
+            return Tensor(name, spec.shape, "F32", Role.BIAS, 0.5)
+        std = embedding if spec.role in kinds else spec.shape[1] ** -0.5 * sizes.get(spec.role, 1.0)
+        return Tensor(name, spec.shape, kinds.get(spec.role, tensor_type), Role.MATRIX, std)
+
+    specs = [spec for spec in _core.tensors(_core_config(shape)) if _is_present(spec, shape)]
+    whole = {spec.role: spec for spec in specs if not spec.per_layer}
+    yield from (tensor(whole[role]) for role in ("rope_freqs", "token_embedding") if role in whole)
+    for layer in range(shape.layers):
+        yield from (tensor(spec, layer) for spec in specs if spec.per_layer)
+    yield from (tensor(whole[role]) for role in ("output_norm", "output") if role in whole)
+    yield from _heads(shape)
+
+
+def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
+    """Put matrices of a layer together that files of this architecture hold as one tensor.
+
+    It has the place, the type and the deviation of the first of them.
+    """
+    fused = ARCHITECTURES.get(shape.architecture, Architecture()).fused
+    names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
+    found = {tensor.name: tensor for tensor in listed}
+    result = dict(found)
+    for layer in range(shape.layers):
+        for name, roles in fused.items():
+            parts = [names[role].format(layer=layer) for role in roles]
+            rows = sum(found[part].shape[0] for part in parts)
+            first = found[parts[0]]
+            result[parts[0]] = replace(
+                first, name=f"blk.{layer}.{name}.weight", shape=(rows, *first.shape[1:])
+            )
+            for part in parts[1:]:
+                del result[part]
+    return list(result.values())
+
+
+def _heads(shape: ModelShape) -> Iterator[Tensor]:
+    """Yield the tensors after pooling, in F32: the dense layers of an embedding, the classes."""
+    if shape.dense is not None:
+        for name, rows, columns in (("dense_2", shape.dense, shape.dim), ("dense_3", shape.dim, shape.dense)):
+            yield Tensor(f"{name}.weight", (rows, columns), "F32", Role.HEAD, columns**-0.5)
+    if shape.labels:
+        size = (len(shape.labels), shape.dim)
+        yield Tensor("cls.output.weight", size, "F32", Role.HEAD, shape.dim**-0.5)
+
+
+def _core_config(shape: ModelShape) -> _core.Config:
+    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    config = _core.Config()
+    config.qk_norm_place = _core.QkNormPlace[traits.qk_norm_place.upper()]
+    config.vocab_size, config.dim, config.ffn_dim = shape.vocab, shape.dim, shape.ffn
+    config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
+    config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
+    return config
+
+
+def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
+    if spec.presence == "optional":  # the frequency factors
+        return shape.rope_scaling == "llama3"
+    if spec.presence == "tied":
+        return shape.output_type != TIED
+    if spec.presence == "required":
+        return True
+    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    return getattr(traits, spec.presence) == "required" or (spec.presence == "qkv_bias" and shape.qkv_bias)
+
+
+def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
+    """Apply the overrides to a matrix and check that its type is known and fits its rows."""
+    if tensor.role is not Role.MATRIX:
+        return tensor
+    for pattern, kind in overrides.items():
+        if fnmatchcase(tensor.name, pattern):
+            tensor = replace(tensor, kind=kind)
+    if tensor.kind not in TENSOR_TYPES:
+        raise ValueError(
+            f"{tensor.name}: unknown tensor type {tensor.kind!r}; known are {', '.join(TENSOR_TYPES)}"
+        )
+    block = block_weights(tensor.kind)
+    if tensor.shape[-1] % block:
+        raise ValueError(
+            f"{tensor.name}: rows of {tensor.shape[-1]} weights cannot be {tensor.kind}, "
+            f"whose blocks hold {block}"
+        )
+    return tensor
+
+
+def llama3_rope_factors(
+    rope_dims: int, base: float, factor: float, original_context: int
+) -> NDArray[np.float32]:
+    """Divisors of RoPE's frequencies that extend the context as Llama 3.1 does.
+
+    Wavelengths up to a quarter of the original context stay, those beyond the whole of it are stretched by
+    `factor`, and those between go smoothly from one to the other.
+
+    Returns
+    -------
+    float32 [rope_dims / 2]
+    """
+    low_freq_factor, high_freq_factor = 1.0, 4.0  # the published values of every Llama 3.1 and 3.2
+    wavelength = 2 * math.pi * np.float64(base) ** (np.arange(0, rope_dims, 2) / rope_dims)
+    turns = original_context / wavelength
+    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)

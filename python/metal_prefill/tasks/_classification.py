@@ -1,0 +1,178 @@
+"""Texts to labels: by a classification head, or by how likely a model finds each label after the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.tasks._embedding import check_length, checked_texts, encode_texts
+from metal_prefill.tasks._text_passes import Job, compute, last_states, shared_beginning
+
+if TYPE_CHECKING:
+    from metal_prefill.tasks._text_model import TextModel
+
+Ids = npt.NDArray[np.int32]
+
+TEMPLATE = "{text}\n\nLabel: {label}"
+CONTENT_FREE = ("N/A", "[MASK]", "")  # of arXiv:2102.09690
+
+
+@dataclass(frozen=True)
+class Classification:
+    """The labels of texts.
+
+    Attributes
+    ----------
+    labels : tuple of str
+    probabilities : float32 [texts, labels]
+        They add up to 1 over the labels.
+    log_likelihoods : float64 [texts, labels]
+        Sums of the log probabilities of each label's tokens, in nats; of a classification head its logits.
+    lengths : int64 [texts, labels]
+        Tokens of each label; 1 for a classification head.
+    """
+
+    labels: tuple[str, ...]
+    probabilities: npt.NDArray[np.float32]
+    log_likelihoods: npt.NDArray[np.float64]
+    lengths: npt.NDArray[np.int64]
+
+    @property
+    def best(self) -> list[str]:
+        """The most probable label of each text; of equal ones the first."""
+        return [self.labels[i] for i in self.probabilities.argmax(axis=1)]
+
+
+def classify(
+    model: TextModel,
+    texts: Iterable[str],
+    labels: Sequence[str] | None = None,
+    *,
+    template: str | None = None,
+    normalize_length: bool = True,
+    calibrate: bool = False,
+) -> Classification:
+    """Find the labels of texts; see :meth:`metal_prefill.Model.classify`."""
+    if labels is None:
+        return _by_head(model, texts)
+    if isinstance(labels, str) or not labels or not all(isinstance(label, str) for label in labels):
+        raise TypeError("labels must be a sequence of strings, at least one")
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"a label appears twice in {list(labels)}")
+    form = TEMPLATE if template is None else template
+    if not isinstance(form, str):
+        raise TypeError(f"template must be a string, got {type(form).__name__}")
+    if "{text}" not in form or not form.endswith("{label}") or form.count("{label}") != 1:
+        raise ValueError(f"a template has {{text}}, and ends with {{label}}; got {form!r}")
+    before, _, after = form.removesuffix("{label}").partition("{text}")
+    given = checked_texts(texts)
+    all_texts = [*given, *CONTENT_FREE] if calibrate else given
+    pairs, names = [], []
+    for i, text in enumerate(all_texts):
+        for label in labels:
+            try:
+                context, label_ids = encode_pair(model, f"{before}{text}{after}", label)
+            except ValueError as error:
+                raise ValueError(f"text {i}, label {label!r}: {error}") from None
+            check_length(model, len(context) + len(label_ids) - 1, f"text {i}, label {label!r}")
+            pairs.append((context, label_ids))
+            names.append(f"text {i}, label {label!r}")
+    shape = (len(all_texts), len(labels))
+    sums = np.array([scores.sum(dtype=np.float64) for scores in score_continuations(model, pairs, names)])
+    likelihoods = sums.reshape(shape)
+    lengths = np.array([len(label_ids) for _, label_ids in pairs], np.int64).reshape(shape)
+    scores = likelihoods / lengths if normalize_length else likelihoods
+    n = len(given)
+    if calibrate:
+        scores = scores - np.log(_softmax(scores[n:]).mean(axis=0))
+    probabilities = _softmax(scores[:n]).astype(np.float32)
+    return Classification(tuple(labels), probabilities, likelihoods[:n], lengths[:n])
+
+
+def _by_head(model: TextModel, texts: Iterable[str]) -> Classification:
+    head = model._head
+    if not head.labels:
+        raise ValueError(f"{model.path.name} has no classification head (cls.output.weight): give labels=")
+    prompts = encode_texts(model, texts)
+    names = [f"text {i}" for i in range(len(prompts))]
+    logits = [head.logits_of(state) for state in last_states(model, prompts, names)] if prompts else []
+    scores = np.array(logits, np.float64).reshape(len(prompts), len(head.labels))
+    probabilities = _softmax(scores).astype(np.float32)
+    return Classification(head.labels, probabilities, scores, np.ones(scores.shape, np.int64))
+
+
+def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
+    probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+    return probabilities
+
+
+def encode_pair(
+    model: TextModel, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None
+) -> tuple[Ids, Ids]:
+    """Turn a text and its continuation into tokens, cut where the tokens of both together are.
+
+    Spaces at the end of the text go to the continuation, whose first token they belong to. A text without
+    tokens is the token that begins or ends texts.
+    """
+    tokenizer = model.tokenizer
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    encode = tokenizer.encode if encode is None else encode
+    before = encode(context)
+    whole = encode(context + continuation)
+    if not before:
+        start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if start is None:
+            raise ValueError("there is no token before it")
+        before, whole = [start], [start, *whole]
+    after = whole[len(before) :]
+    if not after:
+        raise ValueError("it has no tokens")
+    return np.array(whole[: len(before)], np.int32), np.array(after, np.int32)
+
+
+def score_continuations(
+    model: TextModel, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]
+) -> list[npt.NDArray[np.float32]]:
+    """Log probability of each token of each continuation.
+
+    What all contexts share is computed once, and each context once for all of its continuations. The head is
+    computed for the rows before the tokens of the continuations alone.
+    """
+    if not pairs:
+        return []
+    contexts = [context for context, _ in pairs]
+    shared = shared_beginning(contexts)
+    root = Job(contexts[0][:shared], "none", name=names[0]) if shared else None
+    jobs: list[Job] = [] if root is None else [root]
+    scored: list[Job] = []
+    groups: dict[bytes, list[int]] = {}
+    for i, context in enumerate(contexts):
+        groups.setdefault(context.tobytes(), []).append(i)
+    for members in groups.values():
+        context = contexts[members[0]][shared:]
+        parent = root
+        if len(members) > 1 and len(context) > 1:
+            parent = Job(context[:-1], "none", parent=root, name=names[members[0]])
+            jobs.append(parent)
+            context = context[-1:]
+        for i in members:
+            continuation = pairs[i][1]
+            job = Job(
+                np.concatenate([context, continuation]), "log_probs", len(continuation), parent, names[i]
+            )
+            jobs.append(job)
+            scored.append(job)
+    order = [i for members in groups.values() for i in members]
+    place = {id(job): i for job, i in zip(scored, order, strict=True)}
+    results: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(pairs)
+    for job in compute(model, jobs):
+        if id(job) in place:
+            results[place[id(job)]] = job.result
+    return results

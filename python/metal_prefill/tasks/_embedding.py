@@ -1,0 +1,280 @@
+"""Texts to vectors, as the file and the card of a model define it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._support.arguments import Progress, integer, one_of
+from metal_prefill.errors import ContextOverflowError, KVMemoryError
+from metal_prefill.files._pooled_head import POOLINGS, Pooling
+from metal_prefill.tasks._text_passes import Job, compute, last_states
+
+if TYPE_CHECKING:
+    from metal_prefill.tasks._text_model import TextModel
+
+Vectors = npt.NDArray[np.float32]
+
+# Prompts as the cards of the models define them; files do not carry them. Qwen3-Embedding: documents stay
+# as they are. EmbeddingGemma: the title of a document that has none is "none".
+PROMPTS: dict[str, dict[str, str]] = {
+    "qwen3": {
+        "query": "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
+        "Query:{text}",
+        "document": "{text}",
+        "": "Instruct: {instruction}\nQuery:{text}",
+    },
+    "gemma-embedding": {
+        "query": "task: search result | query: {text}",
+        "document": "title: none | text: {text}",
+        "": "task: {instruction} | query: {text}",
+    },
+}
+
+
+def prompt_format(architecture: str, instruction: str | None) -> tuple[str, str]:
+    """Return what stands before a text and after it.
+
+    Parameters
+    ----------
+    architecture
+        Of the file.
+    instruction
+        See :meth:`metal_prefill.Model.embed`.
+
+    Raises
+    ------
+    ValueError
+        The instruction is "query" or "document", and the architecture's card is not known here.
+    """
+    if instruction is None:
+        return "", ""
+    if not isinstance(instruction, str):
+        raise TypeError(f"instruction must be a string, got {type(instruction).__name__}")
+    known = PROMPTS.get(architecture)
+    if "{text}" in instruction:
+        whole = instruction
+    elif instruction in ("query", "document"):
+        if known is None:
+            raise ValueError(
+                f"no prompts of queries and documents are known for {architecture}; known are those of "
+                f"{', '.join(PROMPTS)}. Give the text itself, such as 'query: {{text}}'"
+            )
+        whole = known[instruction]
+    else:
+        whole = known[""].replace("{instruction}", instruction) if known else f"{instruction}{{text}}"
+    before, _, after = whole.partition("{text}")
+    return before, after
+
+
+def checked_texts(texts: Iterable[str]) -> list[str]:
+    """Return the texts of an argument; raises TypeError where it holds something else."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise TypeError(f"texts must be a sequence of strings, got one {type(texts).__name__}")
+    checked = list(texts)
+    for i, text in enumerate(checked):
+        if not isinstance(text, str):
+            raise TypeError(f"text {i} must be a string, got {type(text).__name__}")
+    return checked
+
+
+def encode_texts(
+    model: TextModel,
+    texts: Iterable[str],
+    before: str = "",
+    after: str = "",
+    *,
+    ends: bool = True,
+    truncate: str = "error",
+    keep_empty: bool = False,
+) -> list[npt.NDArray[np.int32]]:
+    """Turn texts into tokens, with those that the file wants at the beginning and at the end.
+
+    Parameters
+    ----------
+    truncate
+        See :meth:`metal_prefill.Model.embed`.
+    keep_empty
+        Return no tokens for a text that has none, with a warning, instead of raising ValueError.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError, KVMemoryError
+        A text is not a string, cannot be encoded, has no tokens or does not fit; the message has its index.
+    """
+    tokenizer = model.tokenizer
+    end = [tokenizer.eos_id] if ends and tokenizer.add_eos and tokenizer.eos_id is not None else []
+    one_of("truncate", truncate, {"error": None, "end": None})
+    room = model.max_context - len(end)
+    prompts: list[npt.NDArray[np.int32]] = []
+    cut, empty = [], []
+    for i, text in enumerate(checked_texts(texts)):
+        try:
+            ids = tokenizer.encode(f"{before}{text}{after}")
+        except ValueError as error:
+            raise ValueError(f"text {i}: {error}") from None
+        if truncate == "end" and len(ids) > room:
+            ids = ids[:room]
+            cut.append(i)
+        ids = [*ids, *end]
+        if not ids:
+            if not keep_empty:
+                raise ValueError(f"text {i} has no tokens")
+            empty.append(i)
+        check_length(model, len(ids), f"text {i}")
+        prompts.append(np.array(ids, np.int32))
+    if cut:
+        warnings.warn(
+            f"{len(cut)} of {len(prompts)} texts did not fit the context of {model.max_context} tokens and "
+            f"lost their ends: {_named(cut)}",
+            stacklevel=2,
+        )
+    if empty:
+        warnings.warn(
+            f"{len(empty)} of {len(prompts)} texts have no tokens, and vectors of zeros: {_named(empty)}",
+            stacklevel=2,
+        )
+    return prompts
+
+
+def _named(indices: Sequence[int]) -> str:
+    """Name texts in a message: all of a few, the first ones of many."""
+    return f"text {', '.join(map(str, indices[:10]))}{', ...' if len(indices) > 10 else ''}"
+
+
+def check_length(model: TextModel, tokens: int, name: str) -> None:
+    """Raise ContextOverflowError or KVMemoryError where tokens do not fit, even alone."""
+    if tokens > model.max_context:
+        raise ContextOverflowError(f"{name}: {tokens} tokens exceed the context of {model.max_context}")
+    try:
+        model._core_engine().check_fits(tokens)
+    except KVMemoryError as error:
+        raise KVMemoryError(f"{name}: {error}") from None
+
+
+def check_pooling(model: TextModel, pooling: str | None) -> Pooling:
+    """Return the pooling to use; see :meth:`metal_prefill.Model.embed`."""
+    stated = model._head.pooling
+    if pooling is None:
+        if stated is None:
+            raise ValueError(
+                f"{model.path.name} states no pooling ({model.config.architecture}.pooling_type); "
+                "give pooling='last', 'mean' or another, as its model's card says"
+            )
+        pooling = stated
+    kind = next((known for known in POOLINGS if known == pooling), None)
+    if kind is None:
+        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}; got {pooling!r}")
+    if pooling == "rank":
+        raise ValueError("pooling 'rank' gives scores of pairs of texts: use rerank, or classify")
+    if pooling == "cls" and model.config.causal:
+        raise ValueError(
+            f"pooling 'cls' takes the first token, which sees no other one in {model.path.name}: "
+            "its attention is causal"
+        )
+    return kind
+
+
+def embed(
+    model: TextModel,
+    texts: Iterable[str],
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+    pooling: str | None = None,
+    instruction: str | None = None,
+    truncate: str = "error",
+    progress: Progress | None = None,
+) -> Any:
+    """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
+    check_pooling(model, pooling)
+    before, after = prompt_format(model.config.architecture, instruction)
+    prompts = encode_texts(model, texts, before, after, truncate=truncate, keep_empty=True)
+    return embed_prompts(
+        model, prompts, normalize=normalize, dimensions=dimensions, pooling=pooling, progress=progress
+    )
+
+
+def embed_prompts(
+    model: TextModel,
+    prompts: Sequence[npt.NDArray[np.int32]],
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+    pooling: str | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros."""
+    head = model._head
+    kind = check_pooling(model, pooling)
+    if dimensions is not None:
+        integer("dimensions", dimensions, 1, head.width if kind != "none" else model.config.dim)
+
+    # Texts that are the same are computed once.
+    places: dict[bytes, int] = {}
+    for i, ids in enumerate(prompts):
+        places.setdefault(ids.tobytes(), i)
+    distinct = [i for i in places.values() if len(prompts[i])]
+    results: dict[int, Vectors] = {}
+    named = [f"text {i}" for i in distinct]
+    vectors = vectors_of(
+        model, kind, [prompts[i] for i in distinct], named, normalize=normalize, dimensions=dimensions
+    )
+    for i, vector in zip(distinct, vectors, strict=True):
+        results[i] = vector
+        if progress is not None:
+            progress(len(results), len(distinct))
+    if b"" in places:
+        shape = (0, dimensions or model.config.dim) if kind == "none" else (dimensions or head.width,)
+        results[places[b""]] = np.zeros(shape, np.float32)
+    ordered = [results[places[ids.tobytes()]] for ids in prompts]
+    if kind == "none":
+        return [states.copy() for states in ordered]
+    return np.array(ordered, np.float32).reshape(len(ordered), dimensions or head.width)
+
+
+def vectors_of(
+    model: TextModel,
+    pooling: Pooling,
+    prompts: Sequence[npt.NDArray[np.int32]],
+    names: Sequence[str],
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+) -> Iterable[Vectors]:
+    """Yield the vector of each prompt, or with pooling "none" those of all its tokens.
+
+    `names` are those of the prompts in errors.
+    """
+    for pooled in _pooled(model, pooling, prompts, names):
+        vector = pooled if pooling == "none" else model._head.embedding_of(pooled)
+        yield _normalized(vector[..., :dimensions]) if normalize else vector[..., :dimensions]
+
+
+def _pooled(
+    model: TextModel, pooling: Pooling, prompts: Sequence[npt.NDArray[np.int32]], names: Sequence[str]
+) -> Iterable[Vectors]:
+    """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``."""
+    if not prompts:
+        return
+    if pooling == "last":
+        yield from last_states(model, prompts, names)
+        return
+    jobs = [Job(ids, "hidden", len(ids), name=name) for ids, name in zip(prompts, names, strict=True)]
+    for job in compute(model, jobs):
+        states = job.result
+        if pooling == "mean":
+            # Of all states at once, however passes cut them: sums of parts would be rounded differently.
+            yield states.mean(axis=0, dtype=np.float64).astype(np.float32)
+        else:
+            yield states if pooling == "none" else states[0]
+
+
+def _normalized(vectors: Vectors) -> Vectors:
+    """Divide vectors by their length; those of length 0 stay."""
+    length = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=-1, keepdims=True))
+    return (vectors / np.where(length == 0, 1, length)).astype(np.float32)

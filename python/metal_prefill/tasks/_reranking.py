@@ -1,0 +1,180 @@
+"""Documents in the order in which they answer a query, by the score that a model gives to each pair."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._support.arguments import integer
+from metal_prefill.errors import GGUFError
+from metal_prefill.files._pooled_head import dequantized
+from metal_prefill.tasks._embedding import check_length
+from metal_prefill.tasks._text_passes import last_states
+
+if TYPE_CHECKING:
+    from metal_prefill.tasks._text_model import TextModel
+
+TEMPLATE_KEY = "tokenizer.chat_template.rerank"
+
+# As the card of Qwen3-Reranker defines it, for files that do not carry it.
+TEMPLATES = {
+    "qwen3": "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+}
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+ANSWERS = ("yes", "no")
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A document and its score.
+
+    Attributes
+    ----------
+    index : int
+        Of the document in the list that was given.
+    score : float
+        The probability of "yes", or, of a classification head with one output, that output.
+    document : str
+    """
+
+    index: int
+    score: float
+    document: str
+
+
+def rerank(
+    model: TextModel,
+    query: str,
+    documents: Sequence[str],
+    *,
+    top_n: int | None = None,
+    instruction: str | None = None,
+    template: str | None = None,
+) -> list[Ranked]:
+    """Order documents by how well they answer a query; see :meth:`metal_prefill.Model.rerank`."""
+    if top_n is not None:
+        integer("top_n", top_n, 1)
+    if isinstance(documents, (str, bytes)):
+        raise TypeError(f"documents must be a sequence of strings, got one {type(documents).__name__}")
+    if not isinstance(query, str):
+        raise TypeError(f"query must be a string, got {type(query).__name__}")
+    form = template if template is not None else template_of(model)
+    if "{query}" not in form or "{document}" not in form:
+        raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
+    values = {"query": query, "instruction": INSTRUCTION if instruction is None else instruction}
+    prompts = []
+    for i, document in enumerate(documents):
+        if not isinstance(document, str):
+            raise TypeError(f"document {i} must be a string, got {type(document).__name__}")
+        try:
+            ids = encode_template(model, form, {**values, "document": document})
+        except ValueError as error:
+            raise ValueError(f"document {i}: {error}") from None
+        check_length(model, len(ids), f"document {i}")
+        prompts.append(ids)
+    if not prompts:
+        return []
+    ranked = [Ranked(i, score, documents[i]) for i, score in enumerate(scores_of(model, prompts))]
+    ranked.sort(key=lambda item: -item.score)  # stable: of equal scores, the earlier document is first
+    return ranked[:top_n]
+
+
+def scores_of(model: TextModel, prompts: Sequence[npt.NDArray[np.int32]]) -> list[float]:
+    """Return the score of each prompt, a query with a document; what all share is computed once."""
+    score = _scorer(model)
+    names = [f"document {i}" for i in range(len(prompts))]
+    return [score(state) for state in last_states(model, prompts, names)]
+
+
+def template_of(model: TextModel) -> str:
+    """Return the template of the file, or that of its architecture; raises ValueError or GGUFError."""
+    template = model.gguf.metadata.get(TEMPLATE_KEY)
+    if isinstance(template, str):
+        return template
+    if template is not None:
+        kind = model.gguf.metadata.type_name(TEMPLATE_KEY)
+        raise GGUFError(f"{model.path}: {TEMPLATE_KEY} has type {kind}, expected string")
+    if model.config.architecture in TEMPLATES:
+        return TEMPLATES[model.config.architecture]
+    raise ValueError(
+        f"{model.path.name} has no {TEMPLATE_KEY}, and none is known for {model.config.architecture}: "
+        "give template="
+    )
+
+
+def encode_template(model: TextModel, template: str, values: dict[str, str]) -> npt.NDArray[np.int32]:
+    """Turn a template with its values into tokens.
+
+    Control tokens are those that the template spells, never what a value spells like one.
+    """
+    tokenizer = model.tokenizer
+    pattern = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
+    ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    for piece in tokenizer._split(template, parse_special=True):
+        if isinstance(piece, int):
+            ids.append(piece)
+        else:
+            text = pattern.sub(lambda match: values[match[0][1:-1]], piece)
+            ids += tokenizer.encode(text, add_bos=False)
+    return np.array(ids, np.int32)
+
+
+def _scorer(model: TextModel) -> _Scorer:
+    head = model._head
+    if not head.labels:
+        return _Answers(model)
+    if len(head.labels) > 2:
+        raise ValueError(
+            f"{model.path.name} has a head of {len(head.labels)} classes ({', '.join(head.labels[:5])}): "
+            "reranking takes one or two; use classify"
+        )
+    return _Classes(model)
+
+
+class _Scorer:
+    def __call__(self, state: npt.NDArray[np.float32]) -> float:
+        raise NotImplementedError
+
+
+class _Classes(_Scorer):
+    """By a classification head: of two classes the probability of "yes", or of the first."""
+
+    def __init__(self, model: TextModel) -> None:
+        self._head = model._head
+        labels = self._head.labels
+        self._yes = labels.index(ANSWERS[0]) if ANSWERS[0] in labels else 0
+
+    def __call__(self, state: npt.NDArray[np.float32]) -> float:
+        logits = self._head.logits_of(state).astype(np.float64)
+        if len(logits) == 1:
+            return float(logits[0])
+        return float(1 / (1 + np.exp(logits[1 - self._yes] - logits[self._yes])))
+
+
+class _Answers(_Scorer):
+    """By the two rows of the output projection whose tokens are the answers."""
+
+    def __init__(self, model: TextModel) -> None:
+        tensors = model.gguf.tensors
+        tensor = tensors.get("output.weight", tensors["token_embd.weight"])
+        rows = []
+        for answer in ANSWERS:
+            ids = model.tokenizer.encode(answer, add_bos=False)
+            if len(ids) != 1:
+                raise ValueError(
+                    f"{model.path.name} has no classification head, and {answer!r} is {len(ids)} tokens: "
+                    "it is not a reranker"
+                )
+            rows.append(dequantized(model.gguf, tensor, slice(ids[0], ids[0] + 1))[0])
+        self._yes, self._no = (row.astype(np.float64) for row in rows)
+
+    def __call__(self, state: npt.NDArray[np.float32]) -> float:
+        return float(1 / (1 + np.exp((self._no - self._yes) @ state.astype(np.float64))))

@@ -1,0 +1,134 @@
+"""Many prompts at once: what they share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._support.arguments import Logits, TokenIds, length_of, token_array
+from metal_prefill.errors import ContextOverflowError
+from metal_prefill.session import Session
+
+Prompts = Sequence[npt.NDArray[np.int32]]
+
+
+def prefix_order(prompts: Sequence[npt.NDArray[Any]]) -> list[int]:
+    """Return indices in lexicographic order: each prompt is next to the one that it shares most with."""
+    return sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
+
+
+def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Return how many leading tokens two prompts share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
+
+
+def check_prompt(prompt: TokenIds, vocab_size: int, least: int, limit: int) -> npt.NDArray[np.int32]:
+    """Convert token ids to an array.
+
+    Parameters
+    ----------
+    prompt
+        Token ids.
+    vocab_size
+        Ids must be in ``[0, vocab_size)``.
+    least, limit
+        How many tokens there must and may be.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError
+        As for a prompt to be processed.
+    """
+    if length_of(prompt) > limit:
+        raise ContextOverflowError(f"{length_of(prompt)} tokens exceed the limit of {limit}")
+    array = token_array(prompt, vocab_size)
+    if len(array) < least:
+        raise ValueError(f"at least {least} tokens are needed, got {len(array)}")
+    return array
+
+
+def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limit: int) -> Prompts:
+    """Convert all prompts before anything is computed; an error names the prompt. See `check_prompt`."""
+    arrays = []
+    for i, prompt in enumerate(prompts):
+        try:
+            arrays.append(check_prompt(prompt, vocab_size, least, limit))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompt {i}: {error}") from None
+    return arrays
+
+
+# Of prompts that are scored together: how many, and how many tokens of K and V they may need.
+GROUP_PROMPTS, GROUP_TOKENS = 64, 16384
+
+
+def leaders(lengths: Sequence[int]) -> list[int]:
+    """Return for each of a sorted list of prompts which earlier one to begin from.
+
+    `lengths` are those of what each shares with the one before it. Of all that share as much, the first is
+    taken, so that as many as possible can begin at the same time. The first prompt's leader is itself.
+    """
+    found = [0]
+    for i in range(1, len(lengths)):
+        j = i - 1
+        while j > 0 and lengths[j] >= lengths[i]:
+            j = found[j]
+        found.append(j)
+    return found
+
+
+def groups(prompts: Prompts) -> Iterator[list[int]]:
+    """Cut prompts into groups that are computed together, those that begin alike in the same one."""
+    group: list[int] = []
+    tokens = 0
+    for i in prefix_order(prompts):
+        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompts[i]) > GROUP_TOKENS):
+            yield group
+            group, tokens = [], 0
+        group.append(i)
+        tokens += len(prompts[i])
+    if group:
+        yield group
+
+
+def score_many(
+    new_session: Callable[[], Session],
+    forward_batch: Callable[[Sequence[Session], Sequence[TokenIds]], Sequence[Any]],
+    prompts: Prompts,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Logits]:
+    """Score checked prompts, those that do not wait for each other in one batch.
+
+    `forward_batch` appends tokens to sessions and returns the log probability of each token but the first.
+    See :meth:`metal_prefill.Model.score_many`.
+    """
+    results: dict[int, Logits] = {}
+    for group in groups(prompts):
+        shared = [0, *(common_prefix(prompts[a], prompts[b]) for a, b in pairwise(group))]
+        # The last shared token is computed again: what follows it is new. Element i is about token i + 1.
+        starts = [min(max(n - 1, 0), len(prompts[i]) - 2) for n, i in zip(shared, group, strict=True)]
+        leader = leaders(shared)
+        sessions: dict[int, Session] = {}
+        waiting = list(range(len(group)))
+        while waiting:
+            ready = [i for i in waiting if starts[i] == 0 or leader[i] in sessions]
+            waiting = [i for i in waiting if i not in ready]
+            begun = {i: sessions[leader[i]].fork() if starts[i] else new_session() for i in ready}
+            for i in ready:
+                begun[i].rewind(starts[i])
+            rest = [prompts[group[i]][starts[i] :] for i in ready]
+            for i, scores in zip(ready, forward_batch([begun[i] for i in ready], rest), strict=True):
+                known = results[group[leader[i]]][: starts[i]] if starts[i] else scores[:0]
+                results[group[i]] = np.concatenate([known, scores])
+            sessions |= begun
+            if progress is not None:
+                progress(len(results), len(prompts))
+        for session in sessions.values():
+            session.close()
+    return [results[i] for i in range(len(prompts))]

@@ -1,0 +1,162 @@
+"""Many texts that are each computed once: passes are filled with them, and their K and V is not kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from metal_prefill.session import Session
+    from metal_prefill.tasks._text_model import TextModel
+
+Ids = npt.NDArray[np.int32]
+
+# Tokens of a text that are worth the rest of a pass: shorter pieces have kernels of their own.
+LEAST_PIECE = 16
+# Tokens of a common beginning that are worth a copied page.
+WORTH_SHARING = 16
+
+
+@dataclass(eq=False)
+class Job:
+    """Tokens to compute, and the output wanted of them.
+
+    Attributes
+    ----------
+    tokens : int32 [n]
+        Those after the parent's. For log probabilities the last one is only predicted.
+    output, rows
+        As in :meth:`metal_prefill.Model.forward_batch`.
+    parent : Job or None
+        Computed before, and continued: the beginning that several jobs share.
+    name : str
+        In errors, such as "text 3".
+    """
+
+    tokens: Ids
+    output: str
+    rows: int = 1
+    parent: Job | None = None
+    name: str = ""
+    done: int = field(default=0, init=False)
+    session: Session | None = field(default=None, init=False)
+    heirs: int = field(default=0, init=False)  # jobs that will continue it
+    parts: list[Any] = field(default_factory=list, init=False)
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the model."""
+        return len(self.tokens) - (self.output == "log_probs")
+
+    @property
+    def result(self) -> Any:
+        """Its output: an array with a row for each of `rows`."""
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+
+
+def compute(model: TextModel, jobs: Sequence[Job]) -> Iterator[Job]:
+    """Compute jobs in their order, and yield each when it is done; a parent stands before its heirs.
+
+    A pass takes as many jobs as fit. Of all jobs under way, one at most is left for the next pass; it
+    alone, and parents with heirs, keep K and V.
+    """
+    whole = not model.config.causal  # every token sees all others: they go through the layers together
+    pass_rows = model._core_engine().pass_rows
+    for job in jobs:
+        if job.parent is not None:
+            job.parent.heirs += 1
+    waiting = deque(jobs)
+    try:
+        while waiting:
+            chosen: list[tuple[Job, int]] = []
+            room = pass_rows
+            for job in waiting:
+                n = min(job.computed - job.done, room)
+                cut = n < job.computed - job.done
+                if (cut and chosen and (whole or n < LEAST_PIECE)) or not _is_ready(job):
+                    break
+                chosen.append((job, n))
+                room -= n
+                if room == 0:
+                    break
+            _run_pass(model, chosen)
+            while waiting and waiting[0].done == waiting[0].computed:
+                job = waiting.popleft()
+                _release(job)
+                yield job
+    finally:
+        for job in jobs:
+            if job.session is not None:
+                job.session.close()
+
+
+def _is_ready(job: Job) -> bool:
+    return job.parent is None or job.parent.done == job.parent.computed
+
+
+def _run_pass(model: TextModel, chosen: Sequence[tuple[Job, int]]) -> None:
+    sessions, tokens, outputs, rows = [], [], [], []
+    for job, n in chosen:
+        if job.session is None:
+            if job.parent is None:
+                job.session = model.session()
+            else:
+                assert job.parent.session is not None
+                job.session = job.parent.session.fork()
+        end = job.done + n
+        wanted = 0 if job.output == "none" else max(0, end - max(job.done, job.computed - job.rows))
+        sessions.append(job.session)
+        tokens.append(job.tokens[job.done : end + (job.output == "log_probs" and wanted > 0)])
+        outputs.append(job.output if wanted else "none")
+        rows.append(wanted or None)
+    results = model.forward_batch(sessions, tokens, output=outputs, rows=rows, return_errors=True)
+    for (job, n), result in zip(chosen, results, strict=True):
+        if isinstance(result, Exception):
+            raise type(result)(f"{job.name}: {result}") from result
+        job.done += n
+        if result is not None:
+            job.parts.append(result)
+
+
+def _release(job: Job | None) -> None:
+    """Give back the K and V of a job that nobody continues, and of parents whose last heir it was."""
+    while job is not None and job.heirs == 0 and job.session is not None and job.done == job.computed:
+        job.session.close()
+        job.session = None
+        if job.parent is not None:
+            job.parent.heirs -= 1
+        job = job.parent
+
+
+def shared_beginning(prompts: Sequence[Ids]) -> int:
+    """Return how many leading tokens all prompts have in common, at most all but the last one of each.
+
+    0 where that is too little to be computed separately.
+    """
+    if len(prompts) < 2:
+        return 0
+    first, last = min(prompts, key=lambda p: p.tolist()), max(prompts, key=lambda p: p.tolist())
+    n = min(map(len, prompts)) - 1
+    different = np.flatnonzero(first[:n] != last[:n])
+    shared = int(different[0]) if different.size else n
+    return shared if shared >= WORTH_SHARING else 0
+
+
+def last_states(
+    model: TextModel, prompts: Sequence[Ids], names: Sequence[str]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the hidden state of the last token of each prompt; what all share is computed once.
+
+    A model whose tokens see those after them shares nothing.
+    """
+    shared = shared_beginning(prompts) if model.config.causal else 0
+    parent = Job(prompts[0][:shared], "none", name=names[0]) if shared else None
+    jobs = [Job(ids[shared:], "hidden", 1, parent, name) for ids, name in zip(prompts, names, strict=True)]
+    for job in compute(model, jobs if parent is None else [parent, *jobs]):
+        if job is not parent:
+            yield job.result[0]

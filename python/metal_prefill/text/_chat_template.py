@@ -1,0 +1,292 @@
+"""Chat templates: a conversation as the text that a model was trained on.
+
+A template is Jinja, carried by the model file and written by its author; it is rendered as Hugging Face
+transformers does, in a sandbox and within limits on what it may compute. What goes into it is written by
+somebody else: a message may spell ``<|im_end|>``, and must not end its own turn with it. So every string of a
+message is marked before rendering: a marker, a character that occurs nowhere else, follows each place where
+the spelling of a control token could begin. Control tokens are then looked for in the marked text, where only
+the template's own are whole, and the marker is taken out of what lies between them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from metal_prefill._support.cached_property import cached_property
+from metal_prefill.errors import ChatTemplateError
+from metal_prefill.text._template_budget import TemplateLimitError
+from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, render
+from metal_prefill.text._tool_calls import parse_arguments, tool_names
+
+# For files without a template: plain paragraphs, each under its speaker's name, as in a play.
+PLAIN_TEMPLATE = r"""{{ bos_token if add_bos else '' -}}
+{% for message in messages -%}
+{{ '' if message.role == 'system' else message.role | upper + ':\n' }}{{ message.content }}{{ '\n\n' }}
+{%- endfor -%}
+{{ 'ASSISTANT:\n' if add_generation_prompt else '' }}"""
+PLAIN_STOP = "\n\n"  # ends an answer under the plain template
+
+_ROLE = re.compile(r"[\w-]+")
+_MAX_TIME_FORMAT = 1000  # characters
+_WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d{3}")
+_MARKERS = range(0xF0000, 0xFFFFE)  # private use: no character that anybody writes
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks what an assistant said, for training; here it stands for its contents."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    # C libraries fill to any width that stands in a format, and Python gives them 256 times its length.
+    if len(format) > _MAX_TIME_FORMAT or _WIDTH.search(format):
+        raise TemplateLimitError(
+            f"a format of strftime_now has more than {_MAX_TIME_FORMAT} characters, or a width of 3 digits"
+        )
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Copy what a message holds, of Python's own types; nothing else can be searched for control tokens.
+
+    Raises
+    ------
+    TypeError
+        There is anything else, which would become text by a method of its own.
+    ValueError
+        A string is not Unicode text, or a mapping or sequence holds itself.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    # Of subclasses the value, without their way of printing it.
+    if isinstance(value, str):
+        text = str.__str__(value)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} has a lone surrogate at index {error.start}") from None
+        return text
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(k, f"a key of {where}"): _plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}: "
+        "a message holds text, numbers, booleans, None, lists and mappings"
+    )
+
+
+def _plain_all(what: str, values: Sequence[Mapping[str, Any]]) -> list[dict[Any, Any]]:
+    """Copy messages or tools; errors are those of `_plain`."""
+    try:
+        return [_plain(value, f"{what} {i}") for i, value in enumerate(values)]
+    except RecursionError:
+        raise ValueError(f"a {what} nests too deep") from None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings within nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings([*value.keys(), *value.values()])
+    elif isinstance(value, list):
+        for element in value:
+            yield from _strings(element)
+
+
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.limit()
+    return environment
+
+
+class ChatTemplate:
+    """A template, and the control tokens that it may write and messages may not.
+
+    Parameters
+    ----------
+    source
+        Jinja text.
+    special
+        Spellings of the control tokens.
+
+    Raises
+    ------
+    ChatTemplateError
+        The text is not a template.
+    """
+
+    def __init__(self, source: str, special: Iterable[str]) -> None:
+        if len(source) > MAX_SOURCE:
+            raise ChatTemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}")
+        self._source = source
+        self._special = sorted((s for s in special if len(s) > 1), key=len, reverse=True)
+        try:
+            self._environment = _environment()
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"line {error.lineno} of the chat template: {error.message}") from None
+        # Python cannot compile what Jinja made: it nests too deep, or leaves a loop where there is none.
+        except Exception as error:
+            raise ChatTemplateError(f"the chat template: {type(error).__name__}: {error}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[tuple[str, bool]]:
+        """Return the text in pieces, each with whether it is a control token's spelling.
+
+        Parameters
+        ----------
+        messages
+            Each has a ``role`` and, usually, a ``content``; what else it has is passed on.
+        variables
+            Of the template: ``bos_token``, ``add_generation_prompt`` and the like. They are the program's own
+            words, not marked.
+        tools
+            That the model may call; they are marked as messages are.
+
+        Raises
+        ------
+        ChatTemplateError
+            The template refuses these messages, fails, does more than it may, or takes no tools.
+        TypeError, ValueError
+            A message or tool is not a mapping, lacks a role or name, or holds what JSON has no type for.
+        """
+        for i, message in enumerate(messages):
+            role = message.get("role") if isinstance(message, Mapping) else None
+            if not isinstance(role, str):
+                raise TypeError(f"message {i} must be a mapping with a string 'role', got {message!r}")
+            if not _ROLE.fullmatch(role):  # templates put roles into control tokens: '<|' + role + '|>'
+                raise ValueError(f"message {i} has the role {role!r}: a role is a word")
+        self.check_tools(tools)
+        plain = [parse_arguments(message) for message in _plain_all("message", messages)]
+        plain_tools = _plain_all("tool", tools or ())
+        marker = self._unused_character([*plain, *plain_tools])
+        marked = {
+            "messages": [
+                {key: value if key == "role" else self._mark(value, marker) for key, value in message.items()}
+                for message in plain
+            ],
+            "tools": self._mark(plain_tools, marker) or None,
+        }
+        try:
+            text = render(self._template, {**variables, **marked})
+            text.encode("utf-8")
+        except TemplateLimitError as error:
+            raise ChatTemplateError(f"the chat template exceeds a limit: {error}") from None
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the chat template refuses: {error}") from error
+        except Exception as error:  # whatever an expression in it can raise
+            raise ChatTemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
+        found = self._tokens.split(text) if self._special else [text]
+        # Of a split by one group every second piece is a match.
+        return [(piece.replace(marker, ""), bool(i % 2)) for i, piece in enumerate(found) if piece]
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Check that tools are such, and that the template passes them to the model.
+
+        Raises
+        ------
+        ChatTemplateError
+            It does not.
+        TypeError, ValueError
+            A tool is not a mapping, or has no name.
+        """
+        if not tools:
+            return
+        tool_names(tools)
+        if not any(
+            name.name == "tools" for name in self._environment.parse(self._source).find_all(nodes.Name)
+        ):
+            raise ChatTemplateError("the chat template takes no tools: the model was not taught to call any")
+
+    def _unused_character(self, messages: list[dict[Any, Any]]) -> str:
+        used = set(self._source).union(*_strings(messages))
+        return next(c for c in map(chr, _MARKERS) if c not in used)
+
+    def _mark(self, value: Any, marker: str) -> Any:
+        if isinstance(value, str):
+            if not self._special:
+                return value
+            text = self._beginnings.sub(lambda m: m[0] if m[1] else m[0] + marker, value)
+            return self._endings.sub(lambda m: m[1] + marker + m[2], text, count=1)
+        if isinstance(value, dict):
+            return {self._mark(k, marker): self._mark(v, marker) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._mark(v, marker) for v in value]
+        return value
+
+    @cached_property
+    def _tokens(self) -> re.Pattern[str]:
+        return re.compile("(" + "|".join(map(re.escape, self._special)) + ")")
+
+    @cached_property
+    def _beginnings(self) -> re.Pattern[str]:
+        """First characters of control tokens; the group matches where one begins a word of the template's.
+
+        Templates look into messages for such words, as for ``</think>``. Left alone, they cannot be the
+        beginning of a control token: none is the beginning of the other.
+        """
+        constants = {
+            node.value
+            for node in self._environment.parse(self._source).find_all(nodes.Const)
+            if isinstance(node.value, str)
+        }
+        firsts = {s[0] for s in self._special}
+        harmless = [
+            word
+            for word in sorted(constants, key=len, reverse=True)
+            if word[:1] in firsts and not any(s.startswith(word) or word.startswith(s) for s in self._special)
+        ]
+        words = "|".join(map(re.escape, harmless)) or r"(?!)"
+        return re.compile(f"({words})|[{re.escape(''.join(sorted(firsts)))}]")
+
+    @cached_property
+    def _endings(self) -> re.Pattern[str]:
+        """The beginning of a string that could complete a control token which the template begins."""
+        ends = sorted({s[i:] for s in self._special for i in range(1, len(s))}, key=len, reverse=True)
+        return re.compile(r"\A(\s*)(" + "|".join(map(re.escape, ends)) + ")")

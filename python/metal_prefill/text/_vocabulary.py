@@ -1,0 +1,228 @@
+"""The vocabulary of a GGUF file, and what segments text into its tokens.
+
+Two kinds exist. ``gpt2`` is byte-level BPE: text is split by a pattern, bytes are written as printable
+characters, and a list of merges builds tokens. ``llama`` is SentencePiece's BPE: spaces are written as
+U+2581, and of all neighbours that form a token the pair of the best score merges first.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Segmenter
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._gguf_file import GGUFFile
+
+_log = logging.getLogger("metal_prefill")
+
+MAX_TOKEN_CHARACTERS = (
+    1024  # published vocabularies have runs of up to 256 spaces; finding merges is quadratic
+)
+SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+
+
+class TokenType(IntEnum):
+    """Values of ``tokenizer.ggml.token_type``."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is split before merging: by each pattern in turn, keeping what lies between matches.
+
+    `whole_words` takes a piece that is a token as it stands, without asking the merges. `adds_bos` holds
+    where the file does not say whether a text begins with the BOS token.
+    """
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    adds_bos: bool = False
+
+
+# The patterns are those of the models' own tokenizers, as published with them.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = PreTokenizer((_CL100K % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
+_QWEN2 = PreTokenizer((_CL100K % r"\p{N}",))
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # what files of SmolLM3 say
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a file.
+
+    Attributes
+    ----------
+    kind : str
+        ``"gpt2"`` or ``"llama"``.
+    pre : PreTokenizer
+        Of ``gpt2``.
+    tokens : list of str
+        Text of each id, as the file writes it.
+    types : numpy.ndarray
+        `TokenType` of each id.
+    """
+
+    kind: str
+    pre: PreTokenizer
+    tokens: list[str]
+    types: npt.NDArray[np.int32]
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFFile) -> Vocabulary:
+        """Read tokens and types; merges and scores are read when `segmenter` needs them."""
+        kind = _string(gguf, "tokenizer.ggml.model")
+        if kind not in ("gpt2", "llama"):
+            raise UnsupportedModelError(
+                f"{gguf.path}: tokenizer model {kind} is not supported; supported are gpt2, llama"
+            )
+        tokens = _strings(gguf, "tokenizer.ggml.tokens")
+        longest = max(range(len(tokens)), key=lambda i: len(tokens[i]), default=0)
+        if tokens and len(tokens[longest]) > MAX_TOKEN_CHARACTERS:
+            raise GGUFError(
+                f"{gguf.path}: token {longest} of tokenizer.ggml.tokens has "
+                f"{len(tokens[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
+            )
+        if "tokenizer.ggml.token_type" in gguf.metadata:
+            types = _numbers(gguf, "tokenizer.ggml.token_type", np.integer, len(tokens))
+            unknown = np.flatnonzero((types < min(TokenType)) | (types > max(TokenType)))
+            if unknown.size:
+                raise GGUFError(
+                    f"{gguf.path}: token {unknown[0]} has type {types[unknown[0]]} in "
+                    f"tokenizer.ggml.token_type, known are {min(TokenType)} to {max(TokenType)}"
+                )
+            types = types.astype(np.int32)
+        else:
+            types = np.full(len(tokens), TokenType.NORMAL, np.int32)
+        return cls(kind, _pre_tokenizer(gguf) if kind == "gpt2" else PreTokenizer(()), tokens, types)
+
+    def segmenter(self, gguf: GGUFFile) -> Segmenter:
+        """Build what turns text without special tokens into ids.
+
+        Tokens that are control or unknown cannot come out of it, whatever the text.
+        """
+        special = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
+        plain = {token: i for i, token in enumerate(self.tokens) if not special[i]}
+        if self.kind == "gpt2":
+            return self._byte_level_bpe(gguf, plain)
+        return self._sentencepiece_bpe(gguf, plain)
+
+    def _byte_level_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
+        merges = []
+        known = set(self.tokens)
+        for index, merge in enumerate(_strings(gguf, "tokenizer.ggml.merges")):
+            border = merge.find(" ", 1)  # a piece may begin with a space, but none is empty
+            left, right = merge[:border], merge[border + 1 :]
+            if border < 0 or not {left, right, left + right} <= known:
+                raise GGUFError(
+                    f"{gguf.path}: merge {index} of tokenizer.ggml.merges, {merge!r}, "
+                    "does not make a token out of two tokens"
+                )
+            if {left, right, left + right} <= plain.keys():
+                merges.append((left, right))
+        segmenter = Segmenter(models.BPE(plain, merges, ignore_merges=self.pre.whole_words))
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.pre.patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        return segmenter
+
+    def _sentencepiece_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
+        scores = _numbers(gguf, "tokenizer.ggml.scores", np.floating, len(self.tokens))
+        if not np.isfinite(scores).all():
+            raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores holds a value that is not finite")
+        # SentencePiece merges by the score of the result; the library merges by rank of the pair. So every
+        # pair that forms a token gets a rank in the order of the scores.
+        ranked = sorted(
+            (token for token, i in plain.items() if int(self.types[i]) != TokenType.BYTE),
+            key=lambda token: -scores[plain[token]],
+        )
+        merges = [
+            (token[:at], token[at:])
+            for token in ranked
+            for at in range(1, len(token))
+            if token[:at] in plain and token[at:] in plain
+        ]
+        unknown = np.flatnonzero(self.types == TokenType.UNKNOWN)
+        vocabulary = dict(plain)
+        unk_token = None
+        if unknown.size:
+            unk_token = self.tokens[unknown[0]]
+            vocabulary[unk_token] = int(unknown[0])
+        return Segmenter(
+            models.BPE(vocabulary, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+        )
+
+
+def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
+    key = "tokenizer.ggml.pre"
+    if key not in gguf.metadata:
+        _log.warning("%s: %s is missing; splitting text by the default pattern", gguf.path, key)
+    name = _string(gguf, key) if key in gguf.metadata else "default"
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{gguf.path}: pre-tokenizer {name} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _value(gguf: GGUFFile, key: str) -> Any:
+    if key not in gguf.metadata:
+        raise GGUFError(f"{gguf.path}: metadata {key} is missing")
+    return gguf.metadata[key]
+
+
+def _string(gguf: GGUFFile, key: str) -> str:
+    value = _value(gguf, key)
+    if not isinstance(value, str):
+        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected string")
+    return value
+
+
+def _strings(gguf: GGUFFile, key: str) -> list[str]:
+    value = _value(gguf, key)
+    if gguf.metadata.type_name(key) != "array[string]":
+        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected array[string]")
+    strings: list[str] = value
+    return strings
+
+
+def _numbers(
+    gguf: GGUFFile, key: str, kind: type[np.integer[Any]] | type[np.floating[Any]], length: int
+) -> npt.NDArray[Any]:
+    value = _value(gguf, key)
+    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, kind):
+        raise GGUFError(
+            f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, "
+            f"expected an array of {kind.__name__} numbers"
+        )
+    if len(value) != length:
+        raise GGUFError(f"{gguf.path}: {key} has {len(value)} entries for {length} tokens")
+    return value
