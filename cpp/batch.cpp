@@ -112,7 +112,8 @@ void Batch::begin(Item& item) const {
     item.before = session.keep_known(tokens);
     item.request.result.done = int(item.before);
   }
-  if (const Choices* choices = choices_of(item.request.output)) std::ranges::fill(choices->chosen, -1);
+  if (const Choices* choices = choices_of(item.request.output))
+    std::fill(choices->chosen.begin(), choices->chosen.end(), TokenId(-1));
   const std::scoped_lock lock(session.state_mutex_);
   session.tokens_.reserve(item.start + tokens.size());  // what follows a computed chunk must not fail
   session.claim_ = claim;
@@ -215,8 +216,9 @@ void Batch::check_results(const Chunk& chunk) const {
                          std::to_string(chunk.position + int(first + row)) + " is NaN");
   };
   const auto first_nan = [](std::span<const float> values) {
-    return std::size_t(std::ranges::find_if(values, [](float value) { return std::isnan(value); }) -
-                       values.begin());
+    return std::size_t(
+        std::find_if(values.begin(), values.end(), [](float value) { return std::isnan(value); }) -
+        values.begin());
   };
   // What follows a wrong draft does not count.
   const auto check_choices = [&](const Choices& choices, const auto& fail_row) {
@@ -305,7 +307,7 @@ bool Batch::drop_drafts(Item& item) {
   request.tokens = request.tokens.first(std::size_t(item.without_output()) + right + 1);
   choices->drafts = choices->drafts.first(right);
   choices->chosen = choices->chosen.first(right + 1);
-  std::ranges::copy(choices->drafts, choices->chosen.begin());
+  std::copy(choices->drafts.begin(), choices->drafts.end(), choices->chosen.begin());
   choices->chosen.back() = -1;
   Session& session = item.session();
   const std::scoped_lock lock(session.state_mutex_);

@@ -180,8 +180,8 @@ void ForwardPass::deliver_hidden(const Context& c) {
 
 // Log probabilities of targets and sampled tokens, where those are wanted.
 void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
-  if (std::ranges::none_of(wanted,
-                           [](const Wanted& w) { return logits_use(w.chunk->output) == LogitsUse::kPass; }))
+  if (std::none_of(wanted.begin(), wanted.end(),
+                   [](const Wanted& w) { return logits_use(w.chunk->output) == LogitsUse::kPass; }))
     return;
   const float* const* logits_of = logits_.data() + (wanted.data() - outputs_.data());
   const int n = int(wanted.size());
