@@ -45,7 +45,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
         sampler, chosen = new_sampler(), SECOND[:5]
         for _ in range(8):
             last = chosen[-1:] if len(chosen) > 5 else chosen
-            chosen.append(session._open().forward_prompt_sampled(np.array(last, np.int32), sampler))
+            chosen.append(session.native.forward_prompt_sampled(np.array(last, np.int32), sampler))
     return Inputs(path, folder / "s.session", chosen[5:])
 
 
@@ -58,7 +58,7 @@ def new_sampler() -> _core.Sampler:
 
 
 def state(session: Session) -> State:
-    ids, rows = session._open().export_state()
+    ids, rows = session.native.export_state()
     return ids.tolist(), [array.tobytes() for array in rows]
 
 
@@ -89,7 +89,7 @@ class Sessions:
 def drafts(s: Sessions) -> int:
     sampler, chosen = new_sampler(), s.inputs.chosen
     try:
-        given = s.used._open().forward_drafts(np.array(SECOND[:5] + chosen[:-1], np.int32), 7, sampler)
+        given = s.used.native.forward_drafts(np.array(SECOND[:5] + chosen[:-1], np.int32), 7, sampler)
         assert given == chosen
         return sampler.position
     except OUT_OF_MEMORY:

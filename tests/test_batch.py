@@ -259,8 +259,8 @@ def test_nothing_is_computed_when_arguments_are_wrong(demo: Model, demo_path: Pa
 
 
 def test_a_native_request_is_computed_once(demo: Model) -> None:
-    session, engine = demo.session(), demo._core_engine()
-    request = _core.Request.logits(session._open(), np.array([1, 2], np.int32))
+    session, engine = demo.session(), demo.engine.core
+    request = _core.Request.logits(session.native, np.array([1, 2], np.int32))
     engine.forward_batch([request])
     with pytest.raises(ValueError, match="a request is computed once"):
         engine.forward_batch([request])
@@ -268,7 +268,7 @@ def test_a_native_request_is_computed_once(demo: Model) -> None:
 
 
 def test_a_native_request_has_no_more_rows_than_tokens(demo: Model) -> None:
-    core, ids = demo.session()._open(), np.array([1, 2], np.int32)
+    core, ids = demo.session().native, np.array([1, 2], np.int32)
     for rows in (-1, 0, 3):
         for make in (_core.Request.greedy, _core.Request.hidden):
             with pytest.raises(ValueError, match=f"an output of {rows} rows is wanted of 2 tokens"):

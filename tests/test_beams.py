@@ -126,7 +126,7 @@ def test_the_engine_finds_the_best_of_all_texts_of_two_tokens(tiny: Model) -> No
 
 def test_the_beams_are_rows_of_one_pass(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    engine = tiny._core_engine()
+    engine = tiny.engine.core
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -136,7 +136,7 @@ def test_the_beams_are_rows_of_one_pass(tiny: Model, monkeypatch: pytest.MonkeyP
             passes.append(len(requests))
             return engine.forward_batch(requests)
 
-    monkeypatch.setattr(tiny, "_core_engine", Counting)
+    monkeypatch.setattr(tiny.engine, "_core", Counting())
     position = tiny.position
     beams = tiny.generate_beams([7] * 100, 6, num_beams=3, min_tokens=6)
     assert passes == [1, 3, 3, 3, 3, 3]

@@ -201,10 +201,14 @@ LAYERS = (
     "_support",
     "files",
     "text",
+    "_engine",
     "generation",
     "session",
     "tasks",
     "gpu",
+    "_opening",
+    "_model_generation",
+    "_model_tasks",
     "model",
     "chat",
     "synth",
@@ -230,6 +234,9 @@ def no_module_imports_itself_through_others(sources: Sources) -> list[str]:
         return found
 
     return [" -> ".join(found) for module in graph if (found := circle(module, []))]
+
+
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, and named so that no field clashes
 
 
 def dependencies_point_in_one_direction(sources: Sources) -> list[str]:
@@ -262,6 +269,35 @@ def the_package_does_not_control_the_emulator(sources: Sources) -> list[str]:
         if path.startswith("python/")
         for used in re.findall(r"""_core\.emulator\b|getattr\(_core, ["']emulator["']""", text)
     ]
+
+
+def no_module_uses_private_attributes_of_others(sources: Sources) -> list[str]:
+    """Objects of the same module may look into each other, as a copy does into its original."""
+    found = []
+    for path, text in sources.items():
+        if not path.startswith("python/"):
+            continue
+        tree = parse(text)
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        own = {
+            node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        }
+        own |= {
+            node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"
+        }
+        modules = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+        found += [
+            f"{path} uses {ast.unparse(node)}"
+            for node in attributes
+            if re.match(r"_[a-z]", node.attr) and node.attr not in own | NAMED_TUPLE
+            if not (isinstance(node.value, ast.Name) and node.value.id in modules)
+        ]
+    return found
 
 
 def errors_know_nothing_of_the_package(sources: Sources) -> list[str]:
@@ -329,6 +365,10 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("python/metal_prefill/files/_hub.py", "from metal_prefill.bench._model_file import cache_dir"),
         ("python/metal_prefill/text/_tokenizer.py", "def f():\n    import metal_prefill.session"),
         ("python/metal_prefill/bench/_runner.py", "from metal_prefill._commands import common"),
+    ],
+    no_module_uses_private_attributes_of_others: [
+        ("python/metal_prefill/model.py", "def f(engine):\n    return engine._core"),
+        ("python/metal_prefill/serve/_chat.py", "stream._text = None"),
     ],
     python_knows_native_code_by_the_bindings_alone: [
         ("python/metal_prefill/model.py", "from metal_prefill import _metal_testing"),

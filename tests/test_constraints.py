@@ -14,9 +14,10 @@ import pytest
 from support.sampling_reference import Drawn
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
+from metal_prefill._support.row_cost import RowCost
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
-from metal_prefill.generation._speculation import MOST_DRAFTS, RowCost
+from metal_prefill.generation._speculation import MOST_DRAFTS
 from metal_prefill.generation._text_generation import MOST_FORCED, Continuation
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
@@ -88,7 +89,7 @@ def test_forced_tokens_are_computed_together(model: Model) -> None:
             return core.forward_drafts(ids, *args)
 
     with model.session() as session:
-        core = session._open()
+        core = session.native
         session._core = Counting()  # type: ignore[assignment]
         pieces = list(session.stream(PROMPT, 200, json_schema=PERSON))
     assert sum(calls) >= len(pieces) - 2
@@ -215,7 +216,7 @@ def test_guesses_and_forced_tokens_together_are_rows_that_are_exact(
         return found
 
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
-    monkeypatch.setitem(vars(model), "_exact_rows", 12)
+    monkeypatch.setattr(model.engine, "exact_rows", 12)
     tokens += [piece.token for piece in model.stream(ids, 60, json_schema=PERSON, speculate="off")]
     monkeypatch.setattr(Continuation, "next_tokens", counted)
     right = list(

@@ -158,7 +158,7 @@ def test_texts_of_a_chat_template_have_its_tokens(model: Model) -> None:
 @pytest.mark.usefixtures("chat_template")
 def test_the_harness_applies_the_chat_template(demo_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from _lm_eval.api.instance import Instance
+    from lm_eval.api.instance import Instance
 
     from metal_prefill.integrations._lm_eval import MetalPrefillLM
 
@@ -188,8 +188,8 @@ def test_generation_ends_at_the_strings_and_the_number_asked_for(model: Model) -
 
 def test_the_harness_finds_the_model(demo_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from _lm_eval.api.instance import Instance
-    from _lm_eval.api.registry import get_model
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import get_model
 
     import metal_prefill.lm_eval  # noqa: F401
 
@@ -243,7 +243,7 @@ def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
     assert len(found["requests"]) == 20
     agrees(found["requests"], expected["requests"])
     assert found["scores"] == expected["scores"]
-    from _lm_eval.api.instance import Instance
+    from lm_eval.api.instance import Instance
 
     texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
     theirs = choice_task.transformers_model(path).loglikelihood_rolling(texts)

@@ -64,7 +64,7 @@ import ctypes
 from metal_prefill import Model
 
 model = Model(device="cpu", threads=1)
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(model._engine))
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.engine.core))
 """
 
 

@@ -51,7 +51,7 @@ def opened(path: Path, **options: Any) -> Model:
 
 def rows_of(model: Model) -> list[npt.NDArray[np.uint8]]:
     """Bytes of K and V of each layer in turn, of the default session."""
-    rows: list[npt.NDArray[np.uint8]] = model._open()._open().export_state()[1]
+    rows: list[npt.NDArray[np.uint8]] = model._default_session().native.export_state()[1]
     return rows
 
 
@@ -192,7 +192,7 @@ def test_a_saved_session_continues_with_the_same_bits(
     path = tmp_path / "s.session"
     with opened(model_path("values wider than keys"), compute="f32") as model:
         model.forward_prompt(prompt(n))
-        model._open().save(path)
+        model._default_session().save(path)
         with model.load_session(path) as loaded:
             np.testing.assert_array_equal(loaded.forward_token(5), model.forward_token(5))
     arrays = load_file(path)
@@ -211,10 +211,10 @@ def test_states_of_other_caches_are_refused_by_name(demo_path: Path, tmp_path: P
     with opened(demo_path) as model, Model(demo_path, device="cpu") as other:
         for m in (model, other):
             m.forward_prompt([1, 2, 3])
-        model._open().save(path)
+        model._default_session().save(path)
         with pytest.raises(StateError, match="saved with kv_dtype 'q8_0', this model has 'f16'"):
             other.load_session(path)
-        other._open().save(path)
+        other._default_session().save(path)
         with pytest.raises(StateError, match="saved with kv_dtype 'f16', this model has 'q8_0'"):
             model.load_session(path)
 

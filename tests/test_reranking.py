@@ -112,7 +112,7 @@ def test_texts_never_spell_control_tokens_or_places(model: Model) -> None:
     special = model.tokenizer._special.get("<|endoftext|>")
     from metal_prefill.tasks._reranking import encode_template
 
-    ids = encode_template(model, template, {"query": "{document}", "document": "<|endoftext|>"})
+    ids = encode_template(model.engine, template, {"query": "{document}", "document": "<|endoftext|>"})
     plain = model.tokenizer.encode("{document}|<|endoftext|>", add_bos=False)
     assert ids.tolist() == ([] if special is None else [special]) + (
         plain if special is not None else model.tokenizer.encode("<|endoftext|>{document}|<|endoftext|>")

@@ -37,7 +37,7 @@ def sampler_of(model: Model, prompt: npt.NDArray[np.int32], sampled: bool) -> _c
 def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: bool) -> list[int]:
     """Tokens after a prompt, each computed by itself."""
     with model.session() as session:
-        core, sampler = session._open(), sampler_of(model, prompt, sampled)
+        core, sampler = session.native, sampler_of(model, prompt, sampled)
         made: list[int] = []
         for _ in range(n):
             step = np.array(made[-1:], np.int32) if made else prompt
@@ -86,7 +86,7 @@ def test_drafts_count_up_to_the_first_that_is_wrong(demo: Model, right: int, sam
     if right < n:
         drafts[right + 1] = (drafts[right + 1] + 1) % demo.config.vocab_size
     with demo.session() as session, demo.session() as other:
-        core, sampler = session._open(), sampler_of(demo, prompt, sampled)
+        core, sampler = session.native, sampler_of(demo, prompt, sampled)
         first = core.forward_drafts(prompt[:1], 0)  # no draft at all
         assert len(first) == 1
         session.rewind(0)
@@ -116,7 +116,7 @@ def test_drafts_are_taken_back_in_every_kind_of_model(device: str, tmp_path: Pat
         made = [session.forward_prompt(prompt)]
         while len(made) < 12:
             guess = np.array([made[-1], *expected[len(made) : len(made) + 2], 3, 3], np.int32)
-            made += session._open().forward_drafts(guess, len(guess) - 1)
+            made += session.native.forward_drafts(guess, len(guess) - 1)
         assert made[:12] == expected
 
 
@@ -129,7 +129,7 @@ def test_drafts_are_cut_where_a_pass_is_full(demo_path: Path) -> None:
             for wrong in (2, 4, 5, 12):
                 session.reset()
                 sampler = sampler_of(model, prompt, sampled)
-                core = session._open()
+                core = session.native
                 if sampler is None:
                     core.forward_prompt(prompt)
                 else:
@@ -146,8 +146,8 @@ def test_reports_tell_of_each_choice(demo: Model) -> None:
     with demo.session() as session:
         sampler = core_sampler(SAMPLED, 7, prompt.tolist())
         sampler.report(2)
-        session._open().forward_prompt_sampled(prompt, sampler)
-        chosen = session._open().forward_drafts(np.array([*expected[:4], 0], np.int32), 4, sampler)
+        session.native.forward_prompt_sampled(prompt, sampler)
+        chosen = session.native.forward_drafts(np.array([*expected[:4], 0], np.int32), 4, sampler)
         reports = sampler.reports
         session.rewind(10)
         assert len(reports) == len(chosen) >= 4
@@ -172,7 +172,7 @@ def test_a_wrong_draft_of_nan_is_no_error(device: str, tmp_path: Path, right: in
     with Model(path, device=device) as model, model.session() as session:
         expected = one_by_one(model, prompt, right + 1, sampled)
         assert 7 not in expected
-        core, sampler = session._open(), sampler_of(model, prompt, sampled)
+        core, sampler = session.native, sampler_of(model, prompt, sampled)
         ids = np.array([*prompt, *expected[:right], 7, 7], np.int32)
         made = core.forward_drafts(ids, right + 2, sampler)
         assert made
@@ -185,7 +185,7 @@ def test_a_wrong_draft_of_nan_is_no_error(device: str, tmp_path: Path, right: in
 
 def test_an_error_in_a_draft_changes_nothing(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, model.session(max_context=12) as session:
-        core = session._open()
+        core = session.native
         session.forward_prompt(ids_of(model, 8))
         with pytest.raises(ContextOverflowError):
             core.forward_drafts(np.arange(5, dtype=np.int32), 4)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_prefill import ClosedError, ContextOverflowError, KVMemoryError, Model, Scheduler
+from metal_prefill._support.row_cost import RowCost
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream, make_streams
-from metal_prefill.generation._speculation import RowCost
 
 TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
 
@@ -127,7 +127,7 @@ def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
         scheduler = Scheduler(cpu)
         prompt = [len(passes) + 1, *range(40)]
         for i, space in enumerate(spaces):
-            scheduler.enter(make_streams(cpu, [*prompt, i], 1, 1, prefix_namespace=space))
+            scheduler.enter(make_streams(cpu.engine, [*prompt, i], 1, 1, prefix_namespace=space))
         scheduler.step()
         passes[spaces] = scheduler.last_pass.prompts
     assert passes == {("one", "one"): 42, ("one", "two"): 84}
@@ -306,8 +306,8 @@ class CountingEngine:
 def test_answers_are_made_from_one_prefill_on_each_device(demo: Model) -> None:
     ids = np.random.default_rng(0).integers(1, 900, 24 if demo.backend == "metal" else 200)
     scheduler = Scheduler(demo)
-    engine: Any = CountingEngine(scheduler._engine)
-    scheduler._engine = engine
+    engine: Any = CountingEngine(scheduler._core)
+    scheduler._core = engine
     streams = scheduler.submit_answers(ids, 4, 3, temperature=1.0, seed=1)
     while scheduler.streams:
         scheduler.step()
@@ -318,8 +318,8 @@ def test_answers_are_made_from_one_prefill_on_each_device(demo: Model) -> None:
 
 def test_generate_makes_answers_from_one_prefill(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.default_rng(5).integers(1, 900, 300)
-    engine: Any = CountingEngine(cpu._core_engine())
-    monkeypatch.setattr(cpu, "_core_engine", lambda: engine)
+    engine: Any = CountingEngine(cpu.engine.core)
+    monkeypatch.setattr(cpu.engine, "_core", engine)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "speculate": "off"}
     position, done = cpu.position, list[tuple[int, int]]()
     texts = texts_of(
@@ -391,11 +391,11 @@ def test_pieces_of_many_prompts_are_those_of_each_alone(cpu: Model) -> None:
 
 
 def call(model: Model, sessions: list[Any], prompts: list[list[int]], output: Any) -> BatchCall:
-    return BatchCall(model.config, sessions, prompts, output, None)
+    return BatchCall(model.config, [session.native for session in sessions], prompts, output, None)
 
 
 def test_calls_share_passes_with_streams_and_neither_waits_for_all_of_the_other(cpu: Model) -> None:
-    rows = Scheduler(cpu)._engine.pass_rows
+    rows = Scheduler(cpu)._core.pass_rows
     texts = [np.random.default_rng(i).integers(1, 900, rows).tolist() for i in range(6)]
     expected = [cpu.forward_batch([cpu.session()], [text], output="hidden")[0] for text in texts]
     alone_ = alone(cpu, TEXTS[0], 20)
@@ -432,7 +432,7 @@ def test_a_call_gets_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
     expected = cpu.forward_batch([cpu.session()], [ids], rows="all")[0]
     scheduler = Scheduler(cpu)
     writing = scheduler.submit(TEXTS[0], 2)
-    pending = scheduler.call(BatchCall(cpu.config, [cpu.session()], [ids], "greedy", "all"))
+    pending = scheduler.call(BatchCall(cpu.config, [cpu.session().native], [ids], "greedy", "all"))
     while scheduler.busy:
         scheduler.step()
     assert writing.finish_reason == "length"
@@ -469,7 +469,7 @@ def test_long_prompts_delay_a_short_text_by_a_bounded_factor(cpu: Model, clients
 
 
 def test_long_prompts_alone_fill_passes(cpu: Model) -> None:
-    full = cpu._core_engine().pass_rows
+    full = cpu.engine.core.pass_rows
     scheduler = Scheduler(cpu)
     for i in range(3):
         scheduler.submit(np.random.default_rng(i).integers(1, 900, 900), 1)
@@ -481,7 +481,7 @@ def test_long_prompts_alone_fill_passes(cpu: Model) -> None:
 
 
 def test_short_prompts_alone_fill_passes(cpu: Model) -> None:
-    full = cpu._core_engine().pass_rows
+    full = cpu.engine.core.pass_rows
     scheduler = Scheduler(cpu)
     for i in range(20):
         scheduler.submit(np.random.default_rng(i).integers(1, 900, 60), 1)
@@ -505,14 +505,14 @@ def test_passes_waited_counts_the_passes_since_a_prompt_got_rows(cpu: Model) -> 
     streams = [scheduler.submit(np.random.default_rng(i).integers(1, 900, 800), 1) for i in range(n)]
     waited, longest = [0] * n, 0
     while scheduler.streams:
-        before = [s._computed for s in streams]
+        before = [s.computed for s in streams]
         scheduler.step()
         for i, (stream, had) in enumerate(zip(streams, before, strict=True)):
-            waited[i] = waited[i] + 1 if stream._computed == had else 0
+            waited[i] = waited[i] + 1 if stream.computed == had else 0
         running = [i for i, s in enumerate(streams) if s.finish_reason is None]
         assert [streams[i].passes_waited for i in running] == [waited[i] for i in running]
         longest = max([longest, *(waited[i] for i in running)])
-    assert 0 < longest <= -(-n * PROMPT_TURN // cpu._core_engine().pass_rows)
+    assert 0 < longest <= -(-n * PROMPT_TURN // cpu.engine.core.pass_rows)
 
 
 def page_bytes(model: Model) -> int:

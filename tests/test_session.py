@@ -414,7 +414,7 @@ def test_sessions_have_the_limit_of_their_model(demo_path: Path) -> None:
 def test_a_loaded_session_has_the_limit_of_its_model(demo_path: Path, tmp_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         model.forward_prompt([1, 2, 3])
-        model._open().save(tmp_path / "state")
+        model._default_session().save(tmp_path / "state")
     with (
         Model(demo_path, device="cpu", max_context=8) as model,
         model.load_session(tmp_path / "state") as session,

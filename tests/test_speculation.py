@@ -12,11 +12,11 @@ import pytest
 from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, SessionBusyError, _core
+from metal_prefill._support.row_cost import RowCost
 from metal_prefill.generation._speculation import (
     MOST_DRAFTS,
     Acceptance,
     LookupDrafter,
-    RowCost,
     Speculation,
 )
 
@@ -100,7 +100,7 @@ def test_a_session_is_left_as_without_guesses(
             pieces = session.stream(prompt, n, **options, **more)
             tokens = [p.token for _, p in zip(range(take or n), pieces, strict=False)]
             pieces.close()  # type: ignore[attr-defined]
-            ids, rows = session._open().export_state()
+            ids, rows = session.native.export_state()
             return tokens, ids.tolist(), [np.asarray(row).tobytes() for row in rows]
 
     for i, prompt in enumerate(prompts_of(20, 6)):
@@ -156,7 +156,7 @@ def test_each_engine_and_each_kind_of_drafter_writes_the_same(
 def test_guesses_of_the_same_model_are_all_right(shakespeare: Model, demo_path: Path) -> None:
     """Every row that is computed brings a token."""
     with Model(demo_path, device="cpu", threads=1) as other, shakespeare.session() as session:
-        core: Any = CountingCore(session._open())
+        core: Any = CountingCore(session.native)
         session._core = core
         text = "".join(session.generate("JULIET:\n", 60, speculate=other))
     assert text == "".join(shakespeare.generate("JULIET:\n", 60, speculate="off"))

@@ -133,7 +133,7 @@ def test_float32_cache_is_saved_as_it_is(device: str, demo_path: Path, tmp_path:
     path = tmp_path / "f32.session"
     with Model(demo_path, device=device, kv_dtype="f32") as model:
         model.forward_prompt(PROMPT)
-        model._open().save(path)
+        model._default_session().save(path)
         np.testing.assert_array_equal(model.load_session(path).forward_token(5), model.forward_token(5))
 
 
@@ -412,7 +412,7 @@ def test_a_save_that_is_killed_midway_leaves_the_old_file(
     monkeypatch.setattr(_session_file, "save_file", die)
     child = os.fork()
     if child == 0:
-        owner, n = demo._state_owner, 3
+        owner, n = demo.engine.state_owner, 3
         rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
         _session_file.write(saved, owner, _session_file.State(np.arange(n, dtype=np.int32), rows))
         os._exit(0)
@@ -549,8 +549,8 @@ def test_wrong_arrays_never_reach_the_cache(demo: Model) -> None:
     """The native import checks what it is given, whoever calls it."""
     session = demo.session()
     session.forward_prompt(PROMPT)
-    tokens, rows = session._open().export_state()
-    core = demo.session()._open()
+    tokens, rows = session.native.export_state()
+    core = demo.session().native
     with pytest.raises(ValueError, match="arrays, got"):
         core.import_state(tokens, rows[:-1])
     with pytest.raises(ValueError, match=r"values of layer 1 have \d+ bytes, expected"):
@@ -566,7 +566,7 @@ def test_a_state_that_was_loaded_is_saved_as_it_was(isa: str, monkeypatch: pytes
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     with Model(default_model_path(), device="cpu", threads=1) as model, model.session() as session:
         session.forward_prompt(PROMPT)
-        core = session._open()
+        core = session.native
         tokens, own = core.export_state()
         core.import_state(tokens, own)
         for before, after in zip(own, core.export_state()[1], strict=True):

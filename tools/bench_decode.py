@@ -39,11 +39,11 @@ def decode(session: _core.Session, count: int, ahead: bool) -> Run:
     """Decode greedily as generate() does, without making text of the tokens."""
     session.rewind(0)
     ids = np.random.default_rng(DEPTH).integers(0, 49152, DEPTH).astype(np.int32)
-    text, gpu_seconds = [session.forward_prompt(ids, more=ahead)], 0.0
+    text, gpu_seconds = [session.forward_prompt(ids, continues=ahead)], 0.0
     begin = time.perf_counter()
     for step in range(count):
         more = ahead and step + 1 < count
-        text += session.forward_drafts(np.array(text[-1:], np.int32), 0, more=more)
+        text += session.forward_drafts(np.array(text[-1:], np.int32), 0, continues=more)
         gpu_seconds += session.stats()["gpu_seconds"]
     seconds = time.perf_counter() - begin
     return Run(seconds / count, gpu_seconds / count, text)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or synthesize(Path(folder) / "smol.gguf")
         with Model(path, device="metal") as model:
-            session = model.session()._open()
+            session = model.session().native
             for ahead in (False, True):  # pipelines, buffers
                 decode(session, 32, ahead)
             runs = [(decode(session, options.tokens, False), decode(session, options.tokens, True))

@@ -4,61 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import Logits, Progress, TokenIds, integer, token_array, token_id
 from metal_prefill._support.dispatches import Dispatch, from_core
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 from metal_prefill.files import _session_file
-from metal_prefill.files._architecture import ModelConfig
-from metal_prefill.generation._speculation import RowCost, time_of_pass
+from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._text_generation import Continuation, Piece, TextOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from metal_prefill import _core
-    from metal_prefill.text._tokenizer import Tokenizer
 
 __all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
-
-
-class _SharedModel(Protocol):
-    """The part of a model that its sessions need."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Hyperparameters."""
-
-    @property
-    def backend(self) -> str:
-        """``cpu`` or ``metal``."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the file."""
-
-    @property
-    def _state_owner(self) -> _session_file.Owner:
-        """Identity that saved sessions of the model carry."""
-
-    @property
-    def _row_cost(self) -> RowCost:
-        """Seconds that passes of its engine take."""
-
-    @property
-    def _exact_rows(self) -> int:
-        """Most tokens of a pass that get the bits that they get one by one."""
-
-    @property
-    def _runs_ahead(self) -> bool:
-        """Whether it begins with the token after a greedy one before anyone has seen that."""
 
 
 # One for each generator: see `Claim` in cpp/engine.h.
@@ -79,23 +45,30 @@ class Session:
         The user's own; saved and loaded with the session.
     """
 
-    def __init__(self, model: _SharedModel, core: _core.Session) -> None:
-        self._model = model
+    def __init__(self, engine: Engine, core: _core.Session) -> None:
+        self._engine = engine
         self._core: _core.Session | None = core
         self.notes = ""
 
-    def _open(self) -> _core.Session:
-        core = self._core
-        if core is None:
+    @property
+    def native(self) -> _core.Session:
+        """The native session, for the package's own modules.
+
+        Raises
+        ------
+        ClosedError
+            The session is closed.
+        """
+        if self._core is None:
             raise ClosedError("the session is closed")
-        return core
+        return self._core
 
     def _checked(self, tokens: TokenIds, unread: int = 0) -> npt.NDArray[np.int32]:
         """Convert token ids, of which the last `unread` need no room in the cache."""
-        core = self._open()
+        core = self.native
         return token_array(
             tokens,
-            self._model.config.vocab_size,
+            self._engine.config.vocab_size,
             context=core.max_context,
             position=core.position,
             unread=unread,
@@ -104,17 +77,17 @@ class Session:
     @property
     def position(self) -> int:
         """Number of tokens in the cache; the next token stands at this position."""
-        return self._open().position
+        return self.native.position
 
     @property
     def max_context(self) -> int:
         """Largest position this session may reach."""
-        return self._open().max_context
+        return self.native.max_context
 
     @property
     def tokens(self) -> list[int]:
         """Ids of the tokens in the cache, oldest first."""
-        return self._open().tokens()
+        return self.native.tokens()
 
     def forward_prompt(
         self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
@@ -160,7 +133,7 @@ class Session:
         leaves the common prefix. Ctrl-C is honoured between chunks.
         """
         ids = self._checked(tokens)
-        return self._open().forward_prompt(ids, reuse, progress)
+        return self.native.forward_prompt(ids, reuse, progress)
 
     def forward_prompt_logits(
         self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
@@ -175,7 +148,7 @@ class Session:
             float32, ``[vocab_size]``.
         """
         ids = self._checked(tokens)
-        return self._open().forward_prompt_logits(ids, reuse, progress)
+        return self.native.forward_prompt_logits(ids, reuse, progress)
 
     def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
         """Log probability of each token given those before it.
@@ -194,15 +167,15 @@ class Session:
         numpy.ndarray
             float32, ``[n - 1]``; element i is ``log p(tokens[i + 1] | ..., tokens[i])`` in nats.
         """
-        return self._open().score(self._checked(tokens, unread=1), progress)
+        return self.native.score(self._checked(tokens, unread=1), progress)
 
     def forward_token(self, token: int) -> Logits:
         """Append one token and return the logits after it, float32 ``[vocab_size]``."""
-        return self._open().forward_token(token_id(token, self._model.config.vocab_size))
+        return self.native.forward_token(token_id(token, self._engine.config.vocab_size))
 
     def forward_token_greedy(self, token: int) -> int:
         """Append one token and return the greedy next one."""
-        return self._open().forward_token_greedy(token_id(token, self._model.config.vocab_size))
+        return self.native.forward_token_greedy(token_id(token, self._engine.config.vocab_size))
 
     def reset(self) -> None:
         """Forget all tokens: the position becomes 0."""
@@ -218,7 +191,7 @@ class Session:
         SessionBusyError
             Called from the progress callback of another call on this session.
         """
-        core, target = self._open(), integer("position", position)
+        core, target = self.native, integer("position", position)
         if not 0 <= target <= core.max_context:
             raise ValueError(
                 f"cannot rewind to position {target}: the position of the session is {core.position}"
@@ -227,7 +200,7 @@ class Session:
 
     def fork(self) -> Session:
         """Return a new session with a copy of this one's cache and position."""
-        return Session(self._model, self._open().fork())
+        return Session(self._engine, self.native.fork())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache and its tokens to a file, which :meth:`metal_prefill.Model.load_session` continues.
@@ -245,14 +218,14 @@ class Session:
         """
         if not isinstance(self.notes, str):
             raise TypeError(f"notes must be a str, got {type(self.notes).__name__}")
-        tokens, rows = self._open().export_state()
-        _session_file.write(path, self._model._state_owner, _session_file.State(tokens, rows, self.notes))
+        tokens, rows = self.native.export_state()
+        _session_file.write(path, self._engine.state_owner, _session_file.State(tokens, rows, self.notes))
 
     def _inspector(self) -> _core.SessionInspector:
-        inspector = self._open().inspector()
+        inspector = self.native.inspector()
         if inspector is None:
             raise DeviceError(
-                f"the engine '{self._model.backend}' makes no dispatches to list or to time; "
+                f"the engine '{self._engine.core.backend}' makes no dispatches to list or to time; "
                 "use device='metal'"
             )
         return inspector
@@ -306,7 +279,7 @@ class Session:
         ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``) and what
         the engine adds, such as ``dispatches``, ``command_buffers`` and ``allocations`` on Metal.
         """
-        return self._open().stats()
+        return self.native.stats()
 
     def generate(
         self,
@@ -413,11 +386,11 @@ logit_bias
     def _continuation(
         self, prompt: str | TokenIds, max_tokens: int, options: TextOptions, logprobs: int | None = None
     ) -> Continuation:
-        model = self._model
+        engine = self._engine
         return Continuation(
-            model.tokenizer,
-            model.config.vocab_size,
-            self._checked(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+            engine.tokenizer,
+            engine.config.vocab_size,
+            self._checked(engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
             integer("max_tokens", max_tokens, 0),
             self.max_context,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -428,24 +401,23 @@ logit_bias
     def _pieces(self, text: Continuation, progress: Progress | None) -> Iterator[Piece]:
         claim = next(_claims)  # ends when another call changes the session
 
-        core, cost = self._open(), self._model._row_cost
-        sent = self._model._runs_ahead and text.goes_on_greedily
+        core, ahead = self.native, RunAhead(self._engine)
+        continues = ahead.begin(text.can_run_ahead)
         if text.sampler is None:
-            token = core.forward_prompt(text.ids, True, progress, claim, sent)
+            token = core.forward_prompt(text.ids, True, progress, claim, continues)
         else:
             token = core.forward_prompt_sampled(text.ids, text.sampler, True, progress, claim)
+        ahead.end(0, core)
         computed = len(text.ids)  # position of the session
         position = computed - 1  # of the last piece
         for piece in text.take([token]):
             position += 1
             yield piece
         while text.ended is None:
-            following = text.next_tokens(self._model._exact_rows, cost, sent=sent)
-            was_sent, sent = sent, self._model._runs_ahead and text.goes_on_greedily
-            core, start = self._open(), time.perf_counter()
-            chosen = core.forward_drafts(following.ids, following.drafts, text.sampler, claim, sent)
-            if not following.forced:
-                cost.note(len(following.ids), time_of_pass(core, time.perf_counter() - start, was_sent))
+            following = text.next_tokens(self._engine.exact_rows, self._engine.row_cost, sent=ahead.sent)
+            core, continues = self.native, ahead.begin(text.can_run_ahead)
+            chosen = core.forward_drafts(following.ids, following.drafts, text.sampler, claim, continues)
+            ahead.end(0 if following.forced else len(following.ids), core)
             computed += len(following.ids) - following.drafts + len(chosen) - 1
             try:
                 for i, piece in enumerate(text.take(chosen)):

@@ -90,7 +90,7 @@ def test_headers_of_saved_states(tmp_path: Path) -> None:
         with model.session() as session:
             session.forward_prompt(range(3))
             session.save(saved)
-        owner = model._state_owner
+        owner = model.engine.state_owner
     plain = saved.read_bytes()
     with overwritten("state-header") as (path, descriptor), watched() as renew:
         for random in rounds(1000, EACH):

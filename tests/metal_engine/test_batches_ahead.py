@@ -12,8 +12,9 @@ import pytest
 from support.small_models import SmallModel, with_tensor, write
 
 from metal_prefill import DeviceError, Model, Scheduler, _core, synth
+from metal_prefill._support.row_cost import RowCost
 from metal_prefill.generation._scheduler import Stream
-from metal_prefill.generation._speculation import Acceptance, LookupDrafter, RowCost
+from metal_prefill.generation._speculation import Acceptance, LookupDrafter
 
 pytestmark = pytest.mark.emulator
 
@@ -253,7 +254,7 @@ def greedy_tokens(
         _core.Request.greedy(core, np.array(ids, np.int32), continues=continues)
         for core, ids in zip(cores, tokens, strict=True)
     ]
-    return [chosen for (chosen,) in model._core_engine().forward_batch(requests)]
+    return [chosen for (chosen,) in model.engine.core.forward_batch(requests)]
 
 
 class Batch:
@@ -261,7 +262,7 @@ class Batch:
 
     def __init__(self, model: Model) -> None:
         self.sessions = [model.session() for _ in PROMPTS]
-        self.cores = [session._open() for session in self.sessions]
+        self.cores = [session.native for session in self.sessions]
         self.tokens = greedy_tokens(model, self.cores, PROMPTS, continues=True)
 
 
@@ -325,7 +326,7 @@ def test_groups_that_were_sent_apart_join(model: Model, batch: Batch, wanted: li
     other = Batch(model)
     with model.session() as fresh:
         token = fresh.forward_prompt(PROMPTS[0])
-        cores = [other.cores[1], fresh._open(), batch.cores[2], other.cores[0]]
+        cores = [other.cores[1], fresh.native, batch.cores[2], other.cores[0]]
         tokens = [other.tokens[1], token, batch.tokens[2], other.tokens[0]]
         before = gpu.counters().command_buffers
         found = greedy_tokens(model, cores, [[token] for token in tokens])
@@ -409,7 +410,7 @@ def test_a_pass_that_is_done_before_it_is_asked_for_costs_what_the_gpu_took(
     for _ in range(5):
         scheduler.step_pieces()
         gpu.live_objects()
-    core = streams[0]._core
+    core = streams[0].core
     assert core is not None
     assert noted[-1] >= core.stats()["gpu_seconds"] > 0
     for stream in streams:

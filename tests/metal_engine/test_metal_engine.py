@@ -64,7 +64,7 @@ def prompt(n: int, start: int = 5) -> list[int]:
 
 def native(model: Model) -> Any:
     """Return the C++ session, since only it has intermediates."""
-    return model._open()._core
+    return model._default_session()._core
 
 
 def kernels() -> list[str]:

@@ -280,7 +280,7 @@ def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(tmp_path: Pat
     path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
     with Model(path, device="metal") as model:
         with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
-            list(model._open().stream([1, 2, 3], 5, **ONE_BY_ONE))
+            list(model._default_session().stream([1, 2, 3], 5, **ONE_BY_ONE))
         assert model.position == 0
 
 
@@ -300,5 +300,5 @@ def test_a_forked_process_does_not_wait_for_the_gpu(model: Model) -> None:
 def test_closing_waits_for_what_is_on_its_way(path: Path) -> None:
     before = gpu.live_objects()  # of the model that other tests use
     with Model(path, device="metal") as model:
-        next(model._open().stream(PROMPT, TOKENS, **ONE_BY_ONE))
+        next(model._default_session().stream(PROMPT, TOKENS, **ONE_BY_ONE))
     assert gpu.live_objects() == before

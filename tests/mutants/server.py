@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_vectors.py",
-        "ids = token_array(text, model.config.vocab_size)",
+        "ids = token_array(text, engine.config.vocab_size)",
         "ids = np.array(text, np.int64).astype(np.int32)",
         "ids beyond 64 bits are an error of the server, and others are not checked",
         ("tests/serve/test_vectors.py", "-k", "wrong_input"),

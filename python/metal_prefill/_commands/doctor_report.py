@@ -52,7 +52,7 @@ def machine() -> Report:
 def check_kernels(model: Model, quick: bool) -> Report:
     """Compare each kernel with float64, on the buffers of real passes."""
     with model.session() as session:
-        core = session._open()
+        core = session.native
         inspector = core.inspector()
         assert inspector is not None, "an engine that makes dispatches"
         lengths = QUICK if quick else ALL_LENGTHS

@@ -18,6 +18,7 @@ from metal_prefill._commands import common
 from metal_prefill._commands.text_files import add_text_arguments, read_texts
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import MissingExtraError
+from metal_prefill.tasks._text_passes import TextPasses
 
 if TYPE_CHECKING:
     from metal_prefill import Model
@@ -76,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             form = prompt_format(model.config.architecture, arguments.instruction)
-            prompts = encode_texts(model, texts, *form, truncate=arguments.truncate, keep_empty=True)
+            prompts = encode_texts(model.engine, texts, *form, truncate=arguments.truncate, keep_empty=True)
         for warning in said:
             print(f"warning: {warning.message}", file=sys.stderr)
         identity = {
@@ -84,17 +85,18 @@ def execute(arguments: argparse.Namespace) -> None:
             "instruction": arguments.instruction,
             "truncate": [arguments.truncate, model.max_context],
         }
+        passes = TextPasses(model.engine)
         part = _Part(arguments.output, _identity(model, texts, identity), len(texts))
         before = len(part)
         begin = time.perf_counter()
         with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
             for first in range(before, len(texts), BLOCK):
-                part.append(embed_prompts(model, prompts[first : first + BLOCK], **options))
+                part.append(embed_prompts(passes, prompts[first : first + BLOCK], **options))
                 if progress is not None:
                     progress(len(part), len(texts))
         seconds = time.perf_counter() - begin
         tokens = sum(map(len, prompts[before:]))
-        width = arguments.dimensions or model._head.width
+        width = arguments.dimensions or model.engine.head.width
     vectors = part.vectors(width)
     if kind == ".npy":
         with replacing(arguments.output) as path, open(path, "wb") as file:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._support.arguments import TokenIds, integer, one_of
+from metal_prefill._support.arguments import TokenIds, integer, one_of, token_array
 from metal_prefill.files._architecture import ModelConfig
-
-if TYPE_CHECKING:
-    from metal_prefill.session import Session
 
 BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
 OutputRows: TypeAlias = int | Literal["all"] | None
@@ -40,7 +37,7 @@ class BatchCall:
     def __init__(
         self,
         config: ModelConfig,
-        sessions: Sequence[Session],
+        sessions: Sequence[_core.Session],
         tokens: Sequence[TokenIds],
         output: BatchOutput | Sequence[BatchOutput],
         rows: OutputRows | Sequence[OutputRows],
@@ -58,7 +55,15 @@ class BatchCall:
         self.tokens = []
         for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
             try:
-                self.tokens.append(session._checked(ids, unread=int(outputs[i] == "log_probs")))
+                self.tokens.append(
+                    token_array(
+                        ids,
+                        config.vocab_size,
+                        context=session.max_context,
+                        position=session.position,
+                        unread=int(outputs[i] == "log_probs"),
+                    )
+                )
             except (TypeError, ValueError) as error:
                 raise type(error)(f"session {i}: {error}") from None
         self._outputs = [one_of("output", name, _OUTPUTS) for name in outputs]
@@ -66,7 +71,7 @@ class BatchCall:
             _row_count(i, *item)
             for i, item in enumerate(zip(outputs, map(len, self.tokens), wanted, strict=True))
         ]
-        self.sessions = [session._open() for session in sessions]
+        self.sessions = list(sessions)
         self._wanted = wanted
 
     def requests(self, *, reuse: bool = False) -> list[_core.Request]:

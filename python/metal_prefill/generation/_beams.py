@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from metal_prefill import _core
+from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, number, token_array
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.generation import _sampling
 from metal_prefill.generation._text_generation import FinishReason, StopFilter, split_stops
 
 if TYPE_CHECKING:
-    from metal_prefill.generation._shared_engine import SharedEngine
     from metal_prefill.text._tokenizer import Tokenizer
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
@@ -206,7 +206,7 @@ class _Texts:
 
 
 def generate_beams(
-    model: SharedEngine,
+    engine: Engine,
     prompt: str | TokenIds,
     max_tokens: int = 128,
     *,
@@ -224,17 +224,16 @@ def generate_beams(
         raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
     if not math.isfinite(number("length_penalty", length_penalty)):
         raise ValueError(f"length_penalty must be finite, got {length_penalty}")
-    vocab_size, context = model.config.vocab_size, model.max_context
+    vocab_size, context = engine.config.vocab_size, engine.max_context
     strings, stops = split_stops(stop, vocab_size)
-    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if length_of(ids) > context:
         raise ContextOverflowError(f"a prompt of {length_of(ids)} tokens exceeds the context of {context}")
     ids = token_array(ids, vocab_size)
-    engine = model._core_engine()
-    engine.check_fits(len(ids))
+    engine.core.check_fits(len(ids))
     room = context - len(ids) + 1  # the last token needs none
-    stop_ids = model.tokenizer.stop_ids | frozenset(stops)
-    empty = _Text(model.tokenizer, strings, min_tokens)
+    stop_ids = engine.tokenizer.stop_ids | frozenset(stops)
+    empty = _Text(engine.tokenizer, strings, min_tokens)
     texts = _Texts(empty) if strings else None
     search = Search(
         num_beams,
@@ -253,7 +252,7 @@ def generate_beams(
         while search.running:
             used = samplers[: len(sessions)]
             requests = map(partial(_core.Request.sampled, reuse=reuse), sessions, tokens, used)
-            for result in engine.forward_batch(list(requests)):
+            for result in engine.core.forward_batch(list(requests)):
                 if isinstance(result, Exception):
                     raise result
             parents = search.advance([sampler.reports[0][1] for sampler in used])
@@ -269,7 +268,7 @@ def generate_beams(
         sessions.clear()  # also where an exception keeps the frame
     begin = ""
     if echo:
-        begin = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids.tolist())
+        begin = prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids.tolist())
     beams: list[Beam] = []
     for score, found in search.finished:
         ended = found.tokens[-1] in stop_ids

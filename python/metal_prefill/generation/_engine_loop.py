@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from metal_prefill._engine import EngineOwner
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._pending_calls import PendingCall
 from metal_prefill.generation._scheduler import Scheduler
-from metal_prefill.generation._shared_engine import SharedEngine
 from metal_prefill.generation._stream import Stream, make_streams
 from metal_prefill.generation._text_generation import Piece
 
@@ -109,7 +109,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        model: SharedEngine,
+        model: EngineOwner,
         *,
         max_streams: int = 32,
         after_pass: Callable[[Scheduler], object] | None = None,
@@ -157,7 +157,7 @@ class EngineLoop:
         """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
         import asyncio
 
-        streams = await asyncio.to_thread(make_streams, self._model, prompt, 1, max_tokens, **options)
+        streams = await asyncio.to_thread(make_streams, self._model.engine, prompt, 1, max_tokens, **options)
         texts = self.enter(streams)
         try:
             async for made in texts:

@@ -8,17 +8,16 @@ the others.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from metal_prefill._engine import EngineOwner
 from metal_prefill._support.arguments import TokenIds, integer
 from metal_prefill.errors import ConstraintError, KVMemoryError
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._pending_calls import PendingCall, PendingCalls, rows_of
-from metal_prefill.generation._shared_engine import SharedEngine
-from metal_prefill.generation._speculation import time_of_pass
+from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._stream import Stream, make_streams
 from metal_prefill.generation._text_generation import NextTokens, Piece, TextOptions
 
@@ -31,7 +30,6 @@ __all__ = [
     "PassRows",
     "PendingCall",
     "Scheduler",
-    "SharedEngine",
     "Stream",
     "make_streams",
 ]
@@ -95,17 +93,17 @@ class Scheduler:
     The limit of long prompts also holds while a short one waits.
     """
 
-    def __init__(self, model: SharedEngine, *, max_streams: int = 32) -> None:
+    def __init__(self, model: EngineOwner, *, max_streams: int = 32) -> None:
         max_streams = integer("max_streams", max_streams, 1)
-        self._model = model
-        self._engine = model._core_engine()
+        self._engine = model.engine
+        self._core = model.engine.core
+        self._ahead = RunAhead(model.engine)
         self._max_streams = self._most_streams = max_streams
         self._ends = 0  # streams that ended since `_max_streams` changed
         self._waiting: deque[Stream] = deque()
         self._active: deque[Stream] = deque()
         self._calls = PendingCalls()
         self._calls_first = False
-        self._sent = False  # the next tokens of those that are writing may be on their way, without guesses
         self.passes = 0
         self.last_pass = PassRows(0, 0, 0, 0.0)
 
@@ -167,7 +165,7 @@ class Scheduler:
         Each has random numbers of its own. The first makes the text that :meth:`submit` makes with the same
         seed. Other parameters and errors are those of :meth:`submit`.
         """
-        streams = make_streams(self._model, prompt, n, max_tokens, logprobs=logprobs, **options)
+        streams = make_streams(self._engine, prompt, n, max_tokens, logprobs=logprobs, **options)
         self.enter(streams)
         return streams
 
@@ -198,10 +196,10 @@ class Scheduler:
         self._drop_ended()
         while self._waiting and len(self._active) < self._max_streams:
             stream = self._waiting.popleft()
-            stream._core = self._engine.session(self._model.max_context, stream.prefix_namespace)
+            stream.core = self._engine.session(prefix_namespace=stream.prefix_namespace)
             self._active.append(stream)
-        writing = [s for s in self._active if s._writing]
-        room = max(self._engine.pass_rows - len(writing), LEAST_PROMPT_ROWS)
+        writing = [s for s in self._active if s.writing]
+        room = max(self._core.pass_rows - len(writing), LEAST_PROMPT_ROWS)
         # In turn, so that neither keeps the other waiting.
         self._calls_first = not self._calls_first
         calls = self._calls.fitting(room, 0) if self._calls_first else []
@@ -212,19 +210,16 @@ class Scheduler:
         chosen = self._next_tokens(writing, prompt_rows + rows_of(calls)) + pieces
         if not chosen and not calls:
             return []
-        alone = self._engine.runs_ahead and not pieces and not calls
-        more = alone and all(s._text.goes_on_greedily for s, _ in chosen)
-        start = time.perf_counter()
-        results = self._engine.forward_batch(
-            [s._request(tokens, continues=more) for s, tokens in chosen]
+        continues = self._ahead.begin(
+            not pieces and not calls and all(s.text.can_run_ahead for s, _ in chosen)
+        )
+        results = self._core.forward_batch(
+            [s.request(tokens, continues=continues) for s, tokens in chosen]
             + [request for pending in calls for request in pending.call.requests()]
         )
-        seconds = time.perf_counter() - start
-        rows = sum(len(tokens.ids) for _, tokens in chosen)
-        if not any(tokens.forced for _, tokens in chosen[: len(writing)]):
-            taken = time_of_pass(chosen[0][0]._session, seconds, self._sent) if chosen else seconds
-            self._model._row_cost.note(rows + rows_of(calls), taken)
-        self._sent = more
+        rows = sum(len(tokens.ids) for _, tokens in chosen) + rows_of(calls)
+        forced = any(tokens.forced for _, tokens in chosen[: len(writing)])
+        seconds = self._ahead.end(0 if forced else rows, chosen[0][0].session if chosen else None)
         self.passes += 1
         self._calls.take_results(calls, results[len(chosen) :])
         self.last_pass = PassRows(len(writing), prompt_rows, rows_of(calls), seconds)
@@ -240,13 +235,13 @@ class Scheduler:
         chosen = []
         rows, expected = prompt_rows + len(writing), float(len(writing))
         for stream in writing:
-            most = min(self._engine.exact_rows, self._engine.pass_rows - rows + 1)
+            most = min(self._engine.exact_rows, self._core.pass_rows - rows + 1)
             try:
-                tokens = stream._text.next_tokens(
-                    most, self._model._row_cost, rows, expected, sent=self._sent
+                tokens = stream.text.next_tokens(
+                    most, self._engine.row_cost, rows, expected, sent=self._ahead.sent
                 )
             except Exception as error:  # of the user's function
-                stream._fail(error)
+                stream.fail(error)
                 continue
             rows, expected = rows + len(tokens.ids) - 1, expected + tokens.expected
             chosen.append((stream, tokens))
@@ -254,10 +249,10 @@ class Scheduler:
 
     def _prompt_pieces(self, room: int, writing: int) -> list[tuple[Stream, NextTokens]]:
         """Choose the rows of prompts in a pass: short prompts first, then those that waited longest."""
-        prompts = [s for s in self._active if not s._writing and not s._follows()]
+        prompts = [s for s in self._active if not s.writing and not s.follows()]
         # What other streams have computed since counts as well.
-        starts = {s: s._session.reuse(s._ids) for s in prompts}
-        short = [s for s in prompts if len(s._ids) - starts[s] + s._computed <= SHORT_PROMPT]
+        starts = {s: s.session.reuse(s.ids) for s in prompts}
+        short = [s for s in prompts if len(s.ids) - starts[s] + s.computed <= SHORT_PROMPT]
         long = [s for s in prompts if s not in short]
         most_short, most_long = room, room
         if long and (short or writing):
@@ -272,8 +267,8 @@ class Scheduler:
         for stream in ends:
             self._active.remove(stream)
             self._active.append(stream)
-            stream._computed += ends[stream] - starts[stream]
-        return [(s, NextTokens(s._ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
+            stream.computed += ends[stream] - starts[stream]
+        return [(s, NextTokens(s.ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
 
     def _fill(
         self, prompts: Iterable[Stream], room: int, starts: dict[Stream, int], ends: dict[Stream, int]
@@ -282,17 +277,17 @@ class Scheduler:
         chosen: list[Stream] = []
         for stream in prompts:
             start = starts[stream]
-            end = min(start + PROMPT_TURN, start + room, len(stream._ids))
+            end = min(start + PROMPT_TURN, start + room, len(stream.ids))
             stream.passes_waited += 1
             worth = start + WORTH_SHARING
-            if end == start or any(stream._agrees(o, min(end, ends[o])) >= worth for o in ends):
+            if end == start or any(stream.agrees(o, min(end, ends[o])) >= worth for o in ends):
                 continue
             chosen.append(stream)
             ends[stream] = end
             stream.passes_waited = 0
             room -= end - start
         for stream in chosen:  # room that nobody else needs
-            more = min(room, len(stream._ids) - ends[stream])
+            more = min(room, len(stream.ids) - ends[stream])
             ends[stream] += more
             room -= more
 
@@ -303,24 +298,24 @@ class Scheduler:
         """
         if isinstance(result, KVMemoryError) and not alone:
             # Others will end and leave room.
-            stream._restart()
+            stream.restart()
             self._active.remove(stream)
             self._waiting.appendleft(stream)
             self._max_streams = max(len(self._active), 1)
             self._ends = 0
         elif isinstance(result, Exception):
-            stream._fail(result)
+            stream.fail(result)
         elif result is not None:
             try:
-                for piece in stream._take(result):
+                for piece in stream.take(result):
                     yield stream, piece
             except ConstraintError as error:
-                stream._fail(error)
+                stream.fail(error)
 
     def _drop_ended(self) -> None:
         for stream in [s for s in self._active if s.finish_reason is not None]:
             self._active.remove(stream)
-            stream._core = None
+            stream.core = None
             self._note_end()
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._calls.drop_cancelled()

@@ -9,90 +9,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
+from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import token_array
+from metal_prefill._support.row_cost import RowCost
 
-if TYPE_CHECKING:
-    from metal_prefill.files._architecture import ModelConfig
-
-
-class _DraftSession(Protocol):
-    def _open(self) -> _core.Session:
-        """Return the native session."""
-
-
-@runtime_checkable
-class DraftModel(Protocol):
-    """The part of a :class:`metal_prefill.Model` that guesses at the tokens of another."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Hyperparameters."""
-
-    def session(self) -> _DraftSession:
-        """Return a new session."""
-
-
-Speculate: TypeAlias = Literal["lookup", "off"] | DraftModel | Callable[[list[int]], Sequence[int]]
+Speculate: TypeAlias = Literal["lookup", "off"] | EngineOwner | Callable[[list[int]], Sequence[int]]
 
 MOST_DRAFTS = 31  # in a pass: with the token before them as many rows as the head takes at a time
 LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, MOST_DRAFTS)  # of drafts: passes of full tiles cost least
-_ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is measured: rather too little,
-# or longer guesses would never be tried
 _FORGET = 0.95  # a draft of 13 passes ago counts half
 _PRIOR = 2.0  # drafts that a first estimate counts as
-
-
-class RowCost:
-    """Seconds that passes take by their rows, as measured, where each row has an output or is of a prompt.
-
-    Passes that another program delays must not look expensive: an estimate follows shorter times at once, and
-    longer ones slowly.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by number of rows, rounded up
-
-    def note(self, rows: int, seconds: float) -> None:
-        """Take the time of a pass."""
-        key = _bucket(rows)
-        known = self._seconds.get(key)
-        if known is None:
-            self._seconds[key] = seconds
-        else:
-            weight = 0.3 if seconds < known else 0.05
-            self._seconds[key] = known + weight * (min(seconds, 2 * known) - known)
-
-    def seconds(self, rows: int) -> float:
-        """Estimate the time of a pass."""
-        key = _bucket(rows)
-        if key in self._seconds or not self._seconds:
-            return self._seconds.get(key, float(rows))
-        known = self._seconds.copy()  # other threads note their passes
-        below = max((rows for rows in known if rows < key), default=None)
-        above = min((rows for rows in known if rows > key), default=None)
-        if below is not None and above is not None:
-            share = (key - below) / (above - below)
-            return known[below] + share * (known[above] - known[below])
-        nearest = max(known) if above is None else min(known)
-        one = known.get(1, known[nearest] / (1 + _ROW_SHARE * (nearest - 1)))
-        return max(known[nearest] + _ROW_SHARE * one * (key - nearest), one)
-
-
-def time_of_pass(session: _core.Session, seconds: float, sent: bool) -> float:
-    """Return what a pass took: if it was `sent` before it was asked for, the host saw only the rest of it."""
-    return max(seconds, session.stats()["gpu_seconds"]) if sent else seconds
-
-
-def _bucket(rows: int) -> int:
-    """Round up to a number of rows that is measured: steps of an eighth at least."""
-    step = 1 << max(rows.bit_length() - 4, 0)
-    return -(-rows // step) * step
 
 
 class Acceptance:
@@ -203,14 +135,14 @@ class CallableDrafter(_TextDrafter):
 class ModelDrafter(_TextDrafter):
     """Takes the greedy tokens of another model with the same vocabulary."""
 
-    def __init__(self, model: DraftModel, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
         super().__init__()
-        if model.config.vocab_size != vocab_size:
+        if engine.config.vocab_size != vocab_size:
             raise ValueError(
-                f"the draft model of speculate has a vocabulary of {model.config.vocab_size} tokens, "
+                f"the draft model of speculate has a vocabulary of {engine.config.vocab_size} tokens, "
                 f"this model one of {vocab_size}"
             )
-        self._session = model.session()._open()
+        self._session = engine.session()
 
     def draft(self, count: int) -> list[int]:
         count = min(count, self._session.max_context - len(self._tokens))
@@ -236,8 +168,8 @@ def make_drafter(speculate: Speculate, vocab_size: int, constrained: bool) -> Dr
         if speculate not in ("lookup", "off"):
             raise ValueError(f"speculate must be 'lookup', 'off', a model or a function, got {speculate!r}")
         return LookupDrafter(constrained) if speculate == "lookup" else None
-    if isinstance(speculate, DraftModel):
-        return ModelDrafter(speculate, vocab_size)
+    if isinstance(speculate, EngineOwner):
+        return ModelDrafter(speculate.engine, vocab_size)
     if callable(speculate):
         return CallableDrafter(speculate, vocab_size)
     kind = type(speculate).__name__
@@ -252,7 +184,7 @@ class Speculation:
 
     Attributes
     ----------
-    at_hand : bool
+    has_drafts : bool
         Whether there are guesses at what follows the tokens so far that would pay, or may be.
     """
 
@@ -264,7 +196,7 @@ class Speculation:
         self._shadow: list[int] = []  # the first guess, used or not
         self._seconds = 0.0  # that a guess takes until it is in a pass
         self._wait = self._patience = 8  # tokens until a guess is tried again
-        self.at_hand = False
+        self.has_drafts = False
 
     def drafts(
         self,
@@ -303,7 +235,7 @@ class Speculation:
                 if self._wait <= 0:
                     count = min(most, LENGTHS[2])
             guesses = self._drafter.draft(count) if count and not sent else []
-        self.at_hand = count > 0 and bool(guesses or (sent and not self._drafter.free))
+        self.has_drafts = count > 0 and bool(guesses or (sent and not self._drafter.free))
         self._drafts = [] if sent else guesses[:count]
         allowed = allow(self._drafts) if self._drafts and allow is not None else count
         if self._drafts and (allow is not None or not self._drafter.free):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from metal_prefill import _core
+from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.generation._text_generation import (
@@ -20,8 +21,6 @@ from metal_prefill.generation._text_generation import (
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from metal_prefill.generation._shared_engine import SharedEngine
 
 # What `make_streams` raises of a prompt: further prompts are not concerned.
 REFUSALS = (TypeError, ValueError, KVMemoryError)
@@ -49,6 +48,10 @@ class Stream:
         Whether its prompt begins with what the cache has of it.
     prefix_namespace : str
         Namespace in which prefixes of its prompt are found; see :meth:`metal_prefill.Model.session`.
+
+    Notes
+    -----
+    Other attributes and methods are the scheduler's.
     """
 
     def __init__(self, text: Continuation, leader: Stream | None = None, prefix_namespace: str = "") -> None:
@@ -60,87 +63,87 @@ class Stream:
         self.prompt = text.prompt
         self.reuses = leader is None and self.scored_tokens == 0
         self.prefix_namespace = prefix_namespace
-        self._computed = 0  # tokens of the prompt that went through the model for this stream
-        self._ids = text.ids  # the prompt, and after that what was made
+        self.computed = 0  # tokens of the prompt that went through the model for this stream
+        self.ids = text.ids  # the prompt, and after that what was made
         self._made: list[int] = []
-        self._text = text
-        self._core: _core.Session | None = None
-        self._writing = False  # the prompt is computed
+        self.text = text
+        self.core: _core.Session | None = None
+        self.writing = False  # the prompt is computed
         self._leader = leader  # computes the same prompt first; its cache is the beginning of this one's
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the cache; meaningful once the text begins."""
-        return 0 if self.scored_tokens else max(self.prompt_tokens - self._computed, 0)
+        return 0 if self.scored_tokens else max(self.prompt_tokens - self.computed, 0)
 
     @property
     def ready_tokens(self) -> int:
         """Tokens of the prompt that are computed, or were found in the cache."""
-        if self._writing:
+        if self.writing:
             return self.prompt_tokens
-        return 0 if self._core is None else min(self._core.position, self.prompt_tokens)
+        return 0 if self.core is None else min(self.core.position, self.prompt_tokens)
 
     def cancel(self) -> None:
         """End the stream; its memory is given back before the next pass."""
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
 
-    def _take(self, chosen: list[int]) -> Iterator[Piece]:
+    def take(self, chosen: list[int]) -> Iterator[Piece]:
         """Take what a pass chose."""
-        self._writing = True
-        for piece in self._text.take(chosen):
+        self.writing = True
+        for piece in self.text.take(chosen):
             self._made.append(piece.token)
             self.finish_reason = self.finish_reason or piece.finish_reason
             yield piece
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End it with an error."""
         self.error, self.finish_reason = error, "error"
 
     @property
-    def _session(self) -> _core.Session:
+    def session(self) -> _core.Session:
         """The native session of a stream that is under way."""
-        assert self._core is not None
-        return self._core
+        assert self.core is not None
+        return self.core
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
         """Give the memory back; what was made so far becomes part of the prompt."""
-        self._ids = np.concatenate([self._ids, np.array(self._made, np.int32)])
+        self.ids = np.concatenate([self.ids, np.array(self._made, np.int32)])
         self._made = []
-        self._core, self._writing = None, False
+        self.core, self.writing = None, False
 
-    def _follows(self) -> bool:
+    def follows(self) -> bool:
         """Whether it waits for the stream that computes its prompt; else let it continue from there."""
         leader = self._leader
         if leader is None:
             return False
-        if leader._core is not None and not leader._writing and leader.finish_reason is None:
+        if leader.core is not None and not leader.writing and leader.finish_reason is None:
             return True
         self._leader = None
-        if leader._core is not None and leader._writing:
-            self._core = leader._core.fork()
-            self._core.rewind(len(self._ids) - 1)  # the logits after the last token are wanted once more
+        if leader.core is not None and leader.writing:
+            self.core = leader.core.fork()
+            self.core.rewind(len(self.ids) - 1)  # the logits after the last token are wanted once more
         return False
 
-    def _agrees(self, other: Stream, n: int) -> int:
+    def agrees(self, other: Stream, n: int) -> int:
         """Leading tokens, of `n` at most, that two prompts can share; none in different namespaces."""
         if self.prefix_namespace != other.prefix_namespace:
             return 0
-        different = np.flatnonzero(self._ids[:n] != other._ids[:n])
+        different = np.flatnonzero(self.ids[:n] != other.ids[:n])
         return int(different[0]) if different.size else n
 
-    def _request(self, tokens: NextTokens, *, continues: bool) -> _core.Request:
+    def request(self, tokens: NextTokens, *, continues: bool) -> _core.Request:
         """Return the request for these tokens; `continues`: the chosen token will be appended next."""
         ids, rows = tokens.ids, tokens.drafts + 1
-        if not self._writing and self._session.position + len(ids) < len(self._ids):
-            return _core.Request.none(self._session, ids)
-        if self._text.sampler is not None:
-            return _core.Request.sampled(self._session, ids, self._text.sampler, rows)
-        return _core.Request.greedy(self._session, ids, rows, drafts=True, continues=continues)
+        if not self.writing and self.session.position + len(ids) < len(self.ids):
+            return _core.Request.none(self.session, ids)
+        if self.text.sampler is not None:
+            return _core.Request.sampled(self.session, ids, self.text.sampler, rows)
+        return _core.Request.greedy(self.session, ids, rows, drafts=True, continues=continues)
 
 
 def make_streams(
-    model: SharedEngine,
+    engine: Engine,
     prompt: str | TokenIds,
     n: int,
     max_tokens: int,
@@ -155,25 +158,25 @@ def make_streams(
     :meth:`Scheduler.submit` for what it raises.
     """
     n = integer("n", n, 1, MOST_ANSWERS)
-    tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    if length_of(tokens) > model.max_context:
+    tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if length_of(tokens) > engine.max_context:
         raise ContextOverflowError(
-            f"a prompt of {length_of(tokens)} tokens exceeds the context of {model.max_context}"
+            f"a prompt of {length_of(tokens)} tokens exceeds the context of {engine.max_context}"
         )
-    ids = token_array(tokens, model.config.vocab_size)
+    ids = token_array(tokens, engine.config.vocab_size)
     # The text may end after min_tokens, and the last token that is chosen needs no room.
     asked = len(ids) + max(integer("min_tokens", options.get("min_tokens", 0), 0) - 1, 0)
-    model._core_engine().check_fits(min(asked, model.max_context))
+    engine.core.check_fits(min(asked, engine.max_context))
     least = 0 if options.get("prompt_logprobs") and len(ids) > 1 else 1
     max_tokens = integer("max_tokens", max_tokens, least)
     streams: list[Stream] = []
     for answer in range(n):
         text = Continuation(
-            model.tokenizer,
-            model.config.vocab_size,
+            engine.tokenizer,
+            engine.config.vocab_size,
             ids,
             max_tokens,
-            model.max_context,
+            engine.max_context,
             prompt=prompt if isinstance(prompt, str) else None,
             logprobs=logprobs,
             answer=answer,

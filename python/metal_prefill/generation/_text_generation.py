@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import integer, token_id
+from metal_prefill._support.row_cost import RowCost
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _sampling
 from metal_prefill.generation._constraint import Constraint
-from metal_prefill.generation._speculation import MOST_DRAFTS, RowCost, Speculate, Speculation, make_drafter
+from metal_prefill.generation._speculation import MOST_DRAFTS, Speculate, Speculation, make_drafter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -340,7 +341,7 @@ class Continuation:
             Of the pass without guesses and tokens that were forced: its rows, and the tokens that it is
             expected to bring.
         sent
-            The engine was told that this token follows (`goes_on_greedily`), and may have sent its pass: it
+            The engine was told that this token follows (`can_run_ahead`), and may have sent its pass: it
             gets no guesses. They begin a token later, and nothing is computed in vain.
         """
         forced = max(len(self._next) - 1, 0)
@@ -417,13 +418,13 @@ class Continuation:
         return self._most > 0
 
     @property
-    def goes_on_greedily(self) -> bool:
+    def can_run_ahead(self) -> bool:
         """Whether the next pass chooses the largest logit's token, and one without guesses may follow it.
 
         As far as is known when the tokens of the next pass are: while no guess is at hand, there will be none
         for the pass after that.
         """
-        guesses = self._speculation is not None and self._speculation.at_hand
+        guesses = self._speculation is not None and self._speculation.has_drafts
         return self.sampler is None and not guesses and self._made + 1 < self._most
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.tasks._classification import encode_pair, score_continuations
-from metal_prefill.tasks._text_passes import Job, compute
+from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute
 
 if TYPE_CHECKING:
     from metal_prefill.model import Model
@@ -35,7 +35,7 @@ def loglikelihood(
     encoded = []
     for i, (context, continuation) in enumerate(pairs):
         try:
-            encoded.append(_cut(model, *encode_pair(model, context, continuation, encode)))
+            encoded.append(_cut(model, *encode_pair(model.engine, context, continuation, encode)))
         except ValueError as error:
             raise ValueError(f"request {i}: {error}") from None
     return loglikelihood_of_tokens(model, encoded)
@@ -44,7 +44,7 @@ def loglikelihood(
 def loglikelihood_of_tokens(model: Model, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
     """As `loglikelihood`, of token ids that fit in the context."""
     names = [f"request {i}" for i in range(len(pairs))]
-    scores = score_continuations(model, pairs, names)
+    scores = score_continuations(TextPasses(model.engine), pairs, names)
     greedy = _are_greedy(model, pairs, scores, names)
     return [
         (float(score.sum(dtype=np.float64)), is_greedy)
@@ -83,14 +83,14 @@ def _are_greedy(
         for place, value in zip(of_pair, score.tolist(), strict=True):
             best[place] = max(best.get(place, value), value)
     greedy = []
-    jobs: dict[int, Job] = {}
+    jobs: dict[int, TextJob] = {}
     for i, (context, continuation) in enumerate(pairs):
         score = scores[i].tolist()
         greedy.append(all(best[place] == value for place, value in zip(places[i], score, strict=True)))
         if greedy[i] and min(score) <= np.log(0.5):
             tokens = np.concatenate([context, continuation[:-1]])
-            jobs[i] = Job(tokens, "greedy", len(continuation), name=names[i])
-    for _ in compute(model, list(jobs.values())):
+            jobs[i] = TextJob(tokens, "greedy", len(continuation), name=names[i])
+    for _ in compute(TextPasses(model.engine), list(jobs.values())):
         pass
     for i, job in jobs.items():
         greedy[i] = bool((job.result == pairs[i][1]).all())
@@ -116,7 +116,7 @@ def loglikelihood_rolling(model: Model, texts: Sequence[str]) -> list[float]:
             pairs.append(pair)
             owners.append(i)
     sums = [0.0] * len(texts)
-    scores = score_continuations(model, pairs, [f"text {i}" for i in owners])
+    scores = score_continuations(TextPasses(model.engine), pairs, [f"text {i}" for i in owners])
     for i, score in zip(owners, scores, strict=True):
         sums[i] += float(score.sum(dtype=np.float64))
     return sums

@@ -95,7 +95,7 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
             which the answer continues.
         """
         self._templated = True
-        pieces = self.model.tokenizer._chat_pieces(chat_history, None, add_generation_prompt, {})
+        pieces = self.model.tokenizer.chat_pieces(chat_history, None, add_generation_prompt, {})
         text = "".join(piece for piece, _ in pieces)
         if add_generation_prompt:
             return text

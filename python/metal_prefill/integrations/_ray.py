@@ -216,7 +216,7 @@ class EmbedTexts(_PromptMapper):
 
     def _check(self, prompt: Any) -> Any:
         before, after = prompt_format(self._model.config.architecture, self._embedding["instruction"])
-        encode_texts(self._model, [prompt], before, after)
+        encode_texts(self._model.engine, [prompt], before, after)
         return prompt
 
     def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:

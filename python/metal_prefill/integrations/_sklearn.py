@@ -81,7 +81,7 @@ class EmbeddingTransformer(
 
     @property
     def _n_features_out(self) -> int:
-        return self.dimensions or self._open()._head.width
+        return self.dimensions or self._open().engine.head.width
 
     def _open(self) -> Model:
         key = (self.path, repr(self.model_options))

@@ -90,7 +90,7 @@ def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[S
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
     max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
-    return make_streams(service.model, ids, n, max_tokens, prefix_namespace=namespace, **options)
+    return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 
 @dataclass

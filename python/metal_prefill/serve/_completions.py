@@ -65,7 +65,9 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
         )
     with service.admitted(count):
         streams = await service.streams(
-            lambda: [s for p in prompts for s in make_streams(service.model, p, n, max_tokens, **options)]
+            lambda: [
+                s for p in prompts for s in make_streams(service.model.engine, p, n, max_tokens, **options)
+            ]
         )
         choices = [CompletionChoice(i, stream, i % n == 0) for i, stream in enumerate(streams)]
         for choice in choices:
@@ -112,7 +114,7 @@ def _logprobs(tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[P
             choice.length += 0 if choice.decoder is None else len(choice.decoder.flush())
             choice.decoder = tokenizer.decoder()
         elif choice.decoder is None:
-            choice.decoder = TokenDecoder(tokenizer, skip_special=True, strip_prefix=tokenizer._space_prefix)
+            choice.decoder = TokenDecoder(tokenizer, skip_special=True, strip_prefix=tokenizer.space_prefix)
         tokens.append(spelling(tokenizer, token)[0])
         offsets.append(choice.length)
         choice.told += 1

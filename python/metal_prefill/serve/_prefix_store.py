@@ -55,7 +55,7 @@ class PrefixStore:
 
     def __init__(self, model: Model, folder: str | os.PathLike[str], limit: int) -> None:
         self._model = model
-        owner = model._state_owner
+        owner = model.engine.state_owner
         self._folder = Path(folder) / f"{owner.fingerprint}-{owner.kv_dtype}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._limit = limit
@@ -112,12 +112,12 @@ class PrefixStore:
         with self._loading:  # of many prompts that begin alike, one loads it
             try:
                 with self._model.session(prefix_namespace=namespace) as session:
-                    if session._open().reuse(ids) >= n:
+                    if session.native.reuse(ids) >= n:
                         return True
                 with self._model.load_session(path, prefix_namespace=namespace) as session:
                     if session.tokens != ids[:n].tolist():
                         raise StateError(f"{path}: its tokens are not those of its name")
-                    session._open().reuse(ids)  # from now on, others find it
+                    session.native.reuse(ids)  # from now on, others find it
                 os.utime(path)
                 self.loaded += 1
                 return True
@@ -131,7 +131,7 @@ class PrefixStore:
     def _save(self, ids: Ids, n: int, digest: str, namespace: str) -> None:
         try:
             with self._model.session(prefix_namespace=namespace) as session:
-                core = session._open()
+                core = session.native
                 if core.reuse(ids) < n:
                     return  # others have taken its place in the cache
                 core.rewind(n)

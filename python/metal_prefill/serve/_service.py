@@ -9,17 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
-from metal_prefill import _core
+from metal_prefill._engine import Engine
 from metal_prefill.errors import KVMemoryError
-from metal_prefill.files._architecture import ModelConfig
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._pooled_head import PooledHead
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._stream import Stream
@@ -29,8 +25,7 @@ from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
-from metal_prefill.session import Session
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
 
@@ -158,101 +153,55 @@ class Service:
         """Do what takes a moment before anything is computed, in a thread."""
         return await anyio.to_thread.run_sync(work, limiter=self._preparers)
 
-    async def compute(self, work: Callable[[PassSharer], _T]) -> _T:
+    async def compute(self, work: Callable[[SharedPasses], _T]) -> _T:
         """Do in a thread what goes through the model in passes that are shared with texts of others."""
-        sharer = PassSharer(self.model, self.loop)
+        passes = SharedPasses(self.model.engine, self.loop)
         try:
             return await anyio.to_thread.run_sync(
-                lambda: work(sharer), limiter=self._text_workers, abandon_on_cancel=True
+                lambda: work(passes), limiter=self._text_workers, abandon_on_cancel=True
             )
         except KVMemoryError as error:
-            if not sharer.has_asked:  # it would not fit alone either
+            if not passes.has_asked:  # it would not fit alone either
                 raise
             # Unlike a text, it does not wait for the pages of others.
             raise ApiError(503, str(error), code="kv_memory_exceeded", headers={"Retry-After": "1"}) from None
         finally:
-            sharer.cancel()
+            passes.cancel()
 
 
-class PassSharer:
-    """The model, for embedding and reranking, with passes that the engine loop makes.
+class SharedPasses(TextPasses):
+    """Passes of the engine loop for embedding and reranking, shared with the texts of other requests.
 
     Attributes
     ----------
     tokens : int
-        That have gone through the model for this request.
+        Tokens that have gone through the model for this request.
     """
 
-    def __init__(self, model: Model, loop: EngineLoop) -> None:
-        self._model = model
+    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
+        super().__init__(engine, self._run)
         self._loop = loop
         self._lock = threading.Lock()
         self._cancelled = False
         self._future: Future[list[Any]] | None = None
         self.tokens = 0
 
-    @property
-    def config(self) -> ModelConfig:
-        """Hyperparameters."""
-        return self._model.config
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._model.path
-
-    @property
-    def gguf(self) -> GGUFFile:
-        """The opened file."""
-        return self._model.gguf
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the file."""
-        return self._model.tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """Most tokens of a text."""
-        return self._model.max_context
-
-    @property
-    def _head(self) -> PooledHead:
-        return self._model._head
-
-    def _core_engine(self) -> _core.Engine:
-        return self._model._core_engine()
-
-    def session(self) -> Session:
-        """Make a session."""
-        return self._model.session()
-
-    def forward_batch(
-        self,
-        sessions: Any,
-        tokens: Any,
-        *,
-        output: Any = "greedy",
-        rows: Any = None,
-        return_errors: bool = False,
-    ) -> list[Any]:
-        """Append tokens to sessions in a pass of the engine loop; see :meth:`Model.forward_batch`."""
-        call = BatchCall(self.config, sessions, tokens, output, rows)
+    def _run(self, call: BatchCall) -> list[Any]:
         with self._lock:
             if self._cancelled:
                 raise CancelledError
             self._future = self._loop.submit(call)
         computed = self._future.result()
-        self.tokens += sum(map(len, tokens))
-        return call.results(computed, return_errors=return_errors)
+        self.tokens += sum(map(len, call.tokens))
+        return computed
 
     @property
     def has_asked(self) -> bool:
-        """Whether it has asked for a pass."""
+        """Whether a pass was requested."""
         return self._future is not None
 
     def cancel(self) -> None:
-        """Let the call under way, and further ones, raise CancelledError."""
+        """Make the pending call, and further ones, raise CancelledError."""
         with self._lock:
             self._cancelled = True
             if self._future is not None:

@@ -15,7 +15,7 @@ from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import EmbeddingForm, RerankForm
 from metal_prefill.serve._reply import Reply
-from metal_prefill.serve._service import PassSharer, Service
+from metal_prefill.serve._service import Service, SharedPasses
 from metal_prefill.tasks._embedding import (
     check_length,
     check_pooling,
@@ -23,7 +23,7 @@ from metal_prefill.tasks._embedding import (
     encode_texts,
     prompt_format,
 )
-from metal_prefill.tasks._reranking import rerank, template_of
+from metal_prefill.tasks._reranking import rank_documents, template_of
 
 
 def _check_inputs(service: Service, count: int, param: str) -> None:
@@ -36,36 +36,36 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
     name = service.check_model(form.model)
     inputs = prompts_of(form.input, "input")
     _check_inputs(service, len(inputs), "input")
-    model = service.model
+    engine = service.model.engine
 
     def encode() -> list[npt.NDArray[np.int32]]:
         try:
-            check_pooling(model, service.settings.pooling)
+            check_pooling(engine, service.settings.pooling)
         except ValueError as error:
             raise ApiError(400, f"{error} (option --pooling of the server)", code="unsupported") from None
-        before, after = prompt_format(model.config.architecture, form.instruction)
+        before, after = prompt_format(engine.config.architecture, form.instruction)
         prompts = []
         for i, text in enumerate(inputs):
             if isinstance(text, str):
                 try:
-                    prompts += encode_texts(model, [text], before, after)
+                    prompts += encode_texts(engine, [text], before, after)
                 except (TypeError, ValueError) as error:
                     raise type(error)(str(error).replace("text 0", f"text {i}", 1)) from None
                 continue
             try:
-                ids = token_array(text, model.config.vocab_size)
+                ids = token_array(text, engine.config.vocab_size)
             except ValueError as error:
                 raise ApiError(400, f"text {i}: {error}", param="input") from None
-            check_length(model, len(ids), f"text {i}")
+            check_length(engine, len(ids), f"text {i}")
             prompts.append(ids)
         return prompts
 
     with service.admitted(1):
         prompts = await service.prepare(encode)
 
-        def compute(sharer: PassSharer) -> Any:
+        def compute(passes: SharedPasses) -> Any:
             return embed_prompts(
-                sharer, prompts, pooling=service.settings.pooling, dimensions=form.dimensions
+                passes, prompts, pooling=service.settings.pooling, dimensions=form.dimensions
             )
 
         vectors: npt.NDArray[np.float32] = await service.compute(compute)
@@ -96,24 +96,24 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
             raise ApiError(400, f"documents[{i}] must be a text, or have one", param=f"documents[{i}]")
         documents.append(text)
     try:
-        template = template_of(service.model)
+        template = template_of(service.model.engine)
     except (ValueError, GGUFError):
         raise ApiError(
             400, f"{name} ranks no documents: its file has no template for that", code="unsupported"
         ) from None
     tokens = 0
 
-    def compute(sharer: PassSharer) -> Any:
+    def compute(passes: SharedPasses) -> Any:
         nonlocal tokens
-        ranked = rerank(
-            sharer,
+        ranked = rank_documents(
+            passes,
             form.query,
             documents,
             top_n=form.top_n,
             instruction=form.instruction,
             template=template,
         )
-        tokens = sharer.tokens
+        tokens = passes.tokens
         return ranked
 
     with service.admitted(1):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_texts
-from metal_prefill.tasks._text_passes import Job, compute, last_states, shared_beginning
-
-if TYPE_CHECKING:
-    from metal_prefill.tasks._text_model import TextModel
+from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute, last_states, shared_beginning
 
 Ids = npt.NDArray[np.int32]
 
@@ -48,7 +45,7 @@ class Classification:
 
 
 def classify(
-    model: TextModel,
+    model: EngineOwner,
     texts: Iterable[str],
     labels: Sequence[str] | None = None,
     *,
@@ -57,8 +54,9 @@ def classify(
     calibrate: bool = False,
 ) -> Classification:
     """Find the labels of texts; see :meth:`metal_prefill.Model.classify`."""
+    engine = model.engine
     if labels is None:
-        return _by_head(model, texts)
+        return _by_head(engine, texts)
     if isinstance(labels, str) or not labels or not all(isinstance(label, str) for label in labels):
         raise TypeError("labels must be a sequence of strings, at least one")
     if len(set(labels)) < len(labels):
@@ -75,14 +73,16 @@ def classify(
     for i, text in enumerate(all_texts):
         for label in labels:
             try:
-                context, label_ids = encode_pair(model, f"{before}{text}{after}", label)
+                context, label_ids = encode_pair(engine, f"{before}{text}{after}", label)
             except ValueError as error:
                 raise ValueError(f"text {i}, label {label!r}: {error}") from None
-            check_length(model, len(context) + len(label_ids) - 1, f"text {i}, label {label!r}")
+            check_length(engine, len(context) + len(label_ids) - 1, f"text {i}, label {label!r}")
             pairs.append((context, label_ids))
             names.append(f"text {i}, label {label!r}")
     shape = (len(all_texts), len(labels))
-    sums = np.array([scores.sum(dtype=np.float64) for scores in score_continuations(model, pairs, names)])
+    sums = np.array(
+        [scores.sum(dtype=np.float64) for scores in score_continuations(TextPasses(engine), pairs, names)]
+    )
     likelihoods = sums.reshape(shape)
     lengths = np.array([len(label_ids) for _, label_ids in pairs], np.int64).reshape(shape)
     scores = likelihoods / lengths if normalize_length else likelihoods
@@ -93,13 +93,17 @@ def classify(
     return Classification(tuple(labels), probabilities, likelihoods[:n], lengths[:n])
 
 
-def _by_head(model: TextModel, texts: Iterable[str]) -> Classification:
-    head = model._head
+def _by_head(engine: Engine, texts: Iterable[str]) -> Classification:
+    head = engine.head
     if not head.labels:
-        raise ValueError(f"{model.path.name} has no classification head (cls.output.weight): give labels=")
-    prompts = encode_texts(model, texts)
+        raise ValueError(f"{engine.path.name} has no classification head (cls.output.weight): give labels=")
+    prompts = encode_texts(engine, texts)
     names = [f"text {i}" for i in range(len(prompts))]
-    logits = [head.logits_of(state) for state in last_states(model, prompts, names)] if prompts else []
+    logits = (
+        [head.logits_of(state) for state in last_states(TextPasses(engine), prompts, names)]
+        if prompts
+        else []
+    )
     scores = np.array(logits, np.float64).reshape(len(prompts), len(head.labels))
     probabilities = _softmax(scores).astype(np.float32)
     return Classification(head.labels, probabilities, scores, np.ones(scores.shape, np.int64))
@@ -112,14 +116,14 @@ def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def encode_pair(
-    model: TextModel, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None
+    engine: Engine, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None
 ) -> tuple[Ids, Ids]:
     """Turn a text and its continuation into tokens, cut where the tokens of both together are.
 
     Spaces at the end of the text go to the continuation, whose first token they belong to. A text without
     tokens is the token that begins or ends texts.
     """
-    tokenizer = model.tokenizer
+    tokenizer = engine.tokenizer
     spaces = len(context) - len(context.rstrip())
     if spaces:
         context, continuation = context[:-spaces], context[-spaces:] + continuation
@@ -138,7 +142,7 @@ def encode_pair(
 
 
 def score_continuations(
-    model: TextModel, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]
+    passes: TextPasses, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]
 ) -> list[npt.NDArray[np.float32]]:
     """Log probability of each token of each continuation.
 
@@ -149,9 +153,9 @@ def score_continuations(
         return []
     contexts = [context for context, _ in pairs]
     shared = shared_beginning(contexts)
-    root = Job(contexts[0][:shared], "none", name=names[0]) if shared else None
-    jobs: list[Job] = [] if root is None else [root]
-    scored: list[Job] = []
+    root = TextJob(contexts[0][:shared], "none", name=names[0]) if shared else None
+    jobs: list[TextJob] = [] if root is None else [root]
+    scored: list[TextJob] = []
     groups: dict[bytes, list[int]] = {}
     for i, context in enumerate(contexts):
         groups.setdefault(context.tobytes(), []).append(i)
@@ -159,12 +163,12 @@ def score_continuations(
         context = contexts[members[0]][shared:]
         parent = root
         if len(members) > 1 and len(context) > 1:
-            parent = Job(context[:-1], "none", parent=root, name=names[members[0]])
+            parent = TextJob(context[:-1], "none", parent=root, name=names[members[0]])
             jobs.append(parent)
             context = context[-1:]
         for i in members:
             continuation = pairs[i][1]
-            job = Job(
+            job = TextJob(
                 np.concatenate([context, continuation]), "log_probs", len(continuation), parent, names[i]
             )
             jobs.append(job)
@@ -172,7 +176,7 @@ def score_continuations(
     order = [i for members in groups.values() for i in members]
     place = {id(job): i for job, i in zip(scored, order, strict=True)}
     results: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(pairs)
-    for job in compute(model, jobs):
+    for job in compute(passes, jobs):
         if id(job) in place:
             results[place[id(job)]] = job.result
     return results

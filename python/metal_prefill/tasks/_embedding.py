@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, integer, one_of
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
-from metal_prefill.tasks._text_passes import Job, compute, last_states
-
-if TYPE_CHECKING:
-    from metal_prefill.tasks._text_model import TextModel
+from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute, last_states
 
 Vectors = npt.NDArray[np.float32]
 
@@ -83,7 +81,7 @@ def checked_texts(texts: Iterable[str]) -> list[str]:
 
 
 def encode_texts(
-    model: TextModel,
+    engine: Engine,
     texts: Iterable[str],
     before: str = "",
     after: str = "",
@@ -106,10 +104,10 @@ def encode_texts(
     TypeError, ValueError, ContextOverflowError, KVMemoryError
         A text is not a string, cannot be encoded, has no tokens or does not fit; the message has its index.
     """
-    tokenizer = model.tokenizer
+    tokenizer = engine.tokenizer
     end = [tokenizer.eos_id] if ends and tokenizer.add_eos and tokenizer.eos_id is not None else []
     one_of("truncate", truncate, {"error": None, "end": None})
-    room = model.max_context - len(end)
+    room = engine.max_context - len(end)
     prompts: list[npt.NDArray[np.int32]] = []
     cut, empty = [], []
     for i, text in enumerate(checked_texts(texts)):
@@ -125,11 +123,11 @@ def encode_texts(
             if not keep_empty:
                 raise ValueError(f"text {i} has no tokens")
             empty.append(i)
-        check_length(model, len(ids), f"text {i}")
+        check_length(engine, len(ids), f"text {i}")
         prompts.append(np.array(ids, np.int32))
     if cut:
         warnings.warn(
-            f"{len(cut)} of {len(prompts)} texts did not fit the context of {model.max_context} tokens and "
+            f"{len(cut)} of {len(prompts)} texts did not fit the context of {engine.max_context} tokens and "
             f"lost their ends: {_named(cut)}",
             stacklevel=2,
         )
@@ -146,23 +144,23 @@ def _named(indices: Sequence[int]) -> str:
     return f"text {', '.join(map(str, indices[:10]))}{', ...' if len(indices) > 10 else ''}"
 
 
-def check_length(model: TextModel, tokens: int, name: str) -> None:
+def check_length(engine: Engine, tokens: int, name: str) -> None:
     """Raise ContextOverflowError or KVMemoryError where tokens do not fit, even alone."""
-    if tokens > model.max_context:
-        raise ContextOverflowError(f"{name}: {tokens} tokens exceed the context of {model.max_context}")
+    if tokens > engine.max_context:
+        raise ContextOverflowError(f"{name}: {tokens} tokens exceed the context of {engine.max_context}")
     try:
-        model._core_engine().check_fits(tokens)
+        engine.core.check_fits(tokens)
     except KVMemoryError as error:
         raise KVMemoryError(f"{name}: {error}") from None
 
 
-def check_pooling(model: TextModel, pooling: str | None) -> Pooling:
+def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
     """Return the pooling to use; see :meth:`metal_prefill.Model.embed`."""
-    stated = model._head.pooling
+    stated = engine.head.pooling
     if pooling is None:
         if stated is None:
             raise ValueError(
-                f"{model.path.name} states no pooling ({model.config.architecture}.pooling_type); "
+                f"{engine.path.name} states no pooling ({engine.config.architecture}.pooling_type); "
                 "give pooling='last', 'mean' or another, as its model's card says"
             )
         pooling = stated
@@ -171,16 +169,16 @@ def check_pooling(model: TextModel, pooling: str | None) -> Pooling:
         raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}; got {pooling!r}")
     if pooling == "rank":
         raise ValueError("pooling 'rank' gives scores of pairs of texts: use rerank, or classify")
-    if pooling == "cls" and model.config.causal:
+    if pooling == "cls" and engine.config.causal:
         raise ValueError(
-            f"pooling 'cls' takes the first token, which sees no other one in {model.path.name}: "
+            f"pooling 'cls' takes the first token, which sees no other one in {engine.path.name}: "
             "its attention is causal"
         )
     return kind
 
 
 def embed(
-    model: TextModel,
+    model: EngineOwner,
     texts: Iterable[str],
     *,
     normalize: bool = True,
@@ -191,16 +189,22 @@ def embed(
     progress: Progress | None = None,
 ) -> Any:
     """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
-    check_pooling(model, pooling)
-    before, after = prompt_format(model.config.architecture, instruction)
-    prompts = encode_texts(model, texts, before, after, truncate=truncate, keep_empty=True)
+    engine = model.engine
+    check_pooling(engine, pooling)
+    before, after = prompt_format(engine.config.architecture, instruction)
+    prompts = encode_texts(engine, texts, before, after, truncate=truncate, keep_empty=True)
     return embed_prompts(
-        model, prompts, normalize=normalize, dimensions=dimensions, pooling=pooling, progress=progress
+        TextPasses(engine),
+        prompts,
+        normalize=normalize,
+        dimensions=dimensions,
+        pooling=pooling,
+        progress=progress,
     )
 
 
 def embed_prompts(
-    model: TextModel,
+    passes: TextPasses,
     prompts: Sequence[npt.NDArray[np.int32]],
     *,
     normalize: bool = True,
@@ -209,10 +213,10 @@ def embed_prompts(
     progress: Progress | None = None,
 ) -> Any:
     """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros."""
-    head = model._head
-    kind = check_pooling(model, pooling)
+    config, head = passes.engine.config, passes.engine.head
+    kind = check_pooling(passes.engine, pooling)
     if dimensions is not None:
-        integer("dimensions", dimensions, 1, head.width if kind != "none" else model.config.dim)
+        integer("dimensions", dimensions, 1, head.width if kind != "none" else config.dim)
 
     # Texts that are the same are computed once.
     places: dict[bytes, int] = {}
@@ -222,14 +226,14 @@ def embed_prompts(
     results: dict[int, Vectors] = {}
     named = [f"text {i}" for i in distinct]
     vectors = vectors_of(
-        model, kind, [prompts[i] for i in distinct], named, normalize=normalize, dimensions=dimensions
+        passes, kind, [prompts[i] for i in distinct], named, normalize=normalize, dimensions=dimensions
     )
     for i, vector in zip(distinct, vectors, strict=True):
         results[i] = vector
         if progress is not None:
             progress(len(results), len(distinct))
     if b"" in places:
-        shape = (0, dimensions or model.config.dim) if kind == "none" else (dimensions or head.width,)
+        shape = (0, dimensions or config.dim) if kind == "none" else (dimensions or head.width,)
         results[places[b""]] = np.zeros(shape, np.float32)
     ordered = [results[places[ids.tobytes()]] for ids in prompts]
     if kind == "none":
@@ -238,7 +242,7 @@ def embed_prompts(
 
 
 def vectors_of(
-    model: TextModel,
+    passes: TextPasses,
     pooling: Pooling,
     prompts: Sequence[npt.NDArray[np.int32]],
     names: Sequence[str],
@@ -250,22 +254,22 @@ def vectors_of(
 
     `names` are those of the prompts in errors.
     """
-    for pooled in _pooled(model, pooling, prompts, names):
-        vector = pooled if pooling == "none" else model._head.embedding_of(pooled)
+    for pooled in _pooled(passes, pooling, prompts, names):
+        vector = pooled if pooling == "none" else passes.engine.head.embedding_of(pooled)
         yield _normalized(vector[..., :dimensions]) if normalize else vector[..., :dimensions]
 
 
 def _pooled(
-    model: TextModel, pooling: Pooling, prompts: Sequence[npt.NDArray[np.int32]], names: Sequence[str]
+    passes: TextPasses, pooling: Pooling, prompts: Sequence[npt.NDArray[np.int32]], names: Sequence[str]
 ) -> Iterable[Vectors]:
     """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``."""
     if not prompts:
         return
     if pooling == "last":
-        yield from last_states(model, prompts, names)
+        yield from last_states(passes, prompts, names)
         return
-    jobs = [Job(ids, "hidden", len(ids), name=name) for ids, name in zip(prompts, names, strict=True)]
-    for job in compute(model, jobs):
+    jobs = [TextJob(ids, "hidden", len(ids), name=name) for ids, name in zip(prompts, names, strict=True)]
+    for job in compute(passes, jobs):
         states = job.result
         if pooling == "mean":
             # Of all states at once, however passes cut them: sums of parts would be rounded differently.

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import integer
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._pooled_head import dequantized
 from metal_prefill.tasks._embedding import check_length
-from metal_prefill.tasks._text_passes import last_states
-
-if TYPE_CHECKING:
-    from metal_prefill.tasks._text_model import TextModel
+from metal_prefill.tasks._text_passes import TextPasses, last_states
 
 TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 
@@ -51,7 +48,7 @@ class Ranked:
 
 
 def rerank(
-    model: TextModel,
+    model: EngineOwner,
     query: str,
     documents: Sequence[str],
     *,
@@ -60,13 +57,34 @@ def rerank(
     template: str | None = None,
 ) -> list[Ranked]:
     """Order documents by how well they answer a query; see :meth:`metal_prefill.Model.rerank`."""
+    return rank_documents(
+        TextPasses(model.engine),
+        query,
+        documents,
+        top_n=top_n,
+        instruction=instruction,
+        template=template,
+    )
+
+
+def rank_documents(
+    passes: TextPasses,
+    query: str,
+    documents: Sequence[str],
+    *,
+    top_n: int | None = None,
+    instruction: str | None = None,
+    template: str | None = None,
+) -> list[Ranked]:
+    """Order documents by how well they answer a query; see :meth:`metal_prefill.Model.rerank`."""
+    engine = passes.engine
     if top_n is not None:
         integer("top_n", top_n, 1)
     if isinstance(documents, (str, bytes)):
         raise TypeError(f"documents must be a sequence of strings, got one {type(documents).__name__}")
     if not isinstance(query, str):
         raise TypeError(f"query must be a string, got {type(query).__name__}")
-    form = template if template is not None else template_of(model)
+    form = template if template is not None else template_of(engine)
     if "{query}" not in form or "{document}" not in form:
         raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
     values = {"query": query, "instruction": INSTRUCTION if instruction is None else instruction}
@@ -75,50 +93,50 @@ def rerank(
         if not isinstance(document, str):
             raise TypeError(f"document {i} must be a string, got {type(document).__name__}")
         try:
-            ids = encode_template(model, form, {**values, "document": document})
+            ids = encode_template(engine, form, {**values, "document": document})
         except ValueError as error:
             raise ValueError(f"document {i}: {error}") from None
-        check_length(model, len(ids), f"document {i}")
+        check_length(engine, len(ids), f"document {i}")
         prompts.append(ids)
     if not prompts:
         return []
-    ranked = [Ranked(i, score, documents[i]) for i, score in enumerate(scores_of(model, prompts))]
+    ranked = [Ranked(i, score, documents[i]) for i, score in enumerate(scores_of(passes, prompts))]
     ranked.sort(key=lambda item: -item.score)  # stable: of equal scores, the earlier document is first
     return ranked[:top_n]
 
 
-def scores_of(model: TextModel, prompts: Sequence[npt.NDArray[np.int32]]) -> list[float]:
+def scores_of(passes: TextPasses, prompts: Sequence[npt.NDArray[np.int32]]) -> list[float]:
     """Return the score of each prompt, a query with a document; what all share is computed once."""
-    score = _scorer(model)
+    score = _scorer(passes.engine)
     names = [f"document {i}" for i in range(len(prompts))]
-    return [score(state) for state in last_states(model, prompts, names)]
+    return [score(state) for state in last_states(passes, prompts, names)]
 
 
-def template_of(model: TextModel) -> str:
+def template_of(engine: Engine) -> str:
     """Return the template of the file, or that of its architecture; raises ValueError or GGUFError."""
-    template = model.gguf.metadata.get(TEMPLATE_KEY)
+    template = engine.gguf.metadata.get(TEMPLATE_KEY)
     if isinstance(template, str):
         return template
     if template is not None:
-        kind = model.gguf.metadata.type_name(TEMPLATE_KEY)
-        raise GGUFError(f"{model.path}: {TEMPLATE_KEY} has type {kind}, expected string")
-    if model.config.architecture in TEMPLATES:
-        return TEMPLATES[model.config.architecture]
+        kind = engine.gguf.metadata.type_name(TEMPLATE_KEY)
+        raise GGUFError(f"{engine.path}: {TEMPLATE_KEY} has type {kind}, expected string")
+    if engine.config.architecture in TEMPLATES:
+        return TEMPLATES[engine.config.architecture]
     raise ValueError(
-        f"{model.path.name} has no {TEMPLATE_KEY}, and none is known for {model.config.architecture}: "
+        f"{engine.path.name} has no {TEMPLATE_KEY}, and none is known for {engine.config.architecture}: "
         "give template="
     )
 
 
-def encode_template(model: TextModel, template: str, values: dict[str, str]) -> npt.NDArray[np.int32]:
+def encode_template(engine: Engine, template: str, values: dict[str, str]) -> npt.NDArray[np.int32]:
     """Turn a template with its values into tokens.
 
     Control tokens are those that the template spells, never what a value spells like one.
     """
-    tokenizer = model.tokenizer
+    tokenizer = engine.tokenizer
     pattern = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
     ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-    for piece in tokenizer._split(template, parse_special=True):
+    for piece in tokenizer.split(template, parse_special=True):
         if isinstance(piece, int):
             ids.append(piece)
         else:
@@ -127,16 +145,16 @@ def encode_template(model: TextModel, template: str, values: dict[str, str]) -> 
     return np.array(ids, np.int32)
 
 
-def _scorer(model: TextModel) -> _Scorer:
-    head = model._head
+def _scorer(engine: Engine) -> _Scorer:
+    head = engine.head
     if not head.labels:
-        return _Answers(model)
+        return _Answers(engine)
     if len(head.labels) > 2:
         raise ValueError(
-            f"{model.path.name} has a head of {len(head.labels)} classes ({', '.join(head.labels[:5])}): "
+            f"{engine.path.name} has a head of {len(head.labels)} classes ({', '.join(head.labels[:5])}): "
             "reranking takes one or two; use classify"
         )
-    return _Classes(model)
+    return _Classes(engine)
 
 
 class _Scorer:
@@ -147,8 +165,8 @@ class _Scorer:
 class _Classes(_Scorer):
     """By a classification head: of two classes the probability of "yes", or of the first."""
 
-    def __init__(self, model: TextModel) -> None:
-        self._head = model._head
+    def __init__(self, engine: Engine) -> None:
+        self._head = engine.head
         labels = self._head.labels
         self._yes = labels.index(ANSWERS[0]) if ANSWERS[0] in labels else 0
 
@@ -162,18 +180,18 @@ class _Classes(_Scorer):
 class _Answers(_Scorer):
     """By the two rows of the output projection whose tokens are the answers."""
 
-    def __init__(self, model: TextModel) -> None:
-        tensors = model.gguf.tensors
+    def __init__(self, engine: Engine) -> None:
+        tensors = engine.gguf.tensors
         tensor = tensors.get("output.weight", tensors["token_embd.weight"])
         rows = []
         for answer in ANSWERS:
-            ids = model.tokenizer.encode(answer, add_bos=False)
+            ids = engine.tokenizer.encode(answer, add_bos=False)
             if len(ids) != 1:
                 raise ValueError(
-                    f"{model.path.name} has no classification head, and {answer!r} is {len(ids)} tokens: "
+                    f"{engine.path.name} has no classification head, and {answer!r} is {len(ids)} tokens: "
                     "it is not a reranker"
                 )
-            rows.append(dequantized(model.gguf, tensor, slice(ids[0], ids[0] + 1))[0])
+            rows.append(dequantized(engine.gguf, tensor, slice(ids[0], ids[0] + 1))[0])
         self._yes, self._no = (row.astype(np.float64) for row in rows)
 
     def __call__(self, state: npt.NDArray[np.float32]) -> float:

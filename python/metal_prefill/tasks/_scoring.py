@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
+from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import Logits, TokenIds, length_of, token_array
 from metal_prefill.errors import ContextOverflowError
-from metal_prefill.session import Session
+from metal_prefill.generation._batch_call import BatchCall
 
 Prompts = Sequence[npt.NDArray[np.int32]]
 
@@ -98,15 +100,13 @@ def groups(prompts: Prompts) -> Iterator[list[int]]:
 
 
 def score_many(
-    new_session: Callable[[], Session],
-    forward_batch: Callable[[Sequence[Session], Sequence[TokenIds]], Sequence[Any]],
+    engine: Engine,
     prompts: Prompts,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Logits]:
-    """Score checked prompts, those that do not wait for each other in one batch.
+    """Score checked prompts; see :meth:`metal_prefill.Model.score_many`.
 
-    `forward_batch` appends tokens to sessions and returns the log probability of each token but the first.
-    See :meth:`metal_prefill.Model.score_many`.
+    Prompts that do not continue another one of their group are computed in one batch.
     """
     results: dict[int, Logits] = {}
     for group in groups(prompts):
@@ -114,21 +114,22 @@ def score_many(
         # The last shared token is computed again: what follows it is new. Element i is about token i + 1.
         starts = [min(max(n - 1, 0), len(prompts[i]) - 2) for n, i in zip(shared, group, strict=True)]
         leader = leaders(shared)
-        sessions: dict[int, Session] = {}
+        sessions: dict[int, _core.Session] = {}
         waiting = list(range(len(group)))
         while waiting:
             ready = [i for i in waiting if starts[i] == 0 or leader[i] in sessions]
             waiting = [i for i in waiting if i not in ready]
-            begun = {i: sessions[leader[i]].fork() if starts[i] else new_session() for i in ready}
+            begun = {i: sessions[leader[i]].fork() if starts[i] else engine.session() for i in ready}
             for i in ready:
                 begun[i].rewind(starts[i])
             rest = [prompts[group[i]][starts[i] :] for i in ready]
-            for i, scores in zip(ready, forward_batch([begun[i] for i in ready], rest), strict=True):
+            call = BatchCall(engine.config, [begun[i] for i in ready], rest, "log_probs", None)
+            computed = engine.core.forward_batch(call.take_requests(reuse=False))
+            for i, scores in zip(ready, call.results(computed, return_errors=False), strict=True):
                 known = results[group[leader[i]]][: starts[i]] if starts[i] else scores[:0]
                 results[group[i]] = np.concatenate([known, scores])
             sessions |= begun
             if progress is not None:
                 progress(len(results), len(prompts))
-        for session in sessions.values():
-            session.close()
+        sessions.clear()
     return [results[i] for i in range(len(prompts))]

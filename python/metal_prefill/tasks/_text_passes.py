@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from metal_prefill.session import Session
-    from metal_prefill.tasks._text_model import TextModel
+from metal_prefill import _core
+from metal_prefill._engine import Engine
+from metal_prefill.generation._batch_call import BatchCall, BatchOutput
 
 Ids = npt.NDArray[np.int32]
+
+# Computes a batch and returns a result or an exception for each of its sessions.
+RunBatch: TypeAlias = Callable[[BatchCall], list[Any]]
 
 # Tokens of a text that are worth the rest of a pass: shorter pieces have kernels of their own.
 LEAST_PIECE = 16
@@ -23,7 +26,7 @@ WORTH_SHARING = 16
 
 
 @dataclass(eq=False)
-class Job:
+class TextJob:
     """Tokens to compute, and the output wanted of them.
 
     Attributes
@@ -32,19 +35,19 @@ class Job:
         Those after the parent's. For log probabilities the last one is only predicted.
     output, rows
         As in :meth:`metal_prefill.Model.forward_batch`.
-    parent : Job or None
+    parent : TextJob or None
         Computed before, and continued: the beginning that several jobs share.
     name : str
         In errors, such as "text 3".
     """
 
     tokens: Ids
-    output: str
+    output: BatchOutput
     rows: int = 1
-    parent: Job | None = None
+    parent: TextJob | None = None
     name: str = ""
     done: int = field(default=0, init=False)
-    session: Session | None = field(default=None, init=False)
+    session: _core.Session | None = field(default=None, init=False)
     heirs: int = field(default=0, init=False)  # jobs that will continue it
     parts: list[Any] = field(default_factory=list, init=False)
 
@@ -59,21 +62,38 @@ class Job:
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
-def compute(model: TextModel, jobs: Sequence[Job]) -> Iterator[Job]:
+class TextPasses:
+    """An engine, and the way in which batches reach it.
+
+    Parameters
+    ----------
+    engine
+    run
+        Computes a batch; by default at once. A server shares the passes of its engine loop instead.
+    """
+
+    def __init__(self, engine: Engine, run: RunBatch | None = None) -> None:
+        self.engine = engine
+        self.run: RunBatch = run or (lambda call: engine.core.forward_batch(call.take_requests(reuse=False)))
+
+
+def compute(passes: TextPasses, jobs: Sequence[TextJob]) -> Iterator[TextJob]:
     """Compute jobs in their order, and yield each when it is done; a parent stands before its heirs.
 
     A pass takes as many jobs as fit. Of all jobs under way, one at most is left for the next pass; it
     alone, and parents with heirs, keep K and V.
     """
-    whole = not model.config.causal  # every token sees all others: they go through the layers together
-    pass_rows = model._core_engine().pass_rows
+    whole = (
+        not passes.engine.config.causal
+    )  # every token sees all others: they go through the layers together
+    pass_rows = passes.engine.core.pass_rows
     for job in jobs:
         if job.parent is not None:
             job.parent.heirs += 1
     waiting = deque(jobs)
     try:
         while waiting:
-            chosen: list[tuple[Job, int]] = []
+            chosen: list[tuple[TextJob, int]] = []
             room = pass_rows
             for job in waiting:
                 n = min(job.computed - job.done, room)
@@ -84,27 +104,27 @@ def compute(model: TextModel, jobs: Sequence[Job]) -> Iterator[Job]:
                 room -= n
                 if room == 0:
                     break
-            _run_pass(model, chosen)
+            _run_pass(passes, chosen)
             while waiting and waiting[0].done == waiting[0].computed:
                 job = waiting.popleft()
                 _release(job)
                 yield job
     finally:
         for job in jobs:
-            if job.session is not None:
-                job.session.close()
+            job.session = None
 
 
-def _is_ready(job: Job) -> bool:
+def _is_ready(job: TextJob) -> bool:
     return job.parent is None or job.parent.done == job.parent.computed
 
 
-def _run_pass(model: TextModel, chosen: Sequence[tuple[Job, int]]) -> None:
-    sessions, tokens, outputs, rows = [], [], [], []
+def _run_pass(passes: TextPasses, chosen: Sequence[tuple[TextJob, int]]) -> None:
+    sessions, tokens, rows = [], [], []
+    outputs: list[BatchOutput] = []
     for job, n in chosen:
         if job.session is None:
             if job.parent is None:
-                job.session = model.session()
+                job.session = passes.engine.session()
             else:
                 assert job.parent.session is not None
                 job.session = job.parent.session.fork()
@@ -114,7 +134,8 @@ def _run_pass(model: TextModel, chosen: Sequence[tuple[Job, int]]) -> None:
         tokens.append(job.tokens[job.done : end + (job.output == "log_probs" and wanted > 0)])
         outputs.append(job.output if wanted else "none")
         rows.append(wanted or None)
-    results = model.forward_batch(sessions, tokens, output=outputs, rows=rows, return_errors=True)
+    call = BatchCall(passes.engine.config, sessions, tokens, outputs, rows)
+    results = call.results(passes.run(call), return_errors=True)
     for (job, n), result in zip(chosen, results, strict=True):
         if isinstance(result, Exception):
             raise type(result)(f"{job.name}: {result}") from result
@@ -123,10 +144,9 @@ def _run_pass(model: TextModel, chosen: Sequence[tuple[Job, int]]) -> None:
             job.parts.append(result)
 
 
-def _release(job: Job | None) -> None:
+def _release(job: TextJob | None) -> None:
     """Give back the K and V of a job that nobody continues, and of parents whose last heir it was."""
     while job is not None and job.heirs == 0 and job.session is not None and job.done == job.computed:
-        job.session.close()
         job.session = None
         if job.parent is not None:
             job.parent.heirs -= 1
@@ -148,15 +168,17 @@ def shared_beginning(prompts: Sequence[Ids]) -> int:
 
 
 def last_states(
-    model: TextModel, prompts: Sequence[Ids], names: Sequence[str]
+    passes: TextPasses, prompts: Sequence[Ids], names: Sequence[str]
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the hidden state of the last token of each prompt; what all share is computed once.
 
     A model whose tokens see those after them shares nothing.
     """
-    shared = shared_beginning(prompts) if model.config.causal else 0
-    parent = Job(prompts[0][:shared], "none", name=names[0]) if shared else None
-    jobs = [Job(ids[shared:], "hidden", 1, parent, name) for ids, name in zip(prompts, names, strict=True)]
-    for job in compute(model, jobs if parent is None else [parent, *jobs]):
+    shared = shared_beginning(prompts) if passes.engine.config.causal else 0
+    parent = TextJob(prompts[0][:shared], "none", name=names[0]) if shared else None
+    jobs = [
+        TextJob(ids[shared:], "hidden", 1, parent, name) for ids, name in zip(prompts, names, strict=True)
+    ]
+    for job in compute(passes, jobs if parent is None else [parent, *jobs]):
         if job is not parent:
             yield job.result[0]

@@ -83,7 +83,7 @@ class Tokenizer:
         self.pad_id = self._special_id("padding")
         self.unk_id = self._special_id("unknown")
         sentencepiece = self._vocabulary.kind == "llama"
-        self._space_prefix = sentencepiece and self._flag("add_space_prefix", default=True)
+        self.space_prefix = sentencepiece and self._flag("add_space_prefix", default=True)
         adds_bos = (sentencepiece or self._vocabulary.pre.adds_bos) and self.bos_id is not None
         self.add_bos = self._flag("add_bos_token", default=adds_bos)
         if self.add_bos and self.bos_id is None:
@@ -154,11 +154,11 @@ class Tokenizer:
                 raise ValueError("the vocabulary has no token that begins a text")
             ids.append(self.bos_id)
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
-        for piece in self._split(text, parse_special):
+        for piece in self.split(text, parse_special):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                if self._space_prefix:  # a piece is all there is between two tokens
+                if self.space_prefix:  # a piece is all there is between two tokens
                     piece = " " + piece
                 plain = piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
                 made = self._segmenter.encode(plain, add_special_tokens=False).ids
@@ -246,11 +246,11 @@ class Tokenizer:
             A message or tool is not a mapping, or has no proper role or name.
         """
         ids: list[int] = []
-        for text, special in self._chat_pieces(messages, tools, add_generation_prompt, variables):
+        for text, special in self.chat_pieces(messages, tools, add_generation_prompt, variables):
             ids += [self._special[text]] if special else self.encode(text, add_bos=False)
         return ids
 
-    def _chat_pieces(
+    def chat_pieces(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -328,7 +328,7 @@ class Tokenizer:
         -----
         Bytes that are not UTF-8 become U+FFFD.
         """
-        decoder = TokenDecoder(self, skip_special, self._space_prefix)
+        decoder = TokenDecoder(self, skip_special, self.space_prefix)
         return "".join([*map(decoder.step, ids), decoder.flush()])
 
     def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
@@ -391,7 +391,7 @@ class Tokenizer:
         """Match a user-defined token, or that or a special one; the longest first. None: there are none."""
         return _alternatives(self._user_defined), _alternatives(self._user_defined | self._special)
 
-    def _split(self, text: str, parse_special: bool) -> Iterator[str | int]:
+    def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Cut out the tokens that are recognized by their spelling."""
         pattern = self._patterns[parse_special]
         end = 0

@@ -22,6 +22,7 @@ from metal_prefill.bench._machine import available_threads
 from metal_prefill.integrations._evaluation import loglikelihood
 from metal_prefill.tasks._embedding import check_pooling, vectors_of
 from metal_prefill.tasks._reranking import scores_of
+from metal_prefill.tasks._text_passes import TextPasses
 
 
 class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
@@ -87,11 +88,12 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
     def embed(self, texts: list[Ids]) -> Vectors:
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
         names = [f"text {i}" for i in range(len(texts))]
-        return np.array(list(vectors_of(self._model, check_pooling(self._model, None), texts, names)))
+        passes = TextPasses(self._model.engine)
+        return np.array(list(vectors_of(passes, check_pooling(passes.engine, None), texts, names)))
 
     def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
         """Return the probability of "yes" after each prompt; the model knows the ids of its answers."""
-        return scores_of(self._model, prompts)
+        return scores_of(TextPasses(self._model.engine), prompts)
 
     def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
         """Return the log likelihood of the second text of each pair, as `metal_prefill.lm_eval` does."""

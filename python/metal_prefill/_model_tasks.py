@@ -1,0 +1,216 @@
+"""Methods of a model for embeddings, ranks, labels and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from metal_prefill._engine import Engine
+from metal_prefill._support.arguments import Logits, Progress, TokenIds
+from metal_prefill.session import Session
+from metal_prefill.tasks._scoring import check_prompts, score_many
+
+if TYPE_CHECKING:
+    from metal_prefill.tasks._classification import Classification
+    from metal_prefill.tasks._reranking import Ranked
+
+
+class TaskMethods:
+    """Work that is prefill only, over an engine."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine handle."""
+        raise NotImplementedError
+
+    def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
+        """Log probability of each token given those before it, from an empty context.
+
+        Leaves the default session alone. See :meth:`Session.score`.
+        """
+        with Session(self.engine, self.engine.session()) as scratch:
+            return scratch.score(tokens, progress=progress)
+
+    def score_many(self, prompts: Sequence[TokenIds], *, progress: Progress | None = None) -> list[Logits]:
+        """Score many prompts, computing what they share only once.
+
+        A common beginning, such as a question before its possible answers, is found whatever the order of the
+        prompts. Leaves the default session alone.
+
+        Parameters
+        ----------
+        prompts
+            Token ids of each, at least two.
+        progress
+            Called after each prompt with the number of prompts done and the number in all. An exception in it
+            stops the work.
+
+        Returns
+        -------
+        list of numpy.ndarray
+            For each prompt what :meth:`score` returns for it: float32, ``[n - 1]``.
+
+        Raises
+        ------
+        ValueError, TypeError, ContextOverflowError
+            As in :meth:`score`; the message names the prompt. Nothing was computed.
+        """
+        engine = self.engine
+        limit = engine.max_context + 1  # the last token is only predicted
+        return score_many(
+            engine, check_prompts(prompts, engine.config.vocab_size, least=2, limit=limit), progress
+        )
+
+    def embed(
+        self,
+        texts: Iterable[str],
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        pooling: Literal["none", "mean", "cls", "last"] | None = None,
+        instruction: str | None = None,
+        truncate: Literal["error", "end"] | str = "error",
+        progress: Progress | None = None,
+    ) -> Any:
+        """Turn texts into vectors whose products say how near the texts are in meaning.
+
+        Texts go through the model together, and the same text is computed once. What a text gets does not
+        depend on the others: on the CPU bit for bit. The default session does not change, and no K and V
+        is kept.
+
+        Parameters
+        ----------
+        texts
+            Any number. The tokens that begin and end texts are added as the file's tokenizer says.
+        normalize
+            Divide vectors by their length.
+        dimensions
+            Keep so many of the first values, as models trained with Matryoshka losses allow; the length
+            is then that of what is kept.
+        pooling
+            How the hidden states of a text become one vector; None stands for what the file states
+            (``{arch}.pooling_type``). ``"last"`` and ``"cls"`` take the state of the last and of the
+            first token, ``"mean"`` the mean of all, ``"none"`` gives all of them.
+        instruction
+            Put before each text what the model's card asks for. ``"query"`` and ``"document"`` stand for
+            what it says of these; a text with ``{text}`` in it is the whole form; any other text is the
+            task, in the card's form where the architecture has one, else what stands before each text.
+            None adds nothing.
+        truncate
+            ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, but
+            for the token that ends texts, and a ``UserWarning`` says how many texts did and names them.
+        progress
+            Called with the number of distinct texts done and the number in all.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 ``[texts, dimensions]``; with pooling ``"none"`` a list of ``[tokens, dim]``. The vector
+            of a text without tokens is zero; a ``UserWarning`` names such texts.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A text is not a string, or has lone surrogates; the message has its index. Or the pooling
+            is not stated, or contradicts the file.
+        ContextOverflowError
+            A text has more tokens than the context holds; the message has its index. Nothing was computed.
+        NumericalError, DeviceError, KVMemoryError
+            While a text was computed; the message has its index.
+        """
+        from metal_prefill.tasks._embedding import embed
+
+        return embed(
+            self,
+            texts,
+            normalize=normalize,
+            dimensions=dimensions,
+            pooling=pooling,
+            instruction=instruction,
+            truncate=truncate,
+            progress=progress,
+        )
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        template: str | None = None,
+    ) -> list[Ranked]:
+        """Order documents by how well they answer a query.
+
+        A file with a classification head (``cls.output.weight``) gives its scores; any other model is
+        asked for "yes" or "no", and only these two rows of its head are computed. What the pairs have in
+        common, such as the query, is computed once.
+
+        Parameters
+        ----------
+        query, documents
+            Texts. Control tokens that they spell are text.
+        top_n
+            Return only so many of the best.
+        instruction
+            The task, where the template has a place for it; by default that of the model's card, web search.
+        template
+            Text with ``{query}`` and ``{document}``; by default ``tokenizer.chat_template.rerank`` of the
+            file, or that of the card of Qwen3-Reranker.
+
+        Returns
+        -------
+        list of Ranked
+            The index of each document, its score and its text, the highest score first.
+
+        Raises
+        ------
+        TypeError, ValueError, ContextOverflowError
+            A document is not a string, cannot be encoded or does not fit; the message has its index. Or
+            there is no template, or the model is not a reranker.
+        """
+        from metal_prefill.tasks._reranking import rerank
+
+        return rerank(self, query, documents, top_n=top_n, instruction=instruction, template=template)
+
+    def classify(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[str] | None = None,
+        template: str | None = None,
+        *,
+        normalize_length: bool = True,
+        calibrate: bool = False,
+    ) -> Classification:
+        """Find which of some labels fits each text.
+
+        Parameters
+        ----------
+        texts
+            Any number.
+        labels
+            Texts, of which the model says how likely each is to follow. None: the classes of the file's
+            classification head.
+        template
+            Text with ``{text}``, and ``{label}`` at its end.
+        normalize_length
+            Compare log probabilities per token of a label, so that long labels are not at a disadvantage.
+        calibrate
+            Divide by the probability that a label has after texts without content (arXiv:2102.09690).
+
+        Returns
+        -------
+        Classification
+            Names, probabilities and log likelihoods; ``best`` has the most probable label of each text.
+
+        Raises
+        ------
+        TypeError, ValueError, ContextOverflowError
+            A text is not a string, cannot be encoded or does not fit; the message has its index. Or there is
+            neither a list of labels nor a classification head.
+        """
+        from metal_prefill.tasks._classification import classify
+
+        return classify(
+            self, texts, labels, template=template, normalize_length=normalize_length, calibrate=calibrate
+        )

@@ -1,0 +1,125 @@
+"""Open a GGUF file on an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from pathlib import Path
+
+from metal_prefill import _core
+from metal_prefill._engine import Engine
+from metal_prefill._support.cache_folder import pipeline_folder, remove_old_pipelines
+from metal_prefill.errors import DeviceError, GGUFError, MetalPrefillError
+from metal_prefill.files import _pack_cache
+from metal_prefill.files._architecture import ModelConfig, collect_tensors, core_config, read_config
+from metal_prefill.files._bundled_models import packaged_model
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._pooled_head import read_head
+
+_log = logging.getLogger("metal_prefill")
+_announced_fallback = False
+
+
+def default_model_path() -> Path:
+    """Return the path of the small model that ships with the package."""
+    from importlib import resources
+
+    data = resources.files("metal_prefill") / "data"
+    return Path(str(next(f for f in data.iterdir() if f.name.endswith(".gguf"))))
+
+
+def resolve_device(device: str) -> str:
+    """Return ``cpu`` or ``metal`` for a requested device; ``METAL_PREFILL_DEVICE`` overrides it.
+
+    ``auto`` is ``metal`` on a Mac's GPU and ``cpu`` everywhere else; the emulator is used only when
+    asked for.
+
+    Raises
+    ------
+    ValueError
+        If the name is none of ``auto``, ``cpu``, ``metal``.
+    DeviceError
+        If ``metal`` is asked for where it is not available.
+    """
+    global _announced_fallback
+    override = os.environ.get("METAL_PREFILL_DEVICE")
+    source = "METAL_PREFILL_DEVICE" if override else "device"
+    name = override or device
+    if name not in ("auto", "cpu", "metal"):
+        raise ValueError(f"{source} must be 'auto', 'cpu' or 'metal', got {name!r}")
+    if name == "auto":
+        if _core.metal_available() and not _core.has_emulator:
+            return "metal"
+        if not _announced_fallback:
+            _announced_fallback = True
+            on_mac = platform.system() == "Darwin"
+            _log.log(logging.WARNING if on_mac else logging.INFO, "no Metal device: using the CPU engine")
+        return "cpu"
+    if name == "metal" and (problem := _core.metal_device().get("problem")):
+        raise DeviceError(f"{source}='metal' is not available: {problem}")
+    return name
+
+
+def open_engine(
+    path: str | os.PathLike[str] | None,
+    device: str,
+    options: _core.EngineOptions,
+    *,
+    max_context: int | None,
+    kv_dtype: str,
+    mmap: bool,
+    pack_cache: bool,
+) -> Engine:
+    """Open a file on the engine of a device; parameters and errors are those of :class:`Model`.
+
+    `options` are checked, and complete but for those that depend on the file and the device.
+    """
+    automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"
+    device = resolve_device(device)
+    if device == "metal":
+        options.metal.pipeline_folder = pipeline_folder(_core.has_emulator)
+        if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
+            options.metal.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
+    gguf = GGUFFile(default_model_path() if path is None else packaged_model(path) or Path(path), mmap=mmap)
+    config = read_config(gguf)
+    if max_context is not None:
+        options.max_context = min(max_context, config.context_length)
+    head = read_head(gguf, config.architecture, config.dim)
+    try:
+        builder = _core.ModelBuilder(core_config(config), gguf.mapping, gguf.mapping)
+        for role, layer, info in collect_tensors(gguf, config):
+            rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
+            builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
+        core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None
+        if core is None and pack_cache and options.compute == _core.Compute.INT8:
+            core = _pack_cache.build(builder, options, gguf)
+        elif core is None:
+            core = builder.build("cpu", options)
+    except MetalPrefillError:
+        raise
+    except ValueError as error:  # the options were checked, so the file is at fault
+        raise GGUFError(f"{gguf.path}: {error}") from None
+    context = config.context_length if max_context is None else max_context
+    return Engine(core, gguf, config, head, context, kv_dtype)
+
+
+def _gpu_engine(
+    builder: _core.ModelBuilder,
+    options: _core.EngineOptions,
+    config: ModelConfig,
+    gguf: GGUFFile,
+    automatic: bool,
+) -> _core.Engine | None:
+    """Build the Metal engine; None if it cannot be used and the device was not requested by name."""
+    from metal_prefill.gpu import _self_test
+
+    try:
+        engine = _self_test.build_checked(builder, options, config, len(gguf.mapping))
+        remove_old_pipelines(options.metal.pipeline_folder)
+        return engine
+    except DeviceError as error:
+        if not automatic:
+            raise
+        _log.warning("using the CPU engine: %s", error)
+        return None
