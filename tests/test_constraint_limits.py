@@ -244,7 +244,8 @@ def test_a_forked_process_has_workers_of_its_own(model: Model) -> None:
 
 def test_workers_end_with_the_process() -> None:
     program = (
-        "from metal_prefill import Model, _constraint_check\n"
+        "from metal_prefill import Model\n"
+        "from metal_prefill.generation import _constraint_check\n"
         "from metal_prefill.generation._constraint import Constraint\n"
         "Constraint(Model(device='cpu', threads=1).tokenizer, regex='a')\n"
         "print(_constraint_check._workers.idle[0]._process.pid)\n"
