@@ -92,7 +92,7 @@ def test_what_texts_have_in_common_is_computed_once(model: Model, monkeypatch: p
     computed = ComputedTokens(monkeypatch)
     vectors = model.embed([f"{'word ' * 20}{i}" for i in range(5)])
     lengths = [len(tokens_of(model, f"{'word ' * 20}{i}")) for i in range(5)]
-    assert computed.count < lengths[0] + 5 * 16
+    assert lengths[0] <= computed.count < lengths[0] + 5 * 16
     np.testing.assert_array_equal(vectors, plain)
 
 

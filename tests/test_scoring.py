@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.computed_tokens import ComputedTokens
 
 from metal_prefill import ClosedError, ContextOverflowError, MissingExtraError, Model
 
@@ -31,17 +32,7 @@ PROMPTS: list[npt.NDArray[np.int64]] = [
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens that went through the layers, session by session."""
-    counts: list[int] = []
-    forward_batch = Model.forward_batch
-
-    def counting(self: Model, sessions: Any, tokens: Any, **options: Any) -> Any:
-        before = [session.position for session in sessions]
-        results = forward_batch(self, sessions, tokens, **options)
-        counts.extend(session.position - n for session, n in zip(sessions, before, strict=True))
-        return results
-
-    monkeypatch.setattr(Model, "forward_batch", counting)
-    return counts
+    return ComputedTokens(monkeypatch).counts
 
 
 def test_scores_are_those_of_each_prompt_alone(whole_demo: Model) -> None:
