@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup test test-emulator test-ray sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-emulator test-ray sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -168,12 +168,26 @@ bench-gpu: build/.cuda
 	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/bench_decode.py
 
 lint: build/.emulator $(VENV)/.dev-tools
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_prefill.__file__).parent)")/_core.pyi \
-	  python/metal_prefill/
-	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
-	$(BIN)/python tools/check_prose.py
+	$(LINTERS)
+
+define LINTERS
+$(BIN)/ruff check . && $(BIN)/ruff format --check .
+cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_prefill.__file__).parent)")/_core.pyi \
+  python/metal_prefill/
+$(BIN)/mypy
+$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+$(BIN)/python tools/check_prose.py
+endef
+
+# Linters, and the quick tests that need neither the Metal emulator nor an emulated Arm processor: about a minute.
+check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/.dev-tools
+	$(LINTERS)
+	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5" "hypothesis>=6.100"
+	$(BIN)/python -m pytest -q tests -m "not emulator" -k "not metal and not neon" --dist loadfile \
+	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) $(addprefix --ignore=tests/,$(SLOW_TESTS))
+
+SLOW_TESTS := bench fuzz serve soak test_arm_engine.py test_build.py test_concurrency.py test_exit.py test_guide.py test_hub.py \
+  test_run_many.py test_smollm2.py test_synth.py test_template_limits.py
 
 # Static analysis of what the build compiled. It takes minutes, so it is no part of lint.
 tidy: build/.emulator $(VENV)/.dev-tools
