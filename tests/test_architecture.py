@@ -131,10 +131,10 @@ INTEGERS = (
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (integer(0), "is 0, it must be between 1 and 2147483647"),
-        ((I32, scalar(I32, -1)), "is -1, it must be between 1 and"),
-        (integer(2**31), "is 2147483648, it must be between 1 and"),
-        ((U64, scalar(U64, 2**64 - 1)), "is 18446744073709551615, it must be between"),
+        (integer(0), "is 0, must be between 1 and 2147483647"),
+        ((I32, scalar(I32, -1)), "is -1, must be between 1 and"),
+        (integer(2**31), "is 2147483648, must be between 1 and"),
+        ((U64, scalar(U64, 2**64 - 1)), "is 18446744073709551615, must be between"),
         (number(2.0), "has type float32, expected an integer"),
         (string("2"), "has type string, expected an integer"),
         ((BOOL, b"\1"), "has type bool, expected an integer"),
@@ -152,8 +152,8 @@ def test_unusable_integers_are_named(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (number(0.0), "is 0.0, it must be positive and finite"),
-        (number(-1.0), "is -1.0, it must be positive"),
+        (number(0.0), "is 0.0, must be positive and finite"),
+        (number(-1.0), "is -1.0, must be positive"),
         (number(math.inf), "is inf"),
         (number(math.nan), "is nan"),
         (integer(1), "has type uint32, expected a float"),
@@ -187,11 +187,11 @@ def test_unusable_floats_are_named(
         ),
         (
             {"llama.rope.dimension_count": integer(3)},
-            "is 3, it must be even and at most the head's 4 dimensions",
+            "is 3, must be even and at most the head width 4",
         ),
         (
             {"llama.rope.dimension_count": integer(6)},
-            "is 6, it must be even and at most the head's 4 dimensions",
+            "is 6, must be even and at most the head width 4",
         ),
         ({"llama.attention.key_length": integer(2**30)}, "4 heads of 1073741824 dimensions are more than"),
         (
@@ -223,7 +223,7 @@ def test_numbers_per_layer_must_be_the_same_in_each(open_model: Open, key: str) 
         read_config(open_model({name: per_layer(U32, 4, 4, 4)}))
     with pytest.raises(GGUFError, match=rf"{name} has type array\[float32\], expected an integer"):
         read_config(open_model({name: per_layer(F32, 4, 4)}))
-    with pytest.raises(GGUFError, match=f"{name} is 0, it must be between"):
+    with pytest.raises(GGUFError, match=f"{name} is 0, must be between"):
         read_config(open_model({name: per_layer(U32, 0, 0)}))
 
 
@@ -268,7 +268,7 @@ def test_yarn_scaling(open_model: Open) -> None:
     [
         ({"type": string("linear")}, "metadata llama.rope.scale_linear is missing"),
         ({"type": string("yarn"), "factor": number(2.0)}, "scaling.original_context_length is missing"),
-        ({"factor": number(0.0)}, "scaling.factor is 0.0, it must be positive"),
+        ({"factor": number(0.0)}, "scaling.factor is 0.0, must be positive"),
         ({"factor": number(math.nan)}, "scaling.factor is nan"),
         ({"type": integer(1)}, "scaling.type has type uint32, expected string"),
     ],
@@ -281,7 +281,7 @@ def test_incomplete_scaling_is_named(open_model: Open, metadata: dict[str, Any],
 def test_yarn_needs_a_base_above_one(open_model: Open) -> None:
     yarn = {"type": string("yarn"), "factor": number(2.0), "original_context_length": integer(32)}
     metadata = {SCALING + key: value for key, value in yarn.items()}
-    with pytest.raises(GGUFError, match=r"rope\.freq_base is 1\.0, YaRN needs more than 1"):
+    with pytest.raises(GGUFError, match=r"rope\.freq_base is 1\.0, must be greater than 1 for YaRN"):
         read_config(open_model({**metadata, "llama.rope.freq_base": number(1.0)}))
 
 
@@ -294,7 +294,7 @@ def test_yarn_needs_a_base_above_one(open_model: Open) -> None:
         ),
         (
             {"general.architecture": string("lfm2")},
-            "architecture lfm2 is not supported .*short convolutions.*; supported are llama",
+            "architecture lfm2 is not supported .*short-convolution.*; supported are llama",
         ),
         ({"llama.expert_count": integer(8)}, "llama.expert_count = 8 is not supported"),
         ({"llama.final_logit_softcapping": number(30.0)}, "final_logit_softcapping = 30.0"),
@@ -354,7 +354,7 @@ def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(phi3_path: Path)
         name = "blk.1.attn_qkv.weight"
         whole = gguf.tensors[name]
         gguf.tensors[name] = replace(whole, shape=(whole.shape[0] - 1, whole.shape[1]))
-        with pytest.raises(GGUFError, match=r"qkv.weight has shape \(383, 128\), .* for \(384, 128\)"):
+        with pytest.raises(GGUFError, match=r"qkv.weight has shape \(383, 128\), .* requires \(384, 128\)"):
             collect_tensors(gguf, config)
         del gguf.tensors[name]
         with pytest.raises(GGUFError, match=r"tensor blk\.1\.attn_qkv\.weight is missing"):
@@ -513,7 +513,7 @@ def test_architectures_require_their_own_tensors(open_model: Open, architecture:
 )
 def test_contradicting_shape_is_named(open_model: Open, name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(
-        GGUFError, match=rf"tensor {name} has shape \({shape[0]}.*\), the metadata asks for \("
+        GGUFError, match=rf"tensor {name} has shape \({shape[0]}.*\), the metadata requires \("
     ):
         collect(open_model, tensors={name: (shape, 0)})
 
@@ -525,14 +525,14 @@ def test_contradicting_shape_is_named(open_model: Open, name: str, shape: tuple[
             "output.weight",
             (VOCAB, DIM),
             26,
-            "tensor output.weight has type I32; supported in its place: F32, F16",
+            "tensor output.weight has type I32; supported types are F32, F16",
         ),
         ("output.weight", (VOCAB, DIM), 28, "tensor output.weight has type F64"),
         (
             "output_norm.weight",
             (DIM,),
             1,
-            "tensor output_norm.weight has type F16; supported in its place: F32",
+            "tensor output_norm.weight has type F16; supported types are F32",
         ),
         ("blk.0.attn_q.bias", (DIM,), 30, "tensor blk.0.attn_q.bias has type BF16"),
     ],
@@ -556,6 +556,6 @@ def test_type_that_is_not_implemented_is_named(
 )
 def test_tensor_without_a_place_is_refused(open_model: Open, name: str) -> None:
     with pytest.raises(
-        UnsupportedModelError, match=f"tensor {name} has no place in a llama model of 2 layers"
+        UnsupportedModelError, match=f"tensor {name} is not part of a llama model with 2 layers"
     ):
         collect(open_model, tensors={name: ((DIM,), 0)})

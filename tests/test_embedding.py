@@ -264,7 +264,7 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     key = b"gemma-embedding.pooling_type"
     at = data.index(key) + len(key) + 4  # after the type of the value
     for value, error, message in (
-        (7, UnsupportedModelError, "pooling_type 7 is not known; known are 0 .none., 1 .mean."),
+        (7, UnsupportedModelError, "pooling_type 7 is not supported; supported are 0 .none., 1 .mean."),
         (4, GGUFError, "pooling_type is rank, but tensor cls.output.weight is missing"),
     ):
         lost.write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])

@@ -140,11 +140,11 @@ DAMAGES: dict[Callable[[Path], None], str] = {
     flip_in_header: "its header is damaged",
     give_another_header_its_checksum: "its header is damaged",
     flip_in_a_sample: "its contents are damaged",
-    cut_in_half: "bytes in place of",
+    cut_in_half: "bytes instead of",
     cut_in_the_header: "its header is damaged",
     empty: "its header is damaged",
-    lengthen: "bytes in place of",
-    write_anywhere: "something wrote to it",
+    lengthen: "bytes instead of",
+    write_anywhere: "it was modified after it was written",
     write_nonsense: "its header is damaged",
 }
 
@@ -156,7 +156,7 @@ def test_a_damaged_entry_is_made_again(
     expected, _ = opened(path)
     damage(only_entry(folder))
     assert opened(path) == (expected, False)
-    assert f"packed weights in {only_entry(folder)} are not used, they are made again: " in caplog.text
+    assert f"rebuilding packed weights in {only_entry(folder)}: " in caplog.text
     assert DAMAGES[damage] in caplog.text
     assert opened(path) == (expected, True)
 
@@ -172,7 +172,7 @@ def test_an_entry_under_a_wrong_name_is_not_believed(
         opened(path)
     only_entry(folder).rename(name)
     assert opened(path) == (expected, False)
-    assert "it is of another model or version" in caplog.text
+    assert "it belongs to another model or version" in caplog.text
     assert opened(path) == (expected, True)
 
 
@@ -232,7 +232,7 @@ def test_without_room_on_the_disk_nothing_is_kept(
         assert opened(path) == (expected, False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "are not kept" in caplog.text
+    assert "cannot store packed weights" in caplog.text
     assert list(folder.iterdir()) == []
     assert opened(path) == (expected, False)
     assert opened(path) == (expected, True)
@@ -244,7 +244,7 @@ def test_without_a_folder_nothing_is_kept(
     (tmp_path / "file").touch()
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "file"))
     assert opened(path) == (opened(path, pack_cache=False)[0], False)
-    assert "are not kept" in caplog.text
+    assert "cannot store packed weights" in caplog.text
 
 
 def test_what_was_not_used_for_longest_goes_first(
@@ -265,7 +265,7 @@ def test_what_was_not_used_for_longest_goes_first(
     assert [entry.name for entry in _pack_cache.entries()] == ["2.gguf", "model.gguf"]
     monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", str(size - 1))
     opened(paths[1])
-    assert f"{size} bytes are more than the cache may have, {size - 1}" in caplog.text
+    assert f"{size} bytes exceed the cache limit of {size - 1} bytes" in caplog.text
     assert len(list(folder.iterdir())) == 2
     monkeypatch.setenv("METAL_PREFILL_PACK_CACHE_BYTES", "1 GB")
     with pytest.raises(

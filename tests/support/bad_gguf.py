@@ -52,7 +52,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "empty key": (gguf([entry("", STRING, text("x"))]), "key 0 of 1 at byte 24 has 0 bytes"),
     "key too long": (
         gguf([entry("k" * 65536, U8, b"\1")]),
-        "key 0 of 1 .* has 65536 bytes, it must have 1 to 65535",
+        "key 0 of 1 .* has 65536 bytes, must have 1 to 65535",
     ),
     **{
         f"key of length {length}": (gguf([text("k", length=length) + bytes(16)]), f"has {length} bytes")
@@ -179,13 +179,13 @@ BAD: dict[str, tuple[bytes, str]] = {
     **{
         f"alignment {value}": (
             gguf([entry(ALIGNMENT, U32, u32(value))]),
-            f"{ALIGNMENT} is {value}, it must be a power",
+            f"{ALIGNMENT} is {value}, must be a power",
         )
         for value in (0, 1, 2, 4, 3, 24, 33, 2**31 + 8, 2**32 - 1)
     },
     # Tensors
     "empty tensor name": (gguf([], [tensor("")], F32_DATA), "the name of tensor 0 of 1 .* has 0 bytes"),
-    "tensor name too long": (gguf([], [tensor("n" * 65)], F32_DATA), "has 65 bytes, it must have 1 to 64"),
+    "tensor name too long": (gguf([], [tensor("n" * 65)], F32_DATA), "has 65 bytes, must have 1 to 64"),
     **{
         f"tensor name of length {length}": (
             gguf([], [text("t", length=length) + bytes(40)]),
@@ -201,21 +201,21 @@ BAD: dict[str, tuple[bytes, str]] = {
     **{
         f"{n} dimensions": (
             gguf([], [tensor(n_dims=n)], bytes(256)),
-            f"tensor t has {n} dimensions, it must have 1 to 4",
+            f"tensor t has {n} dimensions, must have 1 to 4",
         )
         for n in (0, 5, 8, 2**31, 2**32 - 1)
     },
     **{
         f"dimension {at} is zero": (
             gguf([], [tensor(dims=[0 if n == at else 32 for n in range(4)])], F32_DATA),
-            "tensor t has shape .*, it must have 1 to",
+            "tensor t has shape .*, must have 1 to",
         )
         for at in range(4)
     },
     **{
         f"elements overflow: {dims}": (
             gguf([], [tensor(dims=dims)], F32_DATA),
-            "tensor t has shape .*, it must have 1 to",
+            "tensor t has shape .*, must have 1 to",
         )
         for dims in (
             [2**63],
@@ -243,7 +243,7 @@ BAD: dict[str, tuple[bytes, str]] = {
             gguf(
                 [], [tensor(dims=[kind.block_values + kind.block_values // 2, 2], kind=number)], bytes(4096)
             ),
-            f"which is not a multiple of the {kind.name} block of {kind.block_values}",
+            f"must be a multiple of the {kind.name} block size {kind.block_values}",
         )
         for number, kind in TENSOR_TYPES.items()
         if kind.block_values > 1
@@ -257,7 +257,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     },
     "offset against a stated alignment": (
         gguf([entry(ALIGNMENT, U32, u32(64))], [tensor(offset=32)], bytes(1024), alignment=64),
-        "offset 32, which is not a multiple of the alignment 64",
+        "offset 32, must be a multiple of the alignment 64",
     ),
     **{
         f"tensor at {offset}": (

@@ -1,4 +1,4 @@
-"""Model files and what is kept next to them: GGUF, architectures, the Hub, saved sessions, packed weights."""
+"""Model files and related storage: GGUF, architectures, the Hub, saved sessions and packed weights."""
 
 from __future__ import annotations
 

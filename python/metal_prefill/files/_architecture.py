@@ -1,9 +1,8 @@
-"""From the metadata of a GGUF file to a configuration, and from its tensors to their roles.
+"""Map GGUF metadata to a model configuration, and GGUF tensors to their roles.
 
-The differences between architectures are data: one row of `ARCHITECTURES` each. Everything required that is
-missing, and everything that contradicts something else in the file, is a `GGUFError` that names it. A feature
-that the file needs and nothing here can compute is an `UnsupportedModelError`: no model runs as something it
-is not.
+The differences between architectures are data: one row of `ARCHITECTURES` each. Missing or contradictory
+metadata raises a `GGUFError` that names it. A file that needs an unimplemented feature raises an
+`UnsupportedModelError`; the feature is never ignored, because the model would compute different results.
 """
 
 from __future__ import annotations
@@ -36,52 +35,56 @@ class ModelConfig:
     architecture : str
         ``general.architecture`` of the file.
     n_layers, dim, ffn_dim, vocab_size : int
-        Layers, width of the residual stream, inner width of the feed-forward, tokens in the vocabulary.
+        Number of layers, width of the residual stream, inner width of the feed-forward, number of tokens in
+        the vocabulary.
     n_heads, n_kv_heads : int
-        Query heads, and the key-value heads that they share; the first is a multiple of the second.
+        Number of query heads, and of the key-value heads that they share; `n_heads` is a multiple of
+        `n_kv_heads`.
     key_dim, value_dim : int
-        Width of a head of queries and keys, and of values.
+        Width of a query or key head, and of a value head.
     context_length : int
-        Positions that the model was made for.
+        Maximum number of positions that the model was trained for.
     norm_eps : float
         Added to the mean square in RMSNorm.
     rope_dim : int
-        Leading dimensions of a head that are rotated; even.
+        Number of leading dimensions of each head that are rotated; even.
     rope_base : float
-        Pair i turns by ``rope_base ** (-2 i / rope_dim)`` radians per position.
+        Base of the rotation frequencies: pair i rotates by ``rope_base ** (-2 i / rope_dim)`` radians per
+        position.
     rope_style : {"interleaved", "neox"}
-        Rotated pairs: ``(2i, 2i + 1)``, or ``(i, i + rope_dim / 2)``.
+        Dimensions rotated as a pair: ``(2i, 2i + 1)``, or ``(i, i + rope_dim / 2)``.
     rope_scaling : {"none", "linear", "yarn"}
+        Method that extends the context.
     rope_factor : float
-        Extension of the context by the scaling.
+        Factor by which the scaling extends the context.
     rope_original_context : int
         YaRN: context length before the extension; 0 otherwise.
     rope_attn_factor, rope_beta_fast, rope_beta_slow : float
         YaRN: factor of the magnitude, and the rotations within the original context between which frequencies
         are blended (arXiv:2309.00071).
     activation : {"silu", "gelu"}
-        Of the gate; gelu is the tanh approximation.
+        Activation of the feed-forward gate; ``"gelu"`` is the tanh approximation.
     embedding_scale : float
-        Multiplies the embeddings.
+        Factor of the embeddings.
     residual_scale : float
-        Multiplies what attention and feed-forward add to the residual stream.
+        Factor of the attention and feed-forward outputs before they are added to the residual stream.
     logit_scale : float
-        Multiplies the logits.
+        Factor of the logits.
     causal : bool
-        A token sees those up to its own; else all of the text, or half of a window before it and half
-        after it.
+        If True, a token attends to itself and the tokens before it. If False, it attends to the whole text,
+        or to half of a window on either side.
     attention_scale : float
-        Multiplies q.k; 0 stands for ``1 / sqrt(key_dim)``.
+        Factor of q.k; 0 selects ``1 / sqrt(key_dim)``.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
-        What the norms of q and k take, if the model has them: each head, before or after its rotation, or all
-        heads of a token together, before the rotation.
+        Input of the norms of q and k, in models that have them: each head, before or after its rotation, or
+        all heads of a token together, before the rotation.
     layer_uses_rope : tuple of bool
-        Per layer; empty where every layer rotates.
+        Whether each layer rotates; empty if every layer does.
     layer_window : tuple of int
-        Per layer, the positions that attention sees, the current one included; 0 means all. Empty where all
-        do.
+        Number of positions each layer attends to, including the current one; 0 means all. Empty if every
+        layer attends to all positions.
     layer_rope_base, layer_rope_factor : tuple of float
-        Per layer; empty where `rope_base` and `rope_factor` hold throughout.
+        Per-layer values; empty if `rope_base` and `rope_factor` apply to every layer.
     """
 
     architecture: str
@@ -118,41 +121,41 @@ class ModelConfig:
 
 
 def _gemma3_attention_scale(config: ModelConfig) -> float:
-    # The 27B model, the only one of 62 layers, scales by the nominal instead of the actual width of a head;
-    # its file does not say so.
+    # The 27B model, the only one with 62 layers, scales by the nominal instead of the actual head width. The
+    # metadata of its file does not record this.
     return (config.dim / config.n_heads) ** -0.5 if config.n_layers == 62 else 0.0
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Differences of an architecture from `llama`.
+    """The ways in which an architecture differs from `llama`.
 
     Attributes
     ----------
     qkv_bias, qk_norm, pre_norms, post_norms : {"required", "optional", "absent"}
-        Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: those added to q, k and v;
-        RMSNorm of q and k; RMSNorm of what attention and feed-forward read, and of what they add to the
-        residual stream.
+        Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: biases of q, k and v;
+        RMSNorm of q and k; RMSNorm of the inputs of attention and feed-forward; and RMSNorm of their outputs.
     rope_free_every : int
-        Every n-th layer does not rotate; 0: all do.
+        Every n-th layer does not rotate; 0 means that every layer rotates.
     window : {"required", "optional", "absent"}
-        Whether a file states a window of attention.
+        Presence of an attention window in the metadata.
     window_period : int
-        Every n-th layer sees all positions in spite of the window; 0: none does. The file may state another
-        period, or list the layers.
+        Every n-th layer attends to all positions despite the window; 0 means that none does. The metadata may
+        set another period, or list the layers.
     window_rope : {"same", "own", "only"}
-        How layers with a window rotate: as the others; with a base of their own and without scaling; or only
-        they do. Without a window all layers rotate alike.
+        Rotation of the layers with a window: the same as the other layers; with a separate base and without
+        scaling; or the only layers that rotate. Without a window, all layers rotate in the same way.
     causal : bool
-        Whether a token sees only those up to its own, where the file does not say.
+        Default of `ModelConfig.causal` for files that do not set it.
     scale_embedding : bool
         Multiply embeddings by ``sqrt(dim)``.
     scales : bool
-        The file may scale embeddings, additions to the residual stream, and logits, which it divides.
+        Whether the metadata may set the scales of embeddings, residual additions and logits. The logits are
+        divided by theirs.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
-        As in `ModelConfig`.
+        Same as in `ModelConfig`.
     fused : mapping of str to tuple of str
-        Tensors of a layer that hold several matrices, one below the other, and the roles of those.
+        Layer tensors that hold the rows of several matrices in sequence, and the roles of those matrices.
     """
 
     rope_style: RopeStyle = "interleaved"
@@ -214,15 +217,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma-embedding": replace(_GEMMA3, causal=False),
 }
 
-# Small models that people may expect here, and what stands in the way.
-NOT_IMPLEMENTED = {"lfm2": "its layers with short convolutions keep a state that is not one of attention"}
+# Small models that users may expect to be supported, and the reason why they are not.
+NOT_IMPLEMENTED = {"lfm2": "its short-convolution layers need a state other than the KV cache"}
 
-DEFAULT_WINDOW_ROPE_BASE = 10000.0  # of the layers with a window, in every published gemma3 model
+DEFAULT_WINDOW_ROPE_BASE = 10000.0  # for layers with a window, in every published gemma3 model
 
-# Tensor types that a matrix may have; vectors are F32.
+# Tensor types that are supported for matrices; vectors are F32.
 MATRIX_TYPES = tuple(_core.tensor_types())
 
-# Keys that change the forward pass in ways not implemented, and the value that changes nothing.
+# Keys that change the forward pass in ways that are not implemented, and the value that has no effect.
 UNSUPPORTED_KEYS: dict[str, float] = {
     "expert_count": 0,  # mixture of experts
     "attn_logit_softcapping": 0,
@@ -233,7 +236,7 @@ UNSUPPORTED_KEYS: dict[str, float] = {
     "rope.scaling.yarn_log_multiplier": 0,
 }
 
-# Keys that only architectures with the trait `scales` understand.
+# Keys that are valid only for architectures with the trait `scales`.
 SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
 
 _ENUMS = {
@@ -245,7 +248,7 @@ _ENUMS = {
 
 
 def core_config(config: ModelConfig) -> _core.Config:
-    """Return the configuration as the engines take it."""
+    """Convert a configuration to the engines' representation."""
     core = _core.Config()
     for name in (item.name for item in fields(config)):
         value = getattr(config, name)
@@ -265,7 +268,7 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
     GGUFError
         Required metadata is missing, of the wrong type, out of range or contradictory.
     UnsupportedModelError
-        The architecture, or something that the file asks of it, is not implemented.
+        The architecture, or a feature that the file requires, is not implemented.
     """
     keys = Keys(gguf)
     name = keys.architecture
@@ -298,8 +301,7 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
     rope_dim = keys.positive("rope.dimension_count", default=key_dim)
     if rope_dim > key_dim or rope_dim % 2:
         raise keys.error(
-            f"{name}.rope.dimension_count is {rope_dim}, "
-            f"it must be even and at most the head's {key_dim} dimensions"
+            f"{name}.rope.dimension_count is {rope_dim}, must be even and at most the head width {key_dim}"
         )
     scales = {suffix: keys.positive_float(suffix, default=1.0) for suffix in SCALE_KEYS}
     config = ModelConfig(
@@ -333,36 +335,36 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
 
 
 def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:
-    """Find the tensor of every role, and check shapes and types.
+    """Find the tensor of every role, and check its shape and type.
 
     Returns
     -------
     list of (role, layer, TensorInfo)
-        Roles are those of the rows in ``cpp/tensors.inc``; `layer` is -1 for what is not part of a layer.
-        Where the output projection is tied to the embedding, its role has the embedding's tensor.
+        The roles are the rows of ``cpp/tensors.inc``; `layer` is -1 for tensors outside the layers. If the
+        output projection is tied to the embedding, its role has the embedding's tensor.
 
     Raises
     ------
     GGUFError
         A tensor is missing, or its shape contradicts the configuration.
     UnsupportedModelError
-        A tensor has a type that is not implemented, or no place in the architecture.
+        A tensor has a type that is not implemented, or is not part of the architecture.
     """
     found = list(_find_tensors(gguf, config))
     used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS
     for name in gguf.tensors:
         if name not in used:
             raise UnsupportedModelError(
-                f"{gguf.path}: tensor {name} has no place in a {config.architecture} model "
-                f"of {config.n_layers} layers"
+                f"{gguf.path}: tensor {name} is not part of a {config.architecture} model "
+                f"with {config.n_layers} layers"
             )
     return found
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
-    """Yield every tensor that a model can have: its row of the table, its layer and its presence.
+    """Yield every tensor that a model can have: its table row, its layer and its presence.
 
-    The presence is ``"required"``, ``"optional"``, or ``"tied"``, where the embedding can take its place.
+    The presence is ``"required"``, ``"optional"``, or ``"tied"`` if the embedding can replace the tensor.
     """
     traits = ARCHITECTURES[config.architecture]
     specs = _core.tensors(core_config(config))
@@ -398,7 +400,7 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
 
 
 def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role: str) -> TensorInfo:
-    """Return the rows of one role in a tensor that has those of several, in the order of `shapes`."""
+    """Return the rows of one role in a fused tensor that holds several roles in the order of `shapes`."""
     tensor = gguf.tensors.get(name)
     if tensor is None:
         raise GGUFError(f"{gguf.path}: tensor {name} is missing")
@@ -417,13 +419,13 @@ def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role
 def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise GGUFError(
-            f"{gguf.path}: tensor {tensor.name} has shape {tensor.shape}, the metadata asks for {shape}"
+            f"{gguf.path}: tensor {tensor.name} has shape {tensor.shape}, the metadata requires {shape}"
         )
     types = MATRIX_TYPES if len(shape) == 2 else ("F32",)
     if tensor.type_name not in types:
         raise UnsupportedModelError(
             f"{gguf.path}: tensor {tensor.name} has type {tensor.type_name}; "
-            f"supported in its place: {', '.join(types)}"
+            f"supported types are {', '.join(types)}"
         )
 
 
@@ -462,7 +464,8 @@ def _vocab_size(keys: Keys) -> int:
 
 
 def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
-    # A factor without a type means linear; before the type existed, the factor had another name.
+    # A factor without a type means linear scaling. Files from before the type existed use another key for the
+    # factor.
     factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
     kind = keys.string("rope.scaling.type", default="linear" if keys.has(factor_key) else "none")
     if kind == "none":
@@ -475,7 +478,9 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
     if kind == "linear":
         return replace(config, rope_scaling="linear", rope_factor=factor)
     if config.rope_base <= 1:
-        raise keys.error(f"{keys.architecture}.rope.freq_base is {config.rope_base}, YaRN needs more than 1")
+        raise keys.error(
+            f"{keys.architecture}.rope.freq_base is {config.rope_base}, must be greater than 1 for YaRN"
+        )
     attn_factor = keys.positive_float("rope.scaling.attn_factor", default=1.0)
     return replace(
         config,

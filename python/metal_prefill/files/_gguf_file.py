@@ -1,11 +1,11 @@
-"""GGUF model files: a validating reader that copies nothing, unless it is told to.
+"""Validating, zero-copy reader of GGUF model files.
 
-The file is mapped into memory, or read into it with ``mmap=False``; tensors are views into that. Opening a
-mapped file reads the header only. What the file says about itself is checked against its size before it is
-used, so that a damaged or hostile file is a `GGUFError` that names what is wrong and where, never a large
-allocation or a read out of bounds.
+The file is mapped into memory, or read into memory with ``mmap=False``; tensors are views of that memory.
+Opening a mapped file reads only the header. All sizes and offsets in the header are checked against the file
+size before use, so that a damaged or hostile file raises a `GGUFError` with the field and its position, and
+never causes a large allocation or an out-of-bounds read.
 
-The format is specified in ggml's ``docs/gguf.md``; versions 2 and 3 are read, little-endian.
+The format is specified in ggml's ``docs/gguf.md``; little-endian files of versions 2 and 3 are supported.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from metal_prefill.files._gguf_metadata import MIN_METADATA_BYTES, Cursor, Metad
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-MIN_ALIGNMENT = 8  # the specification asks for a multiple of 8
+MIN_ALIGNMENT = 8  # the specification requires a multiple of 8
 MAX_TENSOR_NAME_BYTES = 64
 MAX_DIMS = 4
 MAX_ELEMENTS = 2**63 - 1
-_READ_BYTES = 16 << 20  # at a time, so that Ctrl-C is heard
+_READ_BYTES = 16 << 20  # per read, so that Ctrl-C takes effect between reads
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, one character, n_dims, one dimension, type, offset
 
 
@@ -48,8 +48,8 @@ class TensorType(NamedTuple):
     block_bytes: int
 
 
-# Every type of the specification, so that the extent of any tensor can be checked. Which of them an engine
-# computes with is not decided here.
+# Every type of the specification, so that the extent of any tensor can be checked. The engines support only
+# some of them.
 TENSOR_TYPES: dict[int, TensorType] = {
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),
@@ -90,7 +90,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies in the file, and what it is.
+    """Name, type, shape and location of a tensor in the file.
 
     Attributes
     ----------
@@ -98,12 +98,13 @@ class TensorInfo:
     type : int
         Number of the tensor type in the specification.
     type_name : str
-        Its name, such as ``"Q4_0"``.
+        Name of the tensor type, such as ``"Q4_0"``.
     shape : tuple of int
         In NumPy order: the last dimension is contiguous. A matrix is ``(rows, cols)``.
     offset : int
-        Of the first byte, from the start of the file.
+        Position of the first byte, counted from the start of the file.
     nbytes : int
+        Size in bytes.
     """
 
     name: str
@@ -121,19 +122,20 @@ class GGUFFile:
     ----------
     path : str or os.PathLike
     mmap : bool
-        Map the file. False reads it as a whole instead, for files that other programs may change in place.
+        Map the file into memory. False reads the whole file instead, for files that other programs may change
+        in place.
 
     Attributes
     ----------
     path : pathlib.Path
     version : int
     alignment : int
-        Bytes; every tensor begins at a multiple of it, counted from the start of the tensor data.
+        Alignment of tensors in bytes, counted from the start of the tensor data.
     metadata : Metadata
     tensors : dict of str to TensorInfo
-        In the order of the file.
+        Tensors by name, in file order.
     data_offset : int
-        Where the tensor data begins, bytes from the start of the file.
+        Start of the tensor data, in bytes from the start of the file.
 
     Raises
     ------
@@ -144,10 +146,10 @@ class GGUFFile:
 
     Notes
     -----
-    Views outlive `close`: the mapping is released with the last of them. As with any mapped file, another
-    program that truncates it in place while it is in use takes the process down (SIGBUS), and one that writes
-    to it changes what is read; replacing it by renaming is safe. With ``mmap=False`` nothing that happens to
-    the file after it was opened matters.
+    Views remain valid after `close`; the mapping is released with the last view. As with any mapped file, the
+    process is terminated (SIGBUS) if another program truncates the file in place while it is in use, and
+    writes by other programs are visible in the data. Replacing the file by renaming is safe. With
+    ``mmap=False``, later changes to the file have no effect.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, mmap: bool = True) -> None:
@@ -166,18 +168,18 @@ class GGUFFile:
 
     @property
     def mapping(self) -> npt.NDArray[np.uint8]:
-        """The whole file, ``uint8 [file size]``: page-aligned, read-only, not a copy."""
+        """Contents of the whole file, ``uint8 [file size]``: a page-aligned, read-only view."""
         if self._mapping is None:
             raise ClosedError(f"{self.path} is closed")
         return self._mapping
 
     def tensor(self, name: str) -> npt.NDArray[np.uint8]:
-        """Bytes of a tensor, a view into `mapping`: ``uint8 [nbytes]``.
+        """Return the bytes of a tensor as a view of `mapping`, ``uint8 [nbytes]``.
 
         Raises
         ------
         GGUFError
-            There is no tensor of that name.
+            The file has no tensor of this name.
         """
         info = self.tensors.get(name)
         if info is None:
@@ -185,7 +187,7 @@ class GGUFFile:
         return self.mapping[info.offset : info.offset + info.nbytes]
 
     def close(self) -> None:
-        """Let go of the mapping. What was decoded stays; views that were handed out stay valid."""
+        """Release the mapping. Decoded metadata stays available, and existing views stay valid."""
         self._mapping = None
         self.metadata.close()
 
@@ -206,10 +208,10 @@ class GGUFFile:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[io.FileIO, int]]:
-    """Give the file and its size."""
+    """Open a regular file without buffering, and yield it with its size in bytes."""
 
-    # Size and contents come from one descriptor, so a file replaced meanwhile cannot mix two. Opening without
-    # blocking keeps a named pipe from hanging the caller.
+    # Size and contents are read through one descriptor, so that they belong to the same file even if the path
+    # is replaced meanwhile. Without O_NONBLOCK, opening a named pipe would block.
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
@@ -226,19 +228,19 @@ def _map_file(path: Path) -> memoryview:
     with _opened(path) as (file, size):
         try:
             return _core.map_file(file.fileno(), size).data
-        except ValueError as error:  # it became shorter in between
+        except ValueError as error:  # the file was truncated after its size was read
             raise GGUFError(f"{path}: cannot be mapped: {error}") from None
 
 
 def _read_file(path: Path) -> memoryview:
     with _opened(path) as (file, size):
-        data = mmap_module.mmap(-1, size)  # memory that begins on a page, as a mapped file does
+        data = mmap_module.mmap(-1, size)  # page-aligned, like a mapped file
         with memoryview(data) as view:
             done = 0
             while done < size:
                 count = file.readinto(view[done : done + _READ_BYTES])
                 if not count:
-                    raise GGUFError(f"{path}: became shorter while it was read, at byte {done} of {size}")
+                    raise GGUFError(f"{path}: was truncated while being read, at byte {done} of {size}")
                 done += count
         return memoryview(data)
 
@@ -252,7 +254,7 @@ def _read_version(cursor: Cursor) -> int:
     if version in VERSIONS:
         return version
     if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-        raise cursor.error("is a big-endian GGUF file; only little-endian files are read")
+        raise cursor.error("is a big-endian GGUF file; only little-endian files are supported")
     raise cursor.error(f"GGUF version {version} is not one of {', '.join(map(str, VERSIONS))}")
 
 
@@ -263,12 +265,12 @@ def _read_alignment(cursor: Cursor, metadata: Metadata) -> int:
         raise cursor.error(f"{key} has type {metadata.type_name(key)}, expected uint32")
     assert isinstance(alignment, int)
     if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
-        raise cursor.error(f"{key} is {alignment}, it must be a power of two of at least {MIN_ALIGNMENT}")
+        raise cursor.error(f"{key} is {alignment}, must be a power of two of at least {MIN_ALIGNMENT}")
     return alignment
 
 
 def _read_tensors(cursor: Cursor, count: int, alignment: int) -> tuple[dict[str, TensorInfo], int]:
-    """Read the tensor list; return it and where the tensor data begins."""
+    """Read the tensor list; return it and the offset of the tensor data."""
     tensors: dict[str, TensorInfo] = {}
     for index in range(count):
         tensor = _read_tensor(cursor, f"the name of tensor {index} of {count}", alignment)
@@ -293,16 +295,16 @@ def _read_tensors(cursor: Cursor, count: int, alignment: int) -> tuple[dict[str,
 
 
 def _read_tensor(cursor: Cursor, what: str, alignment: int) -> TensorInfo:
-    """Read one entry of the tensor list; its offset counts from the start of the tensor data."""
+    """Read one entry of the tensor list; its offset is relative to the start of the tensor data."""
     name = cursor.name(what, MAX_TENSOR_NAME_BYTES)
     n_dims = cursor.u32(f"the number of dimensions of tensor {name}")
     if not 1 <= n_dims <= MAX_DIMS:
-        raise cursor.error(f"tensor {name} has {n_dims} dimensions, it must have 1 to {MAX_DIMS}")
+        raise cursor.error(f"tensor {name} has {n_dims} dimensions, must have 1 to {MAX_DIMS}")
     # The file lists the contiguous dimension first.
     shape = tuple(cursor.u64(f"the shape of tensor {name}") for _ in range(n_dims))[::-1]
     elements = math.prod(shape)
     if not 0 < elements <= MAX_ELEMENTS:
-        raise cursor.error(f"tensor {name} has shape {shape}, it must have 1 to 2^63 - 1 elements")
+        raise cursor.error(f"tensor {name} has shape {shape}, must have 1 to 2^63 - 1 elements")
 
     number = cursor.u32(f"the type of tensor {name}")
     kind = TENSOR_TYPES.get(number)
@@ -311,12 +313,12 @@ def _read_tensor(cursor: Cursor, what: str, alignment: int) -> TensorInfo:
     if shape[-1] % kind.block_values:
         raise cursor.error(
             f"tensor {name} has rows of {shape[-1]} values, "
-            f"which is not a multiple of the {kind.name} block of {kind.block_values}"
+            f"must be a multiple of the {kind.name} block size {kind.block_values}"
         )
     offset = cursor.u64(f"the offset of tensor {name}")
     if offset % alignment:
         raise cursor.error(
-            f"tensor {name} has offset {offset}, which is not a multiple of the alignment {alignment}"
+            f"tensor {name} has offset {offset}, must be a multiple of the alignment {alignment}"
         )
     return TensorInfo(
         name, number, kind.name, shape, offset, elements // kind.block_values * kind.block_bytes

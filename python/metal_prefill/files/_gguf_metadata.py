@@ -1,7 +1,7 @@
-"""The header of a GGUF file: a checked cursor over it, and the metadata.
+"""The header of a GGUF file: a bounds-checked cursor, and the metadata.
 
-Nothing in the header is believed before it was held against the size of the file. Long arrays, such as the
-strings of a vocabulary, are stepped over and decoded on first access.
+Every count and length is checked against the file size before use. Arrays, such as the strings of a
+vocabulary, are skipped and decoded on first access.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Scalar: TypeAlias = bool | int | float | str
 MetadataValue: TypeAlias = "Scalar | npt.NDArray[Any] | list[Any]"
 
 MAX_KEY_BYTES = 65535
-MAX_ARRAY_DEPTH = 4  # of arrays of arrays; ours, the specification sets no limit
+MAX_ARRAY_DEPTH = 4  # nesting of arrays; the specification sets no limit
 
-# The smallest entry of each list in the header: what a count is checked against before it is believed.
+# Smallest size of an entry of each list in the header, with which counts are checked before use.
 MIN_METADATA_BYTES = 8 + 1 + 4 + 1  # key length, one character, type, one byte of value
 MIN_STRING_BYTES = 8
 MIN_ARRAY_BYTES = 4 + 8
 
 BOOL, STRING, ARRAY = 7, 8, 9
-# Metadata value types: name and, where the value is a number, its format character in `struct` and NumPy.
+# Metadata value types: name and, for numbers, the format character in `struct` and NumPy.
 VALUE_TYPES: dict[int, tuple[str, str]] = {
     0: ("uint8", "B"),
     1: ("int8", "b"),
@@ -50,12 +50,12 @@ VALUE_TYPES: dict[int, tuple[str, str]] = {
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _SCALARS = {code: struct.Struct("<" + char) for code, (_, char) in VALUE_TYPES.items() if char} | {
-    BOOL: struct.Struct("<B")  # "?" would take every byte but 0 for true
+    BOOL: struct.Struct("<B")  # "?" would accept any nonzero byte as true
 }
 
 
 class Array(NamedTuple):
-    """An array in the header that was stepped over and not decoded yet."""
+    """An array in the header that is not decoded yet."""
 
     element_type: int
     length: int
@@ -63,7 +63,7 @@ class Array(NamedTuple):
 
 
 class Cursor:
-    """Reads the header front to back; every read is checked against the end of the file."""
+    """Sequential reader of the header that checks every read against the end of the file."""
 
     def __init__(self, path: Path, data: memoryview, pos: int = 0) -> None:
         self.path = path
@@ -72,11 +72,11 @@ class Cursor:
         self.pos = pos
 
     def error(self, message: str) -> GGUFError:
-        """Return, not raise, an error that names the file."""
+        """Return, without raising it, an error whose message starts with the path."""
         return GGUFError(f"{self.path}: {message}")
 
     def take(self, nbytes: int, what: str) -> int:
-        """Step over `nbytes` and return where they began."""
+        """Advance by `nbytes` and return the position before."""
         start = self.pos
         if nbytes > self.size - start:
             raise self.error(
@@ -108,12 +108,12 @@ class Cursor:
         start = self.pos
         length = self.u64(f"the length of {what}")
         if not 0 < length <= limit:
-            raise self.error(f"{what} at byte {start} has {length} bytes, it must have 1 to {limit}")
+            raise self.error(f"{what} at byte {start} has {length} bytes, must have 1 to {limit}")
         self.pos = start
         return self.string(what)
 
     def count(self, what: str, entry_bytes: int) -> int:
-        """Read a count of entries of at least `entry_bytes` each; the file must have room for all of them."""
+        """Read a number of entries, which must fit in the rest of the file at `entry_bytes` or more each."""
         count = self.u64(f"the number of {what}")
         room = (self.size - self.pos) // entry_bytes
         if count > room:
@@ -124,14 +124,14 @@ class Cursor:
         return count
 
     def value_type(self, what: str) -> int:
-        """Read the number of a metadata type, a key of `VALUE_TYPES`."""
+        """Read a metadata type number, a key of `VALUE_TYPES`."""
         value_type = self.u32(f"the type of {what}")
         if value_type not in VALUE_TYPES:
             raise self.error(f"{what} has unknown metadata type {value_type} at byte {self.pos - 4}")
         return value_type
 
     def value(self, value_type: int, what: str) -> Scalar | Array:
-        """Read a metadata value; an array is stepped over."""
+        """Read a metadata value; arrays are skipped."""
         if value_type == STRING:
             return self.string(what)
         if value_type == ARRAY:
@@ -141,11 +141,11 @@ class Cursor:
         if value_type != BOOL:
             return value
         if value not in (0, 1):
-            raise self.error(f"{what} at byte {self.pos - 1} is a bool of value {value}, it must be 0 or 1")
+            raise self.error(f"{what} at byte {self.pos - 1} is a bool of value {value}, must be 0 or 1")
         return bool(value)
 
     def skip_array(self, what: str, depth: int = 1) -> Array:
-        """Step over an array, checking that it ends inside the file. What it holds stays undecoded."""
+        """Skip an array without decoding it, and check that it ends inside the file."""
         if depth > MAX_ARRAY_DEPTH:
             raise self.error(f"{what} nests arrays more than {MAX_ARRAY_DEPTH} deep at byte {self.pos}")
         element_type = self.value_type(f"the elements of {what}")
@@ -163,11 +163,11 @@ class Cursor:
             if element_type == BOOL and array.length:
                 worst = int(np.frombuffer(self.data, np.uint8, array.length, array.offset).max())
                 if worst > 1:
-                    raise self.error(f"{what} has a bool of value {worst}, it must be 0 or 1")
+                    raise self.error(f"{what} has a bool of value {worst}, must be 0 or 1")
         return array
 
     def _skip_strings(self, count: int, what: str) -> None:
-        # A vocabulary has 10^5 strings: in Python the loop was most of the time that opening a file took.
+        # A vocabulary has 10^5 strings; a loop in Python would take most of the time of opening a file.
         index, pos = _core.skip_strings(np.frombuffer(self.data, np.uint8), self.pos, count)
         if index < count and self.size - pos < MIN_STRING_BYTES:
             raise self.error(f"truncated: string {index} of {count} in {what} at byte {pos}")
@@ -176,7 +176,7 @@ class Cursor:
         self.pos = pos
 
     def decode_array(self, array: Array, what: str) -> npt.NDArray[Any] | list[Any]:
-        """Decode an array that was stepped over before."""
+        """Decode an array that was skipped."""
         self.pos = array.offset
         if array.element_type == STRING:
             return self._decode_strings(array.length, what)
@@ -185,7 +185,7 @@ class Cursor:
             return [self.decode_array(row, what) for row in rows]
         dtype = np.dtype("<" + VALUE_TYPES[array.element_type][1])
         values: npt.NDArray[Any] = np.frombuffer(self.data, dtype, array.length, array.offset)
-        values = values.copy()  # aligned, and free of the mapping
+        values = values.copy()  # aligned, and independent of the mapping
         values.flags.writeable = False
         return values
 
@@ -206,9 +206,9 @@ class Cursor:
 
 
 class Metadata(Mapping[str, MetadataValue]):
-    """The key-value pairs of a file. Arrays are decoded on first access and kept.
+    """Key-value pairs of a file. Arrays are decoded on first access and kept.
 
-    A string inside an array that is not valid UTF-8 is a `GGUFError` at that access.
+    That access raises `GGUFError` if a string in the array is not valid UTF-8.
     """
 
     def __init__(self, path: Path, data: memoryview) -> None:
@@ -222,7 +222,7 @@ class Metadata(Mapping[str, MetadataValue]):
         if not isinstance(value, Array):
             return value
         if self._data is None:
-            raise ClosedError(f"{self._path} is closed, and {key} was not read before")
+            raise ClosedError(f"{self._path} is closed; {key} must be read before it is closed")
         decoded = Cursor(self._path, self._data).decode_array(value, key)
         self._values[key] = decoded
         return decoded
@@ -237,7 +237,7 @@ class Metadata(Mapping[str, MetadataValue]):
         return len(self._values)
 
     def type_name(self, key: str) -> str:
-        """Type of a value as the file declares it: ``"uint32"``, ``"string"``, ``"array[float32]"``, ..."""
+        """Return the type declared for a value: ``"uint32"``, ``"string"``, ``"array[float32]"``, ..."""
         return self._types[key]
 
     def length(self, key: str) -> int:
@@ -264,5 +264,5 @@ class Metadata(Mapping[str, MetadataValue]):
             self._values[key], self._types[key] = value, type_name
 
     def close(self) -> None:
-        """Let go of the mapping: arrays that were not decoded yet are lost."""
+        """Release the mapping. Arrays that are not decoded yet become unavailable."""
         self._data = None

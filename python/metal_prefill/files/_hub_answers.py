@@ -1,7 +1,7 @@
-"""What a hub says, held to what a hub may say, before `huggingface_hub` sees it.
+"""Validation of a hub's responses before `huggingface_hub` uses them.
 
-Its cache makes names of files out of headers, so an ETag like ``../../x`` would write anywhere. And whoever
-answers with an endless listing, or never, is not waited for.
+The cache of `huggingface_hub` derives file names from response headers, so that an ETag such as ``../../x``
+would write outside the cache. Listings are limited in size, and responses in time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from metal_prefill.errors import HubError
 
-MAX_LISTING = 16 << 20  # bytes; a repository of 10,000 files has some 2 MB
-TIME_LIMIT = 30  # seconds for a whole answer but a file's contents
+MAX_LISTING = 16 << 20  # bytes; the listing of a repository with 10,000 files has about 2 MB
+TIME_LIMIT = 30  # seconds for a complete response, except file contents
 
 _SAFE_NAME = re.compile(r"[\w.+=-]{1,200}", re.ASCII)
 _NAMING_HEADERS = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
@@ -33,9 +33,9 @@ def list_files(hub: ModuleType, repo_id: str, revision: str | None, token: str |
     Raises
     ------
     HubError
-        The hub says that there is no such thing, or that it is not for us.
+        The repository or revision does not exist, or access is denied.
     ValueError, OSError or an error of the HTTP client
-        It cannot be reached, or what it says is no listing.
+        The hub is unreachable, or its response is not a listing.
     """
     tail = f"/revision/{revision.replace('/', '%2F')}" if revision else ""
     url = f"{hub.constants.ENDPOINT}/api/models/{repo_id}{tail}"
@@ -44,34 +44,34 @@ def list_files(hub: ModuleType, repo_id: str, revision: str | None, token: str |
     try:
         files = [sibling["rfilename"] for sibling in json.loads(body)["siblings"]]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"its answer is no listing of files ({type(error).__name__})") from None
+        raise ValueError(f"its response is not a file listing ({type(error).__name__})") from None
     for name in files:
         if not isinstance(name, str) or not _is_relative(name):
-            raise ValueError(f"its listing has a file named {str(name)[:80]!r}")
+            raise ValueError(f"its listing contains the invalid file name {str(name)[:80]!r}")
     return files
 
 
 def check_file(
     hub: ModuleType, repo_id: str, name: str, revision: str | None, token: str | bool | None
 ) -> None:
-    """Ask for a file's headers once, without the library's retries, which take minutes.
+    """Request the headers of a file once, without the library's retries, which take minutes.
 
     Raises
     ------
     ValueError, OSError or an error of the HTTP client
-        The file is not available, or the answer lacks what a hub says about a file.
+        The file is not available, or the response lacks its ETag, commit or size.
     """
     url = hub.hf_hub_url(repo_id, name, revision=revision)
     metadata = within(TIME_LIMIT, lambda: hub.get_hf_file_metadata(url, token=token, timeout=_patience(hub)))
     needed = {"an ETag": metadata.etag, "a commit": metadata.commit_hash, "a size": metadata.size}
     for what, value in needed.items():
         if value is None:
-            raise ValueError(f"its answer about {name} lacks {what}")
+            raise ValueError(f"its response for {name} lacks {what}")
 
 
 @contextmanager
 def safe_answers(hub: ModuleType) -> Iterator[None]:
-    """Refuse, while the block runs, every answer whose headers would be unsafe names of files."""
+    """Reject, while the block runs, responses whose headers are unsafe as file names."""
     client = _client(hub)
     with _hooks:
         _response_hooks(client, lambda hooks: [*hooks, _check_headers])
@@ -83,7 +83,7 @@ def safe_answers(hub: ModuleType) -> Iterator[None]:
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return what `call` returns, or raise TimeoutError; a call that takes longer is left to its thread."""
+    """Return the result of `call`, or raise TimeoutError; an expired call continues in its daemon thread."""
     outcome: list[tuple[Result | None, BaseException | None]] = []
 
     def work() -> None:
@@ -96,7 +96,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     thread.start()
     thread.join(seconds)
     if not outcome:
-        raise TimeoutError(f"no whole answer within {seconds} s")
+        raise TimeoutError(f"no complete response within {seconds} s")
     result, error = outcome[0]
     if error is not None:
         raise error
@@ -104,17 +104,17 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def _client(hub: ModuleType) -> Any:
-    """Return the HTTP client of the library: of `requests` or of `httpx`, by its version."""
+    """Return the HTTP client of the library, from `requests` or `httpx` depending on its version."""
     return hub.utils.get_session()
 
 
 def _patience(hub: ModuleType) -> float:
-    """Seconds without a byte: what the library itself waits in a first request, 10 or the user's setting."""
+    """Return the read timeout in seconds, which is the library's own for a first request (default: 10)."""
     return float(hub.constants.HF_HUB_ETAG_TIMEOUT)
 
 
 def _get(hub: ModuleType, url: str, token: str | bool | None) -> tuple[int, Any, bytes]:
-    """Get status, headers and body, of which no more is read than a listing may have."""
+    """Send a GET request; return status, headers and body, which is limited to `MAX_LISTING` bytes."""
     client, headers, patience = _client(hub), hub.utils.build_hf_headers(token=token), _patience(hub)
     end = time.monotonic() + TIME_LIMIT
     if callable(getattr(client, "stream", None)):
@@ -129,8 +129,8 @@ def _read(chunks: Iterator[bytes], end: float) -> bytes:
     for chunk in chunks:
         body += chunk
         if len(body) > MAX_LISTING:
-            raise ValueError(f"its answer has more than {MAX_LISTING} bytes")
-        if time.monotonic() > end:  # whoever waits has left
+            raise ValueError(f"its response has more than {MAX_LISTING} bytes")
+        if time.monotonic() > end:  # the caller has stopped waiting
             raise TimeoutError
     return bytes(body)
 
@@ -139,13 +139,13 @@ def _check_status(repo_id: str, revision: str | None, status: int, headers: Any)
     code = headers.get("X-Error-Code")
     if code == "GatedRepo":
         where = f"{repo_id}@{revision}" if revision else repo_id
-        raise HubError(f"{where} is open on request only: ask there, then log in or set HF_TOKEN")
+        raise HubError(f"{where} is gated: request access on its page, then log in or set HF_TOKEN")
     if code == "RevisionNotFound":
         raise HubError(f"{repo_id} has no revision {revision!r}")
     if code == "RepoNotFound" or status in (401, 404):
-        raise HubError(f"there is no repository {repo_id} on the Hub, or it is private")
+        raise HubError(f"repository {repo_id} does not exist on the Hub, or is private")
     if status != 200:
-        raise ValueError(f"its answer has status {status}")
+        raise ValueError(f"its response has status {status}")
 
 
 def _is_relative(name: str) -> bool:
@@ -160,7 +160,7 @@ def _check_headers(response: Any, *_: Any, **__: Any) -> None:
             continue
         name = value.removeprefix("W/").strip('"')
         if not _SAFE_NAME.fullmatch(name) or not name.strip("."):
-            raise HubError(f"its {header} {value[:80]!r} is no name of a file")
+            raise HubError(f"its {header} {value[:80]!r} is not a valid file name")
 
 
 def _response_hooks(client: Any, change: Callable[[list[Any]], list[Any]]) -> None:

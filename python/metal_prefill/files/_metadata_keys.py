@@ -1,4 +1,4 @@
-"""Typed access to the metadata of one architecture."""
+"""Typed access to the metadata of an architecture."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from metal_prefill.files._gguf_file import GGUFFile
 
 MAX_INT = 2**31 - 1  # the engines count in 32 bits
 
-_SMALLEST = float(np.finfo(np.float32).tiny)  # of the floats whose precision is whole
+_SMALLEST = float(np.finfo(np.float32).tiny)  # smallest float with full precision
 
 _INTEGER_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _FLOAT_TYPES = ("float32", "float64")
 
 
 class Keys:
-    """The metadata of a file under its architecture's prefix: ``block_count`` is ``llama.block_count``.
+    """Metadata of a file under its architecture's prefix: ``block_count`` reads ``llama.block_count``.
 
-    Every getter raises a `GGUFError` that names the key when it is missing and has no default, has another
-    type, or holds a value out of range.
+    Every getter raises a `GGUFError` that names the key if it is missing and has no default, has another
+    type, or has a value out of range.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
@@ -29,26 +29,26 @@ class Keys:
         self.architecture = str(self._scalar("general.architecture", "string"))
 
     def error(self, message: str) -> GGUFError:
-        """Return, not raise, an error that names the file."""
+        """Return, without raising it, an error whose message starts with the path."""
         return GGUFError(f"{self.gguf.path}: {message}")
 
     def unsupported(self, message: str) -> UnsupportedModelError:
-        """Return, not raise, an error that names the file."""
+        """Return, without raising it, an error whose message starts with the path."""
         return UnsupportedModelError(f"{self.gguf.path}: {message}")
 
     def has(self, suffix: str) -> bool:
-        """Whether the file states this key."""
+        """Return whether the file has this key."""
         return self._key(suffix) in self.gguf.metadata
 
     def positive(self, suffix: str, default: int | None = None) -> int:
-        """Get an integer from 1 to `MAX_INT`, stored in any integer type."""
+        """Read an integer from 1 to `MAX_INT`, stored in any integer type."""
         if default is not None and not self.has(suffix):
             return default
         key = self._key(suffix)
         return self._positive(key, self._scalar(key, *_INTEGER_TYPES))
 
     def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
-        """Get a positive integer that may be stored once or per layer, the same in every layer."""
+        """Read a positive integer, stored once or per layer with the same value in every layer."""
         key = self._key(suffix)
         if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
             return self.positive(suffix, default)
@@ -62,7 +62,7 @@ class Keys:
         return self._positive(key, int(values[0]))
 
     def each_layer_but_every_nth(self, suffix: str, n_layers: int, default: int) -> tuple[bool, ...]:
-        """Get a bool for each layer, stored as a list, or as the n for which every n-th layer has false."""
+        """Read a bool per layer, stored as a list, or as the n for which every n-th layer has false."""
         key = self._key(suffix)
         if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
             n = self.positive(suffix, default)
@@ -75,7 +75,7 @@ class Keys:
         return tuple(bool(value) for value in values)
 
     def positive_float(self, suffix: str, default: float | None = None) -> float:
-        """Get a finite float above 0, as the engines have it: rounded to 32 bits."""
+        """Read a positive finite float, rounded to 32 bits as in the engines."""
         if default is not None and not self.has(suffix):
             return default
         key = self._key(suffix)
@@ -83,11 +83,11 @@ class Keys:
         with np.errstate(over="ignore", under="ignore"):
             value = float(np.float32(stated))
         if not _SMALLEST <= value < math.inf:
-            raise self.error(f"{key} is {stated}, it must be positive and finite in 32 bits")
+            raise self.error(f"{key} is {stated}, must be positive and finite in 32 bits")
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Get an integer or float of any value under its full key."""
+        """Read an integer or float of any value under its full key."""
         if key not in self.gguf.metadata:
             return default
         value = self._scalar(key, *_INTEGER_TYPES, *_FLOAT_TYPES)
@@ -95,11 +95,11 @@ class Keys:
         return value
 
     def string(self, suffix: str, default: str) -> str:
-        """Get a string."""
+        """Read a string."""
         return str(self._scalar(self._key(suffix), "string")) if self.has(suffix) else default
 
     def boolean(self, suffix: str, default: bool) -> bool:
-        """Get a bool."""
+        """Read a bool."""
         return bool(self._scalar(self._key(suffix), "bool")) if self.has(suffix) else default
 
     def _key(self, suffix: str) -> str:
@@ -116,7 +116,7 @@ class Keys:
 
     def _positive(self, key: str, value: bool | int | float | str) -> int:
         if not 0 < int(value) <= MAX_INT:
-            raise self.error(f"{key} is {value}, it must be between 1 and {MAX_INT}")
+            raise self.error(f"{key} is {value}, must be between 1 and {MAX_INT}")
         return int(value)
 
     def _wrong_type(self, key: str, types: tuple[str, ...]) -> GGUFError:

@@ -1,18 +1,18 @@
-"""Packed weights of the CPU engine, kept in files, so that a model opens without packing them again.
+"""On-disk cache of the CPU engine's packed weights, which avoids packing them each time a model is opened.
 
-An entry is a header and the bytes that the engine made. It is mapped, so opening a model does not wait for
-it; the first pass copies it to memory on large pages, from which tokens are computed faster. The name of
-the file is a hash of everything that the bytes depend on (`Identity`). An entry is believed if
+An entry consists of a header and the bytes that the engine packed. It is mapped, so that opening a model does
+not wait for it to be read; the first pass copies it to memory with large pages, which decodes faster. The
+file name is a hash of everything that the bytes depend on (`Identity`). An entry is valid if
 
-* the header has its checksum, and the same identity;
-* the file belongs to this user or to root, is as long as the header says, and has the time of modification
-  that it was given when it was written, which a later write by any program changes;
-* 64 samples of 4 KiB, from the first byte to the last, have their checksum.
+* the header matches its checksum, and contains the same identity;
+* the file belongs to this user or to root, has the length recorded in the header, and has the modification
+  time that was set when it was written, which any later write changes;
+* 64 samples of 4 KiB, spread from the first byte to the last, match their checksum.
 
-So opening reads 272 KiB, however large the model is. A checksum of all bytes is in the header, too, and
-``metal-prefill cache --check`` compares it. An entry that is not believed is made again. A program that
-truncates an entry before the first pass has copied it ends this process (SIGBUS), as with a model's file;
-deleting or replacing it does no harm.
+Opening therefore reads 272 KiB, regardless of the size of the model. The header also contains a checksum of
+all bytes, which ``metal-prefill cache --check`` verifies. An invalid entry is rebuilt. Truncating an entry
+before the first pass has copied it terminates the process (SIGBUS), as with a model file; deleting or
+replacing an entry is safe.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from metal_prefill.files._session_file import fingerprint, sample_starts
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-LIMIT = 8 << 30  # bytes of all entries, unless METAL_PREFILL_PACK_CACHE_BYTES says otherwise
+LIMIT = 8 << 30  # bytes of all entries, unless METAL_PREFILL_PACK_CACHE_BYTES is set
 
 _MAGIC = b"metal_prefill packed weights 1\n\0"
-_HEADER_BYTES = 16384  # whole pages of every system, so that weights lie as in memory of their own
+_HEADER_BYTES = 16384  # a multiple of every system's page size, so that the weights are page-aligned
 _HEADER: dict[str, type] = {
     "identity": dict,
     "name": str,
@@ -60,22 +60,23 @@ _log = logging.getLogger("metal_prefill")
 
 
 class _NotBelieved(Exception):
-    """An entry that is damaged, or not ours."""
+    """The entry is damaged, or does not belong to this user, model or version."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that packed weights depend on.
+    """All inputs that packed weights depend on.
 
     Attributes
     ----------
     model, model_bytes, model_modified
-        Fingerprint of the model's file, which samples it; its size; and when it was modified, in nanoseconds,
-        for what the samples do not see.
+        Fingerprint of the model file, computed from samples; its size; and its modification time in
+        nanoseconds, which reveals changes that the samples miss.
     version, core_bytes, core_modified
-        Of the package, and size and time of its native module, for those who build it themselves.
+        Version of the package, and size and modification time of its native module, which identify local
+        builds.
     instruction_set
-        Of the engine.
+        Instruction set of the engine.
     """
 
     model: str
@@ -88,21 +89,21 @@ class Identity:
 
     @property
     def path(self) -> Path:
-        """The file of the entry."""
+        """Path of the entry."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
         return _folder() / (digest[:32] + _SUFFIX)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the cache.
+    """A file in the cache.
 
     Attributes
     ----------
     path, size
-        Of the file, in bytes.
+        Path of the file and its size in bytes.
     used
-        When it was last opened by an engine, in seconds since 1970.
+        Time at which an engine last opened it, in seconds since 1970.
     """
 
     path: Path
@@ -111,7 +112,7 @@ class Entry:
 
     @property
     def name(self) -> str | None:
-        """Name of the model's file; None where the entry is damaged."""
+        """Name of the model file, or None if the entry is damaged."""
         try:
             with _use_not_noted(self.path):
                 return str(_map(self.path)[1]["name"])
@@ -120,7 +121,7 @@ class Entry:
 
 
 def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFFile) -> _core.Engine:
-    """Make the CPU engine of a model, from its entry where there is one; else its weights become one."""
+    """Build the CPU engine of a model from its cache entry, packing and storing the weights if there is none."""
     identity = identify(gguf)
     known = load(identity)
     if known is not None:
@@ -133,7 +134,7 @@ def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFF
 
 
 def identify(gguf: GGUFFile) -> Identity:
-    """Return what the packed weights of a model depend on."""
+    """Return the inputs that the packed weights of a model depend on."""
     file, core = os.stat(gguf.path), os.stat(_core.__file__)
     return Identity(
         model=fingerprint(gguf),
@@ -147,37 +148,38 @@ def identify(gguf: GGUFFile) -> Identity:
 
 
 def load(identity: Identity) -> Bytes | None:
-    """Map the packed weights of a model; None where there are none, or none to believe."""
+    """Map the packed weights of a model; return None if there is no valid entry."""
     path = identity.path
     try:
         data, header = _map(path)
         if header["identity"] != asdict(identity):
-            raise _NotBelieved("it is of another model or version")
+            raise _NotBelieved("it belongs to another model or version")
         if _sampled(data) != header["samples"]:
             raise _NotBelieved("its contents are damaged")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, _NotBelieved) as error:
-        _log.warning("packed weights in %s are not used, they are made again: %s", path, error)
+        _log.warning("rebuilding packed weights in %s: %s", path, error)
         return None
-    with suppress(OSError):  # such as on a read-only file system: the order of use is not kept there
+    with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), header["modified"] * _SECOND))
     return data
 
 
 def store(identity: Identity, model: Path, packed: Bytes) -> None:
-    """Keep the packed weights of a model, and let go of those that were not used for longest.
+    """Store the packed weights of a model, and evict the least recently used entries.
 
-    A failure, such as a full disk, is logged: the cache is as before, and the engine has its weights anyway.
+    A failure, such as a full disk, is logged and leaves the cache unchanged; the engine does not need the
+    entry.
     """
     size = _HEADER_BYTES + packed.nbytes
     try:
         if size > limit():
-            raise OSError(f"{size} bytes are more than the cache may have, {limit()}")
+            raise OSError(f"{size} bytes exceed the cache limit of {limit()} bytes")
         path = identity.path
         path.parent.mkdir(parents=True, exist_ok=True)
         _evict(limit() - size, keep=path)
-        # A file system may keep times to two seconds.
+        # Some file systems store times with a resolution of two seconds.
         modified = int(time.time()) // 2 * 2
         header = {
             "identity": asdict(identity),
@@ -192,18 +194,18 @@ def store(identity: Identity, model: Path, packed: Bytes) -> None:
                 file.write(_encoded(header))
                 file.write(packed.data)
             os.utime(part, ns=(time.time_ns(), modified * _SECOND))
-        _evict(limit(), keep=path)  # other processes may have written meanwhile
+        _evict(limit(), keep=path)  # other processes may have added entries meanwhile
     except OSError as error:
-        _log.warning("packed weights of %s are not kept: %s", model, error)
+        _log.warning("cannot store packed weights of %s: %s", model, error)
 
 
 def entries() -> list[Entry]:
-    """List all entries, the one that was used last first."""
+    """Return all entries, most recently used first."""
     return sorted(_entries(), key=lambda entry: (-entry.used, entry.path))
 
 
 def is_whole(entry: Entry) -> bool:
-    """Compare all bytes of an entry with its checksum."""
+    """Return whether all bytes of an entry match its checksum."""
     try:
         with _use_not_noted(entry.path):
             data, header = _map(entry.path)
@@ -218,7 +220,7 @@ def remove(entry: Entry) -> None:
 
 
 def limit() -> int:
-    """Return how many bytes all entries together may have.
+    """Return the maximum total size of all entries in bytes.
 
     Raises
     ------
@@ -246,7 +248,7 @@ def _entries() -> Iterator[Entry]:
 
 @contextmanager
 def _use_not_noted(path: Path) -> Iterator[None]:
-    """Keep the time at which an entry was last used: a file system may take any reading for a use."""
+    """Restore an entry's access time afterwards, because the file system may update it on any read."""
     status = path.stat()
     try:
         yield
@@ -256,23 +258,23 @@ def _use_not_noted(path: Path) -> Iterator[None]:
 
 
 def _evict(most: int, keep: Path) -> None:
-    """Delete entries until the others have at most `most` bytes, the one whose use is longest ago first."""
+    """Delete the least recently used entries until the rest have at most `most` bytes in total."""
     others = [(entry.used, entry.size, entry.path) for entry in _entries() if entry.path != keep]
     for path in beyond_limit(others, most):
         path.unlink(missing_ok=True)
 
 
 def _map(path: Path) -> tuple[Bytes, dict[str, Any]]:
-    """Map the bytes of an entry, and read its header, which has its checksum and fits the file."""
+    """Map the bytes of an entry and read its header, checking it against its checksum and the file."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         header = _decoded(file.read(_HEADER_BYTES))
         if os.name == "posix" and status.st_uid not in (0, os.geteuid()):
             raise _NotBelieved("it belongs to another user")
         if status.st_size != _HEADER_BYTES + header["bytes"]:
-            raise _NotBelieved(f"it has {status.st_size} bytes in place of {_HEADER_BYTES + header['bytes']}")
+            raise _NotBelieved(f"it has {status.st_size} bytes instead of {_HEADER_BYTES + header['bytes']}")
         if status.st_mtime_ns != header["modified"] * _SECOND:
-            raise _NotBelieved("something wrote to it")
+            raise _NotBelieved("it was modified after it was written")
         return _core.map_file(file.fileno(), status.st_size)[_HEADER_BYTES:], header
 
 
@@ -290,7 +292,7 @@ def _decoded(header: bytes) -> dict[str, Any]:
         decoded: dict[str, Any] = json.loads(content[len(_MAGIC) :].rstrip(b"\0"))
     except RecursionError:
         raise _NotBelieved("its header is damaged") from None
-    # A checksum finds accidents; whoever wrote another header can give it one, too.
+    # The checksum only detects accidental damage, so a header with a valid checksum is parsed defensively.
     if not isinstance(decoded, dict) or {k: type(v) for k, v in decoded.items()} != _HEADER:
         raise _NotBelieved("its header is damaged")
     return decoded

@@ -1,7 +1,7 @@
-"""The parts of a file that come after the last layer of a model for embeddings or classes: pooling and heads.
+"""Pooling and heads that follow the last layer of an embedding or classification model.
 
-Pooled vectors are few, so their products are computed here, in float32 by NumPy, each vector by itself:
-what a text gets does not depend on the others.
+Pooled vectors are few, so NumPy computes their products in float32. Each vector is computed separately, so
+that the result of a text does not depend on the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import Keys
 
 Pooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
-POOLINGS: tuple[Pooling, ...] = get_args(Pooling)  # by the numbers that files have
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)  # indexed by the number in the file
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 
@@ -29,18 +29,18 @@ HEAD_TENSORS = frozenset((*(f"{name}.weight" for name in DENSE), *CLASSIFIER))
 
 @dataclass(frozen=True)
 class PooledHead:
-    """Pooling and heads of a file, checked.
+    """Validated pooling and heads of a file.
 
     Attributes
     ----------
     pooling : str or None
-        As the file states it.
+        Pooling that the file declares.
     dense : tuple of str
-        Names of the matrices that an embedding goes through, in their order.
+        Names of the matrices applied to an embedding, in order.
     labels : tuple of str
-        Of the classification head; numbers where the file names none. Empty without one.
+        Labels of the classification head, which are numbers if the file has no names. Empty without a head.
     width : int
-        Of an embedding.
+        Length of an embedding.
     """
 
     gguf: GGUFFile
@@ -74,7 +74,7 @@ class PooledHead:
 
 
 def dequantized(gguf: GGUFFile, tensor: TensorInfo, rows: slice | None = None) -> Vector:
-    """Return a tensor, or some rows of it, in float32."""
+    """Return a tensor, or a slice of its rows, as float32."""
     data = gguf.tensor(tensor.name).reshape(tensor.shape[0] if len(tensor.shape) == 2 else 1, -1)
     data = data if rows is None else data[rows]
     values = _core.dequantize(tensor.type, np.ascontiguousarray(data).ravel(), len(data) * tensor.shape[-1])
@@ -83,15 +83,15 @@ def dequantized(gguf: GGUFFile, tensor: TensorInfo, rows: slice | None = None) -
 
 
 def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
-    """Read and check what a file has after its last layer.
+    """Read and check the pooling and heads of a file.
 
     Raises
     ------
     GGUFError
-        A tensor that the metadata declares is missing, a shape contradicts it, or the pooling needs a
-        head that is not there.
+        A tensor that the metadata declares is missing, a shape contradicts the metadata, or the pooling
+        requires a head that the file lacks.
     UnsupportedModelError
-        The pooling or the type of a tensor is not known.
+        The pooling or the type of a tensor is not supported.
     """
     keys = Keys(gguf)
     pooling = _read_pooling(keys)
@@ -109,7 +109,7 @@ def _read_pooling(keys: Keys) -> Pooling | None:
         return None
     if value not in range(len(POOLINGS)):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(POOLINGS))
-        raise keys.unsupported(f"{key} {value} is not known; known are {known}")
+        raise keys.unsupported(f"{key} {value} is not supported; supported are {known}")
     return POOLINGS[int(value)]
 
 
@@ -127,10 +127,10 @@ def _read_dense(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
                 )
             continue
         if layer == DENSE[1] and not names:
-            raise keys.error(f"tensor {name} is there, but {DENSE[0]}.weight is missing")
+            raise keys.error(f"tensor {name} requires {DENSE[0]}.weight, which is missing")
         rows, columns = _matrix_shape(keys, name)
         if columns != width:
-            raise keys.error(f"tensor {name} has rows of {columns}, but gets {width} values")
+            raise keys.error(f"tensor {name} has rows of {columns} values, its input has {width}")
         for end, stated, actual in (("out", declared[0], rows), ("in", declared[1], columns)):
             if stated not in (0, actual):
                 raise keys.error(
@@ -139,7 +139,7 @@ def _read_dense(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
         names.append(name)
         width = rows
     if len(names) == 1:
-        raise keys.error(f"tensor {names[0]} is there, but {DENSE[1]}.weight is missing")
+        raise keys.error(f"tensor {names[0]} requires {DENSE[1]}.weight, which is missing")
     return tuple(names), width
 
 
@@ -156,11 +156,11 @@ def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:
     if "cls.weight" in keys.gguf.tensors:
         width, columns = _matrix_shape(keys, "cls.weight")
         if columns != dim:
-            raise keys.error(f"tensor cls.weight has rows of {columns}, but gets {dim} values")
+            raise keys.error(f"tensor cls.weight has rows of {columns} values, its input has {dim}")
         _check_bias(keys, "cls.bias", width)
     count, columns = _matrix_shape(keys, "cls.output.weight")
     if columns != width:
-        raise keys.error(f"tensor cls.output.weight has rows of {columns}, but gets {width} values")
+        raise keys.error(f"tensor cls.output.weight has rows of {columns} values, its input has {width}")
     _check_bias(keys, "cls.output.bias", count)
     if stated and len(stated) != count:
         raise keys.error(f"{key} names {len(stated)} labels, but cls.output.weight has {count} rows")

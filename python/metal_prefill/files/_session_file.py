@@ -1,24 +1,24 @@
-"""Saved sessions: the cache, and the tokens it was computed from, in a safetensors file.
+"""Saved sessions: a KV cache and the tokens it was computed from, in a safetensors file.
 
-The file holds ``tokens`` (int32 ``[n]``) and, for each layer i, ``layer.i.key`` and ``layer.i.value``
-(``[n, n_kv_heads, head_dim]`` in the cache's dtype). Its metadata say what it belongs to:
+The file contains ``tokens`` (int32 ``[n]``) and, for each layer i, ``layer.i.key`` and ``layer.i.value``
+(``[n, n_kv_heads, head_dim]`` in the cache's dtype). Its metadata identify the model:
 
 =================  =============================================================================
 ``format``         ``metal_prefill.session``
-``version``        of this layout, ``1``
+``version``        version of this layout, ``1``
 ``model``          :func:`fingerprint` of the GGUF file
-``model_file``     its name, for messages
+``model_file``     name of the GGUF file, for messages
 ``kv_dtype``       ``f16``, ``f32`` or ``q8_0``
-``notes``          what the user put in ``Session.notes``
+``notes``          value of ``Session.notes``
 ``checksum``       XXH64 of all tensors and of the other metadata, 16 hexadecimal digits
 =================  =============================================================================
 
-Rows in ``q8_0`` are the blocks of Q8_0 that the cache holds, as a model file has them: 32 numbers in 17 words
-of two bytes, of which the first is the scale, in f16, and the others hold the signed codes, two each. Their
-tensors have dtype F16 and shape ``[n, n_kv_heads, head_dim / 32 * 17]``, which every reader of version 1 can
-parse: one that knows no ``q8_0`` refuses the file by its ``kv_dtype``.
+Rows in ``q8_0`` are Q8_0 blocks in the layout of model files: 32 numbers in 17 words of two bytes. The first
+word is the scale in f16, and each of the others contains two signed codes. The tensors have dtype F16 and
+shape ``[n, n_kv_heads, head_dim / 32 * 17]``, which every reader of version 1 can parse; a reader without
+support for ``q8_0`` rejects the file by its ``kv_dtype``.
 
-The layout knows no engine: what one device saved, another continues.
+The layout does not depend on the engine: a session saved on one device can continue on another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TOKENS = "tokens"
 
 
 class _Rows(NamedTuple):
-    """How a tensor holds the rows of a cache: `words` of a dtype for every `values` numbers."""
+    """Storage of cache rows in a tensor: `words` elements of `dtype` for every `values` numbers."""
 
     dtype: str
     values: int = 1
@@ -65,24 +65,24 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
 }
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_SAMPLES, _SAMPLE_BYTES = 4, 1024  # of each tensor, for the fingerprint
+_SAMPLES, _SAMPLE_BYTES = 4, 1024  # per tensor, for the fingerprint
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def sample_starts(nbytes: int, count: int, size: int) -> list[int]:
-    """Return where samples of `size` bytes begin, at most `count`, the first at 0 and the last at the end."""
+    """Return the starts of at most `count` samples of `size` bytes, from the first byte to the last."""
     last = max(nbytes - size, 0)
     return sorted({last * i // (count - 1) for i in range(count)})
 
 
 def fingerprint(gguf: GGUFFile) -> str:
-    """Return a hash that tells one model file from another, 32 hexadecimal digits.
+    """Return a hash that identifies a model file, 32 hexadecimal digits.
 
-    It covers the file's size, its whole header (metadata, vocabulary, names, shapes and types of tensors)
-    and, of every tensor, four pieces of 1 KiB from its first byte to its last. So it takes milliseconds
-    however large the file is, and any training, conversion or quantization changes it; a few bytes edited
-    by hand inside a tensor may not.
+    The hash covers the file size, the whole header (metadata, vocabulary, and names, shapes and types of
+    tensors) and four samples of 1 KiB of every tensor, from its first byte to its last. It takes milliseconds
+    regardless of the file size. Training, conversion and quantization change it; an edit of a few bytes
+    inside a tensor may not.
     """
     data = gguf.mapping.data
     digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
@@ -104,9 +104,9 @@ class Owner:
     kv_dtype : str
         ``f16``, ``f32`` or ``q8_0``.
     fingerprint : str
-        Of the model file.
+        :func:`fingerprint` of the model file.
     name : str
-        Of the model file, for messages.
+        Name of the model file, for messages.
     """
 
     config: ModelConfig
@@ -115,7 +115,7 @@ class Owner:
     name: str
 
     def tensors(self, n: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor of a state of `n` tokens: keys and values of each layer in turn."""
+        """Return dtype and shape of each tensor of a state of `n` tokens: key and value of each layer."""
         c, rows = self.config, _KV_DTYPES[self.kv_dtype]
         kinds = (("key", c.key_dim), ("value", c.value_dim))
         return {
@@ -131,12 +131,12 @@ class State(NamedTuple):
     Attributes
     ----------
     tokens : numpy.ndarray
-        Ids in the cache, int32 ``[n]``.
+        Ids of the tokens in the cache, int32 ``[n]``.
     rows : list of numpy.ndarray
-        Bytes of K and V of each layer in turn, in canonical layout ``[n, n_kv_heads, head_dim]``, of numbers
-        or of the blocks of ``q8_0``.
+        Bytes of K and V of each layer, in the canonical layout ``[n, n_kv_heads, head_dim]`` of numbers, or
+        of ``q8_0`` blocks.
     notes : str
-        The user's own.
+        Text supplied by the user.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -145,14 +145,14 @@ class State(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
-    """Write a state, or leave what was at `path` untouched.
+    """Write a state; on failure, leave an existing file untouched.
 
-    An existing file is replaced in one step, once the new one is on the disk.
+    An existing file is replaced atomically, once the new one is on disk.
 
     Raises
     ------
     OutputError
-        A device, a FIFO or a socket is there.
+        `path` is a device, a FIFO or a socket.
     OSError
         The file cannot be written.
     """
@@ -171,23 +171,23 @@ def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
     with replacing(path) as temporary:
         try:
             save_file(arrays, temporary, metadata)
-        except SafetensorError as error:  # wraps what the system said
+        except SafetensorError as error:  # wraps the system's error
             raise OSError(f"{path}: cannot be written: {error}") from error
 
 
 def read(path: str | os.PathLike[str], owner: Owner) -> State:
-    """Read a state and check that it is whole and belongs to `owner`.
+    """Read a state and check that it is complete and belongs to `owner`.
 
-    All is read through one descriptor: a save that replaces the file meanwhile leaves the old state readable.
+    The file is read through one descriptor, so that a save that replaces it meanwhile has no effect.
 
     Raises
     ------
     StateError
-        The file is no saved session, is damaged, or belongs to another model or cache dtype.
+        The file is not a saved session, is damaged, or belongs to another model or cache dtype.
     OSError
         The file cannot be opened.
     """
-    # Opening a FIFO for reading would wait for a writer.
+    # Without O_NONBLOCK, opening a FIFO for reading would wait for a writer.
     nonblocking = getattr(os, "O_NONBLOCK", 0)
     with open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | nonblocking)) as file:
         header = _read_header(path, file)
@@ -212,24 +212,24 @@ def _check_owner(path: str | os.PathLike[str], header: _Header, owner: Owner) ->
     dtype, shape = tensors.get(TOKENS, ("nothing", ()))
     expected = owner.tensors(shape[0] if shape else 0)
     if dtype != "I32" or len(shape) != 1 or tensors != {TOKENS: (dtype, shape), **expected}:
-        raise StateError(f"{path}: its tensors are not those of a session of this model")
+        raise StateError(f"{path}: its tensors do not match a session of this model")
 
 
 class _Header(NamedTuple):
     metadata: dict[str, str]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, in the order of their bytes
-    size: int  # of the file, in bytes
+    size: int  # size of the file in bytes
 
 
 def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
-    """Read what stands before the tensors, and hold that they fill the rest of the file without a gap."""
+    """Read the header, and check that the tensors fill the rest of the file without gaps."""
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
         raise StateError(f"{path}: not a saved session: it is not a regular file")
     try:
         length = int.from_bytes(_read_exactly(file, 8), "little")
         if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes is longer than {_MAX_HEADER_BYTES}")
+            raise ValueError(f"the header has {length} bytes, more than {_MAX_HEADER_BYTES}")
         header = json.loads(_read_exactly(file, length).decode(), object_pairs_hook=_without_duplicates)
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
@@ -240,26 +240,28 @@ def _read_header(path: str | os.PathLike[str], file: io.FileIO) -> _Header:
             if dtype not in _NUMPY_DTYPES:
                 raise ValueError(f"tensor {name!r} has dtype {dtype}")
             if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
-                raise ValueError(f"tensor {name!r} has sizes that are not counts")
+                raise ValueError(f"tensor {name!r} has sizes that are not nonnegative integers")
             begin, end = end, end + math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize
             if offsets != [begin, end]:
                 raise ValueError(f"tensor {name!r} is at {offsets}, not at [{begin}, {end}]")
             tensors[name] = (dtype, tuple(shape))
         size = 8 + length + end
         if size != status.st_size:
-            raise ValueError(f"the file has {status.st_size} bytes, its header says {size}")
-    # Errors that a header of any other form causes; RecursionError: deep nesting.
+            raise ValueError(f"the file has {status.st_size} bytes, its header requires {size}")
+    # A malformed header can cause any of these; deep nesting causes RecursionError.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{path}: damaged, or not a saved session: {error}") from None
     if metadata.get("format") != FORMAT:
         raise StateError(f"{path}: not a saved session: format {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("version") != VERSION:
-        raise StateError(f"{path}: version {metadata.get('version')} of the format, only {VERSION} is read")
+        raise StateError(
+            f"{path}: format version {metadata.get('version')} is not supported, must be {VERSION}"
+        )
     return _Header(metadata, tensors, size)
 
 
 def _read_arrays(path: str | os.PathLike[str], file: io.FileIO, header: _Header) -> dict[str, Bytes]:
-    """Read the bytes of the tensors, after the header, and hold them to the checksum."""
+    """Read the bytes of the tensors after the header, and verify the checksum."""
     arrays: dict[str, Bytes] = {}
     try:
         for name, (dtype, shape) in header.tensors.items():
@@ -270,7 +272,7 @@ def _read_arrays(path: str | os.PathLike[str], file: io.FileIO, header: _Header)
         raise StateError(f"{path}: damaged: {error}") from None
     stated, actual = header.metadata.get(CHECKSUM), _checksum(arrays, header.metadata)
     if stated != actual:
-        raise StateError(f"{path}: damaged: its checksum is {actual}, it should be {stated}")
+        raise StateError(f"{path}: damaged: its checksum is {actual}, expected {stated}")
     return arrays
 
 
@@ -294,7 +296,7 @@ def _read_exactly(file: io.FileIO, n: int) -> bytes:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a name appears twice in the header")
+        raise ValueError("the header contains a duplicate name")
     return entries
 
 
