@@ -341,15 +341,15 @@ SPM = {MODEL: entry(MODEL, STRING, text("llama")), MERGES: None}
         ({TYPES: entry(TYPES, ARRAY, strings("x"))}, rf"{TYPES} has type array\[string\], expected an array"),
         (
             {TYPES: entry(TYPES, ARRAY, array(I32, [scalar(I32, n) for n in (1, 7, -1)]))},
-            f"token 1 has type 7 in {TYPES}, known are 0 to 6",
+            f"token 1 has type 7 in {TYPES}, must be 0 to 6",
         ),
         ({MERGES: None}, f"metadata {MERGES} is missing"),
-        ({MERGES: entry(MERGES, ARRAY, strings("a b", "a c"))}, f"merge 1 of {MERGES}, 'a c', does not make"),
+        ({MERGES: entry(MERGES, ARRAY, strings("a b", "a c"))}, f"merge 1 of {MERGES}, 'a c', does not join"),
         ({MERGES: entry(MERGES, ARRAY, strings("b a"))}, "merge 0 .*'b a'"),
         ({MERGES: entry(MERGES, ARRAY, strings("ab"))}, "merge 0 .*'ab'"),
         ({MERGES: entry(MERGES, ARRAY, strings(""))}, "merge 0"),
-        ({BOS: entry(BOS, U32, u32(3))}, f"{BOS} is 3, outside the vocabulary of 3 tokens"),
-        ({BOS: entry(BOS, I32, scalar(I32, -1))}, f"{BOS} is -1, outside"),
+        ({BOS: entry(BOS, U32, u32(3))}, f"{BOS} is 3, must be a token id from 0 to 2"),
+        ({BOS: entry(BOS, I32, scalar(I32, -1))}, f"{BOS} is -1, must be"),
         ({BOS: entry(BOS, STRING, text("a"))}, f"{BOS} has type string, expected an integer"),
         ({BOS: entry(BOS, BOOL, b"\1")}, f"{BOS} has type bool, expected an integer"),
         (
@@ -364,7 +364,7 @@ SPM = {MODEL: entry(MODEL, STRING, text("llama")), MERGES: None}
         ),
         (
             {**SPM, SCORES: entry(SCORES, ARRAY, array(F32, [scalar(F32, float("nan"))] * 3))},
-            f"{SCORES} holds a value that is not finite",
+            f"{SCORES} contains a value that is not finite",
         ),
     ],
 )  # fmt: skip
@@ -405,12 +405,12 @@ def test_missing_pre_tokenizer_is_the_default_with_a_warning(
 
 def test_bos_must_exist_to_be_asked_for(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(file_of())
-    with pytest.raises(ValueError, match="no token that begins a text"):
+    with pytest.raises(ValueError, match="no beginning-of-text token"):
         Tokenizer.from_gguf(GGUFFile(tmp_path / "model.gguf")).encode("a", add_bos=True)
 
 
 def test_byte_token_that_names_no_byte_is_an_error(open_variant: Open) -> None:
     tokens = [("<0xZZ>" if token == "<0x41>" else token) for token in LLAMA["tokens"]]
     tokenizer = open_variant(TokenizerVariant("llama"), tokens=tokens)
-    with pytest.raises(GGUFError, match="byte token '<0xZZ>' is not of the form <0x0A>"):
+    with pytest.raises(GGUFError, match="byte token '<0xZZ>' does not have the form <0x0A>"):
         tokenizer.decode([tokens.index("<0xZZ>")])

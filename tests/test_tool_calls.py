@@ -288,7 +288,7 @@ def test_a_tool_never_writes_a_control_token() -> None:
 
 def test_a_template_without_tools_is_named(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
-        message = "the chat template takes no tools"
+        message = "the chat template does not support tools"
         with pytest.raises(ChatTemplateError, match=message):
             model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
         with pytest.raises(ChatTemplateError, match=message):

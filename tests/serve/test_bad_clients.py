@@ -139,7 +139,7 @@ def test_wrong_conversations_are_named(strict: Running) -> None:
     for body, message in (
         ({"messages": []}, "messages: expected `array` of length >= 1"),
         ({"messages": [{"content": "a"}]}, "role"),
-        ({"messages": [{"role": "<|im_start|>", "content": "a"}]}, "a role is a word"),
+        ({"messages": [{"role": "<|im_start|>", "content": "a"}]}, "must be a word"),
         ({"messages": [user], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"messages": [user], "chat_template_kwargs": {"tools": 1}}, "tools"),
         ({"messages": [user], "chat_template_kwargs": {"a": "text"}}, "chat_template_kwargs"),

@@ -190,5 +190,5 @@ def test_wrong_tools_are_named(with_tools: tuple[Running, Model], server: Runnin
         ask(with_tools[0], None, tool_choice={"type": "function", "function": {"name": "sun"}})
     with pytest.raises(openai.BadRequestError, match="tool 0 has no name"):
         ask(with_tools[0], None, tools=[{"type": "function", "function": {}}])
-    with pytest.raises(openai.BadRequestError, match="the chat template takes no tools"):
+    with pytest.raises(openai.BadRequestError, match="the chat template does not support tools"):
         ask(server, None)

@@ -1,4 +1,4 @@
-"""Text and tokens: tokenizers, chat templates, tool calls."""
+"""Tokenizers, chat templates and tool calls."""
 
 from __future__ import annotations
 

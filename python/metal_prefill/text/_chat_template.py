@@ -1,11 +1,11 @@
-"""Chat templates: a conversation as the text that a model was trained on.
+"""Chat templates, which render a conversation in the format that a model was trained on.
 
-A template is Jinja, carried by the model file and written by its author; it is rendered as Hugging Face
-transformers does, in a sandbox and within limits on what it may compute. What goes into it is written by
-somebody else: a message may spell ``<|im_end|>``, and must not end its own turn with it. So every string of a
-message is marked before rendering: a marker, a character that occurs nowhere else, follows each place where
-the spelling of a control token could begin. Control tokens are then looked for in the marked text, where only
-the template's own are whole, and the marker is taken out of what lies between them.
+A template is Jinja source in the model file. It is rendered as in Hugging Face transformers, in a sandbox and
+with limits on its computation. Messages are untrusted input: a message that contains the text ``<|im_end|>``
+must not end its turn. Every string in a message is therefore marked before rendering: a marker, a character
+that occurs nowhere else, is inserted after each position where the spelling of a control token could begin.
+In the rendered text, only the template's own control tokens are intact. They are split off first, and the
+marker is then removed from the text between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from metal_prefill.text._template_budget import TemplateLimitError
 from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, render
 from metal_prefill.text._tool_calls import parse_arguments, tool_names
 
-# For files without a template: plain paragraphs, each under its speaker's name, as in a play.
+# For files without a template: one paragraph per message, headed by the role, as in a play.
 PLAIN_TEMPLATE = r"""{{ bos_token if add_bos else '' -}}
 {% for message in messages -%}
 {{ '' if message.role == 'system' else message.role | upper + ':\n' }}{{ message.content }}{{ '\n\n' }}
@@ -38,11 +38,11 @@ PLAIN_STOP = "\n\n"  # ends an answer under the plain template
 _ROLE = re.compile(r"[\w-]+")
 _MAX_TIME_FORMAT = 1000  # characters
 _WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d{3}")
-_MARKERS = range(0xF0000, 0xFFFFE)  # private use: no character that anybody writes
+_MARKERS = range(0xF0000, 0xFFFFE)  # private use area: does not occur in ordinary text
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks what an assistant said, for training; here it stands for its contents."""
+    """``{% generation %}``, which marks assistant text for training and is rendered as its contents."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -56,10 +56,10 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
-    # C libraries fill to any width that stands in a format, and Python gives them 256 times its length.
+    # C libraries pad to any width in a format, and Python provides a buffer of 256 times its length.
     if len(format) > _MAX_TIME_FORMAT or _WIDTH.search(format):
         raise TemplateLimitError(
-            f"a format of strftime_now has more than {_MAX_TIME_FORMAT} characters, or a width of 3 digits"
+            f"a strftime_now format has more than {_MAX_TIME_FORMAT} characters, or a width of 3 digits"
         )
     return datetime.now().strftime(format)
 
@@ -71,25 +71,25 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
+    # Jinja's own filter escapes HTML characters, which models were not trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Copy what a message holds, of Python's own types; nothing else can be searched for control tokens.
+    """Copy a message value into built-in types, so that all of its strings can be searched.
 
     Raises
     ------
     TypeError
-        There is anything else, which would become text by a method of its own.
+        A value has another type, which could convert itself to arbitrary text.
     ValueError
-        A string is not Unicode text, or a mapping or sequence holds itself.
+        A string is not valid Unicode, or a mapping or sequence contains itself.
     """
     if value is None or isinstance(value, bool):
         return value
-    # Of subclasses the value, without their way of printing it.
+    # Convert subclasses to the base type, because they may define their own text form.
     if isinstance(value, str):
         text = str.__str__(value)
         try:
@@ -107,20 +107,20 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     raise TypeError(
         f"{where} is of type {type(value).__name__}: "
-        "a message holds text, numbers, booleans, None, lists and mappings"
+        "a message may contain text, numbers, booleans, None, lists and mappings"
     )
 
 
 def _plain_all(what: str, values: Sequence[Mapping[str, Any]]) -> list[dict[Any, Any]]:
-    """Copy messages or tools; errors are those of `_plain`."""
+    """Copy messages or tools; raise the same errors as `_plain`."""
     try:
         return [_plain(value, f"{what} {i}") for i, value in enumerate(values)]
     except RecursionError:
-        raise ValueError(f"a {what} nests too deep") from None
+        raise ValueError(f"a {what} is nested too deeply") from None
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings within nested mappings and lists."""
+    """Yield all strings in nested mappings and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -142,19 +142,19 @@ def _environment() -> LimitedEnvironment:
 
 
 class ChatTemplate:
-    """A template, and the control tokens that it may write and messages may not.
+    """A chat template, and the control tokens that it may produce but messages may not.
 
     Parameters
     ----------
     source
-        Jinja text.
+        Jinja source.
     special
         Spellings of the control tokens.
 
     Raises
     ------
     ChatTemplateError
-        The text is not a template.
+        The source is not a valid template.
     """
 
     def __init__(self, source: str, special: Iterable[str]) -> None:
@@ -167,7 +167,7 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"line {error.lineno} of the chat template: {error.message}") from None
-        # Python cannot compile what Jinja made: it nests too deep, or leaves a loop where there is none.
+        # Python cannot compile the generated code: it is nested too deeply, or breaks outside a loop.
         except Exception as error:
             raise ChatTemplateError(f"the chat template: {type(error).__name__}: {error}") from None
 
@@ -177,31 +177,31 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[tuple[str, bool]]:
-        """Return the text in pieces, each with whether it is a control token's spelling.
+        """Render messages to pieces of text, each with a flag for the spelling of a control token.
 
         Parameters
         ----------
         messages
-            Each has a ``role`` and, usually, a ``content``; what else it has is passed on.
+            Mappings with a ``role`` and, usually, a ``content``; other entries are passed to the template.
         variables
-            Of the template: ``bos_token``, ``add_generation_prompt`` and the like. They are the program's own
-            words, not marked.
+            Template variables, such as ``bos_token`` and ``add_generation_prompt``. They are trusted and not
+            marked.
         tools
-            That the model may call; they are marked as messages are.
+            Tools that the model may call; marked in the same way as messages.
 
         Raises
         ------
         ChatTemplateError
-            The template refuses these messages, fails, does more than it may, or takes no tools.
+            The template rejects these messages, fails, exceeds a limit, or does not support tools.
         TypeError, ValueError
-            A message or tool is not a mapping, lacks a role or name, or holds what JSON has no type for.
+            A message or tool is not a mapping, lacks a role or name, or contains a type that JSON lacks.
         """
         for i, message in enumerate(messages):
             role = message.get("role") if isinstance(message, Mapping) else None
             if not isinstance(role, str):
                 raise TypeError(f"message {i} must be a mapping with a string 'role', got {message!r}")
             if not _ROLE.fullmatch(role):  # templates put roles into control tokens: '<|' + role + '|>'
-                raise ValueError(f"message {i} has the role {role!r}: a role is a word")
+                raise ValueError(f"message {i} has the role {role!r}, must be a word")
         self.check_tools(tools)
         plain = [parse_arguments(message) for message in _plain_all("message", messages)]
         plain_tools = _plain_all("tool", tools or ())
@@ -219,20 +219,20 @@ class ChatTemplate:
         except TemplateLimitError as error:
             raise ChatTemplateError(f"the chat template exceeds a limit: {error}") from None
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the chat template refuses: {error}") from error
-        except Exception as error:  # whatever an expression in it can raise
+            raise ChatTemplateError(f"the chat template rejects the messages: {error}") from error
+        except Exception as error:  # an expression in a template can raise anything
             raise ChatTemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
         found = self._tokens.split(text) if self._special else [text]
-        # Of a split by one group every second piece is a match.
+        # After a split by a pattern with one group, every second piece is a match.
         return [(piece.replace(marker, ""), bool(i % 2)) for i, piece in enumerate(found) if piece]
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Check that tools are such, and that the template passes them to the model.
+        """Check that tools are valid, and that the template passes them to the model.
 
         Raises
         ------
         ChatTemplateError
-            It does not.
+            The template does not support tools.
         TypeError, ValueError
             A tool is not a mapping, or has no name.
         """
@@ -242,7 +242,7 @@ class ChatTemplate:
         if not any(
             name.name == "tools" for name in self._environment.parse(self._source).find_all(nodes.Name)
         ):
-            raise ChatTemplateError("the chat template takes no tools: the model was not taught to call any")
+            raise ChatTemplateError("the chat template does not support tools; use a model trained for them")
 
     def _unused_character(self, messages: list[dict[Any, Any]]) -> str:
         used = set(self._source).union(*_strings(messages))
@@ -266,10 +266,10 @@ class ChatTemplate:
 
     @cached_property
     def _beginnings(self) -> re.Pattern[str]:
-        """First characters of control tokens; the group matches where one begins a word of the template's.
+        """Pattern of the first characters of control tokens; its group matches words that the template uses.
 
-        Templates look into messages for such words, as for ``</think>``. Left alone, they cannot be the
-        beginning of a control token: none is the beginning of the other.
+        Templates search messages for such words, such as ``</think>``, which must therefore stay unmarked.
+        This is safe, because none of them is a prefix of a control token, or has one as a prefix.
         """
         constants = {
             node.value
@@ -287,6 +287,6 @@ class ChatTemplate:
 
     @cached_property
     def _endings(self) -> re.Pattern[str]:
-        """The beginning of a string that could complete a control token which the template begins."""
+        """Pattern of string starts that could complete a control token begun by the template."""
         ends = sorted({s[i:] for s in self._special for i in range(1, len(s))}, key=len, reverse=True)
         return re.compile(r"\A(\s*)(" + "|".join(map(re.escape, ends)) + ")")

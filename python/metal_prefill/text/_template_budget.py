@@ -1,4 +1,4 @@
-"""What a chat template may compute: a budget, and what each filter and method takes of it."""
+"""The work budget of a chat template, and the cost of each filter and method."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import TypeAlias, TypeVar
 
 import jinja2
 
-MAX_VALUE = 4 << 20  # characters that a value may have, besides what the messages have
-MAX_WORK = 40_000_000  # units, of which a processor does some 20 to 100 million in a second
-WORK_PER_SIZE = 1000  # further units for each character of the messages
+MAX_VALUE = 4 << 20  # characters in a value, in addition to the size of the messages
+MAX_WORK = 40_000_000  # units, of which a processor executes about 20 to 100 million per second
+WORK_PER_SIZE = 1000  # additional units per character of the messages
 MAX_DEPTH = 200
 MAX_INT_BITS = 4096
-MAX_DIGITS = 1000  # in a string that is made a number: Python's way takes time that grows with their square
+MAX_DIGITS = 1000  # in a string converted to a number, which takes quadratic time in Python
 
-NODE = 8  # units: evaluating an expression; an element of a list
+NODE = 8  # units per evaluated expression, and per list element
 
 Value = TypeVar("Value")
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """A template does more than it may."""
+    """A template exceeds a limit."""
 
 
 class Budget:
-    """The work that one rendering may do, in units: a character that is looked at or made is one."""
+    """Work budget of one rendering, in units; reading or producing a character costs one."""
 
     def __init__(self, messages: object) -> None:
         self.max_value = MAX_VALUE
@@ -36,22 +36,22 @@ class Budget:
         self.left = self.total = MAX_WORK + WORK_PER_SIZE * size
 
     def charge(self, units: int) -> None:
-        """Take `units` away, or end the rendering."""
+        """Subtract `units`; raise if the budget is exhausted."""
         self.left -= units
         if self.left < 0:
-            raise TemplateLimitError(f"it does more than {self.total} units of work")
+            raise TemplateLimitError(f"more than {self.total} units of work")
 
     def measure(self, value: object, limit: bool = True) -> tuple[int, int]:
-        """Return the size of a value, in characters, with all that it holds, and how deep it nests.
+        """Return the size of a value in characters, including its elements, and its nesting depth.
 
-        What is held twice counts twice, as it would be printed: so this ends early on values that grow by
-        holding the value before twice.
+        An element that is contained twice counts twice, as when printed. Values that double by containing
+        the previous value twice therefore reach the limit early.
         """
         size, depth, level = 0, 0, [value]
         while level:
             depth += 1
             if depth > MAX_DEPTH:
-                raise TemplateLimitError(f"a value nests more than {MAX_DEPTH} deep")
+                raise TemplateLimitError(f"a value is nested more than {MAX_DEPTH} levels deep")
             below: list[object] = []
             for item in level:
                 size += NODE
@@ -67,19 +67,19 @@ class Budget:
                     size += NODE * len(item)
                     below += item if not isinstance(item, range) else ()
                 if limit and size + NODE * len(below) > self.max_value:
-                    raise TemplateLimitError(f"it makes a value of more than {self.max_value} characters")
+                    raise TemplateLimitError(f"a value has more than {self.max_value} characters")
             level = below
         return size, depth
 
     def checked(self, value: Value) -> Value:
-        """Charge a value's size, and return it."""
+        """Charge the size of a value, and return the value."""
         self.charge(self.measure(value)[0])
         return value
 
     def room_for(self, size: int) -> None:
-        """Charge `size` characters that are about to be made."""
+        """Charge `size` characters that are about to be produced."""
         if size > self.max_value:
-            raise TemplateLimitError(f"it makes a value of more than {self.max_value} characters")
+            raise TemplateLimitError(f"a value has more than {self.max_value} characters")
         self.charge(max(size, 0))
 
 
@@ -90,7 +90,7 @@ budget_of_call: ContextVar[Budget] = ContextVar("budget")
 Guard: TypeAlias = Callable[..., None]
 
 
-# Guards: each gets the arguments of a filter or method, and charges what exceeds the sizes of the arguments.
+# Guards: each takes the arguments of a filter or method, and charges costs beyond the argument sizes.
 
 
 def size_of(value: object) -> int:
@@ -129,18 +129,18 @@ def _guard_groups(value: object, count: object = 1, *_: object, **named: object)
 
 def _guard_number(value: object, *_: object, **__: object) -> None:
     if isinstance(value, str) and len(value) > MAX_DIGITS:
-        raise TemplateLimitError(f"it makes a number of {len(value)} digits, more than {MAX_DIGITS}")
+        raise TemplateLimitError(f"a number has {len(value)} digits, more than {MAX_DIGITS}")
 
 
 def _guard_round(value: object, precision: object = 0, *_: object, **named: object) -> None:
     precision = named.get("precision", precision)
     if isinstance(precision, int) and abs(precision) > 300:
-        raise TemplateLimitError(f"it rounds to {precision} digits, more than 300")
+        raise TemplateLimitError(f"rounding to {precision} digits, more than 300")
 
 
 def _guard_sum(value: object, attribute: object = None, start: object = 0) -> None:
     if not isinstance(start, (int, float)):
-        raise TemplateLimitError("it adds up what are not numbers")
+        raise TemplateLimitError("sum supports only numbers")
 
 
 def _guard_json(
@@ -157,7 +157,7 @@ def guard_percent(value: object, *arguments: object, **named: object) -> None:
     if not isinstance(value, str):
         return
     if "*" in value or re.search(r"\d{4}", value):
-        raise TemplateLimitError("a width in it has more than 3 digits")
+        raise TemplateLimitError("a width in a format has more than 3 digits")
     budget_of_call.get().room_for(value.count("%") * (1000 + size_of([arguments, named])))
 
 
@@ -165,12 +165,12 @@ def guard_format(value: object, *arguments: object, **named: object) -> None:
     fields = list(Formatter().parse(str(value)))
     for _, _, spec, _ in fields:
         if spec and ("{" in spec or re.search(r"\d{4}", spec)):
-            raise TemplateLimitError("a width in it has more than 3 digits")
+            raise TemplateLimitError("a width in a format has more than 3 digits")
     budget_of_call.get().room_for(len(fields) * (1000 + size_of([arguments, named])))
 
 
 def _guard_search(value: object, sought: object = "", *_: object, **__: object) -> None:
-    # Searching from the right, and stripping, can look at every character of one for each of the other.
+    # Searching from the right, and stripping, can compare every pair of characters.
     if isinstance(sought, str):
         budget_of_call.get().charge(len(str(value)) * len(sought) // 16)
 
@@ -183,7 +183,7 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-# The filters and methods that exist. Those without a guard make no more than goes into them.
+# The available filters and methods. Those without a guard produce no more than their input.
 FILTERS: dict[str, Guard] = dict.fromkeys(
     _words(
         """
@@ -242,5 +242,5 @@ _METHODS: tuple[tuple[type | tuple[type, ...], dict[str, Guard]], ...] = (
 
 
 def methods_of(value: object) -> dict[str, Guard] | None:
-    """Return methods that a template may call, by name; None for objects that are not Python's own."""
+    """Return the methods that a template may call, by name; None for values of other than built-in types."""
     return next((names for kind, names in _METHODS if isinstance(value, kind)), None)

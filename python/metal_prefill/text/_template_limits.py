@@ -1,10 +1,10 @@
-"""Chat templates that end, and do not fill the memory: they come with model files, from anybody.
+"""Time and memory limits for chat templates, which are untrusted parts of model files.
 
-Jinja's sandbox keeps a template from Python's insides, not from computing for ever or from filling the
-memory. Here everything that a template does is charged to a `Budget` before it is done: each turn of a loop,
-and each call, operator and filter by the size of what goes in and of what can come out. Filters and methods
-whose cost is not known do not exist. A value that grows beyond a limit is refused where it is made, so that
-whatever is done with it afterwards (printing it, comparing it) ends soon.
+Jinja's sandbox denies a template access to Python internals, but limits neither time nor memory. Here every
+operation is charged to a `Budget` before it runs: each loop iteration, and each call, operator and filter by
+the size of its input and of its largest possible output. Filters and methods of unknown cost are not
+available. A value that exceeds a limit is rejected when it is created, so that later operations on it, such
+as printing and comparing, take bounded time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from metal_prefill.text._template_budget import (
     size_of,
 )
 
-MAX_SOURCE = 1 << 17  # characters; the longest templates of published models have some 30,000
+MAX_SOURCE = 1 << 17  # characters; the longest templates of published models have about 30,000
 
-_MIN_BODY = 8  # expressions: what a turn of an empty loop costs
+_MIN_BODY = 8  # expressions charged for an iteration of an empty loop
 _CALL = 16 * NODE
 
 _Function: TypeAlias = Callable[..., Any]
@@ -50,7 +50,7 @@ def _counted(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _metered(function: _Function, guard: Guard) -> _Function:
-    """Charge the calls of a filter or test: what goes in, what the guard says, what comes out."""
+    """Wrap a filter or test so that each call is charged for its input, its guard and its output."""
     passes = getattr(function, "jinja_pass_arg", None)
 
     def call(context: Context, *arguments: Any, **named: Any) -> Any:
@@ -64,7 +64,7 @@ def _metered(function: _Function, guard: Guard) -> _Function:
             result = function(first[passes.name], *arguments, **named)
         return _counted(result) if isinstance(result, Iterator) else budget.checked(result)
 
-    # Functions that need a context are not called while a template is compiled, when there is no budget.
+    # Functions that need a context are not called during compilation, when there is no budget.
     return pass_context(call)
 
 
@@ -81,7 +81,7 @@ def _tick(_: Context, expressions: int) -> str:
 
 @pass_context
 def _iterated(_: Context, values: Any, expressions: int) -> Any:
-    """Charge what choosing the elements of a loop costs, before the loop's body sees any of them."""
+    """Charge the selection of a loop's elements, before its body runs."""
     if isinstance(values, Sized):
         budget_of_call.get().charge(NODE * expressions * len(values))
         return values
@@ -89,7 +89,7 @@ def _iterated(_: Context, values: Any, expressions: int) -> Any:
 
 
 def _finalize(value: Any) -> Any:
-    budget = budget_of_call.get(None)  # there is none for the text of a template, while it is compiled
+    budget = budget_of_call.get(None)  # none during compilation, which finalizes constant text
     return value if budget is None else budget.checked(value)
 
 
@@ -98,14 +98,14 @@ def _weight(body: Iterable[nodes.Node]) -> int:
 
 
 def _call_inserted(name: str, value: nodes.Expr, *arguments: int) -> nodes.Expr:
-    # A name with a space in it: no template can write that.
+    # The name contains a space, so that templates cannot refer to it.
     return nodes.Filter(
         value, f" {name}", [nodes.Const(a) for a in arguments], [], None, None, lineno=value.lineno
     )
 
 
 def _insert_charges(node: nodes.Node) -> nodes.Node:
-    """Return a tree whose loops, macros, literals, comparisons and slices are charged."""
+    """Return a syntax tree that charges loops, macros, literals, comparisons and slices."""
     for name, value in list(node.iter_fields()):
         if isinstance(value, list):
             setattr(node, name, [_insert_charges(v) if isinstance(v, nodes.Node) else v for v in value])
@@ -123,7 +123,7 @@ def _insert_charges(node: nodes.Node) -> nodes.Node:
         for operand in node.ops:
             operand.expr = _call_inserted("checked", operand.expr)
     if isinstance(node, nodes.Concat):
-        # As a filter block does: the parts are joined by `Environment.concat`.
+        # As in a filter block, `Environment.concat` joins the parts.
         joined = nodes.Const("", lineno=node.lineno)
         parts = nodes.List(node.nodes, lineno=node.lineno)
         return nodes.Filter(parts, "join", [joined], [], None, None, lineno=node.lineno)
@@ -136,21 +136,23 @@ def _insert_charges(node: nodes.Node) -> nodes.Node:
 
 class _Namespace(Namespace):
     def __repr__(self) -> str:
-        return "<Namespace>"  # its contents could be any number of namespaces that hold others twice
+        return (
+            "<Namespace>"  # its contents could be namespaces that contain others twice, of exponential size
+        )
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are rendered with a budget."""
+    """Sandboxed environment whose templates are rendered with a budget."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_finalize, optimized=False, **options)
-        self.globals.pop("lipsum")  # writes any number of paragraphs
+        self.globals.pop("lipsum")  # produces any number of paragraphs
         self.globals["namespace"] = _Namespace
 
     def limit(self) -> None:
-        """Charge all filters and tests; to be called once, after those of the user were added."""
+        """Wrap all filters and tests; call once, after adding custom ones."""
         self.filters = {
             name: _metered(cast(_Function, self.filters[name]), guard) for name, guard in FILTERS.items()
         }
@@ -170,18 +172,18 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             size += len(part)
             budget.charge(NODE)
             if size > budget.max_value:
-                raise TemplateLimitError(f"it writes more than {budget.max_value} characters")
+                raise TemplateLimitError(f"output of more than {budget.max_value} characters")
             pieces.append(part)
         budget.charge(size)
         return "".join(pieces)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allow the methods of strings, lists and mappings whose cost is known."""
+        """Allow the methods of strings, lists and mappings that have a known cost."""
         methods = methods_of(obj)
         return super().is_safe_attribute(obj, attr, value) and (methods is None or attr in methods)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Charge ``str.format``, which is called past `call`."""
+        """Charge ``str.format``, which bypasses `call`."""
         inner = super().wrap_str_format(value)
         if inner is None or value.__name__ != "format":
             return inner and self._refuse_format_map
@@ -194,10 +196,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def _refuse_format_map(*_: object) -> str:
-        raise TemplateLimitError("it calls format_map")
+        raise TemplateLimitError("format_map is not supported")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Charge a call: what goes in, what the guard of a method says, what comes out."""
+        """Charge a call for its input, the guard of its method and its output."""
         budget = budget_of_call.get()
         owner = getattr(__obj, "__self__", None)
         known = methods_of(owner) if isinstance(owner, _OWNERS) else None
@@ -231,16 +233,16 @@ def _check_integers(operator: str, left: int, right: int) -> None:
         operator, max(left.bit_length(), right.bit_length())
     )
     if bits > MAX_INT_BITS:
-        raise TemplateLimitError(f"it makes a number of {bits} bits, more than {MAX_INT_BITS}")
+        raise TemplateLimitError(f"a number has {bits} bits, more than {MAX_INT_BITS}")
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Render a template of a `LimitedEnvironment` within a budget that the size of its messages sets.
+    """Render a template of a `LimitedEnvironment` with a budget that depends on the size of its messages.
 
     Raises
     ------
     TemplateLimitError
-        The template does more than that.
+        The template exceeds the budget.
     """
     token = budget_of_call.set(Budget(dict(variables)))
     try:

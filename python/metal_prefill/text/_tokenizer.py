@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the vocabulary that a GGUF file carries."""
+"""Conversion between text and token ids with the vocabulary of a GGUF file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from metal_prefill.text._vocabulary import SPACE, TokenType, Vocabulary
 if TYPE_CHECKING:
     from metal_prefill.text._chat_template import ChatTemplate
 
-# Control tokens that end a turn or a text in the supported models, for files whose metadata does not
-# name them all.
+# Control tokens that end a turn or a text in the supported models, for files with incomplete metadata.
 END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -36,15 +35,15 @@ _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
 class _Piece(NamedTuple):
-    """Role of a token in a text."""
+    """Bytes and kind of a token."""
 
     raw: bytes
-    special: bool  # a control token or the unknown one
-    spelled: bool  # recognized by its spelling, not by segmenting text
+    special: bool  # a control token or the unknown token
+    spelled: bool  # recognized by its spelling, instead of by segmentation
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Invert GPT-2's writing of bytes: printable Latin-1 is itself, the rest is U+0100 and up, in order."""
+    """Invert GPT-2's byte mapping: printable Latin-1 maps to itself, the rest to U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -54,27 +53,27 @@ _BYTES = _bytes_of_characters()
 
 
 class Tokenizer:
-    """The tokenizer of a model file. Made by :meth:`from_gguf`; safe to use from several threads.
+    """Tokenizer of a model file, created by :meth:`from_gguf`. Safe to use from several threads.
 
     Attributes
     ----------
     vocab_size : int
         Number of tokens.
     bos_id, eos_id, eot_id, eom_id, pad_id, unk_id : int or None
-        Ids of the tokens that begin a text, end a text, end a turn, end a message, pad and stand for the
-        unknown; None where the file names none.
+        Ids of the beginning-of-text, end-of-text, end-of-turn, end-of-message, padding and unknown tokens;
+        None if the file does not define the token.
     stop_ids : frozenset of int
-        Tokens after which nothing is to be generated.
+        Tokens that end generation.
     add_bos : bool
-        Whether `encode` begins with `bos_id` unless told otherwise.
+        Whether `encode` adds `bos_id` by default.
     add_eos : bool
-        Whether a text for an embedding or a class ends with `eos_id`; `encode` never adds it.
+        Whether a text to embed or classify ends with `eos_id`; `encode` never adds it.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
         self._gguf = gguf
         self._vocabulary = Vocabulary.from_gguf(gguf)
-        self._pieces: dict[int, _Piece] = {}  # of the tokens that were decoded so far
+        self._pieces: dict[int, _Piece] = {}  # tokens decoded so far
         self.vocab_size = len(self._vocabulary.tokens)
         self.bos_id = self._special_id("bos")
         self.eos_id = self._special_id("eos")
@@ -102,14 +101,14 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
-        """Read the vocabulary of an open file; what encoding needs beyond it is built on the first `encode`.
+        """Read the vocabulary of an open file. The structures for encoding are built by the first `encode`.
 
         Raises
         ------
         GGUFError
-            The file has no vocabulary, or one that contradicts itself.
+            The vocabulary is missing or inconsistent.
         UnsupportedModelError
-            The kind of tokenizer or its way of splitting text is not implemented.
+            The type of tokenizer or pre-tokenizer is not implemented.
         """
         return cls(gguf)
 
@@ -121,44 +120,44 @@ class Tokenizer:
         parse_special: bool = False,
         strict: bool = False,
     ) -> list[int]:
-        """Turn text into token ids.
+        """Convert text to token ids.
 
-        Text for which the vocabulary has no token is left out, as by other tokenizers of the model, or
-        becomes the unknown token where there is one; see :attr:`missing_bytes`.
+        Text without a token in the vocabulary is omitted, as in other tokenizers of the model, or becomes the
+        unknown token if the vocabulary has one; see :attr:`missing_bytes`.
 
         Parameters
         ----------
         text
-            Any text. Nothing in it is normalized.
+            Any text. It is not normalized.
         add_bos
-            Whether to begin with `bos_id`; by default as the file says.
+            Whether to start with `bos_id`; the default is `Tokenizer.add_bos`.
         parse_special
-            Whether the spelling of a control token, such as ``<|im_end|>``, stands for that token. Never set
-            it for text that comes from outside.
+            Whether the spelling of a control token, such as ``<|im_end|>``, becomes that token. Never set
+            this for untrusted text.
         strict
-            Raise an error instead of leaving text out.
+            Raise an error instead of omitting text.
 
         Raises
         ------
         TypeError
             If `text` is not a str.
         ValueError
-            If `add_bos` is set and the vocabulary has no such token, the text holds lone surrogates, or, with
-            `strict`, the tokens do not stand for the whole text.
+            If `add_bos` is set and the vocabulary has no such token, if the text contains lone surrogates,
+            or, with `strict`, if the tokens do not represent the whole text.
         """
         if not isinstance(text, str):
-            raise TypeError(f"a text must be a str, got {type(text).__name__}")
+            raise TypeError(f"text must be a str, got {type(text).__name__}")
         ids: list[int] = []
         if self.add_bos if add_bos is None else add_bos:
             if self.bos_id is None:
-                raise ValueError("the vocabulary has no token that begins a text")
+                raise ValueError("add_bos is set, but the vocabulary has no beginning-of-text token")
             ids.append(self.bos_id)
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
         for piece in self.split(text, parse_special):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                if self.space_prefix:  # a piece is all there is between two tokens
+                if self.space_prefix:  # a piece is the whole text between two spelled tokens
                     piece = " " + piece
                 plain = piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
                 made = self._segmenter.encode(plain, add_special_tokens=False).ids
@@ -169,22 +168,21 @@ class Tokenizer:
 
     @cached_property
     def missing_bytes(self) -> bytes:
-        """Bytes, in order, for which the vocabulary has no token of their own.
+        """Bytes without a single-byte token in the vocabulary, in ascending order.
 
-        A character that needs one of them is left out by :meth:`encode` unless a longer token contains it,
-        and text that is decoded lacks it likewise. Empty for vocabularies that cover all text; SmolLM2's
-        lacks 21 of the 256.
+        :meth:`encode` omits a character that contains such a byte unless a longer token covers it, so decoded
+        text lacks it too. Empty for vocabularies that cover all text; SmolLM2's lacks 21 of the 256 bytes.
         """
         single = {raw for i in range(self.vocab_size) if len(raw := self._plain_bytes(i)) == 1}
         return bytes(byte for byte in range(256) if bytes([byte]) not in single)
 
     def _plain_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token that can come out of plain text; none for others."""
+        """Return the bytes of a token that plain text can produce; empty for other tokens."""
         piece = self._piece(token_id)
         return b"" if piece.spelled else piece.raw
 
     def _check_whole(self, piece: str, ids: Sequence[int]) -> None:
-        # SentencePiece writes a space as U+2581, and cannot write that otherwise.
+        # SentencePiece represents a space as U+2581, so it cannot represent U+2581 itself.
         wanted = piece.replace(SPACE, " ") if self._vocabulary.kind == "llama" else piece
         if b"".join(map(self._plain_bytes, ids)) == wanted.encode("utf-8"):
             return
@@ -198,7 +196,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja text of the file's chat template; None where it has none."""
+        """Jinja source of the file's chat template, or None."""
         return self._template("tokenizer.chat_template")
 
     def _template(self, key: str) -> str | None:
@@ -217,33 +215,33 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Turn a conversation into token ids, by the file's chat template.
+        """Convert a conversation to token ids with the file's chat template.
 
-        Control tokens are those that the template writes, never what a message spells like one. A file
-        without a template is served with a plain one: each message a paragraph under its role, as in
-        ``USER:``; an answer then ends with an empty line.
+        Only the template can produce control tokens; their spellings in messages remain plain text. A file
+        without a template uses a plain one: each message is a paragraph headed by its role, such as
+        ``USER:``, and an answer ends with an empty line.
 
         Parameters
         ----------
         messages
-            In order; each with a ``role`` (``system``, ``user``, ``assistant``, ``tool``, ...) and a
-            ``content``. What an assistant called is in its ``tool_calls``, as
-            :meth:`metal_prefill.text.ToolCall.as_message` makes them; their arguments may be JSON.
+            Conversation in order; mappings with a ``role`` (``system``, ``user``, ``assistant``, ``tool``,
+            ...) and a ``content``. The calls of an assistant message are in its ``tool_calls``, in the form
+            returned by :meth:`metal_prefill.text.ToolCall.as_message`; their arguments may be JSON.
         tools
-            What the model may call, each as JSON schema: see :func:`metal_prefill.text.tool_names`.
-            Of a file with several templates, the one that is named ``tool_use`` is taken.
+            Tools that the model may call, as JSON schemas; see :func:`metal_prefill.text.tool_names`. If the
+            file has several templates, the one named ``tool_use`` is used.
         add_generation_prompt
-            End with the beginning of an answer.
+            Append the assistant header, so that the model continues with its answer.
         variables
-            For the template, such as ``enable_thinking``. They are not searched for control tokens: do not
-            put text from outside here.
+            Template variables, such as ``enable_thinking``. They are not searched for control tokens: never
+            pass untrusted text here.
 
         Raises
         ------
         ChatTemplateError
-            The template is not valid, refuses these messages, or takes no tools.
+            The template is not valid, rejects these messages, or does not support tools.
         TypeError, ValueError
-            A message or tool is not a mapping, or has no proper role or name.
+            A message or tool is not a mapping, or has no valid role or name.
         """
         ids: list[int] = []
         for text, special in self.chat_pieces(messages, tools, add_generation_prompt, variables):
@@ -257,7 +255,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> list[tuple[str, bool]]:
-        """Return the rendered text in pieces, each with whether it is a control token's spelling."""
+        """Render messages to pieces of text, each with a flag for the spelling of a control token."""
         template = self._chat_with_tools if tools else self._chat
         return template.render(
             messages,
@@ -276,7 +274,7 @@ class Tokenizer:
 
     @property
     def chat_stop(self) -> tuple[str, ...]:
-        """Strings that end an answer; none where the file has a template, whose control tokens do."""
+        """Strings that end an answer; empty if the file has a template, whose control tokens end it."""
         from metal_prefill.text._chat_template import PLAIN_STOP
 
         return () if self.chat_template else (PLAIN_STOP,)
@@ -287,7 +285,7 @@ class Tokenizer:
         Raises
         ------
         ChatTemplateError
-            It takes no tools.
+            The template does not support tools.
         TypeError, ValueError
             A tool is not a mapping, or has no name.
         """
@@ -310,14 +308,14 @@ class Tokenizer:
         return "" if token_id is None else self.token(token_id)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Turn token ids into text; the inverse of `encode`.
+        """Convert token ids to text; the inverse of `encode`.
 
         Parameters
         ----------
         ids
-            Token ids, from the beginning of a text. For a continuation use `decoder`.
+            Token ids of a whole text. For a continuation, use `decoder`.
         skip_special
-            Leave out control tokens instead of spelling them.
+            Omit control tokens instead of spelling them.
 
         Raises
         ------
@@ -332,19 +330,19 @@ class Tokenizer:
         return "".join([*map(decoder.step, ids), decoder.flush()])
 
     def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
-        """Return a decoder that takes a continuation token by token."""
+        """Return a decoder for a continuation, token by token."""
         return TokenDecoder(self, skip_special, strip_prefix=False)
 
     def token(self, token_id: int) -> str:
-        """Text of a token as the file writes it, such as ``Ġthe`` or ``<0x0A>``."""
+        """Return the text of a token as written in the file, such as ``Ġthe`` or ``<0x0A>``."""
         return self._vocabulary.tokens[self._checked(token_id)]
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is a control token or the unknown token."""
+        """Return whether a token is a control token or the unknown token."""
         return self._piece(token_id).special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that a token stands for, not always whole characters; of a special token its spelling."""
+        """Return the bytes of a token, possibly part of a character; for a special token, its spelling."""
         return self._piece(token_id).raw
 
     def __repr__(self) -> str:
@@ -376,23 +374,23 @@ class Tokenizer:
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """Ids of control and unknown tokens by their spelling."""
+        """Ids of control and unknown tokens, by spelling."""
         ids = np.flatnonzero(np.isin(self._vocabulary.types, _SPECIAL))
         return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
 
     @cached_property
     def _user_defined(self) -> dict[str, int]:
-        """Ids, by their spelling, of tokens that stand for it wherever it occurs."""
+        """Ids of user-defined tokens, which replace their spelling wherever it occurs, by spelling."""
         ids = np.flatnonzero(self._vocabulary.types == TokenType.USER_DEFINED)
         return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
-        """Match a user-defined token, or that or a special one; the longest first. None: there are none."""
+        """Patterns of user-defined tokens, and of these and special tokens, longest first; None if empty."""
         return _alternatives(self._user_defined), _alternatives(self._user_defined | self._special)
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """Cut out the tokens that are recognized by their spelling."""
+        """Split text at the tokens that are recognized by their spelling."""
         pattern = self._patterns[parse_special]
         end = 0
         for match in pattern.finditer(text) if pattern else ():
@@ -415,7 +413,7 @@ class Tokenizer:
             )
         if not 0 <= value < self.vocab_size:
             raise GGUFError(
-                f"{self._gguf.path}: {key} is {value}, outside the vocabulary of {self.vocab_size} tokens"
+                f"{self._gguf.path}: {key} is {value}, must be a token id from 0 to {self.vocab_size - 1}"
             )
         return value
 
@@ -433,10 +431,10 @@ class Tokenizer:
 
 
 class TokenDecoder:
-    """Turns a stream of token ids into text, never showing an incomplete character.
+    """Incremental decoder of a stream of token ids, which holds incomplete characters back.
 
-    Made by :meth:`Tokenizer.decoder`. With `strip_prefix`, the space that `encode` sets before each stretch
-    of plain text is taken away again.
+    Created by :meth:`Tokenizer.decoder`. With `strip_prefix`, the decoder removes the space that `encode`
+    inserts before each span of plain text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_prefix: bool) -> None:
@@ -447,14 +445,14 @@ class TokenDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> TokenDecoder:
-        """Return one that has taken the same tokens."""
+        """Return an independent decoder in the same state."""
         other = TokenDecoder(self._tokenizer, self._skip_special, self._strip_prefix)
         other._prefix_next = self._prefix_next
         other._utf8.setstate(self._utf8.getstate())
         return other
 
     def step(self, token_id: int) -> str:
-        """Take one token and return the text that is complete with it, which may be empty."""
+        """Add one token and return the text that it completes, which may be empty."""
         raw, special, spelled = self._tokenizer._piece(token_id)
         if self._prefix_next and not spelled:
             raw = raw.removeprefix(b" ")
@@ -462,7 +460,7 @@ class TokenDecoder:
         return "" if special and self._skip_special else self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """Return what is left at the end: U+FFFD for a character that was never completed."""
+        """End the stream and return the remaining text: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -474,5 +472,5 @@ def _alternatives(tokens: Iterable[str]) -> re.Pattern[str] | None:
 def _byte_value(gguf: GGUFFile, text: str) -> int:
     match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
     if match is None:
-        raise GGUFError(f"{gguf.path}: byte token {text!r} is not of the form <0x0A>")
+        raise GGUFError(f"{gguf.path}: byte token {text!r} does not have the form <0x0A>")
     return int(match[1], 16)

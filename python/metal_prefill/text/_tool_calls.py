@@ -1,12 +1,12 @@
-"""Calls of tools in an answer, as models write them: Hermes tags, or JSON alone.
+"""Parser of tool calls in answers, in Hermes tags or as plain JSON.
 
-Models are told of tools by their chat template (``tools`` of
-:meth:`metal_prefill.text.Tokenizer.apply_chat_template`), and answer in one of two ways::
+A chat template describes the tools to the model (``tools`` of
+:meth:`metal_prefill.text.Tokenizer.apply_chat_template`), and the model answers in one of two forms::
 
     <tool_call>{"name": "weather", "arguments": {"city": "Verona"}}</tool_call>
     {"name": "weather", "parameters": {"city": "Verona"}}
 
-Both are read, also as a list of calls. What is around calls is text, and so is what only looks like a call.
+Both forms may also contain a list of calls. Everything else, including invalid calls, is text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# How JSON begins that may be a call; white space does not count.
+# Start of JSON that may be a call, ignoring white space.
 _KEYS = ("name", "arguments", "parameters", "function", "type", "id")
 _BEGINNINGS = tuple(f'{bracket}"{key}"' for bracket in ("{", "[{") for key in _KEYS)
-_LONGEST_BEGINNING = 64  # characters, white space included, by which JSON has shown whether it may be a call
+_LONGEST_BEGINNING = 64  # characters, including white space, after which JSON must match the start of a call
 _MOST_SPACE = 64  # characters of white space next to a tag
-LONGEST_CALL = 1 << 20  # characters from the first bracket of a call to its last one; longer JSON is text
-MOST_DEPTH = 64  # brackets within brackets of a call: no character is parsed more often than that
+LONGEST_CALL = 1 << 20  # characters from the first bracket of a call to the last; longer JSON is text
+MOST_DEPTH = 64  # nesting depth of brackets, which limits how often a character is parsed
 _CANDIDATE = re.compile(r"[<{\[]")
 _SPACE = re.compile(r"\s*")
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
@@ -33,16 +33,16 @@ _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model asks for.
+    """Tool call requested by a model.
 
     Attributes
     ----------
     name : str
-        Of the tool.
+        Name of the tool.
     arguments : dict
-        By name, of JSON's types.
+        Arguments by name, as JSON types.
     id : str or None
-        What the model calls this call, where it does.
+        Identifier that the model assigned to the call, if any.
     """
 
     name: str
@@ -50,34 +50,34 @@ class ToolCall:
     id: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """Return the call as an element of ``tool_calls`` in an assistant's message."""
+        """Return the call as an element of ``tool_calls`` in an assistant message."""
         call = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return call if self.id is None else {"id": self.id, **call}
 
     @classmethod
     def from_message(cls, call: Mapping[str, Any]) -> ToolCall:
-        """Read an element of ``tool_calls``; its arguments may be JSON.
+        """Create a call from an element of ``tool_calls``, whose arguments may be JSON text.
 
         Raises
         ------
         ValueError
-            It is not a call.
+            The element is not a valid call.
         """
         found = _call(call, tagged=True)
         if found is None:
-            raise ValueError(f"not a call of a tool: {call!r:.200}")
+            raise ValueError(f"not a tool call: {call!r:.200}")
         return found
 
 
 class ParsedAnswer(NamedTuple):
-    """An answer, taken apart.
+    """Text and tool calls of an answer.
 
     Attributes
     ----------
     text : str
-        All that is not a call, without white space at the end if there are calls.
+        Everything except the calls, without trailing white space if there are calls.
     calls : list of ToolCall
-        In the order of the answer.
+        Calls in the order of the answer.
     """
 
     text: str
@@ -85,14 +85,15 @@ class ParsedAnswer(NamedTuple):
 
 
 def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> ParsedAnswer:
-    """Find the calls in a finished answer.
+    """Parse the tool calls in a complete answer.
 
     Parameters
     ----------
     text
         The answer, without control tokens.
     tools
-        Those that the template was given. JSON without tags is a call if it names one of them; None: any.
+        Tools passed to the chat template. JSON without tags is a call if it names one of them; None accepts
+        any name.
 
     Raises
     ------
@@ -101,8 +102,8 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None
 
     Examples
     --------
-    >>> parse_tool_calls('I look. <tool_call>{"name": "clock", "arguments": {}}</tool_call>')
-    ParsedAnswer(text='I look.', calls=[ToolCall(name='clock', arguments={}, id=None)])
+    >>> parse_tool_calls('Let me check. <tool_call>{"name": "clock", "arguments": {}}</tool_call>')
+    ParsedAnswer(text='Let me check.', calls=[ToolCall(name='clock', arguments={}, id=None)])
     """
     parser = ToolCallParser(tools)
     parts = parser.step(text) + parser.flush()
@@ -118,7 +119,7 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     Parameters
     ----------
     tools
-        Each as JSON schema: ``{"type": "function", "function": {"name": ..., "description": ...,
+        JSON schemas of the form ``{"type": "function", "function": {"name": ..., "description": ...,
         "parameters": ...}}``, or the inner mapping alone.
 
     Raises
@@ -139,21 +140,21 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
 
 
 class ToolCallParser:
-    """Finds calls in an answer while it is made.
+    """Incremental parser of the tool calls in an answer.
 
-    Text that may be the beginning of a call is held back until that is clear. However an answer is cut into
-    pieces, the texts together and the calls are those of :func:`parse_tool_calls`.
+    Text that may be the start of a call is held back until this is decided. The joined texts and the calls
+    equal those of :func:`parse_tool_calls`, regardless of how the answer is divided into pieces.
 
     Parameters
     ----------
     tools
-        As for :func:`parse_tool_calls`.
+        Same as in :func:`parse_tool_calls`.
 
     Examples
     --------
     >>> parser = ToolCallParser()
-    >>> parser.step("I look. <tool")
-    ['I look.']
+    >>> parser.step("Let me check. <tool")
+    ['Let me check.']
     >>> parser.step('_call>{"name": "clock", "arguments": {}}')
     [ToolCall(name='clock', arguments={}, id=None)]
     >>> parser.step("</tool_call>") + parser.flush()
@@ -162,30 +163,32 @@ class ToolCallParser:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._names = None if tools is None else tool_names(tools)
-        self._text = ""  # what has arrived from `_position` on, less `_arrived`
-        self._at = 0  # index in `_text` of the first character that is neither text nor call yet
-        self._position = 0  # of `_text` in the answer
-        self._arrived: list[str] = []  # pieces that are joined to `_text` once the value may end in them
+        self._text = ""  # the answer from `_position` on, without the pieces in `_arrived`
+        self._at = 0  # index in `_text` of the first undecided character
+        self._position = 0  # position of `_text` in the answer
+        self._arrived: list[str] = []  # pieces to append to `_text` once the value may end in them
         self._value: _Value | None = None
         self._brackets = _Brackets()
-        self._space: list[str] = []  # white space that precedes the next text, if there is any
+        self._space: list[
+            str
+        ] = []  # pending white space, which is part of the text only if more text follows
         self._called = self._after_call = False
 
     def step(self, piece: str) -> list[str | ToolCall]:
-        """Take a piece of the answer and return, in order, what is certain now: texts and calls."""
+        """Add a piece of the answer and return the texts and calls that are now decided, in order."""
         self._arrived.append(piece)
         if self._value is not None:
             self._brackets.scan(piece)
         return self._advance(final=False)
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str | ToolCall]:
-        """Yield texts and calls of a whole answer, as its pieces come."""
+        """Yield the texts and calls of a whole answer as its pieces arrive."""
         for piece in pieces:
             yield from self.step(piece)
         yield from self.flush()
 
     def flush(self) -> list[str | ToolCall]:
-        """End the answer and return what was held back: no call comes of it any more."""
+        """End the answer and return the text and calls that were held back."""
         made = self._advance(final=True)
         if not self._called and self._space:
             made.append("".join(self._space))
@@ -236,17 +239,17 @@ class ToolCallParser:
         return _joined(made)
 
     def _is_open(self, value: _Value) -> bool:
-        """Whether JSON may still become a call, but has not ended."""
+        """Return whether incomplete JSON may still become a call."""
         brackets = self._brackets
         return brackets.end(value.start) is None and brackets.scanned - value.start <= LONGEST_CALL
 
     def _after_space(self, at: int) -> int:
-        """Return the index in `_text` of the first character from `at` on that is not white space."""
+        """Return the index in `_text` of the first character at or after `at` that is not white space."""
         found = _SPACE.match(self._text, at, at + _MOST_SPACE + 1)
         return at if found is None else found.end()
 
     def _take_text(self, length: int, made: list[str | ToolCall]) -> None:
-        """Make text of the next characters, but for white space at their end."""
+        """Append the next characters as text, holding trailing white space back."""
         taken = self._text[self._at : self._at + length]
         self._at += length
         text = taken.rstrip()
@@ -257,7 +260,7 @@ class ToolCallParser:
             self._space.append(taken[len(text) :])
 
     def _opening(self, final: bool) -> tuple[int, _Value | None]:
-        """Return the index of what is or may become a call, and its JSON if that has begun."""
+        """Return the index of the next possible call, and its JSON if that has begun."""
         text = self._text
         for match in _CANDIDATE.finditer(text, self._at):
             at = match.start()
@@ -282,7 +285,7 @@ class ToolCallParser:
         return len(text), None
 
     def _calls(self, value: _Value, end: int) -> list[ToolCall] | None:
-        """Read JSON that has ended; None if it holds no calls."""
+        """Parse complete JSON; return None if it contains no calls."""
         if self._brackets.depth(value.start) > MOST_DEPTH:
             return None
         try:
@@ -296,7 +299,7 @@ class ToolCallParser:
 
 
 def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:
-    """Return parts with neighbouring texts joined."""
+    """Join adjacent texts in a list of parts."""
     joined: list[str | ToolCall] = []
     for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
         same = list(group)
@@ -310,11 +313,11 @@ class _Value(NamedTuple):
     Attributes
     ----------
     start : int
-        Position of its first bracket in the answer.
+        Position of the first bracket in the answer.
     skipped : int
-        Characters that are text for certain, if it is not a call: the search continues after them.
+        Number of characters to treat as text if the JSON is not a call; the search continues after them.
     tagged : bool
-        Whether a tag precedes it.
+        Whether a tag precedes the JSON.
     """
 
     start: int
@@ -326,12 +329,12 @@ _Parts: TypeAlias = "list[tuple[int, int]]"
 
 
 class _Brackets:
-    """Pairs of brackets in an answer, found in one pass over it.
+    """Pairs of matching brackets in an answer, found in a single pass.
 
-    A quote begins a string or ends one, depending on where JSON begins. There are two ways to read a text,
-    and each has brackets of its own: those that an even number of quotes precedes, and those that an odd
-    number does. The value that begins at a bracket has only brackets of the same kind. Whether a quote is
-    escaped does not depend on where JSON begins.
+    Whether a quote begins or ends a string depends on where the JSON begins. A text thus has two readings,
+    each with its own brackets: those after an even number of quotes, and those after an odd number. A value
+    that begins at a bracket contains only brackets of the same reading. Whether a quote is escaped does not
+    depend on where the JSON begins.
 
     Attributes
     ----------
@@ -345,28 +348,28 @@ class _Brackets:
 
     def _forget(self) -> None:
         self._quotes = 0  # modulo 2
-        self._escape = ""  # a backslash that was last
-        # For each bracket that is open, what ends with it: itself, and brackets that a backslash precedes,
-        # as (position, 0); and of each pair within it (-1, depth). The first list has no bracket of its own.
+        self._escape = ""  # a trailing backslash
+        # For each open bracket, the entries that end with it: itself and brackets after a backslash, as
+        # (position, 0), and (-1, depth) for each pair inside it. The first list belongs to no bracket.
         self._open: tuple[list[_Parts], list[_Parts]] = ([[]], [[]])
-        self._pairs: dict[int, tuple[int, int]] = {}  # end and depth of what begins at a position
+        self._pairs: dict[int, tuple[int, int]] = {}  # end and depth of the value at a position
 
     def begin(self, start: int) -> None:
-        """Note that a value begins at a bracket."""
+        """Register the bracket at which a value begins."""
         if start >= self.scanned:
             self.scanned = start
             self._forget()
 
     def end(self, start: int) -> int | None:
-        """Return the position after the value that begins at a bracket; None if its end has not come."""
+        """Return the position after the value that begins at a bracket, or None if it is incomplete."""
         return self._pairs[start][0] if start in self._pairs else None
 
     def depth(self, start: int) -> int:
-        """Return how many brackets are open at the same time in the value that begins at a bracket."""
+        """Return the nesting depth of the value that begins at a bracket."""
         return self._pairs[start][1]
 
     def scan(self, piece: str) -> None:
-        """Take the characters of the answer from `scanned` on."""
+        """Scan the next characters of the answer, which begin at `scanned`."""
         begin = self.scanned - len(self._escape)
         text, after = self._escape + piece, 0
         for match in _STRUCTURE.finditer(text):
@@ -397,14 +400,14 @@ class _Brackets:
 
 
 def _read_json(text: str) -> Any:
-    """Read JSON that can be written again: without NaN, numbers beyond float64 and lone surrogates."""
+    """Parse JSON that can be serialized again: without NaN, numbers beyond float64 and lone surrogates."""
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     return value
 
 
 def _call(value: Any, tagged: bool) -> ToolCall | None:
-    """Return the call that a mapping describes, if it does."""
+    """Return the call that a mapping describes, or None."""
     inner = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         return None
@@ -421,7 +424,7 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
 
 
 def parse_arguments(message: dict[Any, Any]) -> dict[Any, Any]:
-    """Make mappings of a message's arguments where they are JSON, in place: templates expect mappings."""
+    """Parse JSON arguments of a message's tool calls in place, because templates expect mappings."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         inner = call.get("function", call) if isinstance(call, dict) else None

@@ -1,8 +1,8 @@
-"""The vocabulary of a GGUF file, and what segments text into its tokens.
+"""The vocabulary of a GGUF file, and the segmentation of text into its tokens.
 
-Two kinds exist. ``gpt2`` is byte-level BPE: text is split by a pattern, bytes are written as printable
-characters, and a list of merges builds tokens. ``llama`` is SentencePiece's BPE: spaces are written as
-U+2581, and of all neighbours that form a token the pair of the best score merges first.
+There are two kinds. ``gpt2`` is byte-level BPE: a pattern splits the text, bytes are represented by printable
+characters, and a list of merges builds the tokens. ``llama`` is SentencePiece BPE: spaces are represented by
+U+2581, and among all adjacent pairs that form a token, the one with the best score merges first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("metal_prefill")
 MAX_TOKEN_CHARACTERS = (
     1024  # published vocabularies have runs of up to 256 spaces; finding merges is quadratic
 )
-SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+SPACE = "\u2581"  # represents a space in SentencePiece vocabularies
 
 
 class TokenType(IntEnum):
@@ -42,10 +42,10 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is split before merging: by each pattern in turn, keeping what lies between matches.
+    """Patterns that split text before merging, applied in order; the text between matches is kept.
 
-    `whole_words` takes a piece that is a token as it stands, without asking the merges. `adds_bos` holds
-    where the file does not say whether a text begins with the BOS token.
+    With `whole_words`, a piece that is itself a token is used without applying merges. `adds_bos` is the
+    default for files that do not set whether a text starts with the BOS token.
     """
 
     patterns: tuple[str, ...]
@@ -53,7 +53,7 @@ class PreTokenizer:
     adds_bos: bool = False
 
 
-# The patterns are those of the models' own tokenizers, as published with them.
+# Patterns from the tokenizers published with the models.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
     r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -69,7 +69,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "falcon3": _LLAMA3,
-    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # what files of SmolLM3 say
+    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # the name in SmolLM3 files
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
@@ -77,16 +77,16 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a file.
+    """Tokens of a model file.
 
     Attributes
     ----------
     kind : str
         ``"gpt2"`` or ``"llama"``.
     pre : PreTokenizer
-        Of ``gpt2``.
+        Pre-tokenizer; used for ``gpt2`` only.
     tokens : list of str
-        Text of each id, as the file writes it.
+        Text of each id, as written in the file.
     types : numpy.ndarray
         `TokenType` of each id.
     """
@@ -98,7 +98,7 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocabulary:
-        """Read tokens and types; merges and scores are read when `segmenter` needs them."""
+        """Read tokens and types; `segmenter` reads merges and scores."""
         kind = _string(gguf, "tokenizer.ggml.model")
         if kind not in ("gpt2", "llama"):
             raise UnsupportedModelError(
@@ -117,7 +117,7 @@ class Vocabulary:
             if unknown.size:
                 raise GGUFError(
                     f"{gguf.path}: token {unknown[0]} has type {types[unknown[0]]} in "
-                    f"tokenizer.ggml.token_type, known are {min(TokenType)} to {max(TokenType)}"
+                    f"tokenizer.ggml.token_type, must be {min(TokenType)} to {max(TokenType)}"
                 )
             types = types.astype(np.int32)
         else:
@@ -125,9 +125,9 @@ class Vocabulary:
         return cls(kind, _pre_tokenizer(gguf) if kind == "gpt2" else PreTokenizer(()), tokens, types)
 
     def segmenter(self, gguf: GGUFFile) -> Segmenter:
-        """Build what turns text without special tokens into ids.
+        """Build a segmenter that converts text without special tokens to ids.
 
-        Tokens that are control or unknown cannot come out of it, whatever the text.
+        It cannot produce control or unknown tokens from any text.
         """
         special = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
         plain = {token: i for i, token in enumerate(self.tokens) if not special[i]}
@@ -139,12 +139,12 @@ class Vocabulary:
         merges = []
         known = set(self.tokens)
         for index, merge in enumerate(_strings(gguf, "tokenizer.ggml.merges")):
-            border = merge.find(" ", 1)  # a piece may begin with a space, but none is empty
+            border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
             left, right = merge[:border], merge[border + 1 :]
             if border < 0 or not {left, right, left + right} <= known:
                 raise GGUFError(
                     f"{gguf.path}: merge {index} of tokenizer.ggml.merges, {merge!r}, "
-                    "does not make a token out of two tokens"
+                    "does not join two tokens to a token"
                 )
             if {left, right, left + right} <= plain.keys():
                 merges.append((left, right))
@@ -157,9 +157,9 @@ class Vocabulary:
     def _sentencepiece_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
         scores = _numbers(gguf, "tokenizer.ggml.scores", np.floating, len(self.tokens))
         if not np.isfinite(scores).all():
-            raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores holds a value that is not finite")
-        # SentencePiece merges by the score of the result; the library merges by rank of the pair. So every
-        # pair that forms a token gets a rank in the order of the scores.
+            raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
+        # SentencePiece merges by the score of the result, but the library merges by the rank of the pair.
+        # Every pair that forms a token therefore gets a rank in the order of the scores.
         ranked = sorted(
             (token for token, i in plain.items() if int(self.types[i]) != TokenType.BYTE),
             key=lambda token: -scores[plain[token]],
@@ -184,7 +184,7 @@ class Vocabulary:
 def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
     key = "tokenizer.ggml.pre"
     if key not in gguf.metadata:
-        _log.warning("%s: %s is missing; splitting text by the default pattern", gguf.path, key)
+        _log.warning("%s: %s is missing; using the default pre-tokenizer", gguf.path, key)
     name = _string(gguf, key) if key in gguf.metadata else "default"
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
