@@ -270,8 +270,14 @@ def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
         ({"layers": 0}, "layers 0: must be at least 1"),
         ({"kv_heads": 3}, "heads 4: must be a multiple of kv_heads 3"),
         ({"dim": 65}, "dim 65: not a multiple of heads 4"),
-        ({"dim": 80, "head_dim": 16}, "token_embd.weight: rows of 80 weights cannot be Q8_0"),
-        ({"tensor_type": "Q4_K"}, "attn_q.weight: rows of 64 weights cannot be Q4_K, whose blocks hold 256"),
+        (
+            {"dim": 80, "head_dim": 16},
+            "token_embd.weight: rows of 80 weights, must be a multiple of the Q8_0 block size 32",
+        ),
+        (
+            {"tensor_type": "Q4_K"},
+            "attn_q.weight: rows of 64 weights, must be a multiple of the Q4_K block size 256",
+        ),
         ({"embedding_type": "IQ1_S"}, "token_embd.weight: unknown tensor type 'IQ1_S'"),
         ({"output_type": "F64"}, "output.weight: unknown tensor type 'F64'"),
         ({"overrides": {"*": "q8"}}, "token_embd.weight: unknown tensor type 'q8'"),

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():  # before the native module, which would switch it on
     raise ImportError(
-        "metal_prefill needs Python's global interpreter lock: free-threaded Python was not tested. Set "
-        "PYTHON_GIL=1, or use an ordinary build of Python"
+        "metal_prefill requires Python's global interpreter lock; free-threaded Python is not supported. Set "
+        "PYTHON_GIL=1, or use a regular build of Python"
     )
 
 from metal_prefill._support.interruptions import interruptions
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from metal_prefill.model import Model, default_model_path
     from metal_prefill.session import Piece, Session
 
-    __version__: str  # of the installed distribution, as pyproject.toml states it
+    __version__: str  # version of the installed distribution
 
 __all__ = [
     "ChatTemplateError",
@@ -73,7 +73,7 @@ __all__ = [
     "default_model_path",
 ]
 
-# Loaded on first use, so that the command line can print its help without waiting for NumPy.
+# Loaded on first use, so that the command line can print its help without importing NumPy.
 _HOMES = {
     "Conversation": "metal_prefill.chat",
     "Model": "metal_prefill.model",

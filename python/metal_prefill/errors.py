@@ -1,12 +1,12 @@
 """Exceptions of the package.
 
-Each names the thing that is wrong and the limit it breaks. A call that raises leaves the model, the session's
-position and its cache as they were, unless its documentation says otherwise.
+Messages contain the invalid item, its value and the limit. A call that raises leaves the model and the
+session's position and cache unchanged, unless its documentation states otherwise.
 """
 
 
 class MetalPrefillError(Exception):
-    """Base class: catches every error that is the package's own."""
+    """Base class of all exceptions defined by the package."""
 
 
 class GGUFError(MetalPrefillError, ValueError):
@@ -14,7 +14,7 @@ class GGUFError(MetalPrefillError, ValueError):
 
 
 class UnsupportedModelError(MetalPrefillError):
-    """The file is valid, but asks for an architecture, tensor type or feature that is not implemented."""
+    """The file is valid, but requires an architecture, tensor type or feature that is not implemented."""
 
 
 class ContextOverflowError(MetalPrefillError, ValueError):
@@ -26,11 +26,11 @@ class StateError(MetalPrefillError, ValueError):
 
 
 class ChatTemplateError(MetalPrefillError, ValueError):
-    """The model's chat template is not valid, or refuses the messages."""
+    """The model's chat template is not valid, or rejects the messages."""
 
 
 class ConstraintError(MetalPrefillError, ValueError):
-    """A constraint on a text cannot be read, nothing satisfies it, or the context ended before it was met."""
+    """A constraint is not valid, cannot be satisfied, or was not satisfied before the context ended."""
 
 
 class OutputError(MetalPrefillError, OSError):
@@ -42,21 +42,21 @@ class HubError(MetalPrefillError, RuntimeError):
 
 
 class MissingExtraError(MetalPrefillError, ImportError):
-    """A part of the package lacks its optional dependencies; the message says what to install."""
+    """An optional dependency is not installed; the message names the command that installs it."""
 
 
 class SessionBusyError(MetalPrefillError, RuntimeError):
-    """Two calls would use one session at a time.
+    """Two calls use the same session at the same time.
 
-    A call would change a session from inside its own progress callback, or a generator finds that another
-    call changed its session.
+    Raised when a call would change a session from inside its own progress callback, and when a generator
+    detects that another call has changed its session.
     """
 
 
 class ForkError(MetalPrefillError, RuntimeError):
-    """The process was forked while another thread computed, or from one that uses a GPU.
+    """The process was forked while another thread was computing, or its parent uses a GPU.
 
-    Open the model again in the forked process, or fork while no other thread computes.
+    Open the model again in the forked process, or fork while no other thread is computing.
     """
 
 
@@ -65,11 +65,11 @@ class DeviceError(MetalPrefillError, RuntimeError):
 
 
 class NumericalError(MetalPrefillError, ArithmeticError):
-    """The model's results are not numbers, as damaged weights make them: nothing of them is returned."""
+    """The model computed NaN, for example because of damaged weights. No results are returned."""
 
 
 class KVMemoryError(MetalPrefillError, MemoryError):
-    """The sessions of a model together need more K and V than ``kv_memory`` allows. Nothing was changed."""
+    """The KV caches of a model's sessions would exceed ``kv_memory``. Nothing was changed."""
 
 
 class ClosedError(MetalPrefillError, RuntimeError):

@@ -142,7 +142,7 @@ def test_wrong_products_on_tensors_are_found_at_first_contact(
         with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path, device="metal") as model:
             assert model.stats()["matmul_tensor"] == 0
             np.testing.assert_array_equal(model.forward_prompt_logits(PROMPT), plain)
-        assert "matrix units are not used" in caplog.text
+        assert "matrix units are disabled" in caplog.text
         assert "matmul_tensor_q4_0_narrow: value 0 is 195.26" in caplog.text
 
 

@@ -154,7 +154,7 @@ def test_the_command_writes_a_chrome_trace(
     written, events = events_of(out)
     assert set(written) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert written["otherData"]["n_prompt"] == 10
-    assert "ran alone" in written["otherData"]["dispatches"]
+    assert "ran in a separate command buffer" in written["otherData"]["dispatches"]
     assert str(len(events)) in capsys.readouterr().err
     for event in written["traceEvents"]:
         assert event["ph"] in "XM"

@@ -1,1 +1,1 @@
-"""Tools for a GPU's dispatches: self-test, doctor, traces, cost model."""
+"""Tools for GPU dispatches: kernel checks, self-test, traces and cost model."""

@@ -1,8 +1,8 @@
-"""Results of single dispatches against the same step in float64, from the contents of the same buffers.
+"""Comparison of individual dispatches with the same step computed in float64.
 
-A trace with contents has each dispatch's buffers before and after it ran. The step is computed again from
-those before, so that a wrong kernel is named and those that read its results are not. Weights are unpacked by
-the CPU engine's code. Of products a few rows are computed.
+A trace with contents contains the buffers of each dispatch before and after it ran. The step is recomputed
+from the buffers before, so that only the faulty kernel is reported, and not those that read its results. The
+CPU engine's code unpacks the weights. For matrix products, only some rows are computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from metal_prefill._support.dispatches import decode_args, layout_of
 from metal_prefill.files._gguf_file import TENSOR_TYPES
 
 Values = npt.NDArray[Any]
-Expected = Iterator[tuple[Values, Values]]  # results, and what they should be
+Expected = Iterator[tuple[Values, Values]]  # actual and expected results
 
 _PAGE = _core.shader_constants["PAGE_POSITIONS"]
 _SILU = _core.shader_constants["ACTIVATION_SILU"]
@@ -30,14 +30,14 @@ _TILE, _ROW, _CANDIDATE = map(layout_of, ("AttentionTile", "PassRow", "Candidate
 _RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: that of its run
 _SAMPLED_ROWS = 24
 _SAMPLED_TOKENS = 3
-# Of the largest result. Kernels for few tokens are within 2e-4 of float64, those with operands in half
-# precision within a few 1e-3; a wrong one is off by orders of magnitude more.
+# Relative to the largest result. Kernels for few tokens are within 2e-4 of float64, those with operands in
+# half precision within a few 1e-3; errors of a faulty kernel are larger by orders of magnitude.
 _BOUND = 1e-2
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A result that is not what it should be."""
+    """A result that differs from the expected value."""
 
     kernel: str
     index: int
@@ -45,7 +45,7 @@ class Difference:
     expected: float
 
     def __str__(self) -> str:
-        return f"{self.kernel}: value {self.index} is {self.got:.6g}, not {self.expected:.6g}"
+        return f"{self.kernel}: value {self.index} is {self.got:.6g}, expected {self.expected:.6g}"
 
 
 class Captured:
@@ -59,15 +59,15 @@ class Captured:
 
     @property
     def offsets(self) -> list[int]:
-        """Of the stacked matrices, bytes from the binding."""
+        """Offsets of the stacked matrices, in bytes from the binding."""
         return [int(n) for n in np.frombuffer(self._dispatch.args, np.uint64, 3)]
 
     def before(self, binding: int, dtype: Any) -> Values:
-        """Return the buffer from its binding on, as it was before the dispatch."""
+        """Return the contents of a buffer, from its binding on, before the dispatch."""
         return _as(np.asarray(self._dispatch.before(binding)), dtype)
 
     def after(self, binding: int, dtype: Any) -> Values:
-        """Return the same as the dispatch left it."""
+        """Return the contents of a buffer, from its binding on, after the dispatch."""
         return _as(np.asarray(self._dispatch.after(binding)), dtype)
 
 
@@ -78,7 +78,7 @@ def _as(data: npt.NDArray[np.uint8], dtype: Any) -> Values:
 
 
 def _some(n: int, most: int) -> npt.NDArray[np.int64]:
-    """Return at most so many of n indices, the first and the last among them."""
+    """Return at most `most` of n indices, including the first and the last."""
     return np.unique(np.linspace(0, n - 1, min(n, most)).astype(np.int64))
 
 
@@ -94,7 +94,7 @@ def _normed(x: Values, weight: Values, eps: float) -> Values:
 
 
 class _Matrix:
-    """Stacked matrices of weights, of which rows are read."""
+    """Stacked weight matrices, unpacked by row."""
 
     def __init__(self, d: Captured, binding: int = 0) -> None:
         self._data = d.before(binding, np.uint8)
@@ -110,7 +110,7 @@ class _Matrix:
         return self.rows_of(which, indices - (ends - self._rows)[which])
 
     def rows_of(self, which: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> Values:
-        """Return rows of one of the matrices each."""
+        """Return one row of one matrix for each pair of `which` and `rows`."""
         found = []
         for matrix, row in zip(which, rows, strict=True):
             start = self._offsets[int(matrix)] + int(row) * self._row_bytes
@@ -151,7 +151,7 @@ def _rmsnorm(d: Captured) -> Expected:
 
 
 def _product(d: Captured) -> Expected:
-    """Products, with what is fused into them: norm before, activation after, addition to the output."""
+    """Yield matrix products with their fused steps: norm before, activation after, addition to the output."""
     args, kernel = d.args, d.kernel
     normed, gated = kernel.startswith("rmsnorm_"), "swiglu" in kernel
     activated = kernel.startswith("silu_")
@@ -218,7 +218,7 @@ def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> t
 
 
 class _Cache:
-    """K or V of a sequence, as a dispatch left it."""
+    """K or V of a sequence after a dispatch."""
 
     def __init__(
         self, d: Captured, binding: int, pages: int, args: dict[str, Any], dim: int, table: int
@@ -239,9 +239,9 @@ class _Cache:
 
 
 def _seen(position: int, end: int, window: int, both_ways: bool) -> range:
-    """Return the positions that one sees in a sequence of `end`.
+    """Return the positions that `position` attends to in a sequence of length `end`.
 
-    A window has the position at its end, or in its middle where tokens see both ways.
+    With causal attention, a window ends at the position; with bidirectional attention, it is centred on it.
     """
     if both_ways:
         side = window // 2 if window else end
@@ -272,7 +272,7 @@ def _attend(q: Values, keys: Values, values: Values, a: dict[str, Any]) -> Value
 
 
 def _joined(partial: Values, splits: int) -> Values:
-    """Join the parts of a row, ``[head][split][value_dim + 2]`` with maximum and sum last."""
+    """Combine the splits of a row, ``[head][split][value_dim + 2]``, which end with maximum and sum."""
     parts = partial[:, :splits].astype(np.float64)
     weight = np.exp(parts[..., -2:-1] - parts[..., -2:-1].max(1, keepdims=True))
     result: Values = (weight * parts[..., :-2]).sum(1) / (weight * parts[..., -1:]).sum(1)
@@ -280,7 +280,7 @@ def _joined(partial: Values, splits: int) -> Values:
 
 
 def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the first and the last row of each run that the tiles have whole, as `_attention` lists rows."""
+    """Yield the first and last row of each run that the tiles contain completely, in `_attention` order."""
     size, element = int(d.kernel.rsplit("_", 1)[1]), 2 if "_f16" in d.kernel else 4
     stacked, heads = 8 * _core.prefill_row_blocks(size, element), d.args["n_heads"] // d.args["n_kv_heads"]
     for row, n, position, table, end in sorted({tuple(int(t[name]) for name in _RUN) for t in tiles}):
@@ -294,7 +294,7 @@ def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, 
 def _attention(d: Captured) -> Expected:
     a, fused = d.args, d.kernel.startswith("rope_")
     prefill = d.kernel.startswith("attention_prefill")
-    first = 3 if fused else -1  # what rope binds comes first
+    first = 3 if fused else -1  # the bindings of rope come first
     q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
     stride = a["q_stride"]
@@ -366,7 +366,7 @@ def _log_prob(d: Captured) -> Expected:
         yield d.after(2, np.float32)[token : token + 1], np.array([log_prob if targets[token] >= 0 else 0.0])
 
 
-# By the beginning of the kernel's name.
+# By the prefix of the kernel's name.
 _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "embed_": _embed,
     "rmsnorm_matvec_": _product,
@@ -387,12 +387,12 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
 
 
 def difference(dispatch: _core.Dispatch) -> Difference | None:
-    """Return the first result of a dispatch that is not what it should be; None where all are.
+    """Return the first incorrect result of a dispatch, or None if all are correct.
 
     Raises
     ------
     KeyError
-        No step is known for the kernel.
+        There is no reference computation for the kernel.
     """
     captured = Captured(dispatch)
     step = next((step for start, step in _STEPS.items() if dispatch.kernel.startswith(start)), None)

@@ -1,9 +1,8 @@
-"""The quick check of a GPU, made once where a device, an OS and a version of the package meet.
+"""Self-test of a GPU, which runs once for each combination of device, OS and package version.
 
-A model that is opened on a GPU runs a few tokens, and each kernel of the first layer is compared with
-float64. The result is kept in the user's cache folder, for the device, the build of the OS, the version of
-the package, the kernels that the model needs and the size of its file: a GPU may read the first layer of a
-small file, and not that of a large one.
+When a model is opened on a GPU, it processes a few tokens, and each kernel of the first layer is compared
+with float64. The result is stored in the user's cache folder by device, OS build, package version, required
+kernels and size class of the model file, because some GPUs misread large files only.
 """
 
 from __future__ import annotations
@@ -30,33 +29,35 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("metal_prefill")
 
-# Kernels for many tokens, for one, and for a few.
+# Prompt lengths that select the kernels for many tokens, for one token, and for a few.
 QUICK = (9, 1, 2)
-_SIZE_CLASS = 1 << 30  # bytes of files that share a result; some GPUs misread those of 2.5 GB or more
-_ON_TENSORS = "matmul_tensor_"  # how the names of kernels begin that an engine can do without
+_SIZE_CLASS = (
+    1 << 30
+)  # bytes; files in the same class share a result, as some GPUs misread files of 2.5 GB or more
+_ON_TENSORS = "matmul_tensor_"  # name prefix of the kernels that an engine can replace
 
 
 def known_tokens(n: int, vocab_size: int, first: int = 0) -> NDArray[np.int32]:
-    """Return n token ids, those of positions from `first` on, the same every time."""
+    """Return n deterministic token ids for the positions from `first` on."""
     return ((5 + 7 * np.arange(first, first + n)) % vocab_size).astype(np.int32)
 
 
 def kernel_differences(
     session: _core.Session, config: ModelConfig, lengths: Sequence[int]
 ) -> tuple[set[str], list[Difference]]:
-    """Run prompts one after another; return the kernels that were checked, and what differs, one for each.
+    """Run prompts in sequence; return the checked kernels, and one difference per faulty kernel.
 
     Parameters
     ----------
     session
-        Its tokens change.
+        Session to run the prompts in.
     config
-        Of the model. Where its tokens see both ways, each prompt begins anew.
+        Configuration of the model. Without causal attention, each prompt starts from an empty session.
     lengths
-        Of the prompts. Those that leave the context are left out.
+        Lengths of the prompts. Prompts that exceed the context are skipped.
     """
     inspector = session.inspector()
-    assert inspector is not None, "an engine that makes dispatches"
+    assert inspector is not None, "requires an engine with dispatches"
     checked: set[str] = set()
     found: dict[str, Difference] = {}
     for n in lengths:
@@ -66,7 +67,7 @@ def kernel_differences(
             continue
         tokens = known_tokens(n, config.vocab_size, session.position)
         for dispatch in inspector.trace(tokens, contents=True)[1]:
-            # Beyond the first layer nothing was kept.
+            # Only the first layer has contents.
             if dispatch.layer > 0 or dispatch.kernel in found:
                 continue
             checked.add(dispatch.kernel)
@@ -76,7 +77,7 @@ def kernel_differences(
 
 
 def _wanted() -> bool:
-    """Whether to check: on real GPUs; ``METAL_PREFILL_CHECK`` says otherwise by 0, or 1 for the emulator."""
+    """Return whether to run the test: on real GPUs, unless ``METAL_PREFILL_CHECK`` is set to 0 or 1."""
     setting = os.environ.get("METAL_PREFILL_CHECK", "")
     return setting == "1" or (setting != "0" and not _core.has_emulator)
 
@@ -84,20 +85,20 @@ def _wanted() -> bool:
 def _read(path: Path) -> dict[str, list[str]]:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing, or damaged: the check is made again
+    except (OSError, ValueError):  # missing or damaged: run the test again
         return {}
     return known if isinstance(known, dict) else {}
 
 
 def _write(path: Path, known: dict[str, list[str]]) -> None:
-    with suppress(OSError):  # no cache: the next process checks again
+    with suppress(OSError):  # without a cache, the next process runs the test again
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
             part.write_text(json.dumps(known), encoding="utf-8")
 
 
 def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> list[str]:
-    """Make the quick check of an engine on a GPU, or read what it found earlier: what is wrong."""
+    """Return the errors found by the self-test, which runs unless a stored result exists."""
     session = engine.session(0)
     inspector = session.inspector()
     if inspector is None:
@@ -115,21 +116,21 @@ def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> lis
 def build_checked(
     builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig, file_bytes: int
 ) -> _core.Engine:
-    """Build an engine on a GPU that passes the quick check.
+    """Build a GPU engine that passes the self-test.
 
-    Where kernels on tensors alone are wrong, one that does without them.
+    If only kernels that use matrix units are faulty, the engine is built without them.
 
     Parameters
     ----------
     builder, options, config
-        Of the model.
+        Builder, engine options and configuration of the model.
     file_bytes
-        Size of its file.
+        Size of the model file.
 
     Raises
     ------
     DeviceError
-        Naming the kernels that are wrong.
+        Other kernels are faulty; the message names them.
     """
     engine = builder.build("metal", options)
     if not _wanted():
@@ -137,12 +138,12 @@ def build_checked(
     wrong = _findings(engine, config, file_bytes)
     if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
         options.metal.no_matmul_tensor = "; ".join(wrong)
-        _log.warning("matrix units are not used, since what they compute is wrong: %s", "; ".join(wrong))
+        _log.warning("matrix units are disabled because they compute wrong results: %s", "; ".join(wrong))
         engine = builder.build("metal", options)
         wrong = _findings(engine, config, file_bytes)
     if wrong:
         raise DeviceError(
             f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(wrong)}. Please report "
-            "what `metal-prefill doctor` says; use device='cpu'"
+            "the output of `metal-prefill doctor`; use device='cpu' until it is fixed"
         )
     return engine

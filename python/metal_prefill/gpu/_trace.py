@@ -16,25 +16,25 @@ from metal_prefill.gpu._cost_model import find_work
 from metal_prefill.session import Progress, Session, TokenIds
 
 SERIALIZED = (
-    "every dispatch ran alone, in a command buffer of its own: its time includes what starting one costs, "
-    "and nothing overlaps"
+    "every dispatch ran in a separate command buffer: its time includes the cost of starting one, "
+    "and dispatches do not overlap"
 )
 GPU_CLOCK = "GPUStartTime and GPUEndTime of each command buffer"
-HOST_CLOCK = "the host's, on the CPU emulator: durations say nothing about a GPU"
+HOST_CLOCK = "host clock, on the CPU emulator: durations do not represent a GPU"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call: the prompt, or a token after it.
+    """Trace of one call: the prompt, or a token after it.
 
     Attributes
     ----------
     tokens
         Number of tokens.
     dispatches
-        In the order in which they ran.
+        Dispatches in execution order.
     counted
-        The emulator's counts of each dispatch; empty where it does not count.
+        Emulator counts of each dispatch; empty if they are not available.
     """
 
     tokens: int
@@ -43,25 +43,25 @@ class Step:
 
 
 class DispatchCounter(Protocol):
-    """Counts, while entered, the bytes that dispatches read and write: see `_core.dispatch_counter`."""
+    """Context manager that counts the bytes that dispatches read and write: see `_core.dispatch_counter`."""
 
     def __enter__(self) -> DispatchCounter: ...
     def __exit__(self, *reason: object) -> None: ...
 
     def expect(self, command_buffers: int) -> None:
-        """Forget all counts; keep those of the next command buffers, this many at most."""
+        """Reset all counts, and record the next command buffers, at most this many."""
 
     def counted(self) -> Sequence[Any]:
         """Return the counts of each dispatch, in order."""
 
 
 def runs_on_host(device_name: str) -> bool:
-    """Whether dispatches run on the emulator's CPU executor."""
+    """Return whether dispatches run on the emulator's CPU executor."""
     return _core.has_emulator and "(CPU)" in device_name
 
 
 def counts_work(device_name: str) -> bool:
-    """Whether the bytes that kernels read and write are counted: by that executor, without a sanitizer."""
+    """Return whether kernel reads and writes are counted: on the CPU executor, without a sanitizer."""
     return _counter_of(device_name) is not None
 
 
@@ -76,11 +76,11 @@ def _run(
     if counter is None:
         token, dispatches = session.trace(tokens, progress=progress)
         return token, Step(n, dispatches)
-    counter.expect(len(session.plan(n)))  # as many command buffers: each has one dispatch
+    counter.expect(len(session.plan(n)))  # each command buffer has one dispatch
     token, dispatches = session.trace(tokens, progress=progress)
     records = counter.counted()
     if [record.kernel for record in records] != [d.kernel for d in dispatches]:
-        raise RuntimeError("other dispatches were counted than traced: something else ran at the same time")
+        raise RuntimeError("counted and traced dispatches differ: other work ran on the device; trace again")
     return token, Step(n, dispatches, [_counted(record) for record in records])
 
 
@@ -109,22 +109,22 @@ def trace_session(
     device_name: str,
     progress: Progress | None = None,
 ) -> list[Step]:
-    """Process a prompt and continue it greedily, with each dispatch run alone.
+    """Process a prompt and continue it greedily, running each dispatch separately.
 
-    On the emulator's CPU executor the bytes that kernels read and write are counted, which is slow.
+    On the emulator's CPU executor, the bytes that kernels read and write are counted, which is slow.
 
     Parameters
     ----------
     session
-        The session; the prompt begins at its position.
+        Session to run in; the prompt starts at its position.
     tokens
-        The prompt.
+        Token ids of the prompt.
     decode
-        Tokens to add after it.
+        Number of tokens to decode after the prompt.
     device_name
-        Of the session's engine.
+        Device name of the session's engine.
     progress
-        Called with the number of tokens that are done, and the total.
+        Function called with the number of processed tokens, and the total.
 
     Returns
     -------
@@ -134,16 +134,16 @@ def trace_session(
     Raises
     ------
     ContextOverflowError
-        If prompt and tokens do not fit into the context; nothing was run.
+        If the prompt and decoded tokens exceed the context; nothing has run.
     DeviceError
-        If the engine makes no dispatches.
+        If the engine does not use dispatches.
     """
     n, total = len(tokens), len(tokens) + decode
     if session.position + total > session.max_context:
         raise ContextOverflowError(
             f"position {session.position} + {total} tokens exceeds the context of {session.max_context}"
         )
-    session.plan(1)  # an engine without dispatches is refused before anything is set up
+    session.plan(1)  # raises for an engine without dispatches, before anything is set up
 
     def chunk_done(done: int, _: int) -> None:
         if progress is not None:
@@ -174,11 +174,11 @@ def _steps(
 
 
 def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return a trace in Chrome's JSON object format: complete events with microseconds.
+    """Return a trace in Chrome's JSON object format: complete events in microseconds.
 
-    An event has the kernel's name; its ``args`` are the dispatch's layer (-1 outside), step (0 is the
-    prompt), geometry, buffers and arguments, the bytes that it has to move by its shape (each once), and its
-    counts. Bytes are left out for kernels that the cost model does not know.
+    An event is named after its kernel. Its ``args`` contain the layer (-1 outside the layers), step (0 is the
+    prompt), geometry, buffers and arguments of the dispatch, the bytes that its shape requires it to move
+    (each once), and its counts. The bytes are omitted for kernels that the cost model does not support.
     """
     origin = min((d.start for step in steps for d in step.dispatches), default=0.0)
     events: list[dict[str, Any]] = [
@@ -220,14 +220,14 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]]:
-    """Return the steps of a file that `chrome_trace` made, and its metadata.
+    """Read the steps and metadata from a file written with `chrome_trace`.
 
     Raises
     ------
     ValueError
-        If it is not such a file.
+        If the file is not such a trace.
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     """
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -255,4 +255,4 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]
             steps[a["step"]] = Step(a["tokens"], [*before.dispatches, dispatch], counted)
         return [steps[number] for number in sorted(steps)], dict(trace["otherData"])
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{os.fspath(path)} is not a trace of metal-prefill: {error!r}") from error
+        raise ValueError(f"{os.fspath(path)} is not a metal-prefill trace: {error!r}") from error

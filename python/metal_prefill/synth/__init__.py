@@ -1,8 +1,8 @@
-"""Write models of any shape and tensor type, with random weights, as GGUF files.
+"""Synthetic GGUF models of any shape and tensor type, with random weights.
 
-They are for benchmarks, whose speed depends on the shape and not on the words, and for tests. A file is valid
-throughout: it has a working tokenizer, and its weights are scaled so that activations keep their size through
-all layers, attention looks back, and the logits differ from token to token.
+They serve for benchmarks, whose speed depends on the shape and not on the text, and for tests. A file is
+complete and valid: it has a working tokenizer, and its weights are scaled so that activations keep their
+magnitude through all layers, attention depends on the context, and the logits differ between tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ PRESETS: Mapping[str, ModelShape] = {
 
 
 class _Weights:
-    """Random weights: each tensor has a stream of random numbers of its own."""
+    """Random weights, from a separate random number stream for each tensor."""
 
     def __init__(self, shape: ModelShape, listed: Sequence[Tensor], seed: int) -> None:
         self.shape = shape
@@ -142,8 +142,8 @@ def synthesize(
 ) -> Path:
     """Write a model with random weights.
 
-    The same arguments give the same file. It is written under another name and renamed when it is complete,
-    so an interrupted call leaves no half of a model.
+    The same arguments produce the same file. It is written under a temporary name and renamed when complete,
+    so that an interrupted call leaves no partial file.
 
     Parameters
     ----------
@@ -152,38 +152,39 @@ def synthesize(
     preset
         A name in `PRESETS`, the shape to start from.
     layers, dim, heads, kv_heads, head_dim, ffn, vocab, context
-        Instead of the preset's; see `ModelShape`. Where `dim` or `heads` is given and `head_dim` is not,
-        `head_dim` becomes dim / heads.
+        Overrides of the preset; see `ModelShape`. If `dim` or `heads` is given without `head_dim`, `head_dim`
+        becomes dim / heads.
     tensor_type
         Type of the matrices in the layers, one of `TENSOR_TYPES`. Norms are F32.
     embedding_type
-        Type of the token embedding, which is also the output head where that is tied.
+        Type of the token embedding, which is also a tied output head.
     output_type
         Type of a separate output head, or "tied" for none.
     overrides
-        Types for single matrices, as ``{"blk.*.ffn_down.weight": "Q6_K"}``; the last pattern that matches
-        counts.
+        Types of individual matrices, as in ``{"blk.*.ffn_down.weight": "Q6_K"}``; the last matching pattern
+        applies.
     tokenizer, rope_base, rope_dims, rope_scaling, rope_factor, norm_eps
-        Instead of the preset's; see `ModelShape`.
+        Overrides of the preset; see `ModelShape`.
     architecture
-        Name in the file; it decides which norms and biases the layers have. Unknown ones get Llama's tensors.
+        Architecture name, which determines the norms and biases of the layers. Unknown names get Llama's
+        tensors.
     value_dim, window, qkv_bias, original_context, pooling, dense, labels
         See `ModelShape`.
     seed
-        Decides all weights.
+        Seed of all weights.
     progress
         Called after each tensor with the bytes of weights written so far and their total.
 
     Returns
     -------
     Path
-        The file.
+        Path of the file.
 
     Raises
     ------
     ValueError
-        If the shape contradicts itself or a type does not fit it; names the field or the tensor. Nothing is
-        written.
+        If the shape is inconsistent or a type does not fit it; the message names the field or tensor, and
+        nothing is written.
     OSError
         If the file cannot be written.
     """

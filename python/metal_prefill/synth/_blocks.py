@@ -1,8 +1,8 @@
-"""Random weights of every tensor type, made directly as the blocks that a file holds.
+"""Random weights of every tensor type, generated directly as quantized blocks.
 
 Quantizing random floats would be slow, and gguf-py cannot write K-quants. Any bit pattern in a block's
-integer fields is valid, so those are filled with random bits, and the scales are set so that the weights have
-mean zero and the standard deviation asked for.
+integer fields is valid, so these are filled with random bits, and the scales are chosen so that the weights
+have mean zero and the requested standard deviation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _set_half(blocks: Bytes, offset: int, values: Floats) -> None:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Where a quantized type keeps its scale, and what its weights are multiples of.
+    """Location and magnitude of the scale in the blocks of a quantized type.
 
     Attributes
     ----------
@@ -60,10 +60,10 @@ class BlockFormat:
     min_per_scale
         The minimum that centres the weights on zero, as a multiple of d.
     exponent_scale
-        Whether d is not a float16 but the power of two 2^(e - 128), of which a byte has e.
+        Whether d is the power of two 2^(e - 128) with e stored in a byte, instead of a float16.
     signed_scale
-        Whether quantizers give the scale either sign. A random sign also cancels the mean that integers in
-        -8..7 have, which would otherwise add the same number to every output of a matrix.
+        Whether quantizers produce scales of either sign. A random sign also cancels the nonzero mean of
+        integers in -8..7, which would otherwise add a constant to every output of a matrix.
     """
 
     weights: int
@@ -79,7 +79,7 @@ class BlockFormat:
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
 _ODD_SCALE_RMS = math.sqrt(sum((2 * s + 1) ** 2 for s in range(16)) / 16)
-# Root mean squares of the values in the formats' grids.
+# Root mean squares of the grid values of the formats.
 _GRID_RMS = {"IQ2_XXS": 23.118, "IQ2_XS": 24.217, "IQ2_S": 24.430, "IQ3_XXS": 30.849, "IQ3_S": 7.594}
 
 BLOCK_FORMATS = {
@@ -112,7 +112,7 @@ def _random_bytes(rng: np.random.Generator, count: int) -> Bytes:
 
 
 def _random_floats(rng: np.random.Generator, count: int, low: float, high: float) -> Floats:
-    """Float32 uniform in [low, high), from 23 random bits each."""
+    """Return uniform float32 values in [low, high), from 23 random bits each."""
     bits = _random_bytes(rng, 4 * count).view("<u4")
     np.right_shift(bits, 9, out=bits)
     np.bitwise_or(bits, 0x3F800000, out=bits)  # sign and exponent of [1, 2)
@@ -127,16 +127,16 @@ def _quantized(rng: np.random.Generator, kind: str, count: int, std: float) -> B
     fmt = BLOCK_FORMATS[kind]
     n_blocks = count // fmt.weights
     blocks = _random_bytes(rng, n_blocks * fmt.size).reshape(n_blocks, fmt.size)
-    if kind == "Q8_0":  # no quantizer writes -128
+    if kind == "Q8_0":  # quantizers never produce -128
         integers = blocks[:, 2:].view(np.int8)
         np.maximum(integers, -127, out=integers)
-    if kind == "TQ2_0":  # of its two bits no quantizer sets both
+    if kind == "TQ2_0":  # quantizers never set both bits
         codes = blocks[:, :64]
         np.bitwise_and(codes, ~(codes >> 1 & codes & 0x55), out=codes)
     if fmt.exponent_scale:
         blocks[:, fmt.scale_at] = _random_exponents(rng, n_blocks, std / fmt.rms)
         return blocks.reshape(-1)
-    # Scales vary from block to block as real ones do; E[u^2] = 13/12 for u uniform in [0.5, 1.5).
+    # Scales vary between blocks, as in real models; E[u^2] = 13/12 for u uniform in [0.5, 1.5).
     scale = _random_floats(rng, n_blocks, 0.5, 1.5) * np.float32(std / (fmt.rms * math.sqrt(13 / 12)))
     if fmt.signed_scale:
         scale *= np.where(_random_bytes(rng, n_blocks) & 1, np.float32(1), np.float32(-1))
@@ -147,9 +147,9 @@ def _quantized(rng: np.random.Generator, kind: str, count: int, std: float) -> B
 
 
 def _random_exponents(rng: np.random.Generator, count: int, rms: float) -> Bytes:
-    """Of 2^(e - 128) with this root mean square: two neighbouring exponents, at the rates that give it."""
+    """Return exponents e such that 2^(e - 128) has this root mean square, from two adjacent values."""
     lower = math.floor(math.log2(rms))
-    share = ((rms / 2.0**lower) ** 2 - 1) / 3  # of the upper one: share * 4 + (1 - share) * 1
+    share = ((rms / 2.0**lower) ** 2 - 1) / 3  # share of the larger exponent: share * 4 + (1 - share) * 1
     chosen = _random_floats(rng, count, 0.0, 1.0) < share
     return np.where(chosen, lower + 129, lower + 128).astype(np.uint8)
 
@@ -174,39 +174,39 @@ _FLOAT_TYPES: dict[str, tuple[int, Callable[[np.random.Generator, int, float], B
 }
 
 TENSOR_TYPES = (*_FLOAT_TYPES, *BLOCK_FORMATS)
-"""Names of the tensor types that can be made, as GGUF spells them."""
+"""GGUF names of the supported tensor types."""
 
 
 def block_weights(kind: str) -> int:
-    """Weights that the smallest storable unit of a tensor type holds: 1, 32 or 256."""
+    """Return the number of weights in the smallest storable unit of a tensor type: 1, 32 or 256."""
     return BLOCK_FORMATS[kind].weights if kind in BLOCK_FORMATS else 1
 
 
 def tensor_bytes(kind: str, count: int) -> int:
-    """Size in bytes of `count` weights, a multiple of `block_weights(kind)`."""
+    """Return the size in bytes of `count` weights, a multiple of `block_weights(kind)`."""
     if kind in BLOCK_FORMATS:
         return count // BLOCK_FORMATS[kind].weights * BLOCK_FORMATS[kind].size
     return count * _FLOAT_TYPES[kind][0]
 
 
 def random_tensor(rng: np.random.Generator, kind: str, count: int, std: float) -> Bytes:
-    """Make random weights of mean zero.
+    """Generate random weights of mean zero.
 
     Parameters
     ----------
     rng
-        Source of the random bits; it alone decides the result.
+        Source of all random bits.
     kind
         One of `TENSOR_TYPES`.
     count
         Number of weights, a multiple of `block_weights(kind)`.
     std
-        Standard deviation of the weights. They are uniform, or for the K-quants a product of uniforms.
+        Standard deviation of the weights. They are uniform or, for the K-quants, a product of uniforms.
 
     Returns
     -------
     uint8 [tensor_bytes(kind, count)]
-        The tensor as a file holds it, little-endian.
+        The tensor in file format, little-endian.
     """
     if kind in BLOCK_FORMATS:
         return _quantized(rng, kind, count, std)
@@ -214,10 +214,10 @@ def random_tensor(rng: np.random.Generator, kind: str, count: int, std: float) -
 
 
 def random_norm(rng: np.random.Generator, count: int, *, signed: bool = False) -> Bytes:
-    """Make the weights of a norm as float32 bytes: around 1, yet far enough from it to matter.
+    """Generate norm weights as float32 bytes: close to 1, but different enough to affect the results.
 
-    With `signed`, half of them are negative. Before an output head that is tied to the embedding this keeps a
-    token from predicting itself, since its embedding is then no longer like its row of the head.
+    With `signed`, half of them are negative. Before a tied output head, this prevents tokens from predicting
+    themselves, because their embeddings are then not similar to their rows of the head.
     """
     weights = _random_floats(rng, count, 0.75, 1.25)
     if signed:

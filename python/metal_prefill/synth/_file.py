@@ -1,4 +1,4 @@
-"""The GGUF file of a synthetic model: metadata, vocabulary, and tensors as they are made."""
+"""Writer of a synthetic model's GGUF file: metadata, vocabulary and tensors."""
 
 from __future__ import annotations
 
@@ -97,22 +97,23 @@ def write(
     values: Callable[[Tensor], NDArray[Any]],
     written: Callable[[Tensor], object] = lambda tensor: None,
 ) -> None:
-    """Write a model, whole or not at all.
+    """Write a model atomically.
 
     Parameters
     ----------
     path
-        An existing file is replaced.
+        Path of the file; an existing file is replaced.
     name
-        Of the model, for people.
+        Display name of the model.
     shape, tensor_type
-        For the metadata.
+        Shape and tensor type recorded in the metadata.
     tensors
-        In the order of the file.
+        Tensors in file order.
     values
-        Returns the bytes of a tensor; called for each in turn, so that one at a time is in memory.
+        Function that returns the bytes of a tensor; called in file order, so that only one tensor is in
+        memory at a time.
     written
-        Called after each tensor.
+        Function called after each tensor.
     """
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
     writer = GGUFWriter(None, shape.architecture)

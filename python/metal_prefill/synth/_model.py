@@ -1,4 +1,4 @@
-"""Shapes of synthetic models, and the tensors that a model of some shape has."""
+"""Shapes of synthetic models, and the tensors for a given shape."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from metal_prefill.files._pooled_head import POOLINGS
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
-TIED = "tied"  # the output type that means: no output tensor, the embedding serves as the head
+TIED = "tied"  # output type without an output tensor: the embedding is the head
 ROPE_SCALINGS = ("none", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything about a model except the values and types of its weights.
+    """Properties of a model, except the values and types of its weights.
 
     Attributes
     ----------
     layers, dim, heads, kv_heads, head_dim, ffn, vocab, context
         Dimensions. `dim` is the width of the residual stream; heads * head_dim may differ from it.
     architecture
-        Name in the file; it decides which norms and biases the layers have.
+        Architecture name, which determines the norms and biases of the layers.
     value_dim
-        Width of a value head; None for `head_dim`.
+        Width of a value head; None selects `head_dim`.
     window
-        Positions that a layer with a sliding window sees; None where the architecture has none.
+        Size of the sliding attention window in positions; None if the architecture has none.
     qkv_bias
-        Biases of q, k and v where the architecture leaves them open.
+        Whether q, k and v have biases, in architectures where they are optional.
     output_type
         Tensor type of a separate output head, or "tied".
     tokenizer
@@ -45,23 +45,24 @@ class ModelShape:
     rope_base
         Base of RoPE's frequencies.
     rope_dims
-        Leading dimensions of a head that RoPE rotates; None for all, and llama.cpp takes nothing else.
+        Number of leading dimensions of a head that RoPE rotates. None selects all of them, the only setting
+        that llama.cpp supports.
     rope_scaling
         "none", "linear", "yarn", or "llama3": the frequency factors of Llama 3 as a tensor `rope_freqs`.
     rope_factor
-        How many times the context was extended by that scaling.
+        Factor by which the scaling extends the context.
     original_context
-        Context before that; None for context / rope_factor.
+        Context before the extension; None selects context / rope_factor.
     norm_eps
         Added to the mean square in RMSNorm.
     pooling
-        Of an embedding model, one of `POOLINGS`; None for a model that writes text.
+        Pooling of an embedding model, one of `POOLINGS`; None for a generative model.
     dense
-        Inner width of the two dense layers that an embedding goes through; None for none.
+        Inner width of the two dense layers applied to an embedding; None for no dense layers.
     labels
-        Classes of a classification head; none without one.
+        Labels of a classification head; empty without one.
     scales
-        Factors of the forward pass: keys of the metadata, after the architecture, and values.
+        Scale factors of the forward pass: metadata keys without the architecture prefix, and values.
     """
 
     layers: int
@@ -96,12 +97,12 @@ class ModelShape:
 
     @property
     def rotated(self) -> int:
-        """Dimensions of a head that RoPE rotates."""
+        """Number of dimensions of a head that RoPE rotates."""
         return self.rope_dims or self.head_dim
 
     @property
     def context_before(self) -> int:
-        """Context before it was extended."""
+        """Context length before the extension."""
         return self.original_context or max(1, int(self.context / self.rope_factor))
 
 
@@ -112,24 +113,24 @@ class Role(Enum):
     BIAS = "around 0, in F32"
     HEAD = "around 0, in F32: after pooling"
     NORM = "around 1"
-    OUTPUT_NORM = "around 1 and -1: a token with a tied embedding does not simply predict itself"
+    OUTPUT_NORM = "around 1 and -1, so that with a tied embedding tokens do not predict themselves"
     FACTORS = "divisors of RoPE's frequencies"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to be written.
+    """A tensor to write.
 
     Attributes
     ----------
     name
-        In the file.
+        Name in the file.
     shape
-        Rows, then row length; or the length alone.
+        Number of rows and row length, or only the length of a vector.
     kind
         One of `TENSOR_TYPES`.
     role
-        Meaning of its values.
+        Distribution of the values.
     std
         Standard deviation of the values of a matrix or bias.
     """
@@ -142,17 +143,17 @@ class Tensor:
 
     @property
     def count(self) -> int:
-        """Number of its values."""
+        """Number of values."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Bytes of its values."""
+        """Size in bytes."""
         return tensor_bytes(self.kind, self.count)
 
 
 def check(shape: ModelShape) -> None:
-    """Raise ValueError where a shape contradicts itself; the message names the field."""
+    """Raise ValueError if a shape is inconsistent; the message names the field."""
     whole = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
     for name in whole:
         if getattr(shape, name) < 1:
@@ -187,29 +188,30 @@ def tensors(
     scores: float = 1.5,
     residual: float | None = None,
 ) -> Iterator[Tensor]:
-    """Every tensor, in the order of the file: the small frequency factors first, then layer after layer.
+    """Return all tensors in file order: the small frequency factors first, then layer by layer.
 
-    A projection of an input of size 1 has outputs of size 1. Logits have a deviation of about 3.
+    A projection of inputs of magnitude 1 has outputs of magnitude 1. Logits have a standard deviation of
+    about 3.
 
     Parameters
     ----------
     shape
-        Of the model.
+        Shape of the model.
     tensor_type, embedding_type
-        Of the matrices of the layers, and of the embedding.
+        Types of the layer matrices and of the embedding.
     scores
-        Size of queries and keys. With 1.5, scores have a deviation of about 2, and attention picks some
-        positions.
+        Magnitude of queries and keys. With 1.5, attention scores have a standard deviation of about 2, so
+        that attention concentrates on some positions.
     residual
-        Size of what each half of a layer adds to the residual stream. By default all additions together are
-        1.5 times the embedding, so the context counts, yet rounding errors do not grow from layer to layer as
-        they do where the embedding is drowned.
+        Magnitude of the output that each half of a layer adds to the residual stream. By default, the sum of
+        all outputs is 1.5 times the embedding: the context has an effect, but rounding errors do not grow
+        from layer to layer, as they would if the embedding were negligible.
     """
     embedding = 3 * shape.dim**-0.5
     if residual is None:
         residual = 1.5 * embedding * (2 * shape.layers) ** -0.5
     kinds = {"token_embedding": embedding_type, "output": shape.output_type}
-    # Of the outputs; those of other projections have size 1.
+    # Magnitudes of the outputs; those of other projections are 1.
     sizes = {"wq": scores, "wk": scores, "wo": residual, "w_down": residual}
 
     def tensor(spec: _core.TensorSpec, layer: int | None = None) -> Tensor:
@@ -235,9 +237,9 @@ def tensors(
 
 
 def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
-    """Put matrices of a layer together that files of this architecture hold as one tensor.
+    """Combine the layer matrices that files of this architecture store as one tensor.
 
-    It has the place, the type and the deviation of the first of them.
+    The combined tensor has the position, type and standard deviation of the first matrix.
     """
     fused = ARCHITECTURES.get(shape.architecture, Architecture()).fused
     names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
@@ -257,7 +259,7 @@ def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
 
 
 def _heads(shape: ModelShape) -> Iterator[Tensor]:
-    """Yield the tensors after pooling, in F32: the dense layers of an embedding, the classes."""
+    """Yield the tensors after pooling, in F32: dense layers and classification head."""
     if shape.dense is not None:
         for name, rows, columns in (("dense_2", shape.dense, shape.dim), ("dense_3", shape.dim, shape.dense)):
             yield Tensor(f"{name}.weight", (rows, columns), "F32", Role.HEAD, columns**-0.5)
@@ -288,7 +290,7 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
 
 
 def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
-    """Apply the overrides to a matrix and check that its type is known and fits its rows."""
+    """Apply the overrides to a matrix, and check that its type is supported and fits its rows."""
     if tensor.role is not Role.MATRIX:
         return tensor
     for pattern, kind in overrides.items():
@@ -301,8 +303,8 @@ def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
     block = block_weights(tensor.kind)
     if tensor.shape[-1] % block:
         raise ValueError(
-            f"{tensor.name}: rows of {tensor.shape[-1]} weights cannot be {tensor.kind}, "
-            f"whose blocks hold {block}"
+            f"{tensor.name}: rows of {tensor.shape[-1]} weights, "
+            f"must be a multiple of the {tensor.kind} block size {block}"
         )
     return tensor
 
@@ -310,16 +312,16 @@ def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:
 def llama3_rope_factors(
     rope_dims: int, base: float, factor: float, original_context: int
 ) -> NDArray[np.float32]:
-    """Divisors of RoPE's frequencies that extend the context as Llama 3.1 does.
+    """Return the divisors of the RoPE frequencies that extend the context in Llama 3.1.
 
-    Wavelengths up to a quarter of the original context stay, those beyond the whole of it are stretched by
-    `factor`, and those between go smoothly from one to the other.
+    Wavelengths up to a quarter of the original context are unchanged, those beyond the original context are
+    multiplied by `factor`, and those in between are interpolated smoothly.
 
     Returns
     -------
     float32 [rope_dims / 2]
     """
-    low_freq_factor, high_freq_factor = 1.0, 4.0  # the published values of every Llama 3.1 and 3.2
+    low_freq_factor, high_freq_factor = 1.0, 4.0  # as published for all Llama 3.1 and 3.2 models
     wavelength = 2 * math.pi * np.float64(base) ** (np.arange(0, rope_dims, 2) / rope_dims)
     turns = original_context / wavelength
     smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)

@@ -1,8 +1,8 @@
 """Tokenizers of any size for synthetic models.
 
-The pieces are made up from letters in a fixed order, so a vocabulary depends on its size alone. It is
-consistent: every merge joins two tokens to a third, no token occurs twice, and all 256 bytes are there, so
-every text can be encoded and comes back unchanged.
+Pieces are built from letters in a fixed order, so a vocabulary depends only on its size. It is consistent:
+every merge joins two tokens to a third, no token occurs twice, and all 256 bytes have tokens, so that every
+text can be encoded and decoded without change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SPM_SPECIALS = ("<unk>", "<s>", "</s>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer, as the metadata of a GGUF file describe it.
+    """Tokenizer data in the form of GGUF metadata.
 
     Attributes
     ----------
@@ -48,14 +48,14 @@ class Vocabulary:
 
 
 def byte_alphabet() -> list[str]:
-    """Return the character that stands for each byte 0..255 in byte-level BPE, as GPT-2 defined it."""
+    """Return the character that represents each byte 0..255 in byte-level BPE, as defined by GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     rest = iter(range(256, 512))
     return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
 
 
 def _merges(space: str) -> Iterator[tuple[str, str]]:
-    """Pairs of pieces that make ever longer new ones; `space` stands before the first letter of a word."""
+    """Yield pairs of pieces that join to ever longer pieces; `space` precedes the first letter of words."""
     pieces = [space, *_LETTERS]
     known = set(pieces)
     for total in count():
@@ -110,8 +110,8 @@ def llama_vocabulary(size: int) -> Vocabulary:
             f"vocab {size}: a SentencePiece vocabulary needs at least {len(fixed) + len(letters)} tokens"
         )
     pieces = [left + right for left, right in islice(_merges(space), size - len(fixed) - len(letters))]
-    # The pair whose piece scores highest is joined first; single letters score lowest, as sentencepiece has
-    # them.
+    # The pair with the highest-scoring piece is joined first; single letters have the lowest scores, as in
+    # SentencePiece.
     scores = [0.0] * len(fixed) + [-float(len(pieces) + i) for i in range(len(letters))]
     return Vocabulary(
         model="llama",
@@ -124,4 +124,4 @@ def llama_vocabulary(size: int) -> Vocabulary:
 
 
 VOCABULARIES = {"gpt2": gpt2_vocabulary, "llama": llama_vocabulary}
-"""Functions that make a vocabulary of a given size, by the name of its model in GGUF."""
+"""Functions that generate a vocabulary of a given size, by the tokenizer model's name in GGUF."""
