@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "too large for int32": (np.array([2**32 + 1]), ValueError, f"token id {2**32 + 1} at index 0"),
     "uint64 that wraps": (np.array([2**64 - 1], np.uint64), ValueError, f"token id {2**64 - 1} at index 0"),
     "two dimensions": ([[1, 2]], ValueError, "must be one-dimensional, got 2"),
-    "ragged": ([[1], [2, 3]], ValueError, "cannot be made an array"),
+    "ragged": ([[1], [2, 3]], ValueError, "cannot be converted to an array"),
     "a generator": ((i for i in range(3)), ValueError, "must be one-dimensional, got 0"),
     "nothing": ([], ValueError, "the prompt is empty"),
     "no array": (np.array([]), ValueError, "the prompt is empty"),
@@ -250,7 +250,7 @@ def test_more_tokens_than_the_context_has_may_be_asked_for(demo_path: Path) -> N
 def test_what_is_no_text_is_named(demo_path: Path, text: Any) -> None:
     with (
         Model(demo_path, device="cpu") as model,
-        pytest.raises(TypeError, match=f"^a text must be a str, got {type(text).__name__}$"),
+        pytest.raises(TypeError, match=f"^text must be a str, got {type(text).__name__}$"),
     ):
         model.tokenizer.encode(text)
 

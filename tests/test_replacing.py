@@ -67,7 +67,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(
     path = tmp_path / "out"
     make(path)
     before = os.lstat(path)
-    with pytest.raises(OutputError, match=f"{kind}; only regular files are written"):
+    with pytest.raises(OutputError, match=f"{kind}; name a regular file"):
         write(path)
     after = os.lstat(path)
     assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
@@ -97,7 +97,7 @@ def test_pictures_are_refused_likewise(tmp_path: Path, options: tuple[str, ...])
         [*CLI, *options, str(path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == f"error: {path}: is a FIFO; only regular files are written\n"
+    assert done.stderr == f"error: {path}: is a FIFO; name a regular file\n"
     assert stat.S_ISFIFO(os.lstat(path).st_mode)
 
 

@@ -318,7 +318,7 @@ def test_as_many_tiles_as_cores_are_few_enough() -> None:
 
 
 def test_arguments_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="RmsnormArgs has 16 bytes, got 3"):
+    with pytest.raises(ValueError, match="RmsnormArgs must have 16 bytes, got 3"):
         decode_args("RmsnormArgs", b"abc")
 
 

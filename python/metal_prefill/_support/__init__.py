@@ -1,1 +1,1 @@
-"""Shared helpers: checked arguments, atomic writes, cached attributes, lazy imports."""
+"""Shared helpers: argument checks, atomic writes, cached attributes and lazy imports."""

@@ -1,4 +1,4 @@
-"""Arguments, checked before anything is computed: each error names the argument, its value and the limit."""
+"""Argument checks, whose errors name the argument, its value and the limit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ TokenIds: TypeAlias = "npt.NDArray[np.integer[Any]] | Sequence[int] | range"
 Progress: TypeAlias = Callable[[int, int], object]
 Logits: TypeAlias = npt.NDArray[np.float32]
 
-FEW_TOKENS = 8  # that are looked at one by one in less time than NumPy takes for a call
-MAX_INTEGER = 2**63 - 1  # that the engines take, such as sizes of memory
-MOST_ANSWERS = 4096  # to one prompt, and beams of one search: each has memory of its own
+FEW_TOKENS = 8  # checking these one by one is faster than a NumPy call
+MAX_INTEGER = 2**63 - 1  # the largest integer that the engines accept, such as a memory size
+MOST_ANSWERS = 4096  # per prompt, and beams per search: each has separate memory
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Check an integer; booleans are none.
+    """Check an integer; booleans are rejected.
 
     Raises
     ------
     TypeError
-        It is not an integer.
+        `value` is not an integer.
     ValueError
-        It is not between `least` and `most`.
+        `value` is not between `least` and `most`.
     """
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
@@ -47,12 +47,12 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
 
 
 def number(name: str, value: object) -> float:
-    """Check a real number; one that is too large for a float is infinite.
+    """Convert a real number to float; a number too large for a float becomes infinite.
 
     Raises
     ------
     TypeError
-        It is not a number.
+        `value` is not a number.
     """
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
@@ -63,21 +63,21 @@ def number(name: str, value: object) -> float:
 
 
 def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
-    """Return what a word stands for; raises ValueError for an unknown one."""
+    """Return the choice named by `value`; raise ValueError for an unknown name."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return choices[value]
 
 
 def token_id(token: object, vocab_size: int) -> int:
-    """Check one token id.
+    """Check a token id.
 
     Raises
     ------
     TypeError
-        It is not an integer.
+        `token` is not an integer.
     ValueError
-        It is outside the vocabulary.
+        `token` is outside the vocabulary.
     """
     value = token if type(token) is int else integer("a token id", token)
     if not 0 <= value < vocab_size:
@@ -93,7 +93,7 @@ def token_array(
     position: int = 0,
     unread: int = 0,
 ) -> npt.NDArray[np.int32]:
-    """Convert token ids to int32 without ever wrapping a value.
+    """Convert token ids to int32, without integer overflow.
 
     Parameters
     ----------
@@ -102,17 +102,17 @@ def token_array(
     vocab_size
         Ids must be in ``[0, vocab_size)``.
     context, position, unread
-        More tokens than the context holds are refused before one of them is looked at, however many they are.
-        Of all the last `unread` need no room. `position` is for the message.
+        The length is checked against the context before any token is read. The last `unread` tokens need no
+        space in the context. `position` appears in the message.
 
     Raises
     ------
     TypeError
-        If the elements are not integers (booleans are not).
+        If the elements are not integers; booleans are rejected.
     ValueError
-        If `tokens` is empty, not one-dimensional, or holds an id outside the vocabulary.
+        If `tokens` is empty, not one-dimensional, or contains an id outside the vocabulary.
     ContextOverflowError
-        There are more than the context holds.
+        If the tokens exceed the context.
     """
     if context is not None and (count := length_of(tokens) - unread) > context:
         raise ContextOverflowError(f"position {position} + {count} tokens exceeds the context of {context}")
@@ -124,14 +124,14 @@ def token_array(
     try:
         array = np.asarray(tokens)
     except (OverflowError, ValueError) as error:
-        raise ValueError(f"tokens cannot be made an array: {error}") from error
+        raise ValueError(f"tokens cannot be converted to an array: {error}") from error
     if array.ndim != 1:
         raise ValueError(f"tokens must be one-dimensional, got {array.ndim} dimensions")
     if array.size == 0:
         raise ValueError("the prompt is empty: at least one token is needed")
     if array.dtype.kind == "f" and kinds and all(issubclass(kind, (int, np.integer)) for kind in kinds):
-        array = np.array(tokens, object)  # integers for which NumPy knows no common type but a float
-    if array.dtype == object:  # Python's integers, some of which may be larger than any of NumPy's
+        array = np.array(tokens, object)  # integers whose only common NumPy type is float
+    if array.dtype == object:  # Python integers, which may exceed all NumPy integer types
         for i, token in enumerate(array):
             if not 0 <= integer(f"the token id at index {i}", token) < vocab_size:
                 raise ValueError(f"token id {token} at index {i} is outside the vocabulary of {vocab_size}")
@@ -151,10 +151,10 @@ def token_array(
 
 
 def length_of(tokens: TokenIds) -> int:
-    """Return the number of tokens, at most `MAX_INTEGER`; 0 for what has no length."""
+    """Return the number of tokens, at most `MAX_INTEGER`; 0 for objects without a length."""
     try:
         return len(tokens)
-    except OverflowError:  # of a range
+    except OverflowError:  # a range longer than sys.maxsize
         return MAX_INTEGER
     except TypeError:
         return 0

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic file replacement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metal_prefill.errors import OutputError
 if os.name == "posix":
     import fcntl
 
-# Folders of files that are being written. Their names are short however long the file's own is.
+# Folders of files that are being written. Their names are short regardless of the length of the file name.
 _PREFIX, _SUFFIX = ".metal_prefill-", ".tmp"
 
 _KINDS = {
@@ -28,23 +28,23 @@ _KINDS = {
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """Return the regular file, existing or not, that `path` names; links are followed.
+    """Return the path of the regular file, existing or not, that `path` names, following links.
 
     Raises
     ------
     OutputError
-        Something else is there, which a regular file would take the place of, or `path` stands for an open
-        file such as ``/dev/stdout``.
+        `path` is a special file, which writing would replace with a regular file, or names an open file, such
+        as ``/dev/stdout``.
     IsADirectoryError
-        A directory is there.
+        `path` is a directory.
     FileNotFoundError
         The folder does not exist.
     """
     step = os.path.abspath(path)
-    for _ in range(40):  # as many links as Linux follows
+    for _ in range(40):  # the limit of Linux
         folder = os.path.realpath(os.path.dirname(step))
         if folder.startswith(("/proc/", "/dev/fd")):
-            raise OutputError(errno.EINVAL, "stands for an open file", os.fspath(path))
+            raise OutputError(errno.EINVAL, "names an open file", os.fspath(path))
         if not os.path.islink(step):
             break
         step = os.path.join(folder, os.readlink(step))
@@ -58,22 +58,22 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise OutputError(errno.EINVAL, f"is {kind}; only regular files are written", os.fspath(path))
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise OutputError(errno.EINVAL, f"is {kind}; name a regular file", os.fspath(path))
     return target
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a new file that takes the place of `path` in one step, or vanishes when the block fails.
+    """Yield a new file that replaces `path` atomically, or is deleted if the block fails.
 
-    The file is empty and has the name of `path`, in a folder of its own next to it. A file that is replaced
-    hands on its permissions. Files that killed processes left here are removed.
+    The file is empty and has the name of `path`, in a temporary folder next to it. It takes over the
+    permissions of the file that it replaces. Temporary folders left by killed processes are removed.
 
     Raises
     ------
     OutputError, OSError
-        As `check_target`, before the block runs; or the folder cannot be written.
+        `check_target` raises, before the block runs; or the folder is not writable.
     """
     target = check_target(path)
     _remove_abandoned(target.parent)
@@ -88,7 +88,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         with suppress(FileNotFoundError):
             mode = stat.S_IMODE(os.stat(target).st_mode)
         yield temporary
-        os.chmod(temporary, mode)  # the block may have put another file there
+        os.chmod(temporary, mode)  # the block may have replaced the file
         with open(temporary, "rb+" if mode & stat.S_IWUSR else "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -96,7 +96,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-    if os.name == "posix":  # the new name, too, must survive a power cut
+    if os.name == "posix":  # the rename must also survive a power failure
         directory = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -105,19 +105,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int | None]:
-    """Make a folder, locked for as long as the descriptor is open."""
+    """Create a folder that is locked while the returned descriptor is open."""
     while True:
         folder = parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
         folder.mkdir(mode=0o700)
         lock = _lock(folder, wait=True)
-        if folder.is_dir():  # else another process came between and took it for abandoned
+        if folder.is_dir():  # otherwise another process has removed it as abandoned
             return folder, lock
         if lock is not None:
             os.close(lock)
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of processes that ended while they wrote: nobody locks them any more."""
+    """Remove unlocked folders, left by processes that ended while writing."""
     if os.name != "posix":
         return
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
@@ -128,7 +128,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:
-    """Lock a folder; None where another process has, or where the file system knows no locks."""
+    """Lock a folder; return None if another process has locked it, or locks are not supported."""
     if os.name != "posix":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Where files lie that can be made again, what they depend on, and which of them go."""
+"""Cache folder: location, keys and eviction of files that can be regenerated."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model are some megabytes
+PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model take a few megabytes
 
 
 def cache_folder() -> Path:
-    """Return ``METAL_PREFILL_CACHE``, or the platform's folder of caches for this user."""
+    """Return ``METAL_PREFILL_CACHE``, or the platform's cache folder for this user."""
     chosen = os.environ.get("METAL_PREFILL_CACHE")
     if chosen:
         return Path(chosen)
@@ -25,23 +25,22 @@ def cache_folder() -> Path:
 
 def version() -> str:
     """Return the version of the package."""
-    from importlib import metadata  # imports much that a model has no use for
+    from importlib import metadata  # slow to import, and not needed to run a model
 
     return metadata.version("metal_prefill")
 
 
 def cache_key(parts: Iterable[object] = ()) -> str:
-    """Return a key for the build of the OS, the version of the package, and `parts`, which JSON can hold."""
+    """Return a key for the OS build, the package version and `parts`, which are JSON values."""
     system = f"{platform.system()} {platform.release()} {os.uname().version} {platform.mac_ver()[0]}"
     text = json.dumps([system, version(), *parts])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def pipeline_folder(emulated: bool) -> str:
-    """Return where compiled pipelines of GPUs are kept.
+    """Return the folder for compiled GPU pipelines, or an empty string if they are not stored.
 
-    Those of the emulator cost nothing to make: they are kept only where ``METAL_PREFILL_CACHE`` names a
-    folder. Empty: nowhere.
+    Pipelines of the emulator are cheap to build and are stored only if ``METAL_PREFILL_CACHE`` is set.
     """
     if emulated and not os.environ.get("METAL_PREFILL_CACHE"):
         return ""
@@ -49,15 +48,15 @@ def pipeline_folder(emulated: bool) -> str:
 
 
 def remove_old_pipelines(folder: str) -> None:
-    """Keep compiled pipelines within `PIPELINE_LIMIT`.
+    """Delete the least recently used compiled pipelines beyond `PIPELINE_LIMIT`.
 
-    Files of other builds of the OS and versions of the package count, and those of other devices; the ones
-    that were not used for longest are deleted. A process that has one open keeps it.
+    The limit includes files for other devices, OS builds and package versions. A process that has a deleted
+    file open can continue to use it.
 
     Parameters
     ----------
     folder
-        What `pipeline_folder` gave; nothing is deleted where it is empty.
+        Result of `pipeline_folder`; if empty, nothing is deleted.
     """
     if not folder:
         return
@@ -70,16 +69,16 @@ def remove_old_pipelines(folder: str) -> None:
     for path in beyond_limit(files, PIPELINE_LIMIT):
         with suppress(OSError):
             path.unlink()
-            path.parent.rmdir()  # unless others are in it
+            path.parent.rmdir()  # fails if the folder contains other files
 
 
 def beyond_limit(files: Iterable[tuple[float, int, Path]], limit: int) -> Iterator[Path]:
-    """Yield the files to delete so that the others have at most `limit` bytes, those used longest ago first.
+    """Yield the least recently used files to delete so that the rest have at most `limit` bytes.
 
     Parameters
     ----------
     files
-        When each was used last, in any unit; its bytes; its path.
+        Time of last use in any unit, size in bytes, and path of each file.
     """
     listed = sorted(files)
     total = sum(size for _, size, _ in listed)

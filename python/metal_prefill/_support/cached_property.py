@@ -1,4 +1,4 @@
-"""Attributes that are computed when they are first asked for."""
+"""Attributes that are computed on first access."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, Generic, TypeVar, overload
 Value = TypeVar("Value")
 
 
-class cached_property(Generic[Value]):  # as functools names its own
-    """As `functools.cached_property`, with a lock that a forked process does not wait for.
+class cached_property(Generic[Value]):  # named after the functools class
+    """Variant of `functools.cached_property` with a lock that is safe after a fork.
 
-    Python has none from 3.12 on, so that many threads may build the same tokenizer at once. Before, it has
-    one that a child finds locked for ever where another thread of its parent computed.
+    The version in Python 3.12 and later has no lock, so that several threads could build the same tokenizer
+    at once. In earlier versions, the lock stays held in a forked child if another thread of the parent held
+    it.
     """
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:
@@ -37,9 +38,9 @@ class cached_property(Generic[Value]):  # as functools names its own
     def __get__(self, instance: object | None, owner: type) -> cached_property[Value] | Value:
         if instance is None:
             return self
-        if self._process != os.getpid():  # who holds the lock may not be in this process
+        if self._process != os.getpid():  # the lock's holder may not exist in this process
             self._begin()
-        # Once it is there, the attribute is found in the dictionary, before this.
+        # Later accesses find the value in the instance dictionary and do not reach this descriptor.
         known = vars(instance)
         with self._lock:
             if self._name not in known:

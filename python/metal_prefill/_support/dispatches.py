@@ -1,4 +1,4 @@
-"""Dispatches of a GPU engine, as the engine or a plan lists them."""
+"""Recorded dispatches of a GPU engine or a plan."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ _CODES = {"u32_t": "I", "u64_t": "Q", "float": "f"}
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One dispatch.
+    """A dispatch of a GPU kernel.
 
     Attributes
     ----------
     kernel
-        Name of the function in the shaders.
+        Name of the shader function.
     layer
-        Of the model; -1 before the layers and after them.
+        Index of the layer; -1 before and after the layers.
     grid
-        Threadgroups, (x, y, z).
+        Number of threadgroups, (x, y, z).
     threads
-        Of a threadgroup.
+        Number of threads per threadgroup.
     threadgroup_bytes
-        Of the threadgroup memory whose size the host decides.
+        Size of the threadgroup memory that the host allocates.
     after_barrier
-        Whether it waits for the dispatches before it.
+        Whether the dispatch waits for the dispatches before it.
     args
-        The kernel's arguments, by the names in ``shaders/args_fields.h``; fields of a struct in the struct
-        have their own names only. Offsets into the weights are left out.
+        Arguments of the kernel, by their names in ``shaders/args_fields.h``; fields of nested structs have
+        unqualified names. Offsets into the weights are omitted.
     buffers
         Labels of the buffers, by binding.
     runs
-        The rows that it works on, where it reads or writes K and V: (position, rows) of each run of
-        consecutive rows of a sequence.
+        Rows of a dispatch that reads or writes K and V: (position, rows) of each run of consecutive rows of a
+        sequence.
     start, end
-        Seconds of the GPU's clock; 0 for a dispatch that was not run.
+        Times in seconds on the GPU's clock; 0 for a dispatch that has not run.
     """
 
     kernel: str
@@ -79,16 +79,16 @@ def _layout(name: str) -> tuple[tuple[str, struct.Struct, int, bool], ...]:
 
 
 def decode_args(args_struct: str, data: bytes) -> dict[str, Any]:
-    """Return the values of a struct of arguments by name.
+    """Return the fields of an argument struct by name.
 
     Raises
     ------
     ValueError
-        If `data` has another size than the struct.
+        If the size of `data` differs from that of the struct.
     """
     size = _core.args_structs[args_struct][0]
     if len(data) != size:
-        raise ValueError(f"{args_struct} has {size} bytes, got {len(data)}")
+        raise ValueError(f"{args_struct} must have {size} bytes, got {len(data)}")
     args: dict[str, Any] = {}
     for name, layout, offset, is_array in _layout(args_struct):
         values = layout.unpack_from(data, offset)
@@ -97,12 +97,12 @@ def decode_args(args_struct: str, data: bytes) -> dict[str, Any]:
 
 
 def layout_of(struct: str) -> np.dtype[Any]:
-    """Return the layout of a struct of numbers that kernels read or write in arrays."""
+    """Return the NumPy dtype of a struct that kernels read or write in arrays."""
     return np.dtype([(name, _CODES[kind]) for name, kind, _, _ in _core.args_structs[struct][1]])
 
 
 def from_core(dispatches: Sequence[_core.Dispatch]) -> list[Dispatch]:
-    """Convert the core's dispatches."""
+    """Convert dispatches from the native module."""
     return [
         Dispatch(
             kernel=d.kernel,

@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported."""
+"""Detection of Ctrl-C during imports."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from types import FrameType
 
 @contextmanager
 def interruptions() -> Iterator[list[int]]:
-    """List the interruptions by Ctrl-C while the block runs. Not all become KeyboardInterrupt.
+    """Yield a list of the Ctrl-C interrupts that occur while the block runs.
 
-    NumPy, interrupted while it is imported, raises ImportError and speaks of a bad installation.
+    Not all of them raise KeyboardInterrupt: if an import of NumPy is interrupted, it raises ImportError with
+    a message about a broken installation.
     """
     heard: list[int] = []
 
@@ -24,7 +25,7 @@ def interruptions() -> Iterator[list[int]]:
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if ours:
             signal.signal(signal.SIGINT, hear)
-    except ValueError:  # not the main thread, which alone hears signals
+    except ValueError:  # only the main thread can receive signals
         ours = False
     try:
         yield heard

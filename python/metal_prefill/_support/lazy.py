@@ -1,4 +1,4 @@
-"""Names that are imported on first use, so that a package can export more than each program needs."""
+"""Import of public names on first use, so that a program loads only the modules it needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package whose names live in its modules.
+    """Return a ``__getattr__`` that imports a package's names from its modules.
 
     Parameters
     ----------
     package
         Name of the package.
     homes
-        The module of each name, relative to the package.
+        Module that defines each name, relative to the package.
     """
 
     def get(name: str) -> Any:
@@ -31,27 +31,27 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 class _FormerPath(ModuleType):
-    """A module under a name that it no longer has."""
+    """Alias of a module under its former name."""
 
     def __init__(self, name: str, target: str) -> None:
         super().__init__(name, f"The former name of :mod:`{target}`.")
         self._target = target
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by programs that look at every module
+        if name.startswith("__"):  # requested by tools that inspect every module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(self._target), name)
 
 
 def keep_former_paths(package: str, targets: Mapping[str, str]) -> None:
-    """Let modules be imported by their former names as well; they are loaded on first use.
+    """Register aliases for the former names of modules, which are loaded on first use.
 
     Parameters
     ----------
     package
         Name of the package.
     targets
-        The module that each former name now refers to, both relative to the package.
+        Current module by former name, both relative to the package.
     """
     for former, target in targets.items():
         module = _FormerPath(f"{package}.{former}", f"{package}.{target}")

@@ -121,7 +121,7 @@ class Entry:
 
 
 def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFFile) -> _core.Engine:
-    """Build the CPU engine of a model from its cache entry, packing and storing the weights if there is none."""
+    """Build the CPU engine of a model from its cache entry, packing the weights if there is none."""
     identity = identify(gguf)
     known = load(identity)
     if known is not None:
