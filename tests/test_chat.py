@@ -220,7 +220,7 @@ def test_pipes_carry_a_conversation(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("/nonsense", 2, "there is no command /nonsense; /help lists them"),
+        ("/nonsense", 2, "unknown command /nonsense; /help lists the commands"),
         ("/save", 2, "name a file"),
         ("/load /absent/file", 1, "/absent/file: No such file or directory"),
     ],
@@ -320,7 +320,7 @@ def test_a_terminal_conversation(terminals: list[Terminal], model: Model) -> Non
         terminal.type(question + "\n")
         assert answer in terminal.wait_for("\n> ")
     terminal.type("/nonsense\n")
-    terminal.wait_for("error: there is no command /nonsense.*\n> ")
+    terminal.wait_for("error: unknown command /nonsense.*\n> ")
     terminal.interrupt("/quit or Ctrl-D ends the conversation\n> ")
     terminal.type("\x04")
     assert terminal.exit_code() == 0

@@ -60,7 +60,7 @@ def test_a_former_name_does_the_same_and_says_the_new_one(capsys: pytest.Capture
     former = capsys.readouterr()
     assert former.out == new.out
     assert new.err == ""
-    assert "'metal-prefill model' is now called 'predict'" in former.err
+    assert "is deprecated and will be removed in the next release; use 'metal-prefill predict'" in former.err
 
 
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -450,7 +450,7 @@ def test_a_text_shorter_than_a_window_is_wrong_use(
     file = tmp_path / "short.txt"
     file.write_text("To be", encoding="utf-8")
     assert cli.main(["perplexity", "-f", str(file)]) == 2
-    assert "one window takes 512" in capsys.readouterr().err
+    assert "must have at least 512" in capsys.readouterr().err
 
 
 def test_progress_is_silent_where_nobody_looks() -> None:

@@ -348,9 +348,9 @@ def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-p", "0"], "nothing to predict: give -p or -n"),
+        (["-p", "0"], "nothing to predict: set -p or -n"),
         (["-p", "2048", "-n", "1"], "2049 tokens exceed the model's context of 2048"),
-        (["--trace", "t.json", "-p", "3"], "--trace says which tokens there are"),
+        (["--trace", "t.json", "-p", "3"], "--trace sets the tokens"),
     ],
 )
 def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -100,7 +100,7 @@ def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:
         ("t.jsonl", '"a"\n' * 300 + '"\\ud800"\n', "v.npy", "text 300: "),
         ("t.txt", b"a\n\xff", "v.npy", "t.txt is not UTF-8 text"),
         ("t.txt", "a\n", "v.csv", "v.csv: the name must end with .npy or .parquet"),
-        ("t.txt", "a\n", "nowhere/v.npy", "there is no folder"),
+        ("t.txt", "a\n", "nowhere/v.npy", "does not exist"),
     ],
 )
 def test_wrong_use_is_named(

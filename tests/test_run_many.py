@@ -333,7 +333,7 @@ def test_results_of_other_options_are_refused_and_stay(
     out.write_bytes(content)
     capsys.readouterr()
     assert run(*same, *now) == 2
-    assert f"{out}: its results were made with {difference};" in capsys.readouterr().err
+    assert f"{out}: its results were computed with {difference};" in capsys.readouterr().err
     assert out.read_bytes() == content
     assert run(*same, *before) == 0
     assert len(read_lines(out)) == 2

@@ -1,7 +1,7 @@
 """The command ``metal-prefill``.
 
-Each command is a module with ``add_arguments(parser)`` and ``execute(arguments)``. It is imported only when
-it is the one asked for, so that ``metal-prefill --help`` does not wait for NumPy.
+Each command is a module with ``add_arguments(parser)`` and ``execute(arguments)``. Only the module of the
+requested command is imported, so that ``metal-prefill --help`` does not import NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Command(NamedTuple):
-    """Where a command lives, and its line in the help."""
+    """Module of a command, and its line in the help."""
 
     module: str
     help: str
@@ -32,20 +32,22 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("metal_prefill._commands.run", "continue a prompt"),
     "chat": Command("metal_prefill._commands.chat", "chat with a model"),
-    "serve": Command("metal_prefill._commands.serve", "serve a model to OpenAI's clients over HTTP"),
+    "serve": Command(
+        "metal_prefill._commands.serve", "serve a model over HTTP with an OpenAI-compatible API"
+    ),
     "bench": Command(
         "metal_prefill._commands.bench",
-        "measure prompt processing and decoding, alone or against other engines",
+        "measure prompt processing and decoding, optionally against other engines",
     ),
     "info": Command(
         "metal_prefill._commands.info", "show the contents of a model file, and the available devices"
     ),
     "doctor": Command("metal_prefill._commands.doctor", "check the GPU's results and write a report"),
     "trace": Command("metal_prefill._commands.trace", "time each dispatch on the GPU"),
-    "predict": Command("metal_prefill._commands.predict", "predict the speed on a GPU that you do not have"),
+    "predict": Command("metal_prefill._commands.predict", "predict the speed on another GPU"),
     "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
-    "embed": Command("metal_prefill._commands.embed", "turn texts into vectors"),
-    "rerank": Command("metal_prefill._commands.rerank", "order documents by how well they answer a query"),
+    "embed": Command("metal_prefill._commands.embed", "compute embeddings of texts"),
+    "rerank": Command("metal_prefill._commands.rerank", "rank documents by their relevance to a query"),
     "cache": Command("metal_prefill._commands.cache", "list, check or delete packed weights"),
     "synth": Command("metal_prefill._commands.synth", "write a model file of any shape with random weights"),
 }
@@ -54,12 +56,12 @@ FORMER_NAMES = {"model": "predict"}  # accepted for one more release
 
 
 def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.ArgumentParser:
-    """Build the parser, with the options of one command; the others are only listed."""
+    """Build the parser with the options of one command; the others are only listed."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Fast prompt processing for small quantized Llama-family models.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. "
-        "METAL_PREFILL_TRACEBACK=1 shows where an error comes from.",
+        epilog="Exit codes: 0 success, 1 failure, 2 invalid arguments, 130 interrupted. "
+        "Set METAL_PREFILL_TRACEBACK=1 to show the traceback of an error.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
@@ -76,20 +78,20 @@ def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.Arg
 
 
 def report(error: BaseException) -> int:
-    """Print an error the way a user wants it and return the exit code it stands for."""
+    """Print an error as a message for users, and return its exit code."""
     if os.environ.get("METAL_PREFILL_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if isinstance(error, BrokenPipeError):  # whoever read our output has left
+    if isinstance(error, BrokenPipeError):  # the reader of the output has exited
         return EXIT_BROKEN_PIPE
     from metal_prefill.errors import MetalPrefillError
 
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
-    if isinstance(error, OSError) and error.strerror:  # such as a full disk that stdout is written to
+    if isinstance(error, OSError) and error.strerror:  # for example, stdout is on a full disk
         print(f"error: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, (MetalPrefillError, OSError, MemoryError)):
@@ -98,13 +100,13 @@ def report(error: BaseException) -> int:
     if isinstance(error, ValueError):
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    hint = "METAL_PREFILL_TRACEBACK=1 shows where"
+    hint = "set METAL_PREFILL_TRACEBACK=1 to show the traceback"
     print(f"error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)
     return EXIT_FAILED
 
 
 def drop_unwritable_output() -> None:
-    """Lose what stdout does not take: Python would complain of it once more when it flushes at exit."""
+    """Discard unwritable output, for which Python would report another error when flushing at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -117,9 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv
-        Arguments without the program's name; by default those of the process.
+        Arguments without the program name; the default is the arguments of the process.
     """
-    if sys.stderr is None:  # closed; print() would take None for stdout
+    if sys.stderr is None:  # closed; print(file=None) would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         print("error: standard output is closed", file=sys.stderr)
@@ -134,7 +136,8 @@ def _execute(arguments: list[str], interrupted: list[int]) -> int:
     if wanted in FORMER_NAMES:
         name = FORMER_NAMES[wanted]
         print(
-            f"note: 'metal-prefill {wanted}' is now called '{name}'; the next release drops the old name",
+            f"note: 'metal-prefill {wanted}' is deprecated and will be removed in the next release; "
+            f"use 'metal-prefill {name}'",
             file=sys.stderr,
         )
         arguments[arguments.index(wanted)] = wanted = name

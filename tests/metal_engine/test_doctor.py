@@ -69,7 +69,7 @@ def test_a_sound_device_passes(
         "20 greedy tokens",
     ]
     assert {b["name"] for b in report["benchmark"]} == {"pp16", "tg4"}
-    assert "nothing differs" in capsys.readouterr().out
+    assert "all results agree" in capsys.readouterr().out
 
 
 def test_a_model_whose_tokens_see_both_ways_passes(tmp_path: Path) -> None:

@@ -149,8 +149,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_connections.py",
-        "call_later(self._drain_seconds, self._end_answers)",
-        "call_later(self._drain_seconds, print)",
+        "call_later(self._shutdown_grace, self._end_answers)",
+        "call_later(self._shutdown_grace, print)",
         "answers that outlast the time to close are cut off",
         ("tests/serve/test_connections.py", "-k", "outlast"),
     ),
@@ -184,8 +184,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/_commands/serve.py",
-        '    if not text.strip():\n        raise argparse.ArgumentTypeError("must name',
-        '    if False:\n        raise argparse.ArgumentTypeError("must name',
+        '    if not text.strip():\n        raise argparse.ArgumentTypeError("must not be empty',
+        '    if False:\n        raise argparse.ArgumentTypeError("must not be empty',
         "an empty address listens at every one",
         ("tests/serve/test_serve_command.py", "-k", "no_address"),
     ),

@@ -200,7 +200,7 @@ def test_answers_that_outlast_the_time_to_close_end_with_an_error(
 ) -> None:
     answers: list[httpx.Response] = []
     body = {**BODY, "max_tokens": 900, "stream": stream, "n": 8}
-    with running(cpu_model, drain_seconds=1) as server, server.connect() as half:
+    with running(cpu_model, shutdown_grace=1) as server, server.connect() as half:
         gate = Gate(server.service)
         client = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
         client.start()

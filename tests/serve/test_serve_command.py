@@ -75,21 +75,22 @@ def test_wrong_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert cli.main(["serve", "--port", "70000"]) == cli.EXIT_USAGE
     errors = capfd.readouterr().err.splitlines()
     assert [line.removesuffix(": No such file or directory") for line in errors[:2]] == [
-        f"error: {keys} has no API key",
+        f"error: {keys} contains no API key",
         f"error: {tmp_path}/none",
     ]
-    assert "cannot listen at 127.0.0.1" in errors[2]
+    assert "cannot listen on 127.0.0.1" in errors[2]
     assert "must be at most 65535, got 70000" in errors[-1]
 
 
 @pytest.mark.parametrize("host", ["", " "])
 def test_no_address_is_not_every_address(host: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--host", host, "-m", "no such model"]) == cli.EXIT_USAGE
-    assert "--host: must name an address" in capfd.readouterr().err
+    assert "--host: must not be empty" in capfd.readouterr().err
 
 
-def test_a_stream_that_outlasts_the_time_to_close_ends_with_an_error() -> None:
-    with command("--drain-seconds", "1") as (process, url):
+@pytest.mark.parametrize("option", ["--shutdown-grace", "--drain-seconds"])
+def test_a_stream_that_outlasts_the_shutdown_grace_ends_with_an_error(option: str) -> None:
+    with command(option, "1") as (process, url):
         body = {"prompt": "ROMEO:", "max_tokens": 1000, "n": 100, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60) as answer:
             lines = answer.iter_lines()

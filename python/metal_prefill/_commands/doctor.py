@@ -1,4 +1,4 @@
-"""``metal-prefill doctor``: whether the GPU computes what it should, as a report."""
+"""``metal-prefill doctor``: a report on the correctness of the GPU's results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from metal_prefill._commands import common
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_argument(parser)
-    parser.add_argument("--quick", action="store_true", help="a few seconds, without the benchmark")
+    parser.add_argument("--quick", action="store_true", help="check in a few seconds, without the benchmark")
     parser.add_argument(
         "--device",
         choices=("auto", "metal"),
         default="auto",
-        help="metal: a missing GPU is a failure; auto: it is only said (default: auto)",
+        help="metal: fail if there is no GPU; auto: only report it (default: auto)",
     )
     parser.add_argument(
         "--json",
@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Examine, and write the report; exits with 1 if anything differs."""
+    """Check the GPU and write the report; exit with 1 if any result differs."""
     from metal_prefill import _core
     from metal_prefill._commands.doctor_report import examine, machine
     from metal_prefill._support.atomic_write import replacing
 
-    with replacing(arguments.json) as part:  # a place that cannot be written to is found before the work
+    with replacing(arguments.json) as part:  # report an unwritable file before the work
         if arguments.device == "auto" and not _core.metal_available():
             report = {"machine": machine(), "passed": True}
-            print(f"no GPU to examine: {_core.metal_device()['problem']}")
+            print(f"no GPU to check: {_core.metal_device()['problem']}")
         else:
             report = examine(common.model_path(arguments.model), quick=arguments.quick, say=print)
         with open(part, "w", encoding="utf-8") as file:

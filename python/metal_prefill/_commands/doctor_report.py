@@ -1,4 +1,4 @@
-"""What ``metal-prefill doctor`` examines: the machine, each kernel, logits and tokens, and the speed."""
+"""Checks of ``metal-prefill doctor``: machine, kernels, logits, tokens and speed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from metal_prefill.model import Model
 LONG_PROMPT = 300
 SHORT_PROMPT = 9
 GREEDY_TOKENS = 20
-# After the quick ones: a prompt with wide tiles, then one token and a few whose keys threadgroups share.
+# In addition to the quick lengths: a prompt with wide tiles, then one token and a few with split keys.
 ALL_LENGTHS = (*QUICK, 512, 1, 3)
-# Of the largest logit. Kernels for many tokens multiply in half precision: a few 1e-3 are usual.
+# Relative to the largest logit. Kernels for many tokens use half precision; a few 1e-3 are normal.
 LOGITS_BOUND = 2e-2
 BENCH_PROMPT, BENCH_TOKENS, BENCH_SECONDS = 512, 64, 50.0
 
@@ -33,7 +33,7 @@ Report = dict[str, Any]
 
 
 def machine() -> Report:
-    """Return what is known of the machine and of the package."""
+    """Return a description of the machine and the package."""
     return {
         "package": version(),
         "python": platform.python_version(),
@@ -50,11 +50,11 @@ def machine() -> Report:
 
 
 def check_kernels(model: Model, quick: bool) -> Report:
-    """Compare each kernel with float64, on the buffers of real passes."""
+    """Compare each kernel with float64 on the buffers of real passes."""
     with model.session() as session:
         core = session.native
         inspector = core.inspector()
-        assert inspector is not None, "an engine that makes dispatches"
+        assert inspector is not None, "requires an engine with dispatches"
         lengths = QUICK if quick else ALL_LENGTHS
         checked, wrong = kernel_differences(core, model.config, lengths)
         pipelines = inspector.pipelines()
@@ -73,7 +73,7 @@ def check_kernels(model: Model, quick: bool) -> Report:
 
 
 def _compare(name: str, got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> Report:
-    """Compare logits: the largest difference, and whether the largest logit is the same or nearly so."""
+    """Compare logits by their largest difference, and check that the argmax matches or nearly ties."""
     scale = float(np.abs(expected).max())
     error = float(np.abs(got - expected).max()) / scale
     best, wanted = int(np.argmax(got)), int(np.argmax(expected))
@@ -91,7 +91,7 @@ def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
         with model.session() as one, model.session() as other, reference.session() as cpu:
             expected = cpu.forward_prompt_logits(tokens)
             found.append(_compare(f"prompt of {n}", one.forward_prompt_logits(tokens), expected))
-            if not model.config.causal:  # its texts go in whole, and none is continued
+            if not model.config.causal:  # texts are processed as a whole and cannot be continued
                 continue
             for token in tokens[:-1]:
                 other.forward_token_greedy(token)
@@ -107,12 +107,12 @@ def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
             token = int(np.argmax(expected))
             got, expected = session.forward_token(token), cpu.forward_token(token)
         worst = max(steps, key=lambda step: (not step["passed"], step["error"]))
-        found.append(worst | {"name": f"{GREEDY_TOKENS} greedy tokens, the worst of them: {worst['name']}"})
+        found.append(worst | {"name": f"{GREEDY_TOKENS} greedy tokens, worst: {worst['name']}"})
     return found
 
 
 def _speed(run: Callable[[], int]) -> float:
-    """Return the most tokens a second of runs that are repeated for a while, at least two of them."""
+    """Return the highest tokens per second over repeated runs, at least two."""
     best, begin, runs = 0.0, time.perf_counter(), 0
     while runs < 2 or time.perf_counter() - begin < BENCH_SECONDS:
         start = time.perf_counter()
@@ -123,7 +123,7 @@ def _speed(run: Callable[[], int]) -> float:
 
 
 def benchmark(model: Model) -> list[Report]:
-    """Measure a prompt and decoding, and predict both for the chip where it is known."""
+    """Measure a prompt and decoding, and predict both if the chip is known."""
     from metal_prefill.gpu._cost_model import find_chip, plan, predict, shape_of
     from metal_prefill.gpu._cost_model.chips import CHIPS
 
@@ -160,7 +160,7 @@ def benchmark(model: Model) -> list[Report]:
 
 @contextmanager
 def _settled() -> Iterator[None]:
-    """Leave out the quick check of first contact, which would refuse what is to be examined."""
+    """Disable the self-test, which would reject the GPU that is to be checked."""
     before = os.environ.get("METAL_PREFILL_CHECK")
     os.environ["METAL_PREFILL_CHECK"] = "0"
     try:
@@ -172,16 +172,16 @@ def _settled() -> Iterator[None]:
 
 
 def examine(path: Path | None, *, quick: bool, say: Say) -> Report:
-    """Return the report; ``passed`` says whether nothing differs.
+    """Run all checks and return the report, in which ``passed`` is true if all results agree.
 
     Parameters
     ----------
     path
-        Model; None for the bundled one.
+        Path of the model; None selects the bundled model.
     quick
-        Only products and attention, and the logits of a short prompt.
+        Only check matrix products, attention and the logits of a short prompt.
     say
-        Is given each line of text as it is known.
+        Function called with each line of text when it is available.
     """
     report: Report = {"quick": quick, "machine": machine(), "passed": False}
     for name, value in report["machine"].items():
@@ -211,18 +211,18 @@ def _examine(model: Model, reference: Model, report: Report, quick: bool, say: S
         f"{slowest['kernel']} after {slowest['seconds']:.3f} s"
     )
     if kernels["no_matmul_tensor"]:
-        say(f"matrix units are not used: {kernels['no_matmul_tensor']}")
+        say(f"matrix units disabled: {kernels['no_matmul_tensor']}")
     say(f"kernels that agree: {len(kernels['checked']) - len(kernels['differences'])}")
     if kernels["not_checked"] and not quick:
         say(f"kernels not reached: {', '.join(kernels['not_checked'])}")
     for d in kernels["differences"]:
-        say(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, not {d['expected']:.6g}")
+        say(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, expected {d['expected']:.6g}")
     report["logits"] = check_logits(model, reference, quick)
     for c in report["logits"]:
         verdict = "agrees" if c["passed"] else "DIFFERS"
         say(
             f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest logit, token {c['token']}, "
-            f"by the CPU {c['cpu_token']}"
+            f"CPU token {c['cpu_token']}"
         )
     report["passed"] = not kernels["differences"] and all(c["passed"] for c in report["logits"])
     if not quick:
@@ -231,5 +231,5 @@ def _examine(model: Model, reference: Model, report: Report, quick: bool, say: S
             predicted = b.get("predicted_tokens_per_second")
             compared = f", predicted {predicted:.0f}" if predicted else ""
             say(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s{compared}")
-    say("nothing differs" if report["passed"] else "something differs: please report this")
+    say("all results agree" if report["passed"] else "some results differ: please report this")
     sys.stdout.flush()

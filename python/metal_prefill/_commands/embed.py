@@ -1,4 +1,4 @@
-"""``metal-prefill embed``: vectors of the texts in a file, in a file that a killed run continues."""
+"""``metal-prefill embed``: embeddings of the texts in a file, resumable after an interrupted run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from metal_prefill.tasks._text_passes import TextPasses
 if TYPE_CHECKING:
     from metal_prefill import Model
 
-BLOCK = 256  # texts between two writes
+BLOCK = 256  # texts per write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="FILE",
-        help="vectors: .npy, float32 [texts, dimensions], or .parquet with the texts (needs pyarrow)",
+        help="output file: .npy, float32 [texts, dimensions], or .parquet with the texts (requires pyarrow)",
     )
     parser.add_argument("--dimensions", type=common.positive, metavar="N", help="keep the first N values")
     parser.add_argument(
-        "--pooling", choices=("mean", "cls", "last"), help="of hidden states (default: as the file says)"
+        "--pooling",
+        choices=("mean", "cls", "last"),
+        help="pooling of hidden states (default: the model file's)",
     )
     parser.add_argument(
         "--instruction", metavar="TEXT", help="query, document, a task, or a text with {text} in it"
@@ -48,15 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--truncate",
         choices=("error", "end"),
         default="error",
-        help="texts beyond the context: refuse them, or cut off their ends and say how many (default: error)",
+        help="texts that exceed the context: fail, or truncate them and report how many (default: error)",
     )
-    parser.add_argument("--no-normalize", action="store_true", help="leave vectors at their length")
+    parser.add_argument("--no-normalize", action="store_true", help="do not normalize vectors to length 1")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Compute the vectors that a run before this one has not, and write the file once all are there."""
+    """Compute the vectors missing from an earlier run, and write the file once all are available."""
     from metal_prefill.tasks._embedding import embed_prompts, encode_texts, prompt_format
 
     kind = arguments.output.suffix
@@ -65,7 +67,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if kind == ".parquet":
         _pyarrow()
     if not arguments.output.parent.is_dir():
-        raise common.UsageError(f"{arguments.output}: there is no folder {arguments.output.parent}")
+        raise common.UsageError(f"{arguments.output}: folder {arguments.output.parent} does not exist")
     texts = read_texts(arguments.file, arguments.column)
     options: dict[str, Any] = {
         "dimensions": arguments.dimensions,
@@ -73,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> None:
         "normalize": not arguments.no_normalize,
     }
     with common.open_model(arguments) as model:
-        # All texts first: an error names the text by its number in the file, before anything is computed.
+        # Encode all texts first, so that errors are raised early and number the texts as in the file.
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             form = prompt_format(model.config.architecture, arguments.instruction)
@@ -108,14 +110,14 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def summary(done: int, before: int, tokens: int, seconds: float) -> str:
-    """Say how many texts there were, and how fast they went."""
+    """Summarize the number of texts and the speed."""
     rate = f" ({done / seconds:,.0f} texts/s, {tokens / seconds:,.0f} tokens/s)" if done and seconds else ""
     known = f"; {before:,} done before" if before else ""
     return f"{done:,} text{'' if done == 1 else 's'} in {seconds:.1f} s{rate}{known}"
 
 
 def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
-    """Return what the vectors are a function of, in short."""
+    """Return a hash of all inputs that the vectors depend on."""
     digest = hashlib.sha256()
     size = model.path.stat().st_size
     for piece in (str(model.path.resolve()), str(size), json.dumps(options, sort_keys=True), *texts):
@@ -125,7 +127,7 @@ def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
 
 
 class _Part:
-    """Vectors of the first texts, in a file next to the output whose name says what they belong to."""
+    """Vectors of the first texts, in a file next to the output that is named by their identity."""
 
     def __init__(self, output: Path, identity: str, texts: int) -> None:
         self._path = output.with_name(f".{output.name}.{identity[:16]}.part")
@@ -134,7 +136,7 @@ class _Part:
         if self._path.exists():
             data = self._path.read_bytes()
             self._width = int.from_bytes(data[:4], "little") if len(data) >= 4 else 0
-            if self._width:  # a write may have been cut
+            if self._width:  # the last write may be incomplete
                 row = 4 * self._width
                 with open(self._path, "rb+") as file:
                     file.truncate(4 + (len(data) - 4) // row * row)
@@ -164,7 +166,7 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise MissingExtraError(f"writing Parquet needs: pip install pyarrow ({error})") from error
+        raise MissingExtraError(f"writing Parquet requires pyarrow: pip install pyarrow ({error})") from error
     return pyarrow
 
 

@@ -1,4 +1,4 @@
-"""``metal-prefill info``: what is in a model file, and the devices."""
+"""``metal-prefill info``: contents of a model file, and available devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ MIB = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_argument(parser)
-    parser.add_argument(
-        "--plot", metavar="PNG", help="draw a chart of the sizes of the tensors (needs the extra [plot])"
-    )
+    parser.add_argument("--plot", metavar="PNG", help="plot tensor sizes (requires the extra [plot])")
 
 
 def bytes_by_type(gguf: GGUFFile) -> list[tuple[str, int, int, int]]:
-    """Return type, tensors, weights and bytes of each tensor type, the largest first."""
+    """Return name and numbers of tensors, weights and bytes per tensor type, largest first."""
     tensors: Counter[str] = Counter()
     weights: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -38,13 +36,13 @@ def bytes_by_type(gguf: GGUFFile) -> list[tuple[str, int, int, int]]:
 
 
 def role_of(name: str) -> str:
-    """Return the part of the model that a tensor belongs to: its name without layer number and ending."""
+    """Return the part of the model that a tensor belongs to: its name without layer number and suffix."""
     parts = name.removesuffix(".weight").removesuffix(".bias").split(".")
     return ".".join(parts[2:]) if parts[0] == "blk" and len(parts) > 2 else ".".join(parts)
 
 
 def bytes_by_role(gguf: GGUFFile) -> list[tuple[str, dict[str, int]]]:
-    """Return bytes by tensor type of each part of the model, the largest part first."""
+    """Return the bytes per tensor type of each part of the model, largest part first."""
     roles: dict[str, Counter[str]] = {}
     for tensor in gguf.tensors.values():
         roles.setdefault(role_of(tensor.name), Counter())[tensor.type_name] += tensor.nbytes
@@ -61,7 +59,7 @@ def devices() -> list[tuple[str, str]]:
     if problem := _core.metal_device().get("problem"):
         metal = f"not available: {problem}"
     elif _core.has_emulator:
-        metal = "emulator: for correctness, says nothing about the speed of Metal"
+        metal = "emulator: for correctness tests, its speed is not that of a GPU"
     else:
         metal = "available"
     return [("auto", resolve_device("auto")), ("cpu", "available"), ("metal", metal)]
@@ -111,7 +109,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def draw(gguf: GGUFFile, path: str) -> None:
-    """Draw the bytes of each part of the model, by tensor type, as a picture."""
+    """Plot the bytes of each part of the model by tensor type."""
     from matplotlib.figure import Figure
 
     from metal_prefill.bench._plot import COLOURS
@@ -129,6 +127,6 @@ def draw(gguf: GGUFFile, path: str) -> None:
     axes.set_title(gguf.path.name, fontsize=10)
     axes.grid(axis="x", alpha=0.3)
     axes.margins(x=0.03)
-    axes.legend(loc="lower right")  # the largest part stands at the top
+    axes.legend(loc="lower right")  # the largest part is at the top
     with replacing(path) as part:
         figure.savefig(part, dpi=150)

@@ -1,4 +1,4 @@
-"""``metal-prefill perplexity``: how well a model predicts a text."""
+"""``metal-prefill perplexity``: perplexity of a text under a model."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 from metal_prefill._commands import common
 from metal_prefill._commands.run import read_prompt
 
-DEFAULT_WINDOW = 512  # tokens, as llama.cpp's tool
+DEFAULT_WINDOW = 512  # tokens, as in llama.cpp's tool
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of a text under a model.
+    """Perplexity of a text under a model.
 
     Attributes
     ----------
     value : float
         ``exp`` of the mean negative log probability.
     error : float
-        Standard error of `value`, as if tokens were independent.
+        Standard error of `value`, assuming independent tokens.
     n_scored, n_windows : int
-        Tokens whose probability counts, and windows they come from.
+        Number of scored tokens, and number of windows.
     """
 
     value: float
@@ -36,12 +36,10 @@ class Perplexity:
 
 
 def windows(ids: Sequence[int], length: int, bos: int | None) -> list[list[int]]:
-    """Cut a text into windows that do not overlap; what is left at the end is not used.
+    """Split a text into windows that do not overlap, and drop an incomplete last window.
 
-    Each begins with `bos` unless that is None.
-
-    The token that stood where `bos` now stands is not seen. That is what llama.cpp's perplexity tool does,
-    and what makes the numbers comparable.
+    Each window starts with `bos` unless it is None. `bos` replaces the first token of the window, as in
+    llama.cpp's perplexity tool, so that results are comparable.
     """
     cut = [list(ids[at : at + length]) for at in range(0, len(ids) - length + 1, length)]
     if bos is not None:
@@ -57,17 +55,19 @@ def perplexity(
 ) -> Perplexity:
     """Score the second half of each window, given the first.
 
-    Every scored token then has at least half a window of context. In a window of n tokens those at n/2 + 1 to
-    n - 1 are scored, as llama.cpp's perplexity tool does.
+    Every scored token thus has at least half a window of context. In a window of n tokens, the tokens at
+    n/2 + 1 to n - 1 are scored, as in llama.cpp's perplexity tool.
 
     Parameters
     ----------
     score
-        Log probability of each token given those before it, ``[n - 1]``; `metal_prefill.Model.score`.
+        Function that returns the log probability of each token given those before it, ``[n - 1]``, such as
+        `metal_prefill.Model.score`.
     cut
-        Of `windows`.
+        Result of `windows`.
     report
-        Called after each window with windows done, windows in all and the perplexity so far.
+        Function called after each window with the number of finished windows, the total and the perplexity
+        so far.
     """
     total = squares = 0.0
     count = 0
@@ -87,8 +87,8 @@ def perplexity(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
-        "Perplexity of a text, measured as llama.cpp's tool does it: the text is cut into windows that do "
-        "not overlap, each begins with the beginning-of-text token where the model has one, and the second "
+        "Perplexity of a text, measured as in llama.cpp's tool: the text is split into windows that do "
+        "not overlap, each starts with the beginning-of-text token if the model has one, and the second "
         "half of each window is scored given the first."
     )
     common.add_model_arguments(parser)
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=common.positive,
         metavar="N",
-        help=f"tokens in a window (default: {DEFAULT_WINDOW}, or the model's context if that is smaller)",
+        help=f"tokens in a window (default: {DEFAULT_WINDOW}, or the model's context if smaller)",
     )
     parser.add_argument("--windows", type=common.positive, metavar="N", help="use only the first N windows")
     common.add_engine_arguments(parser)
@@ -110,16 +110,14 @@ def execute(arguments: argparse.Namespace) -> None:
     with common.open_model(arguments) as model:
         length = arguments.window or min(DEFAULT_WINDOW, model.max_context)
         if length < 4:
-            raise common.UsageError(f"a window has at least 4 tokens, got {length}")
+            raise common.UsageError(f"a window must have at least 4 tokens, got {length}")
         if length > model.max_context:
-            raise common.UsageError(
-                f"a window of {length} tokens does not fit the context of {model.max_context}"
-            )
+            raise common.UsageError(f"a window of {length} tokens exceeds the context of {model.max_context}")
         ids = model.tokenizer.encode(text)
         bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
         cut = windows(ids, length, bos)[: arguments.windows]
         if not cut:
-            raise common.UsageError(f"the text has {len(ids)} tokens; one window takes {length}")
+            raise common.UsageError(f"the text has {len(ids)} tokens, must have at least {length}")
         with common.progress_bar("perplexity", "windows") as progress:
 
             def report(done: int, total: int, so_far: float) -> None:

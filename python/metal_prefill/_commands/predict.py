@@ -1,4 +1,4 @@
-"""``metal-prefill predict``: predict the speed on a GPU that you do not have."""
+"""``metal-prefill predict``: predicted speed on another GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset",
         choices=tuple(PRESETS),
         default="smollm-135m",
-        help="shape of a model with weights in Q4_0 and embedding in Q8_0 (default: smollm-135m)",
+        help="model shape, with weights in Q4_0 and embedding in Q8_0 (default: smollm-135m)",
     )
     parser.add_argument(
         "-p", "--prompt", type=common.not_negative, metavar="N", help="tokens of the prompt (default: 512)"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.not_negative,
         default=0,
         metavar="N",
-        help="tokens to decode after it, predicted separately (default: 0)",
+        help="tokens to decode after the prompt, predicted separately (default: 0)",
     )
     parser.add_argument(
         "--kv-dtype",
@@ -52,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.positive,
         default=512,
         metavar="N",
-        help="tokens of a prompt that are processed together (default: 512)",
+        help="prompt tokens processed in one pass (default: 512)",
     )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="predict the dispatches in a file that `metal-prefill trace` wrote, and show both times",
+        help="predict the dispatches in a file written by `metal-prefill trace`, and show both times",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -96,19 +96,19 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 
 
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
-    """Return what the options ask for, each with the name that benchmarks have for it."""
+    """Return the requested predictions with their benchmark names."""
     from metal_prefill.gpu._cost_model import find_chip, plan, predict
     from metal_prefill.gpu._trace import HOST_CLOCK, read_trace
 
     chip = find_chip(arguments.chip)
     if arguments.trace is not None:
         if arguments.prompt is not None or arguments.n_gen:
-            raise ValueError("--trace says which tokens there are: leave out -p and -n")
+            raise ValueError("--trace sets the tokens; omit -p and -n")
         steps, metadata = read_trace(arguments.trace)
         if not steps:
             raise ValueError(f"{arguments.trace} has no dispatches")
         listed = [list(step.dispatches) for step in steps]
-        if metadata.get("clock") == HOST_CLOCK:  # times of the emulator's CPU are none to compare with
+        if metadata.get("clock") == HOST_CLOCK:  # times on the emulator's CPU are not comparable
             listed = [[replace(d, start=0.0, end=0.0) for d in dispatches] for dispatches in listed]
         decode = [d for dispatches in listed[1:] for d in dispatches]
         found = [(f"pp{steps[0].tokens}", predict(chip, listed[0], steps[0].tokens))]
@@ -122,7 +122,7 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
         "chunk_tokens": arguments.chunk_tokens,
     }
     if not prompt and not arguments.n_gen:
-        raise ValueError("nothing to predict: give -p or -n")
+        raise ValueError("nothing to predict: set -p or -n")
     limit = shape.config.context_length
     if prompt + arguments.n_gen > limit:
         raise ValueError(f"{prompt + arguments.n_gen} tokens exceed the model's context of {limit}")
@@ -136,7 +136,7 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
 
 
 def _measured(prediction: Prediction) -> dict[str, float]:
-    """Return microseconds by kernel, where the dispatches have times."""
+    """Return the measured microseconds by kernel, if the dispatches have times."""
     times: dict[str, float] = {}
     for d in prediction.dispatches:
         if d.end > d.start:

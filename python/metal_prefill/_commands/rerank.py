@@ -1,4 +1,4 @@
-"""``metal-prefill rerank``: documents in the order in which they answer a query."""
+"""``metal-prefill rerank``: documents ranked by their relevance to a query."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from metal_prefill._commands.text_files import add_text_arguments, read_texts
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="what is asked")
+    parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="query to rank for")
     add_text_arguments(parser, "documents")
-    parser.add_argument("-n", "--top-n", type=common.positive, metavar="N", help="print the best N only")
-    parser.add_argument("--instruction", metavar="TEXT", help="the task (default: that of the model's card)")
+    parser.add_argument("-n", "--top-n", type=common.positive, metavar="N", help="print only the best N")
     parser.add_argument(
-        "--template", metavar="TEXT", help="with {query} and {document} (default: the file's or the card's)"
+        "--instruction", metavar="TEXT", help="task description (default: from the model card)"
+    )
+    parser.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="prompt with {query} and {document} (default: from the model file or card)",
     )
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")
     common.add_model_arguments(parser)
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Print documents, the best first, each with its score."""
+    """Print documents with their scores, best first."""
     documents = read_texts(arguments.file, arguments.column)
     with common.open_model(arguments) as model:
         ranked = model.rerank(

@@ -1,4 +1,4 @@
-"""Prompts from JSON lines, and their results as JSON lines in a file that a killed run leaves usable."""
+"""Prompts from JSON lines, and results as JSON lines in a file that a later run can resume."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ OPTIONS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with options of its own, or why a line is none.
+    """A prompt with its options, or the error in its line.
 
     Attributes
     ----------
     text : str, list of int or None
-        The prompt; None where the line has none.
+        The prompt; None if the line is invalid.
     options : dict
         Options of :meth:`metal_prefill.Scheduler.submit`.
     error : str
-        Why it cannot be continued; empty where it can.
+        Error message; empty for a valid prompt.
     """
 
     text: str | list[int] | None
@@ -53,12 +53,12 @@ class Prompt:
     error: str = ""
 
     def line(self, **result: Any) -> str:
-        """Return its line of the results, with the end of line."""
+        """Return the line of the prompt in the results, including the newline."""
         return json.dumps({"prompt": self.text} | result) + "\n"
 
 
 def parse(line: bytes) -> Prompt:
-    """Read a line: a string, or an object with ``"prompt"`` and options."""
+    """Parse a line: a string, or an object with ``"prompt"`` and options."""
     try:
         value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -74,7 +74,7 @@ def parse(line: bytes) -> Prompt:
         return Prompt(None, error="the prompt is neither a string nor a list of token ids")
     for name, option in value.items():
         if name not in OPTIONS:
-            return Prompt(text, error=f"unknown option {name!r}; known are {', '.join(OPTIONS)}")
+            return Prompt(text, error=f"unknown option {name!r}; supported are {', '.join(OPTIONS)}")
         right = isinstance(option, OPTIONS[name]) and not isinstance(option, bool)
         if right and isinstance(option, list):
             right = all(isinstance(item, str) for item in option)
@@ -85,9 +85,9 @@ def parse(line: bytes) -> Prompt:
 
 @contextmanager
 def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
-    """Give the number of prompts in a file of JSON lines, ``-`` for stdin, and the prompts.
+    """Yield the number of prompts in a file of JSON lines, ``-`` for stdin, and an iterator over them.
 
-    Lines that are blank count for nothing. The prompts of a file are read as they are asked for.
+    Blank lines are ignored. Prompts are read from the file on demand.
     """
     with io.BytesIO(standard_input().read().encode()) if path == "-" else open(path, "rb") as file:
         count = sum(1 for line in file if line.strip())
@@ -97,16 +97,16 @@ def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
 
 @dataclass
 class Continued:
-    """A file of results that is written on where it ends.
+    """A results file opened to append.
 
     Attributes
     ----------
     file : text file
-        Stands at the end of the last whole line.
+        File positioned after the last complete line.
     done : int
-        Results that were in the file.
+        Number of existing results.
     prompts : iterator of Prompt
-        Those that have no result yet.
+        Prompts without a result.
     """
 
     file: IO[str]
@@ -116,18 +116,18 @@ class Continued:
 
 @contextmanager
 def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) -> Iterator[Continued]:
-    """Open a file of results, which need not exist, to write on where it ends.
+    """Open a results file, which need not exist, to append the missing results.
 
-    A line that was cut when the process that wrote it was killed is dropped. The first line records the
-    options of all results, as ``"options"``; results without them are continued with any.
+    An incomplete last line, left by a killed process, is dropped. The first line records the options of all
+    results as ``"options"``; a file without them accepts any options.
 
     Raises
     ------
     UsageError
-        The file holds something else than results of these prompts with these options, or another process
-        writes it. It is as it was.
+        The file contains anything other than results of these prompts with these options, or another process
+        is writing it. The file is unchanged.
     OutputError, OSError
-        It cannot be written.
+        The file cannot be written.
     """
     descriptor = os.open(check_target(path), os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b") as file:
@@ -141,12 +141,13 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
             prompt = next(prompts, None)
             if prompt is None or not _is_result(line, prompt):
                 raise UsageError(
-                    f"{path}: line {done + 1} is no result of prompt {done + 1}; name a new file, or the "
-                    "prompts that this one was made of"
+                    f"{path}: line {done + 1} is not a result of prompt {done + 1}; name a new file, or the "
+                    "prompts of the existing results"
                 )
             if done == 0 and (difference := _difference(line, options)):
                 raise UsageError(
-                    f"{path}: its results were made with {difference}; name a new file, or the same options"
+                    f"{path}: its results were computed with {difference}; name a new file, or use the same "
+                    "options"
                 )
             if not line.endswith(b"\n"):
                 prompts = itertools.chain([prompt], prompts)
@@ -160,7 +161,7 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
 
 
 def _is_result(line: bytes, prompt: Prompt) -> bool:
-    """Whether a line, or what is there of a line that was cut, is a result of a prompt."""
+    """Return whether a line, possibly incomplete, is a result of a prompt."""
     if not line.endswith(b"\n"):
         whole = prompt.line().encode()[:-2]  # without the closing brace: results follow
         return line[: len(whole)] == whole[: len(line)]
@@ -172,10 +173,10 @@ def _is_result(line: bytes, prompt: Prompt) -> bool:
 
 
 def _difference(line: bytes, options: Mapping[str, Any]) -> str:
-    """Return how the options of a file's first line differ from these; empty where they do not."""
+    """Return the difference between the options in a file's first line and these; empty if they agree."""
     try:
         recorded = json.loads(line, parse_constant=str).get("options")
-    except ValueError:  # the line was cut
+    except ValueError:  # an incomplete line
         return ""
     for name in options if isinstance(recorded, dict) else ():
         if recorded.get(name) != options[name]:

@@ -1,4 +1,4 @@
-"""``metal-prefill run``: continue a prompt, or many together, and say how fast it went."""
+"""``metal-prefill run``: continue one prompt or a batch of prompts, and report the speed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; several are continued together",
+        help="text to continue; repeatable, several are continued as a batch",
     )
     prompt.add_argument("-f", "--file", metavar="FILE", help="file that holds the prompt; - is stdin")
     prompt.add_argument(
         "--prompts",
         metavar="JSONL",
-        help='file of prompts, one in each line: a string, or an object with "prompt" and options such as '
+        help='file of prompts, one per line: a string, or an object with "prompt" and options such as '
         '"max_tokens"; - is stdin. Results are JSON lines',
     )
     parser.add_argument(
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.positive,
         default=32,
         metavar="N",
-        help="most prompts under way at a time (default: 32)",
+        help="maximum number of prompts in flight (default: 32)",
     )
     parser.add_argument(
         "-n",
@@ -51,28 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.not_negative,
         default=128,
         metavar="N",
-        help="tokens to make (default: 128)",
+        help="maximum number of tokens to generate (default: 128)",
     )
     parser.add_argument(
         "--answers",
         type=common.positive,
         default=1,
         metavar="N",
-        help="texts to make of each prompt, which is computed once; each has random numbers of its own, by "
-        "the seed and its number (default: 1)",
+        help="number of texts per prompt, which is computed once; each has separate random numbers, from the "
+        "seed and its number (default: 1)",
     )
     parser.add_argument(
         "--beams",
         type=common.positive,
         metavar="N",
-        help="search for the most probable text by following N beginnings; --answers says how many of the "
-        "best are printed",
+        help="beam search for the most probable text with N beams; --answers sets how many of the best are "
+        "printed",
     )
     parser.add_argument(
         "--length-penalty",
         type=float,
         metavar="X",
-        help="with --beams: texts are compared by log probability divided by length to the power of X "
+        help="with --beams: compare texts by log probability divided by length to the power of X "
         "(default: 1)",
     )
     sampling = common.add_sampling_arguments(parser)
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json-schema",
         metavar="FILE",
-        help="make the text JSON that the schema in FILE describes (needs the extra guide)",
+        help="constrain the text to JSON that matches the schema in FILE (requires the extra guide)",
     )
     common.add_engine_arguments(parser)
 
@@ -108,10 +108,10 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass
 class Timing:
-    """When things happened, in seconds of a monotonic clock.
+    """Times of a prompt and its continuation, in seconds on a monotonic clock.
 
-    The prompt's time ends with its last logits. The first new token comes from them, so `n` new tokens take
-    `n - 1` further passes through the model: those are what decoding is measured by.
+    The prompt's time ends with its last logits, which determine the first new token. `n` new tokens therefore
+    take `n - 1` further passes, from which the decoding speed is computed.
     """
 
     prompt_tokens: int
@@ -121,7 +121,7 @@ class Timing:
     decoded: int = 0
 
     def line(self) -> str:
-        """Both rates in tokens per second, measured separately."""
+        """Return a line with the rates of prompt and decoding in tokens per second."""
         prompt_s, decode_s = self.prompt_done - self.begin, self.end - self.prompt_done
         text = f"prompt: {_tokens(self.prompt_tokens)}, {self.prompt_tokens / prompt_s:.1f} tok/s"
         if self.decoded and decode_s > 0:
@@ -134,7 +134,7 @@ def _tokens(count: int) -> str:
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """Return the prompt's text from the option, a file or stdin."""
+    """Return the text of the prompt from the option, a file or stdin."""
     if arguments.file is None:
         return str(arguments.prompt[0])
     if arguments.file == "-":
@@ -150,7 +150,7 @@ def _read_text(path: str) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Continue one prompt as text that appears while it is made, or many together, or search for a text."""
+    """Continue one prompt as a stream, several prompts as a batch, or run a beam search."""
     many = arguments.prompts is not None or arguments.output is not None or len(arguments.prompt or []) > 1
     if arguments.beams is not None:
         from metal_prefill._commands import run_beams
@@ -158,7 +158,7 @@ def execute(arguments: argparse.Namespace) -> None:
         run_beams.check(arguments)
         run_beams.execute(arguments, read_prompt(arguments))
     elif arguments.length_penalty is not None:
-        raise common.UsageError("--length-penalty needs --beams")
+        raise common.UsageError("--length-penalty requires --beams")
     elif many or arguments.answers > 1:
         from metal_prefill._commands import run_many
 

@@ -1,4 +1,4 @@
-"""``metal-prefill run --beams``: the most probable texts after a prompt."""
+"""``metal-prefill run --beams``: the most probable continuations of a prompt."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from metal_prefill.generation._sampling import Options
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse options that have no meaning for a search.
+    """Reject options that do not apply to beam search.
 
     Raises
     ------
     UsageError
-        An option is given that chooses tokens at random, changes their probabilities, guesses at them or
-        constrains them; or several prompts; or more answers than beams.
+        An option for sampling, penalties, speculative decoding or constraints is set; or there are several
+        prompts, or more answers than beams.
     """
     without_meaning: dict[str, Any] = {
         **asdict(Options()),
@@ -32,17 +32,17 @@ def check(arguments: argparse.Namespace) -> None:
     }
     for name, default in without_meaning.items():
         if getattr(arguments, name) != default:
-            raise common.UsageError(f"--beams does not take --{name.replace('_', '-')}")
+            raise common.UsageError(f"--beams does not support --{name.replace('_', '-')}")
     if len(arguments.prompt or []) > 1:
-        raise common.UsageError("--beams takes one prompt")
+        raise common.UsageError("--beams supports only one prompt")
     if arguments.answers > arguments.beams:
-        raise common.UsageError(f"--beams {arguments.beams} finds no {arguments.answers} answers")
+        raise common.UsageError(f"--answers {arguments.answers} must be at most --beams {arguments.beams}")
     if arguments.max_tokens < 1:
-        raise common.UsageError("--beams finds texts of at least 1 token: -n 1 or more")
+        raise common.UsageError("--beams requires -n of at least 1")
 
 
 def execute(arguments: argparse.Namespace, prompt: str) -> None:
-    """Print the best texts to stdout, and how long the search took to stderr."""
+    """Print the best texts to stdout, and the duration of the search to stderr."""
     with common.open_model(arguments) as model:
         begin = time.perf_counter()
         beams = model.generate_beams(

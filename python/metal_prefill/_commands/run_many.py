@@ -21,40 +21,40 @@ from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import REFUSALS, Stream
 from metal_prefill.generation._text_generation import split_stops
 
-# Results that may wait for an earlier prompt, which is slower than they were: bounds their memory.
+# Results that may wait for a slower earlier prompt, which limits their memory.
 MOST_WAITING = 1024
 
 
 @dataclass
 class Answer:
-    """A text that follows a prompt.
+    """A continuation of a prompt.
 
     Attributes
     ----------
     pieces : list of str
     finish_reason : str
-        See :class:`metal_prefill.Stream`; empty while there may be more text.
+        See :class:`metal_prefill.Stream`; empty while the text is in progress.
     """
 
     pieces: list[str] = field(default_factory=list)
     finish_reason: str = ""
 
     def entry(self) -> dict[str, str]:
-        """Return it as an object of JSON."""
+        """Return the answer as a JSON object."""
         return {"continuation": "".join(self.pieces), "finish_reason": self.finish_reason}
 
 
 @dataclass
 class Result:
-    """The result of a prompt.
+    """Result of a prompt.
 
     Attributes
     ----------
     prompt : Prompt
     answers : list of Answer
-        The texts that follow it; none before it is submitted.
+        Continuations of the prompt; empty before it is submitted.
     error : str
-        Why there are none; empty where there are.
+        Error message; empty on success.
     """
 
     prompt: Prompt
@@ -63,11 +63,11 @@ class Result:
 
     @property
     def done(self) -> bool:
-        """Whether nothing of it is under way."""
+        """Whether all answers are complete."""
         return bool(self.error) or all(answer.finish_reason for answer in self.answers)
 
     def line(self, **more: Any) -> str:
-        """Return it as a line of JSON that ends with `more`."""
+        """Return the result as a line of JSON that ends with `more`."""
         if self.error:
             return self.prompt.line(error=self.error, **more)
         entries = [answer.entry() for answer in self.answers]
@@ -78,24 +78,24 @@ class Result:
 def in_order(
     scheduler: Scheduler, prompts: Iterator[Prompt], options: Mapping[str, Any], answers: int = 1
 ) -> Iterator[Result]:
-    """Continue prompts together; yield the result of each once those before it are done.
+    """Continue prompts in continuous batches, and yield the results in the order of the prompts.
 
     Parameters
     ----------
     scheduler
-        Without streams.
+        Scheduler without streams.
     prompts
-        Read as they enter.
+        Prompts, read when there is room for them.
     options
-        Of all prompts, which those of a prompt override.
+        Default options, which the options of a prompt override.
     answers
-        Texts to make of each prompt.
+        Number of texts per prompt.
     """
     waiting: deque[Result] = deque()
     under_way: dict[Stream, tuple[Result, Answer]] = {}
     more = True
     while more or waiting:
-        # One prompt more than there is room for: the next one enters with the pass after the one that ends.
+        # Submit one prompt more than there is room for, so that it starts in the pass after one has ended.
         while more and scheduler.streams <= scheduler.max_streams and len(waiting) < MOST_WAITING:
             prompt = next(prompts, None)
             if prompt is None:
@@ -127,9 +127,9 @@ def _submit(scheduler: Scheduler, prompt: Prompt, answers: int, options: Mapping
 
 
 def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of all prompts; wrong ones are an error of the command, not of each prompt."""
+    """Return the default options; invalid values are an error of the command, not of each prompt."""
     if arguments.max_tokens < 1:
-        raise common.UsageError("many prompts are continued by at least 1 token: -n 1 or more")
+        raise common.UsageError("several prompts require -n of at least 1")
     options = common.sampling_options(arguments)
     choosing = {name: value for name, value in options.items() if name not in ("seed", "min_tokens")}
     core_sampler(Options(**choosing), options["seed"], [])
@@ -142,9 +142,11 @@ def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def recorded_options(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what results depend on besides their prompts, as JSON reads it."""
+    """Return the options that affect results, as JSON values."""
     model = None if arguments.model is None else Path(arguments.model).name
-    chosen = {name: value for name, value in options.items() if name != "speculate"}  # changes no result
+    chosen = {
+        name: value for name, value in options.items() if name != "speculate"
+    }  # does not affect results
     written = json.dumps({"model": model, "answers": arguments.answers, **chosen})
     recorded: dict[str, Any] = json.loads(written, parse_constant=str)  # a bias may be -inf
     return recorded
@@ -153,21 +155,21 @@ def recorded_options(arguments: argparse.Namespace, options: Mapping[str, Any]) 
 def execute(
     arguments: argparse.Namespace, texts: Sequence[str] | None, constraint: Mapping[str, Any]
 ) -> None:
-    """Continue prompts; lines of JSON go to a file or stdout, texts of several ``-p`` to stdout.
+    """Continue prompts; write JSON lines to a file or stdout, or the texts of several ``-p`` to stdout.
 
     Parameters
     ----------
     arguments
-        Of the command.
+        Arguments of the command.
     texts
-        The prompts; None where ``--prompts`` names a file of them.
+        Prompts; None if ``--prompts`` names a file.
     constraint
-        On each text that has none of its own.
+        Default constraint on the texts.
     """
     options = {**checked_options(arguments), **constraint}
     done_before = failed = 0
     as_lines = arguments.prompts is not None or arguments.output is not None
-    out: IO[str] = sys.stdout  # which the bar takes for itself
+    out: IO[str] = sys.stdout  # the progress bar replaces sys.stdout
     with ExitStack() as stack:
         if texts is None:
             total, prompts = stack.enter_context(read_prompts(arguments.prompts))
@@ -178,7 +180,7 @@ def execute(
             results = stack.enter_context(continued(arguments.output, prompts, made_with))
             out, prompts, done_before = results.file, results.prompts, results.done
         model = stack.enter_context(common.open_model(arguments))
-        bar = total > 1 and not out.isatty()  # texts that appear show how far it is
+        bar = total > 1 and not out.isatty()  # on a terminal, the texts themselves show the progress
         progress = stack.enter_context(common.progress_bar("prompts", "prompts", bar))
         begin = time.perf_counter()
         done = done_before
@@ -203,7 +205,7 @@ def execute(
 
 
 def summary(done: int, failed: int, done_before: int, seconds: float) -> str:
-    """Say how many prompts were continued, how long that took, and how many failed or were done before."""
+    """Summarize the number of prompts, the time, and the numbers of failed and previously done prompts."""
     text = f"{_prompts(done)} in {seconds:.1f} s"
     if failed:
         text += f", {failed} failed"

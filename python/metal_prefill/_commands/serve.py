@@ -1,4 +1,4 @@
-"""``metal-prefill serve``: OpenAI's interface over HTTP."""
+"""``metal-prefill serve``: an OpenAI-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_host,
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="address to listen at (default: 127.0.0.1)",
+        help="address to listen on (default: 127.0.0.1)",
     )
     parser.add_argument(
         "--port",
         type=_port,
         default=8080,
         metavar="N",
-        help="0: any that is free (default: 8080)",
+        help="port to listen on; 0 picks a free port (default: 8080)",
     )
     parser.add_argument(
         "--alias",
         action="append",
         metavar="NAME",
-        help="name of the model in requests; may be given several times (default: that of its file)",
+        help="name of the model in requests; repeatable (default: the name of its file)",
     )
-    parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="keys, one a line, of which requests bring one"
-    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="one accepted API key per line")
     limits = parser.add_argument_group("limits")
     positive, not_negative = common.positive, common.not_negative
     for option, kind, metavar, what in (
-        ("max_streams", positive, "N", "texts that are written at a time"),
-        ("max_queue", not_negative, "N", "texts that wait; requests beyond it get status 429"),
-        ("max_seconds", float, "X", "time that an answer may take, waiting included"),
-        ("max_connections", positive, "N", "that may be open; requests on further ones get status 503"),
-        ("header_seconds", float, "X", "time that a client may take to send the headers of a request"),
-        ("body_seconds", float, "X", "time that a client may take to send the rest of it"),
-        ("send_seconds", float, "X", "time that a client may take to receive a piece of an answer"),
+        ("max_streams", positive, "N", "maximum number of texts generated at a time"),
+        ("max_queue", not_negative, "N", "maximum number of waiting texts; further requests get status 429"),
+        ("max_seconds", float, "X", "time limit of an answer in seconds, including waiting"),
+        (
+            "max_connections",
+            positive,
+            "N",
+            "maximum number of open connections; requests on further ones get status 503",
+        ),
+        ("header_seconds", float, "X", "time limit in seconds for receiving the headers of a request"),
+        ("body_seconds", float, "X", "time limit in seconds for receiving the body of a request"),
+        ("send_seconds", float, "X", "time limit in seconds for sending a piece of an answer"),
     ):
         limits.add_argument(
             f"--{option.replace('_', '-')}",
@@ -62,62 +65,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.positive,
         default=Settings.max_body,
         metavar="BYTES",
-        help="size of a request (default: 8 MiB)",
+        help="maximum size of a request (default: 8 MiB)",
     )
     limits.add_argument(
         "--kv-memory",
         type=common.positive,
         metavar="BYTES",
-        help="K and V of all texts together (default: half of the machine's memory)",
+        help="memory limit of the KV caches of all texts (default: half of the machine's memory)",
     )
     limits.add_argument(
         "--prefix-memory",
         type=common.not_negative,
         default=256 << 20,
         metavar="BYTES",
-        help="K and V that are kept for prompts which begin alike (default: 256 MiB)",
+        help="memory limit of the prefix cache (default: 256 MiB)",
     )
     limits.add_argument(
-        "--drain-seconds",
+        "--shutdown-grace",
+        "--drain-seconds",  # the name in earlier versions
         type=common.positive,
         default=30,
         metavar="N",
-        help="after SIGTERM or Ctrl-C, time for answers under way (default: 30)",
+        help="seconds that answers in flight may take after SIGTERM or Ctrl-C (default: 30)",
     )
     parser.add_argument(
         "--prefix-store",
         type=Path,
         metavar="DIR",
-        help="keep beginnings that prompts share, such as system messages: after a restart they are loaded",
+        help="folder that stores shared prefixes, such as system messages, across restarts",
     )
     parser.add_argument(
         "--prefix-store-bytes",
         type=common.not_negative,
         default=Settings.prefix_store_bytes,
         metavar="BYTES",
-        help="disk that they may take (default: 1 GiB)",
+        help="maximum size of the prefix store (default: 1 GiB)",
     )
     parser.add_argument(
         "--share-prefixes",
         action="store_true",
-        help="let requests find prefixes of prompts that came with other API keys: faster, but each key can "
-        "find out what others sent",
+        help="share cached prefixes between API keys, which is faster, but lets each key infer what other "
+        "keys have sent",
     )
     parser.add_argument(
-        "--pooling", choices=("mean", "cls", "last"), help="of embeddings (default: as the file says)"
+        "--pooling", choices=("mean", "cls", "last"), help="pooling of embeddings (default: the model file's)"
     )
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Serve until a signal; then finish what is under way."""
+    """Serve until a signal arrives, then finish the answers in flight."""
     from metal_prefill import serve
 
     try:
         from metal_prefill.serve._connections import Server, allow_files
     except ImportError as error:
-        raise MissingExtraError(f"the server needs: pip install 'metal_prefill[serve]' ({error})") from error
+        raise MissingExtraError(
+            f"the server requires an extra: pip install 'metal_prefill[serve]' ({error})"
+        ) from error
     settings = Settings(
         names=_names(arguments),
         api_keys=_keys(arguments.api_key_file),
@@ -139,21 +145,21 @@ def execute(arguments: argparse.Namespace) -> None:
     try:
         listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(f"cannot listen at {arguments.host}:{arguments.port}: {error}") from None
+        raise OSError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from None
     with listener, common.open_model(arguments) as model:
         app = serve.app(model, settings)
-        server = Server(app, settings, arguments.drain_seconds, log_level="warning")
+        server = Server(app, settings, arguments.shutdown_grace, log_level="warning")
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         url = f"http://{host}:{listener.getsockname()[1]}/v1"
         print(f"{', '.join(app.state.service.names)} at {url}", file=sys.stderr, flush=True)
-        # uvicorn repeats a signal once it has closed: the end of the process is then no failure.
+        # uvicorn raises the signal again after closing, which must not count as a failure.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         server.run(sockets=[listener])
 
 
 def _host(text: str) -> str:
     if not text.strip():
-        raise argparse.ArgumentTypeError("must name an address; 0.0.0.0 is all of this machine's, got none")
+        raise argparse.ArgumentTypeError("must not be empty; 0.0.0.0 listens on all addresses")
     return text
 
 
@@ -165,7 +171,7 @@ def _port(text: str) -> int:
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:
-    """Return the model's names: those given, or the word that stood for the model and that of its file."""
+    """Return the model's names: those given, or the name passed for the model and that of its file."""
     if arguments.alias:
         return list(arguments.alias)
     if arguments.model is None or os.path.exists(arguments.model) or ":" in arguments.model:
@@ -178,5 +184,5 @@ def _keys(path: Path | None) -> list[str]:
         return []
     keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not keys:
-        raise common.UsageError(f"{path} has no API key")
+        raise common.UsageError(f"{path} contains no API key")
     return keys

@@ -21,11 +21,13 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command; `run` takes what was parsed."""
+    """Add the options of the command, whose parsed values are the arguments of `run`."""
     parser.add_argument("path", metavar="OUT.gguf", type=Path, help="file to write")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="smollm-135m", help="shape to start from")
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), default="smollm-135m", help="shape that the other options modify"
+    )
     for name in ("layers", "dim", "heads", "kv-heads", "head-dim", "ffn", "vocab", "context"):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
+        parser.add_argument(f"--{name}", type=int, metavar="N", help="override of the preset's value")
     parser.add_argument(
         "--type",
         dest="tensor_type",
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TENSOR_TYPES,
         default="Q4_0",
         metavar="TYPE",
-        help=f"matrices of the layers: {', '.join(TENSOR_TYPES)}",
+        help=f"type of the layer matrices: {', '.join(TENSOR_TYPES)}",
     )
     parser.add_argument(
         "--embedding-type",
@@ -43,19 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="token embedding",
         metavar="TYPE",
     )
-    parser.add_argument("--output-type", metavar="TYPE", help='separate output head, or "tied" for none')
+    parser.add_argument(
+        "--output-type", metavar="TYPE", help='type of a separate output head, or "tied" for none'
+    )
     parser.add_argument(
         "--override",
         dest="overrides",
         type=_override,
         action="append",
         metavar="PATTERN=TYPE",
-        help="type of the tensors whose name matches, as 'blk.*.ffn_down.weight=Q6_K'; repeatable",
+        help="type of tensors with matching names, as in 'blk.*.ffn_down.weight=Q6_K'; repeatable",
     )
     parser.add_argument("--tokenizer", choices=tuple(VOCABULARIES), help="byte-level BPE or SentencePiece")
-    parser.add_argument("--rope-base", type=float, metavar="X", help="base of RoPE's frequencies")
-    parser.add_argument("--rope-dims", type=int, metavar="N", help="rotated dimensions of a head")
-    parser.add_argument("--rope-scaling", choices=ROPE_SCALINGS, help="how the context was extended")
+    parser.add_argument("--rope-base", type=float, metavar="X", help="base of the RoPE frequencies")
+    parser.add_argument("--rope-dims", type=int, metavar="N", help="number of rotated dimensions of a head")
+    parser.add_argument("--rope-scaling", choices=ROPE_SCALINGS, help="method of extending the context")
     parser.add_argument(
         "--rope-factor", type=float, metavar="X", help="factor by which the context was extended"
     )
@@ -64,16 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="architecture in the file, such as llama, qwen3 or gemma3 (default: the preset's)",
     )
-    parser.add_argument("--pooling", choices=POOLINGS, help="of an embedding model")
+    parser.add_argument("--pooling", choices=POOLINGS, help="pooling of an embedding model")
     parser.add_argument("--value-dim", type=int, metavar="N", help="width of a value head")
-    parser.add_argument("--window", type=int, metavar="N", help="positions that a sliding window holds")
+    parser.add_argument("--window", type=int, metavar="N", help="size of a sliding window in positions")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: 0)"
     )
 
 
 def run(arguments: argparse.Namespace, progress: Progress | None = None) -> Path:
-    """Write the model that the options of `add_arguments` describe; see `synthesize`."""
+    """Write the model described by the options of `add_arguments`; see `synthesize`."""
     known = inspect.signature(synthesize).parameters
     options = {name: value for name, value in vars(arguments).items() if name in known}
     output_type, overrides = options.get("output_type"), options.get("overrides")
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace, progress: Progress | None = None) -> Path
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Write the file and say where it is."""
+    """Write the file and print its path and size."""
     with common.progress_bar("weights", "bytes") as progress:
         path = run(arguments, progress)
     print(f"{path}: {path.stat().st_size:,} bytes", file=sys.stderr)

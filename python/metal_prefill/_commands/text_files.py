@@ -1,4 +1,4 @@
-"""Texts from files: lines of plain text or of JSON."""
+"""Texts from files with a plain text or JSON value per line."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from metal_prefill._commands.common import UsageError, standard_input
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
-    """Add ``-f`` and ``--column``, the arguments of `read_texts`; `texts` is what the file holds."""
+    """Add ``-f`` and ``--column``, the arguments of `read_texts`; `texts` describes them in the help."""
     parser.add_argument(
         "-f",
         "--file",
         required=True,
         metavar="FILE",
-        help=f"{texts}: a line each, or in a .jsonl file a string or an object; - is stdin",
+        help=f"{texts}, one per line; a line of a .jsonl file is a string or an object; - is stdin",
     )
     parser.add_argument("--column", default="text", metavar="NAME", help="field of objects (default: text)")
 
 
 def read_texts(path: str, column: str = "text") -> list[str]:
-    """Read the texts of a file, ``-`` for stdin; blank lines count for nothing.
+    """Read the texts of a file, ``-`` for stdin, ignoring blank lines.
 
-    A file whose name ends with ``.jsonl`` holds strings, or objects with a field `column`; any other file
-    holds a text in each line.
+    A line of a file whose name ends with ``.jsonl`` is a string, or an object with a field `column`; a line
+    of any other file is a text.
 
     Raises
     ------
     UsageError
-        A line holds no text, or the file is not UTF-8; names the file and the line.
+        A line contains no text, or the file is not UTF-8; the message names the file and the line.
     """
     as_json = path.endswith((".jsonl", ".ndjson"))
     texts = []

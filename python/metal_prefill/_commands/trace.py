@@ -1,4 +1,4 @@
-"""``metal-prefill trace``: a timeline of each dispatch."""
+"""``metal-prefill trace``: a timeline of the dispatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.positive,
         default=512,
         metavar="N",
-        help="tokens of the prompt (default: 512)",
+        help="length of the prompt in tokens (default: 512)",
     )
     parser.add_argument(
         "-n",
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.not_negative,
         default=0,
         metavar="N",
-        help="tokens to decode after it (default: 0)",
+        help="number of tokens to decode after the prompt (default: 0)",
     )
     parser.add_argument(
         "-o",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("trace.json"),
         metavar="FILE",
-        help="file to write, for chrome://tracing or ui.perfetto.dev (default: trace.json)",
+        help="output file for chrome://tracing or ui.perfetto.dev (default: trace.json)",
     )
     common.add_engine_arguments(parser)
 
@@ -54,7 +54,7 @@ def execute(arguments: argparse.Namespace) -> None:
     )
 
     output: Path = arguments.output
-    with replacing(output) as part:  # a place that cannot be written to is found before the work
+    with replacing(output) as part:  # report an unwritable file before the work
         with common.open_model(arguments) as model:
             vocab = model.config.vocab_size
             tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]

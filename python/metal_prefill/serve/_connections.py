@@ -31,36 +31,36 @@ FIRST_LOOK, LAST_LOOK = 0.005, 1.0  # seconds between looks for a reset, which d
 class Server(uvicorn.Server):
     """uvicorn's server within the limits for connections.
 
-    When it closes, answers in flight may take `drain_seconds`. Those that take longer end with an error;
+    When it closes, answers in flight may take `shutdown_grace`. Those that take longer end with an error;
     uvicorn would cancel their tasks in the middle of an event, and log a traceback for each.
 
     Parameters
     ----------
     app, settings
         The application and its limits.
-    drain_seconds
+    shutdown_grace
         Time for answers in flight.
     options
         Further options of uvicorn's configuration.
     """
 
-    def __init__(self, app: Starlette, settings: Settings, drain_seconds: int, **options: Any) -> None:
+    def __init__(self, app: Starlette, settings: Settings, shutdown_grace: int, **options: Any) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=_limited_protocol(settings),
                 ws="none",
                 h11_max_incomplete_event_size=MAX_HEADERS,
-                timeout_graceful_shutdown=drain_seconds + 2 * CLOSING_SECONDS,
+                timeout_graceful_shutdown=shutdown_grace + 2 * CLOSING_SECONDS,
                 **options,
             )
         )
-        self._drain_seconds = drain_seconds
+        self._shutdown_grace = shutdown_grace
         self._end_answers = app.state.service.end_answers
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what is in flight, within the limit."""
-        end = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_answers)
+        end = asyncio.get_running_loop().call_later(self._shutdown_grace, self._end_answers)
         try:
             await super().shutdown(sockets)
         finally:
