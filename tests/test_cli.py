@@ -190,7 +190,7 @@ def test_run_prints_the_best_text_of_a_search(capsys: pytest.CaptureFixture[str]
 )
 def test_a_search_refuses_what_has_no_meaning_for_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "-p", PROMPT, "--beams", "2", *option.split()]) == 2
-    assert f"--beams does not take {option.split()[0]}" in capsys.readouterr().err
+    assert f"--beams does not support {option.split()[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -190,6 +190,13 @@ MUTANTS = (
         ("tests/serve/test_serve_command.py", "-k", "no_address"),
     ),
     Mutant(
+        f"{_P}/_commands/serve.py",
+        '        "--drain-seconds",  # the name in earlier versions\n',
+        "",
+        "the server no longer accepts the former name of an option",
+        ("tests/serve/test_serve_command.py", "-k", "shutdown_grace"),
+    ),
+    Mutant(
         f"{_P}/_commands/result_lines.py",
         "        if recorded.get(name) != options[name]:\n",
         "        if False:\n",
