@@ -194,7 +194,7 @@ def test_a_trace_can_be_read_again(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}], "otherData": {}}'])
 def test_other_files_are_no_traces(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
-    with pytest.raises(ValueError, match=r"t\.json is not a trace of metal-prefill"):
+    with pytest.raises(ValueError, match=r"t\.json is not a metal-prefill trace"):
         read_trace(tmp_path / "t.json")
 
 
