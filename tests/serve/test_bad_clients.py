@@ -118,11 +118,11 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(strict: Running) 
             b'{"prompt": "a", "stop": [' + b'"b", ' * 16 + b'"b"]}',
             "stop: 17 stop strings; the limit is 16",
         ),
-        (b'{"prompt": [], "max_tokens": 1}', "prompt is a text"),
+        (b'{"prompt": [], "max_tokens": 1}', "prompt must be a text"),
         (b'{"prompt": "a", "best_of": 3}', "best_of must be n"),
         (b'{"prompt": "a", "regex": "("}', "regex"),
         (b'{"prompt": "a", "regex": "a", "grammar": "b"}', "one constraint"),
-        (b'{"prompt": "a", "n": 5}', "the limit of a request is 4"),
+        (b'{"prompt": "a", "n": 5}', "5 texts; the limit is 4"),
         (b'{"prompt": "\\ud800"}', ""),
     ],
 )

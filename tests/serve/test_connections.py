@@ -159,7 +159,7 @@ def test_bodies_that_arrive_together_have_a_limit(cpu_model: Model) -> None:
         (refused,) = select.select(clients, [], [], 60)[0]
         answer = read_all(refused)
         assert answer.startswith(b"HTTP/1.1 503 ")
-        assert f"more than {32 * limit} bytes together".encode() in answer
+        assert f"exceed {32 * limit} bytes in total".encode() in answer
         patient = next(client for client in clients if client is not refused)
         patient.sendall(whole[-2:])
         assert patient.recv(4096).startswith(b"HTTP/1.1 200 ")

@@ -187,7 +187,7 @@ def test_metrics_count_what_was_done(cpu_model: Model) -> None:
         ({"api_keys": ["\udcff"]}, "an API key is not UTF-8"),
         ({"names": ["\udcff"]}, r"a name of the model must be UTF-8, got '\\udcff'"),
         ({"api_keys": "key"}, "api_keys must be a collection"),
-        ({"settings": serve.Settings(), "max_queue": 1}, "give settings or limits, not both"),
+        ({"settings": serve.Settings(), "max_queue": 1}, "pass settings or limits, not both"),
     ],
 )
 def test_wrong_limits_are_refused(cpu_model: Model, limits: dict[str, Any], message: str) -> None:

@@ -43,8 +43,8 @@ def test_a_wrong_input_is_named(vector_server: Running) -> None:
         ([[-(10**20)]], "text 0"),
         ([[]], "text 0"),
         (["fine", "x" * 5000], "text 1"),
-        ([], "input is a text"),
-        (["fine", 3], "input is a text"),
+        ([], "input must be a text"),
+        (["fine", 3], "input must be a text"),
     ):
         refused = vector_server.post("/v1/embeddings", {"input": input_})
         assert refused.status_code == 400
@@ -101,4 +101,4 @@ def test_coheres_requests_are_answered(ranker: tuple[Running, Model]) -> None:
 def test_a_model_that_ranks_nothing_says_so(server: Running) -> None:
     refused = server.post("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert refused.status_code == 400
-    assert "demo ranks no documents" in refused.json()["error"]["message"]
+    assert "demo does not support reranking" in refused.json()["error"]["message"]

@@ -1,7 +1,7 @@
-"""A server with OpenAI's interface: many clients at a time over one model.
+"""Server of the OpenAI API for many concurrent clients of one model.
 
 Needs the extra ``serve`` (``pip install 'metal_prefill[serve]'``). ``metal-prefill serve`` runs it;
-:func:`app` gives the ASGI application to those who mount it elsewhere.
+:func:`app` returns the ASGI application, to mount it elsewhere.
 
 >>> from metal_prefill import Model, serve
 >>> import uvicorn
@@ -26,17 +26,17 @@ __all__ = ["Settings", "app"]
 def app(model: Model, settings: Settings | None = None, **limits: Any) -> Starlette:
     """Return an ASGI application that serves a model.
 
-    Requests of all kinds share the passes of one engine loop. What a request gets does not depend on the
-    others: on the CPU bit for bit.
+    All requests share the passes of one engine loop. The result of a request does not depend on the other
+    requests; on the CPU it is bit-identical.
 
     Parameters
     ----------
     model
-        Stays yours: close it after the server has ended.
+        Remains owned by the caller, who closes it after the server has ended.
     settings
         Limits.
     limits
-        The fields of :class:`Settings`, in its place.
+        Fields of :class:`Settings`, instead of `settings`.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def app(model: Model, settings: Settings | None = None, **limits: Any) -> Starle
         A limit is unknown, or out of range.
     """
     if settings is not None and limits:
-        raise TypeError(f"settings have {', '.join(limits)} already: give settings or limits, not both")
+        raise TypeError(f"got settings and also {', '.join(limits)}: pass settings or limits, not both")
     try:
         from metal_prefill.serve._app import make_app
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The paths of a server."""
+"""Routes of the server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             Route("/v1/chat/completions", Endpoint(service, ChatForm, chat), methods=["POST"]),
             Route("/v1/embeddings", Endpoint(service, EmbeddingForm, embed), methods=["POST"]),
             Route("/v1/rerank", ranking, methods=["POST"]),
-            Route("/v2/rerank", ranking, methods=["POST"]),  # where Cohere's client sends it
+            Route("/v2/rerank", ranking, methods=["POST"]),  # the path of Cohere's client
             Route("/tokenize", Endpoint(service, TokenizeForm, tokenize), methods=["POST"]),
             Route("/detokenize", Endpoint(service, DetokenizeForm, detokenize), methods=["POST"]),
             Route("/health", health),

@@ -1,4 +1,4 @@
-"""Bodies of requests, read within limits of size, time and memory."""
+"""Request bodies, read within limits on size, time and memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from starlette.requests import Request
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._settings import Settings
 
-ARRIVING = 32  # bodies of the largest size that may arrive at the same time, or more smaller ones
+ARRIVING = 32  # bodies of the largest size that may be in flight, or more smaller ones
 
-# The rest of a body that nobody reads must not be taken for the next request.
+# The unread rest of a body must not be parsed as the next request.
 _CLOSE = {"connection": "close"}
 
 
 class Bodies:
-    """Reads the bodies of a server's requests."""
+    """Reader of the request bodies of a server."""
 
     def __init__(self, settings: Settings) -> None:
         self._limit = settings.max_body
         self._seconds = settings.body_seconds
-        self._arriving = 0  # bytes of bodies that are not complete
+        self._arriving = 0  # bytes of incomplete bodies
 
     async def read(self, request: Request) -> bytes:
         """Read a body.
@@ -28,9 +28,9 @@ class Bodies:
         Raises
         ------
         ApiError
-            It is too large, or too slow, or too many arrive at the same time.
+            The body is too large or too slow, or too many bodies are in flight.
         starlette.requests.ClientDisconnect
-            The client left.
+            The client disconnected.
         """
         limit = self._limit
         too_large = ApiError(
@@ -50,7 +50,7 @@ class Bodies:
                     if self._arriving > ARRIVING * limit:
                         raise ApiError(
                             503,
-                            f"requests that arrive now have more than {ARRIVING * limit} bytes together",
+                            f"request bodies in flight exceed {ARRIVING * limit} bytes in total; retry later",
                             code="too_many_bytes",
                             headers={**_CLOSE, "Retry-After": "1"},
                         )

@@ -34,11 +34,11 @@ from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
 
-_ROLES = {"developer": "system"}  # which templates do not know
+_ROLES = {"developer": "system"}  # templates do not define it
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as templates take them: parts of text joined, other parts refused."""
+    """Convert messages to the format of templates: join text parts, reject other parts."""
     plain = []
     for i, message in enumerate(messages):
         fields: dict[str, Any] = msgspec.to_builtins(message)
@@ -48,7 +48,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 if part.get("type") != "text" or not isinstance(part.get("text"), str):
                     raise ApiError(
                         400,
-                        f"messages[{i}] has a part of type {part.get('type')!r}: this model reads text only",
+                        f"messages[{i}] has a part of type {part.get('type')!r}: only 'text' is supported",
                         param=f"messages[{i}].content",
                     )
             fields["content"] = "".join(part["text"] for part in message.content)
@@ -59,17 +59,17 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def chat_tokens(service: Service, form: ChatForm) -> list[int]:
-    """Return the tokens of a conversation, by the template of the file."""
+    """Encode a conversation with the template of the file."""
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
-        raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is not yours", param="chat_template_kwargs")
+        raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
     return service.model.tokenizer.apply_chat_template(
         plain_messages(form.messages), tools=offered_tools(form), **variables
     )
 
 
 def constraint_of(form: ChatForm) -> dict[str, Any]:
-    """Return the option of a text that holds it to a form."""
+    """Return the constrained-decoding option of a request, or an empty dict."""
     if (schema := call_constraint(form)) is not None:
         return {"json_schema": schema}
     format_ = form.response_format
@@ -95,17 +95,17 @@ def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[S
 
 @dataclass
 class ChatChoice(Choice):
-    """An answer, as far as it is made."""
+    """Chat answer in progress."""
 
     parser: ToolCallParser | None = None
-    required: Collection[str] = ()  # tools of which the answer must call one
-    tokenizer: Tokenizer | None = None  # where log probabilities are wanted
+    required: Collection[str] = ()  # names of tools; the answer must call one of them
+    tokenizer: Tokenizer | None = None  # set if log probabilities are requested
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    cut: bool = False  # the only call is not whole
+    cut: bool = False  # the only call is incomplete
 
     def _take(self, pieces: Sequence[Piece]) -> list[str | dict[str, Any]]:
-        """Take what a pass brought, and return what is certain now: texts, and calls with their number."""
+        """Add the pieces of a pass, and return the parsed parts: texts, and calls with their index."""
         if self.required:
             return self._take_required() if self.ended else []
         text = "".join(piece.text for piece in pieces)
@@ -122,7 +122,7 @@ class ChatChoice(Choice):
         return made
 
     def _take_required(self) -> list[str | dict[str, Any]]:
-        """Take the whole answer, which is a call, or the beginning of one."""
+        """Parse the whole answer, a possibly truncated call."""
         text = "".join(piece.text for piece in self.pieces)
         if (call := required_call(text, self.required)) is None:
             self.text = text
@@ -132,18 +132,18 @@ class ChatChoice(Choice):
         return [self._add_call(message)]
 
     def _add_call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Keep a call, and return it with its number."""
+        """Append a call, and return it with its index."""
         self.calls.append(message)
         return {"index": len(self.calls) - 1, **message}
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; calls that it asks for are a reason of their own."""
+        """Reason that the answer ended, ``"tool_calls"`` if it ends with calls; None while it continues."""
         reason = super().finish_reason
         return "tool_calls" if self.calls and not self.cut and reason == "stop" else reason
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Return events: its role, what a pass brought, why it ended."""
+        """Return the events of a pass: the role at the start, new text and calls, the finish reason."""
         chunks: list[dict[str, Any]] = []
 
         def add(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class ChatChoice(Choice):
         return chunks
 
     def whole(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the complete answer."""
         self._take(self.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.calls:
@@ -201,6 +201,6 @@ def _logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any]:
     content = [
         {**entry(p.token, p.logprob), "top_logprobs": [entry(token, v) for token, v in p.top_logprobs]}
         for p in pieces
-        if p.token not in tokenizer.stop_ids  # those that end a text are not part of it
+        if p.token not in tokenizer.stop_ids  # the end-of-text token is not part of the answer
     ]
     return {"content": content, "refusal": None}

@@ -1,4 +1,4 @@
-"""``/v1/completions``."""
+"""Endpoint ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import TokenDecoder, Tokenizer
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[int]]:
-    """Return the prompts of a field that holds a text, token ids, or a list of either."""
+    """Return the prompts in a field, which is a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(item, int) for item in prompt):
         return [[item for item in prompt if isinstance(item, int)]]
     prompts = [item for item in prompt if not isinstance(item, int)]
     if not prompts or len(prompts) < len(prompt):
-        raise ApiError(400, f"{param} is a text, token ids, or a list of either", param=param)
+        raise ApiError(400, f"{param} must be a text, token ids, or a list of either", param=param)
     return prompts
 
 
 async def complete(service: Service, form: CompletionForm, reply: Reply, namespace: str) -> None:
-    """Continue prompts."""
+    """Answer a completion request."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
     prompts = prompts_of(form.prompt, "prompt")
@@ -48,7 +48,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
     if form.best_of not in (None, n):
         raise ApiError(400, f"best_of must be n, which is {n}; got {form.best_of}", param="best_of")
     if form.suffix:
-        raise ApiError(400, "suffix: this model continues texts, and fills no gaps", param="suffix")
+        raise ApiError(400, "suffix is not supported", param="suffix")
     count = check_count(service, n * len(prompts))
     max_tokens = DEFAULT_MAX_TOKENS if form.max_tokens is None else form.max_tokens
     scored = bool(form.echo) and form.logprobs is not None
@@ -60,9 +60,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
         "prefix_namespace": namespace,
     }
     if max_tokens == 0 and not scored:
-        raise ApiError(
-            400, "max_tokens may be 0 where the prompt is scored: with echo and logprobs", param="max_tokens"
-        )
+        raise ApiError(400, "max_tokens may be 0 only with echo and logprobs", param="max_tokens")
     with service.admitted(count):
         streams = await service.streams(
             lambda: [
@@ -79,22 +77,22 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
 
 @dataclass
 class CompletionChoice(Choice):
-    """A text, as far as it is made."""
+    """Completion in progress."""
 
-    tokenizer: Tokenizer | None = None  # where log probabilities are wanted
-    known: int = 0  # tokens of the prompt that the text begins with
-    told: int = 0  # tokens whose log probabilities were told
+    tokenizer: Tokenizer | None = None  # set if log probabilities are requested
+    known: int = 0  # prompt tokens at the start of the text
+    told: int = 0  # tokens whose log probabilities were reported
     length: int = 0  # characters of their text
     decoder: TokenDecoder | None = None
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Return an event of what a pass brought; none where there is nothing to tell."""
+        """Return the event of a pass, if it has anything to report."""
         if not any(piece.text for piece in pieces) and not self.ended and self.tokenizer is None:
             return []
         return [self._told(pieces)]
 
     def whole(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the complete text."""
         return self._told(self.pieces)
 
     def _told(self, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def _logprobs(tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[P
         choice.length += len(choice.decoder.step(token))
 
     if choice.known and choice.told == 0:
-        add(int(choice.stream.prompt[0]))  # which nothing was before to predict it
+        add(int(choice.stream.prompt[0]))  # the first token has no log probability
         values.append(None)
         best.append(None)
     for piece in pieces:

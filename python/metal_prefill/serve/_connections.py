@@ -1,7 +1,7 @@
-"""Connections of a server: how many may be open, and how long a client may keep one waiting.
+"""Limits on the number of connections and on the time that clients may stall them.
 
-uvicorn has no limit for a request that arrives slowly, nor for an answer that nobody takes once the
-application has sent it. The limits of single requests are those of :mod:`metal_prefill.serve._endpoint`.
+uvicorn does not limit the time in which a request arrives, nor the time in which a client receives an answer
+that the application has sent. The limits on single requests are in :mod:`metal_prefill.serve._endpoint`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._settings import Settings
 
 REFUSED = 64  # connections beyond the limit that are answered; further ones are closed at once
-OTHER_FILES = 64  # descriptors that are no connections: the model, the store of prefixes, libraries
+OTHER_FILES = 64  # descriptors other than connections: the model, the prefix store, libraries
 MAX_HEADERS = 1 << 16  # bytes of a request's headers
-LOOKS = 4  # at a connection within the shortest of its times
-FIRST_LOOK, LAST_LOOK = 0.005, 1.0  # seconds between looks for a reset, which double
+LOOKS = 4  # checks of a connection within the shortest of its time limits
+FIRST_LOOK, LAST_LOOK = 0.005, 1.0  # seconds between checks for a reset, doubled after each
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server within the limits for connections.
+    """uvicorn server with limits on connections.
 
     When it closes, answers in flight may take `shutdown_grace`. Those that take longer end with an error;
     uvicorn would cancel their tasks in the middle of an event, and log a traceback for each.
@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
         self._end_answers = app.state.service.end_answers
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish what is in flight, within the limit."""
+        """Finish answers in flight within the time limit."""
         end = asyncio.get_running_loop().call_later(self._shutdown_grace, self._end_answers)
         try:
             await super().shutdown(sockets)
@@ -68,12 +68,12 @@ class Server(uvicorn.Server):
 
 
 def allow_files(settings: Settings) -> None:
-    """Let the process have a file for each connection.
+    """Raise the process's limit on open files to one for each connection.
 
     Raises
     ------
     ValueError
-        The system allows fewer.
+        The hard limit of the system is lower.
     """
     wanted = settings.max_connections + REFUSED + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -88,10 +88,10 @@ def allow_files(settings: Settings) -> None:
 
 
 def _refusal(settings: Settings) -> ASGIApp:
-    """Return the application of connections beyond the limit."""
+    """Return the application that answers connections beyond the limit."""
     error = ApiError(
         503,
-        f"{settings.max_connections} connections are open, as many as this server takes",
+        f"{settings.max_connections} connections are open, which is the limit of this server; retry later",
         code="too_many_connections",
         headers={"Retry-After": "1", "Connection": "close"},
     )
@@ -103,21 +103,24 @@ def _refusal(settings: Settings) -> ASGIApp:
 
 
 def _limited_protocol(settings: Settings) -> type[H11Protocol]:
-    """Return the protocol of one server's connections."""
+    """Return the protocol class for the connections of one server."""
     refuse = _refusal(settings)
     pause = min(settings.header_seconds, settings.send_seconds) / LOOKS
 
     class LimitedProtocol(H11Protocol):
-        """A connection that is closed if its client keeps it waiting.
+        """Connection that is closed if its client stalls.
 
-        The client's turn is from the connection's start to the end of the headers of a request, and from the
-        end of an answer on. In between, the endpoint limits the time for each piece.
+        This class limits the time from the start of the connection, or the end of an answer, to the end of
+        the headers of the next request. In between, the endpoint limits the time for each piece.
         """
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._turn_began: float | None = self.loop.time()
-            self._unsent, self._took = 0, 0.0  # bytes of an answer that is over, and when fewer were left
+            self._unsent, self._took = (
+                0,
+                0.0,
+            )  # unsent bytes of a finished answer, and when their number last fell
             self._look = self.loop.call_later(pause, self._look_after)
             self._half_closed: asyncio.TimerHandle | None = None
             beyond = len(self.connections) - settings.max_connections
@@ -133,10 +136,10 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def eof_received(self) -> bool:  # type: ignore[override]  # what asyncio allows
-            """Keep a connection whose client has sent all of a request and only listens.
+            """Keep a connection whose client has closed its sending side after a complete request.
 
-            A client that closes its connection sends the same as one that only stops sending, but answers
-            the next bytes with a reset. Until an answer begins there are none, so an interim response asks.
+            A client that closes its connection sends the same as one that closes its sending side, but
+            answers further bytes with a reset. An interim response provokes it before the answer starts.
             """
             cycle = self.cycle
             if cycle is None or cycle.response_complete or cycle.more_body:
@@ -149,7 +152,7 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
             return True
 
         def _look_for_reset(self, delay: float) -> None:
-            # asyncio no longer waits for anything to read, and so not for a reset either.
+            # asyncio no longer polls the socket for reads and therefore does not notice a reset.
             if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.transport.abort()
             elif not self.transport.is_closing():

@@ -1,4 +1,4 @@
-"""The way of a request: its body, read and checked, then an answer for as long as the client is there."""
+"""Request handling: read and validate the body, then answer until done or the client disconnects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from metal_prefill.serve._keys import prefix_key, prefix_namespace
 from metal_prefill.serve._reply import Reply, StalledClientError, timeout_error
 from metal_prefill.serve._service import Service
 
-CLOSING_SECONDS = 2  # that a client may take to receive the end of an answer when the server closes
+CLOSING_SECONDS = 2  # time limit for a client to receive the end of an answer when the server closes
 
 _Form = TypeVar("_Form", bound=Form)
 
@@ -29,12 +29,12 @@ class Endpoint(Generic[_Form]):
     Parameters
     ----------
     service
-        That all endpoints share.
+        Service shared by all endpoints.
     form
         Type of the request.
     answer
-        Sends the answer; raises whatever is wrong with the request. Its last argument is the prefix namespace
-        of the request.
+        Function that sends the answer, and raises an exception if the request is invalid. Its last argument
+        is the prefix namespace of the request.
     """
 
     def __init__(

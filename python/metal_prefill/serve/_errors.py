@@ -1,4 +1,4 @@
-"""Errors, as OpenAI's interface states them."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from metal_prefill.errors import (
 
 log = logging.getLogger("metal_prefill.serve")
 
-# Asks clients made by OpenAI's generator not to repeat a request that would fail again.
+# OpenAI's generated clients do not retry a request whose answer has this header.
 NO_RETRY = {"x-should-retry": "false"}
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """Error answer.
 
     Parameters
     ----------
     status
-        Of HTTP.
+        HTTP status code.
     message
-        Names the thing, its value and the limit.
+        Text that names the thing, its value and the limit.
     code
-        A word for programs.
+        Machine-readable identifier of the error.
     param
-        Field of the request that it is about.
+        Field of the request that caused the error.
     headers
-        Of the answer.
+        Headers of the answer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's name for errors of this status."""
+        """OpenAI's error type for this status."""
         if self.status == 401:
             return "authentication_error"
         if self.status == 429:
@@ -67,33 +67,33 @@ class ApiError(Exception):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> dict[str, Any]:
-        """Return it as clients expect it."""
+        """Return the JSON body in OpenAI's format."""
         return {
             "error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code},
         }
 
     def response(self) -> Response:
-        """Return the answer."""
+        """Return the HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the answer to whatever went wrong with a request."""
+    """Convert an exception to an error answer."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # of the router: an unknown path or method
+    if isinstance(error, HTTPException):  # from the router: unknown path or method
         return ApiError(error.status_code, error.detail, headers=error.headers)
     if isinstance(error, ContextOverflowError):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, KVMemoryError):
-        # A text whose pages are missing waits for those of others: this one has none to wait for.
+        # A text that lacks pages waits for other texts to free theirs; this one exceeds the whole pool.
         return ApiError(400, str(error), code="kv_memory_exceeded")
     if isinstance(error, ChatTemplateError):
         return ApiError(400, str(error), code="invalid_messages")
     if isinstance(error, ConstraintError):
         return ApiError(400, str(error), code="invalid_constraint")
     if isinstance(error, MissingExtraError):
-        return ApiError(400, f"this server cannot do that: {error}", code="unsupported")
+        return ApiError(400, f"not supported by this server: {error}", code="unsupported")
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is closing", code="closing")
     if isinstance(error, (ValueError, TypeError)):
@@ -103,7 +103,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer what the router raises."""
+    """Answer an exception that the router raised."""
     answer = api_error(error)
     path = request.url.path
     if answer.status == 404 and isinstance(error, HTTPException):

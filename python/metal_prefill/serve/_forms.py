@@ -1,7 +1,7 @@
-"""Requests, as types.
+"""Request types and their validation.
 
-msgspec decodes a body and checks it against its type in one go, in C, and names the field that is wrong.
-Checks written by hand would be several hundred lines with gaps; pydantic would bring four more packages.
+msgspec decodes a body and validates it against its type in one step, in C, and names the invalid field.
+Handwritten checks would be several hundred lines with gaps; pydantic would add four dependencies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TokenOrText = str | int | list[int]
 
 
 class Form(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every request may have."""
+    """Fields common to all requests."""
 
     model: str | None = None
     prompt_cache_key: str | None = None  # prefixes are shared among requests with the same one
-    # For the operator of a service; nothing follows from them here.
+    # Accepted for compatibility and ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -37,14 +37,14 @@ class Form(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a stream of events."""
+    """Options of a stream of events."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # none is added
+    include_obfuscation: bool | None = None  # ignored: no obfuscation is added
 
 
 class TextForm(Form, kw_only=True):
-    """What requests for text have in common; the last lines are ours, not OpenAI's."""
+    """Fields common to text generation requests; those after the blank line extend OpenAI's."""
 
     n: Positive | None = None
     seed: int | None = None
@@ -67,7 +67,7 @@ class TextForm(Form, kw_only=True):
 
 
 class CompletionForm(TextForm, kw_only=True):
-    """``/v1/completions``."""
+    """Request of ``/v1/completions``."""
 
     prompt: str | list[TokenOrText]
     max_tokens: NotNegative | None = None
@@ -78,7 +78,7 @@ class CompletionForm(TextForm, kw_only=True):
 
 
 class JsonSchema(msgspec.Struct):
-    """A named schema."""
+    """Named JSON schema."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -87,14 +87,14 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer."""
+    """Required format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A turn of a conversation."""
+    """Message of a conversation."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -106,20 +106,20 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class NamedFunction(msgspec.Struct):
-    """A tool by its name."""
+    """Reference to a tool by name."""
 
     name: str
 
 
 class ToolChoice(msgspec.Struct):
-    """The tool that an answer must call."""
+    """Tool that the answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class ChatForm(TextForm, kw_only=True):
-    """``/v1/chat/completions``."""
+    """Request of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: Positive | None = None
@@ -130,32 +130,32 @@ class ChatForm(TextForm, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None  # a wish, which models without reasoning cannot follow
+    reasoning_effort: str | None = None  # ignored
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, bool | int | float] | None = None
 
 
 class EmbeddingForm(Form, kw_only=True):
-    """``/v1/embeddings``."""
+    """Request of ``/v1/embeddings``."""
 
     input: str | list[TokenOrText]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
-    instruction: str | None = None  # ours: see Model.embed
+    instruction: str | None = None  # extension; see Model.embed
 
 
 class RerankForm(Form, kw_only=True):
-    """``/v1/rerank``, as clients of Jina and Cohere send it."""
+    """Request of ``/v1/rerank`` and ``/v2/rerank``, in the formats of Jina and Cohere."""
 
     query: str
     documents: list[str | dict[str, Any]]
     top_n: Positive | None = None
     return_documents: bool | None = None
-    instruction: str | None = None  # ours: see Model.rerank
+    instruction: str | None = None  # extension; see Model.rerank
 
 
 class TokenizeForm(Form, kw_only=True):
-    """``/tokenize``: a text or a conversation."""
+    """Request of ``/tokenize``: a text or a conversation."""
 
     prompt: str | None = None
     content: str | None = None
@@ -164,7 +164,7 @@ class TokenizeForm(Form, kw_only=True):
 
 
 class DetokenizeForm(Form, kw_only=True):
-    """``/detokenize``."""
+    """Request of ``/detokenize``."""
 
     tokens: list[int]
 
@@ -175,7 +175,7 @@ _MISSING = re.compile(r"Object missing required field `(.*?)`")
 
 
 def decode(body: bytes, form: type[_Form]) -> _Form:
-    """Read a request; raises ApiError for whatever it is not."""
+    """Decode and validate a request; raise `ApiError` if it is invalid."""
     try:
         return msgspec.json.decode(body, type=form)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""What completions and chat have in common: options, streams, choices, usage."""
+"""Text generation for completions and chat: options, streams, choices, usage."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
 
-# What a text of this package ends for, in OpenAI's words.
+# Finish reasons of this package and OpenAI's names for them.
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
-# Of a request: each is looked for in each character of a text, and that many characters may be held back.
+# Limits of a request: each stop string is searched for at each character, and holds back up to its length.
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1000
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has no number for
+LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
 def options_of(form: TextForm) -> dict[str, Any]:
-    """Return the options of a text, with OpenAI's defaults: temperature 1, no filter."""
+    """Return generation options with OpenAI's defaults: temperature 1, no filter."""
     options: dict[str, Any] = {
         "temperature": 1.0,
         "seed": None if form.seed is None else form.seed % 2**64,
@@ -73,49 +73,49 @@ def _stops(form: TextForm) -> list[str]:
 
 
 def check_count(service: Service, texts: int) -> int:
-    """Return how many texts a request asks for; raises ApiError for too many, or for a model of none."""
+    """Return the number of texts; raise `ApiError` if there are too many or the model is not causal."""
     if texts > service.settings.max_texts:
         raise ApiError(
             400,
-            f"{texts} texts are asked for; the limit of a request is {service.settings.max_texts}",
+            f"the request asks for {texts} texts; the limit is {service.settings.max_texts}",
             code="too_many_texts",
             param="n",
         )
     if not service.model.config.causal:
-        raise ApiError(400, f"{service.names[0]} makes vectors of texts, and no text", code="unsupported")
+        raise ApiError(400, f"{service.names[0]} is an embedding model", code="unsupported")
     return texts
 
 
 @dataclass
 class Choice:
-    """A text of an answer, as far as the engine loop has told; its stream may be ahead."""
+    """Text of an answer as far as the engine loop has reported; its stream may be ahead."""
 
     index: int
     stream: Stream
-    counts_prompt: bool  # the first text of its prompt
+    counts_prompt: bool  # whether it is the first text of its prompt
     pieces: list[Piece] = field(default_factory=list)
     ended: bool = False
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, in OpenAI's words; None while it has not."""
+        """Reason that the text ended, with OpenAI's name; None while it continues."""
         return FINISH_REASONS.get(self.stream.finish_reason or "") if self.ended else None
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Return events of what a pass brought, which is among its pieces already."""
+        """Return the events of a pass, whose pieces were already added to `pieces`."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """Return all of it, where there were no events."""
+        """Return the complete text, for answers that are not streamed."""
         raise NotImplementedError
 
 
 async def generate(
     service: Service, choices: Sequence[Choice], begin: float
 ) -> AsyncGenerator[list[tuple[Choice, Made]], None]:
-    """Compute texts and yield what each pass brings; closing the iterator cancels them.
+    """Generate texts and yield the results of each pass; closing the iterator cancels them.
 
-    Raises the first error of a text, which ends the others.
+    The first error in a text is raised and ends the others.
     """
     metrics = service.metrics
     texts = service.loop.enter([choice.stream for choice in choices])
@@ -141,7 +141,7 @@ async def generate(
 
 
 def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """Return what every piece of an answer begins with."""
+    """Return the fields common to all pieces of an answer."""
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -153,7 +153,7 @@ async def send_choices(
     head: Mapping[str, Any],
     begin: float,
 ) -> None:
-    """Compute texts and send them, as events while they are made or as one answer."""
+    """Generate texts and send them, as a stream of events or as one answer."""
     with_usage = form.stream_options is not None and form.stream_options.include_usage
     no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
     async with aclosing(generate(service, choices, begin)) as passes:
@@ -171,7 +171,7 @@ async def send_choices(
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Count tokens, those of a prompt once."""
+    """Return token counts; each prompt counts once."""
     streams = [choice.stream for choice in choices if choice.counts_prompt]
     prompt = sum(s.prompt_tokens for s in streams)
     made = sum(len(c.pieces) - c.stream.scored_tokens for c in choices)
@@ -184,7 +184,7 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def spelling(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
-    """Return a token's text, as OpenAI spells what is no whole character, and its bytes."""
+    """Return a token's text, with incomplete characters in OpenAI's notation, and its bytes."""
     raw = tokenizer.token_bytes(token)
     try:
         return raw.decode(), list(raw)
@@ -193,5 +193,5 @@ def spelling(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
 
 
 def logprob(value: float | None) -> float:
-    """Return a log probability that JSON can hold."""
+    """Return a log probability that JSON can represent."""
     return LEAST_LOGPROB if value is None else max(value, LEAST_LOGPROB)

@@ -1,4 +1,4 @@
-"""API keys, and the prefix namespaces of those who have them."""
+"""API keys and their prefix namespaces."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._settings import Settings
 
-OPEN_PATHS = ("/health",)  # need no key: they tell whether the server is there
+OPEN_PATHS = ("/health",)  # need no key, so that monitoring can probe the server
 
 
 class RequireKey:
-    """Middleware: lets requests in that bring a key, as ``Authorization: Bearer KEY``."""
+    """Middleware that requires a key, as ``Authorization: Bearer KEY``."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
         self._keys = [key.encode("utf-8") for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or hand it on."""
+        """Reject a request without a valid key, or pass it to the application."""
         if scope["type"] == "http" and _route(scope) not in OPEN_PATHS:
             given = _given_key(Headers(scope=scope))
-            # All keys are compared, each in constant time: how long it takes tells nothing of them.
+            # All keys are compared, each in constant time, so that the time reveals nothing about them.
             if sum(hmac.compare_digest(given, known) for known in self._keys) == 0:
                 problem = "Incorrect API key provided" if given else "You didn't provide an API key"
                 error = ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -43,11 +43,11 @@ def prefix_key(settings: Settings, headers: Headers) -> bytes:
 def prefix_namespace(key: bytes, cache_key: str | None) -> str:
     """Return the namespace of a request by its :func:`prefix_key` and its ``prompt_cache_key``.
 
-    A hash, so that neither is stored anywhere. Without both it is the namespace of all.
+    The namespace is a hash, so that neither value is stored. It is empty, and shared, if both are.
     """
     if not key and not cache_key:
         return ""
-    # Of a fixed size: no key and prompt_cache_key combine to the bytes of another pair.
+    # The digest has a fixed size, so that no two pairs concatenate to the same bytes.
     parts = hashlib.blake2b(key).digest() + (cache_key or "").encode("utf-8", "surrogatepass")
     return hashlib.blake2b(parts, digest_size=32).hexdigest()
 
@@ -58,6 +58,6 @@ def _given_key(headers: Headers) -> bytes:
 
 
 def _route(scope: Scope) -> str:
-    """Return the path of a request below the one that the application is mounted at."""
+    """Return the path of a request relative to the mount point of the application."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

@@ -1,4 +1,4 @@
-"""What a server does, in numbers for Prometheus."""
+"""Prometheus metrics of the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """Counters of one server. Rates, such as tokens a second, are Prometheus's ``rate`` of them."""
+    """Counters of one server. Rates, such as tokens per second, are computed with Prometheus's ``rate``."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -34,20 +34,20 @@ class Metrics:
         ) -> Histogram:
             return Histogram(f"metal_prefill_{name}", text, labels, buckets=buckets, registry=registry)
 
-        self.requests = counter("requests", "Requests that were answered", ("path", "status"))
+        self.requests = counter("requests", "Answered requests", ("path", "status"))
         self.request_seconds = histogram("request_seconds", "Time of a request", _SECONDS, ("path",))
         self.first_token_seconds = histogram(
-            "first_token_seconds", "From a request to the first token of its answer", _SECONDS
+            "first_token_seconds", "Time from a request to the first token of its answer", _SECONDS
         )
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.cached_tokens = counter("cached_tokens", "Tokens of prompts that were found in the cache")
-        self.generated_tokens = counter("generated_tokens", "Tokens of answers")
-        self._waiting = Gauge("metal_prefill_waiting_texts", "Texts that wait", registry=registry)
-        self._writing = Gauge("metal_prefill_active_texts", "Texts under way", registry=registry)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens found in the cache")
+        self.generated_tokens = counter("generated_tokens", "Generated tokens")
+        self._waiting = Gauge("metal_prefill_waiting_texts", "Queued texts", registry=registry)
+        self._writing = Gauge("metal_prefill_active_texts", "Texts in flight", registry=registry)
         self._passes = counter("passes", "Passes through the model")
         self._pass_seconds = counter("pass_seconds", "Time of passes")
-        self._prefill = counter("prefill_tokens", "Tokens of prompts and other texts that were computed")
-        self._batch = histogram("batch_texts", "Texts that got tokens from a pass", _BATCH)
+        self._prefill = counter("prefill_tokens", "Computed tokens of prompts and other inputs")
+        self._batch = histogram("batch_texts", "Texts that received tokens from a pass", _BATCH)
         registry.register(_Memory(model))
 
     def after_pass(self, scheduler: Scheduler) -> None:
@@ -62,29 +62,29 @@ class Metrics:
             self._batch.observe(rows.writing)
 
     def count_prompt(self, stream: Stream) -> None:
-        """Count the prompt of a text that has begun."""
+        """Count the prompt of a text that has started."""
         self.prompt_tokens.inc(stream.prompt_tokens)
         self.cached_tokens.inc(stream.cached_tokens)
 
     def page(self) -> bytes:
-        """Return all of them as Prometheus reads it."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 class _Memory(Collector):
-    """K and V of the model, asked for when the page is read."""
+    """Memory of K and V, read when the metrics are collected."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield bytes in use, and those that are kept for prompts to come."""
+        """Yield the bytes in use and the bytes kept for later prompts."""
         try:
             stats = self._model.stats()
         except ClosedError:
             return
         for name, text in (
             ("kv_pool_bytes", "K and V in use"),
-            ("prefix_bytes", "K and V that are kept for prompts which begin alike"),
+            ("prefix_bytes", "K and V kept for later prompts with the same prefix"),
         ):
             yield GaugeMetricFamily(f"metal_prefill_{name}", text, value=stats.get(name, 0.0))

@@ -1,9 +1,9 @@
-"""Beginnings of prompts on disk: after a restart a known system message is loaded, not computed.
+"""Shared prompt prefixes on disk: after a restart, a known system message is loaded rather than computed.
 
-A beginning that two prompts of a prefix namespace had in common is saved as a session is, in a file that is
-named by its tokens: their number, and a hash of them and of the namespace. So nothing but names is read at
-the start, and a prompt finds its beginnings by hashing its own; those of other namespaces have other names.
-Files of each model and cache dtype have a folder of their own. A file that is damaged is removed.
+A prefix that two prompts of a namespace share is saved as a session file, named by its number of tokens and a
+hash of the tokens and the namespace. The server therefore reads only file names when it starts, and a prompt
+finds its stored prefixes by hashing its own; names differ between namespaces. Each model and cache dtype has
+its own folder. Damaged files are removed.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from metal_prefill.serve._errors import log
 
 Ids = npt.NDArray[np.int32]
 
-PAGE = 64  # tokens: beginnings are cut to whole pages
-RECENT_PROMPTS = 64  # that a prompt is compared with
-MOST_PENDING = 4  # beginnings that wait to be written; further ones are left for a later prompt
+PAGE = 64  # tokens; prefixes are truncated to whole pages
+RECENT_PROMPTS = 64  # that a prompt is compared with; the oldest are dropped
+MOST_PENDING = 4  # prefixes queued for writing; further ones are left to a later prompt
 _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.session")
 
 
 class PrefixStore:
-    """Saves beginnings of prompts, and loads those that a prompt has.
+    """Store of shared prompt prefixes as session files.
 
-    Safe to call from several threads.
+    Thread-safe.
 
     Parameters
     ----------
     model
-        Whose prompts they are.
+        Model that computes the prompts.
     folder
-        Made if need be, for this user alone: whoever can write there can put any K and V into it.
+        Folder of the files, created if missing with access for this user only: anyone with write access to it
+        can replace K and V.
     limit
-        Bytes of all files of the model; those that were not used for longest are removed.
+        Maximum total size in bytes of the model's files; the least recently used are removed.
 
     Attributes
     ----------
     loaded, saved : int
-        Beginnings so far.
+        Number of prefixes loaded and saved so far.
     """
 
     def __init__(self, model: Model, folder: str | os.PathLike[str], limit: int) -> None:
@@ -71,7 +72,7 @@ class PrefixStore:
                 self._names.setdefault(int(found[1]), set()).add(found[2])
 
     def load(self, ids: Ids, namespace: str = "") -> None:
-        """Load the longest beginning of a prompt that its namespace has, unless the cache has as much."""
+        """Load the longest stored prefix of a prompt in its namespace, unless the cache holds as much."""
         with self._lock:
             lengths = sorted((n for n in self._names if n < len(ids)), reverse=True)
         for n in lengths:
@@ -82,11 +83,10 @@ class PrefixStore:
                 return
 
     def note(self, ids: Ids, namespace: str = "") -> None:
-        """Save the beginning that a finished prompt shares with an earlier one of its namespace.
+        """Save the prefix that a finished prompt shares with an earlier one of its namespace.
 
-        That is done in a thread of the store.
-
-        A conversation that continues shares all of its former prompt, which is no beginning of another.
+        The store's own thread writes the file. A prompt that extends an earlier one, as a conversation does,
+        shares no prefix in this sense: no other prompt would use it.
         """
         with self._lock:
             others = [other for space, other in self._recent if space == namespace]
@@ -100,16 +100,16 @@ class PrefixStore:
         self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Wait for pending writes."""
         self._writer.shutdown()
 
     def _path(self, n: int, digest: str) -> Path:
         return self._folder / f"{n}-{digest}.session"
 
     def _load(self, ids: Ids, n: int, digest: str, namespace: str) -> bool:
-        """Put a stored beginning, ``ids[:n]``, into the model's cache; False where the file is of no use."""
+        """Load a stored prefix, ``ids[:n]``, into the model's cache; return False if the file is unusable."""
         path = self._path(n, digest)
-        with self._loading:  # of many prompts that begin alike, one loads it
+        with self._loading:  # one of several prompts with the same prefix loads it
             try:
                 with self._model.session(prefix_namespace=namespace) as session:
                     if session.native.reuse(ids) >= n:
@@ -117,15 +117,15 @@ class PrefixStore:
                 with self._model.load_session(path, prefix_namespace=namespace) as session:
                     if session.tokens != ids[:n].tolist():
                         raise StateError(f"{path}: its tokens are not those of its name")
-                    session.native.reuse(ids)  # from now on, others find it
+                    session.native.reuse(ids)  # makes it available to other sessions
                 os.utime(path)
                 self.loaded += 1
                 return True
             except (StateError, FileNotFoundError) as error:
-                log.warning("a stored prefix is dropped: %s", error)
+                log.warning("dropped an unusable stored prefix: %s", error)
                 self._remove(path)
             except (MetalPrefillError, OSError) as error:
-                log.warning("a stored prefix cannot be loaded: %s", error)
+                log.warning("could not load a stored prefix: %s", error)
         return False
 
     def _save(self, ids: Ids, n: int, digest: str, namespace: str) -> None:
@@ -133,7 +133,7 @@ class PrefixStore:
             with self._model.session(prefix_namespace=namespace) as session:
                 core = session.native
                 if core.reuse(ids) < n:
-                    return  # others have taken its place in the cache
+                    return  # it was evicted from the cache
                 core.rewind(n)
                 session.save(self._path(n, digest))
             with self._lock:
@@ -141,7 +141,7 @@ class PrefixStore:
             self.saved += 1
             self._remove_oldest()
         except (MetalPrefillError, OSError) as error:
-            log.warning("a prefix cannot be stored: %s", error)
+            log.warning("could not store a prefix: %s", error)
         finally:
             with self._lock:
                 self._pending -= 1
@@ -170,7 +170,7 @@ def _digest(ids: Ids, namespace: str) -> str:
 
 
 def _shared(ids: Ids, other: Ids) -> int:
-    """Return how many tokens two prompts begin with alike; 0 where one continues the other."""
+    """Return the length in tokens of the common prefix of two prompts; 0 if one extends the other."""
     n = min(len(ids), len(other))
     different = np.flatnonzero(ids[:n] != other[:n])
     if different.size:

@@ -1,4 +1,4 @@
-"""A request and its answer as plain values, so that a process may answer for another."""
+"""Requests and answers as plain values, which one process can relay to another."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._keys import prefix_namespace
 
-BEGINNING = 256  # characters of a prompt by which it finds others that begin alike
-MOST_MESSAGES = 16  # of an answer that nobody has taken yet; then the server waits
+BEGINNING = 256  # characters of a prompt that identify its prefix
+MOST_MESSAGES = 16  # messages of an answer that may be queued before the application waits
 
 
 class Beginning(NamedTuple):
@@ -25,11 +25,13 @@ class Beginning(NamedTuple):
     Attributes
     ----------
     status : int
-        Of HTTP.
+        HTTP status code.
     headers : list of (str, str)
+        HTTP headers of the answer.
     body : bytes
+        First part of the body.
     whole : bool
-        Whether this is all of it.
+        Whether the body is complete.
     """
 
     status: int
@@ -39,7 +41,7 @@ class Beginning(NamedTuple):
 
 
 def described(request: Request) -> dict[str, Any]:
-    """Return what a request says but its body, as plain values."""
+    """Return the method, path, query and headers of a request as plain values."""
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw]
     query = request.scope.get("query_string", b"").decode("latin-1")
     return {"method": request.method, "path": request.url.path, "query": query, "headers": headers}
@@ -63,9 +65,9 @@ def _scope(request: Mapping[str, Any]) -> dict[str, Any]:
 async def answers(
     app: ASGIApp, request: Mapping[str, Any], body: bytes
 ) -> AsyncGenerator[Beginning | bytes, None]:
-    """Have an application answer a request; yield the beginning of the answer, then its further pieces.
+    """Run an application on a request; yield the start of its answer, then the further pieces.
 
-    Closing the generator is to the application as if the client had left.
+    Closing the generator signals a disconnect to the application.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue(MOST_MESSAGES)
     left = asyncio.Event()
@@ -105,7 +107,7 @@ async def answers(
                 return
     finally:
         left.set()
-        while not task.done():  # it may wait for room in the queue
+        while not task.done():  # it may be blocked on the full queue
             with suppress(asyncio.QueueEmpty):
                 messages.get_nowait()
             await asyncio.sleep(0)
@@ -115,14 +117,14 @@ async def answers(
 
 
 def beginning_of(body: bytes, key: bytes = b"") -> str:
-    """Return a hash of how the prompt of a request begins, equal for requests that may share a prefix.
+    """Hash the start of a request's prompt; requests that may share a prefix have equal hashes.
 
     Parameters
     ----------
     body
-        Of the request.
+        Body of the request.
     key
-        Its :func:`metal_prefill.serve._keys.prefix_key`.
+        The request's :func:`metal_prefill.serve._keys.prefix_key`.
     """
     cache_key = None
     try:
@@ -141,7 +143,7 @@ def beginning_of(body: bytes, key: bytes = b"") -> str:
 
 
 def broken_answer(error: Exception) -> ApiError:
-    """Return the answer to a request whose server has died; its client may repeat it."""
+    """Return the error for a request whose replica died; the client may retry it."""
     return ApiError(
         503,
         f"the server of this request has died: {type(error).__name__}",

@@ -1,4 +1,4 @@
-"""An answer on its way to a client: one JSON body, or server-sent events as they are made."""
+"""Answers to clients: one JSON body, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from metal_prefill.serve._errors import NO_RETRY, ApiError, api_error
 
 
 class StalledClientError(Exception):
-    """A client did not take a piece of an answer for too long."""
+    """Client that takes too long to receive a piece of an answer."""
 
 
 class Reply:
-    """Sends an answer.
+    """Sender of one answer.
 
     Parameters
     ----------
     send
-        Of ASGI.
+        ASGI's send function.
     send_seconds
-        That the client may take to receive a piece.
+        Time limit in seconds for the client to receive a piece.
 
     Attributes
     ----------
     status : int
-        Of HTTP, once it is sent; before, that of clients that leave, as nginx logs it.
+        HTTP status of the answer; until one is sent, 499, which nginx logs for clients that disconnect.
     """
 
     def __init__(self, send: Send, send_seconds: float) -> None:
@@ -38,24 +38,24 @@ class Reply:
         self.status = 499
 
     async def json(self, content: Any) -> None:
-        """Send the whole answer."""
+        """Send a complete JSON answer."""
         await self._whole(200, msgspec.json.encode(content), {})
 
     async def event(self, content: Any) -> None:
-        """Send a piece; the first one begins a stream of events."""
+        """Send one event; the first one starts the stream."""
         if not self._events:
             await self._begin(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
             self._events = True
         await self._body(b"data: " + msgspec.json.encode(content) + b"\n\n", more=True)
 
     async def end_of_events(self) -> None:
-        """End a stream of events in the way that clients look for."""
+        """End the stream with the event ``[DONE]``, as clients expect."""
         await self._body(b"data: [DONE]\n\n", more=False)
 
     async def error(self, error: Exception) -> None:
-        """Send an error: as the answer, or before the end of the events that have begun.
+        """Send an error as the answer, or as the last event of a stream that has started.
 
-        Part of an answer that is not a stream cannot be taken back: the connection is then closed.
+        If part of a JSON answer was sent, nothing more is sent and the connection is closed.
         """
         answer = api_error(error)
         if not self._begun:
@@ -85,5 +85,5 @@ class Reply:
 
 
 def timeout_error(seconds: float) -> ApiError:
-    """Return the answer to a request that took too long; repeating it would take as long."""
+    """Return the error for an answer that took too long, marked as not worth retrying."""
     return ApiError(504, f"the answer took longer than {seconds:g} s", code="timeout", headers=NO_RETRY)

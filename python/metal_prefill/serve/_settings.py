@@ -13,43 +13,43 @@ from metal_prefill._support.arguments import integer
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server allows.
+    """Names, keys and limits of a server.
 
     Attributes
     ----------
     names : collection of str
-        The model's names, of which requests give one; by default the name of its file without ``.gguf``.
+        Names by which requests select the model; by default the name of its file without ``.gguf``.
     api_keys : collection of str
-        Of which each request must bring one; empty: none is asked for.
+        Accepted API keys; if empty, requests need no key.
     max_streams : int
-        Most texts that are written at a time.
+        Maximum number of texts generated at a time.
     max_queue : int
-        Most texts that wait for their turn; a request beyond it gets status 429.
+        Maximum number of queued texts; a request beyond it gets status 429.
     max_connections : int
-        Most that may be open; a request on a further one gets status 503.
+        Maximum number of open connections; a request on a further one gets status 503.
     header_seconds : float
-        That a client may take to send the headers of a request.
+        Time limit in seconds for a client to send the headers of a request.
     max_body : int
-        Bytes of a request.
+        Maximum size of a request body in bytes.
     max_texts : int
-        Texts that one request may ask for: `n` times its prompts.
+        Maximum number of texts of one request: `n` times its prompts.
     max_inputs : int
-        Texts that one request may have embedded, or documents that it may have ranked.
+        Maximum number of texts to embed, or documents to rank, in one request.
     max_seconds : float
-        That an answer may take, waiting included.
+        Time limit in seconds for an answer, including time in the queue.
     body_seconds : float
-        That a client may take to send the body of a request.
+        Time limit in seconds for a client to send the body of a request.
     send_seconds : float
-        That a client may take to receive a piece of an answer.
+        Time limit in seconds for a client to receive a piece of an answer.
     pooling : str or None
-        Of embeddings; None stands for what the file says.
+        Pooling of embeddings; None selects that of the file.
     prefix_store : path or None
-        Folder for beginnings of prompts, which are loaded after a restart instead of computed.
+        Folder of shared prefixes, which are loaded after a restart instead of computed.
     prefix_store_bytes : int
-        That they may take of the disk.
+        Maximum size in bytes of the files in `prefix_store`.
     share_prefixes : bool
-        Whether requests find prefixes of prompts that came with other API keys. If they do, ``cached_tokens``
-        and times tell the owner of one key which prompts others sent.
+        Whether requests with different API keys share prefixes. If so, ``cached_tokens`` and response times
+        reveal to the owner of one key which prompts others sent.
 
     Raises
     ------
@@ -58,8 +58,8 @@ class Settings:
 
     Notes
     -----
-    ``max_connections`` and ``header_seconds`` hold for ``metal-prefill serve``. A server of your own that the
-    application is mounted in has limits of its own for both.
+    ``max_connections`` and ``header_seconds`` apply to ``metal-prefill serve``. If the application is mounted
+    in another server, that server sets both limits.
     """
 
     names: Collection[str] = ()
@@ -101,5 +101,5 @@ class Settings:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether a text has no lone surrogates, to which Python decodes other bytes of a command line."""
+    """Whether a text has no lone surrogates, as which Python decodes invalid bytes of a command line."""
     return text == text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""Endpoints ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, namespace
     service.check_model(form.model)
     given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
     if len(given) != 1:
-        raise ApiError(400, "give one of prompt, content and messages", param="prompt")
+        raise ApiError(
+            400, f"pass exactly one of prompt, content and messages; got {len(given)}", param="prompt"
+        )
     tokenizer = service.model.tokenizer
 
     def encode() -> list[int]:

@@ -1,4 +1,4 @@
-"""Tools of a conversation: which the model may call, which it must, and what it calls."""
+"""Tool calls: offered tools, required calls, and the format of calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from metal_prefill.text._tool_calls import ToolCall, tool_names
 
 
 def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
-    """Return the tools that the model is told of; None where there are none."""
+    """Return the tools that are offered to the model, or None."""
     return form.tools if form.tools and form.tool_choice != "none" else None
 
 
 def call_constraint(form: ChatForm) -> dict[str, Any] | None:
-    """Return the schema of a call where the answer must be one, of any of the tools or of one by name."""
+    """Return the JSON schema of the call that `tool_choice` requires, or None if it requires none."""
     choice = form.tool_choice
     if choice in (None, "none", "auto"):
         return None
@@ -42,7 +42,7 @@ def call_constraint(form: ChatForm) -> dict[str, Any] | None:
 
 
 def possible_calls(form: ChatForm) -> frozenset[str]:
-    """Return the names of the tools of which the answer must call one; none where it need not."""
+    """Return the names of the tools that may satisfy a required call; empty if no call is required."""
     if form.tool_choice in (None, "none", "auto"):
         return frozenset()
     if isinstance(form.tool_choice, ToolChoice):
@@ -51,7 +51,7 @@ def possible_calls(form: ChatForm) -> frozenset[str]:
 
 
 def _schema(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the schema of a call, as :mod:`metal_prefill.text._tool_calls` reads it without tags."""
+    """Return the schema of a call in the untagged format of :mod:`metal_prefill.text._tool_calls`."""
     (name,) = tool_names([tool])
     properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{number}"}}
     return {
@@ -62,32 +62,34 @@ def _schema(tool: dict[str, Any], number: int) -> dict[str, Any]:
     }
 
 
-# Keywords of JSON Schema by what they hold: schemas by name, and values that are not schemas.
+# JSON Schema keywords whose value maps names to schemas, and keywords whose value is not a schema.
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 # Keywords that describe the properties of the same object. Two of them combine.
 _DESCRIBING = ("properties", "allOf", "anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
-_COMBINING = frozenset({"not", "if", "dependentSchemas"})  # do so in other objects, too
+_COMBINING = frozenset({"not", "if", "dependentSchemas"})  # these combine across objects, too
 _SAID = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 
 
 def _parameters(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, to be the definition `tool<number>` of a larger schema.
+    """Return the schema of a tool's arguments, as the definition `tool<number>` of a larger schema.
 
-    Its references lead to the same places there. Its objects are closed: they have no properties but those
-    named, unless the schema says otherwise, since small models invent properties up to the limit of tokens.
-    Where keywords such as ``allOf`` combine several descriptions of an object, only the outermost is closed.
+    References are rewritten to resolve to the same targets. Objects are closed, because small models invent
+    properties until the token limit: only named properties are allowed, unless the schema states otherwise.
+    If keywords such as ``allOf`` combine several descriptions of an object, only the outermost is closed.
 
     Raises
     ------
     ApiError
-        A reference leads out of the schema, or is not a path in it.
+        A reference is not a path within the schema.
     """
     where = f"tools[{number}].parameters"
     given = tool.get("function", tool).get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(given, dict):
         raise ApiError(400, f"{where} must be a JSON schema, got {json.dumps(given):.80}", param=where)
-    given = {key: value for key, value in given.items() if key != "$id"}  # the base of no reference any more
+    given = {
+        key: value for key, value in given.items() if key != "$id"
+    }  # no reference is resolved against it
     try:
         found: dict[str, Any] = _moved(given, f"#/$defs/tool{number}", where, closed=not _combines(given))
     except RecursionError:
@@ -96,7 +98,7 @@ def _parameters(tool: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _moved(value: Any, root: str, where: str, closed: bool) -> Any:
-    """Return a schema as it reads below `root`, with its objects closed if they are to be."""
+    """Return a schema with references rewritten to paths below `root`, and objects closed if `closed`."""
     if isinstance(value, list):
         return [_moved(item, root, where, closed) for item in value]
     if not isinstance(value, dict):
@@ -123,7 +125,7 @@ def _moved(value: Any, root: str, where: str, closed: bool) -> Any:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object without properties but those named, unless it says otherwise."""
+    """Return a schema that forbids unnamed properties, unless it states otherwise."""
     describing = [key for key in _DESCRIBING if key in schema]
     if describing != ["properties"] or not schema.keys().isdisjoint(_SAID):
         return schema
@@ -150,20 +152,20 @@ _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', re.DOTALL)
 
 
 def required_call(text: str, names: Collection[str]) -> tuple[dict[str, Any], bool] | None:
-    """Read an answer that was held to be a call, and may have been cut.
+    """Parse an answer that was constrained to a call and may be truncated.
 
     Parameters
     ----------
     text
-        The answer, or its beginning.
+        The answer, possibly truncated.
     names
-        Of the tools that it may call.
+        Names of the tools that it may call.
 
     Returns
     -------
     tuple of (dict, bool) or None
-        The call as clients expect it, with its arguments as far as they came, and whether it is whole. None
-        where the answer was cut before its tool was certain.
+        The call in OpenAI's format, with possibly partial arguments, and whether it is complete. None if the
+        answer was truncated before its tool was known.
     """
     if (begun := _CALL.match(text)) is not None:
         name, arguments = json.loads(begun[1]), text[begun.end() :]
@@ -184,7 +186,7 @@ def _begins(name: str) -> str:
 
 
 def call_message(call: ToolCall) -> dict[str, Any]:
-    """Return a call as clients expect it: arguments are JSON."""
+    """Return a call in OpenAI's format, with its arguments as JSON text."""
     return _message(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id)
 
 

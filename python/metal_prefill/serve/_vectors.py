@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` and ``/v1/rerank``: texts that are computed once, in passes with those of others."""
+"""Endpoints ``/v1/embeddings`` and ``/v1/rerank``, computed in passes shared with other requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _check_inputs(service: Service, count: int, param: str) -> None:
 
 
 async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: str) -> None:
-    """Turn texts, or token ids of the model's own vocabulary, into vectors."""
+    """Answer an embedding request, for texts or token ids."""
     name = service.check_model(form.model)
     inputs = prompts_of(form.input, "input")
     _check_inputs(service, len(inputs), "input")
@@ -42,7 +42,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
         try:
             check_pooling(engine, service.settings.pooling)
         except ValueError as error:
-            raise ApiError(400, f"{error} (option --pooling of the server)", code="unsupported") from None
+            raise ApiError(400, f"{error} (set by the server option --pooling)", code="unsupported") from None
         before, after = prompt_format(engine.config.architecture, form.instruction)
         prompts = []
         for i, text in enumerate(inputs):
@@ -86,20 +86,22 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
 
 
 async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str) -> None:
-    """Order documents by how well they answer a query."""
+    """Answer a reranking request."""
     name = service.check_model(form.model)
     _check_inputs(service, len(form.documents), "documents")
     documents: list[str] = []
     for i, document in enumerate(form.documents):
         text = document if isinstance(document, str) else document.get("text")
         if not isinstance(text, str):
-            raise ApiError(400, f"documents[{i}] must be a text, or have one", param=f"documents[{i}]")
+            raise ApiError(
+                400, f"documents[{i}] must be a text or an object with 'text'", param=f"documents[{i}]"
+            )
         documents.append(text)
     try:
         template = template_of(service.model.engine)
     except (ValueError, GGUFError):
         raise ApiError(
-            400, f"{name} ranks no documents: its file has no template for that", code="unsupported"
+            400, f"{name} does not support reranking: its file has no template for it", code="unsupported"
         ) from None
     tokens = 0
 
@@ -131,7 +133,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
             "id": uuid.uuid4().hex,
             "model": name,
             "results": results,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},  # what documents share counts once
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},  # a shared prefix counts once
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
         }
     )
