@@ -168,7 +168,7 @@ def test_an_answer_takes_the_options_of_a_text(model: Model, chat: Conversation)
         assert list(chat.stream(QUESTIONS[0], 24, logprobs=1, **options)) == expected
         assert chat.messages[-1] == {"role": "assistant", "content": text}
         chat.reset()
-    with pytest.raises(ValueError, match="echo: an answer does not begin with the conversation"):
+    with pytest.raises(ValueError, match="echo is not supported in a conversation"):
         list(chat.answer(QUESTIONS[0], echo=True))
     assert chat.messages == [SYSTEM]
 

@@ -1,4 +1,4 @@
-"""Conversations: messages over a session whose cache is used again turn by turn."""
+"""Conversations over a session whose cache is reused from turn to turn."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from metal_prefill.model import Model
     from metal_prefill.session import Session
 
-# When a conversation outgrows the context, its oldest turns are forgotten until this part of it is in use:
-# the room that is won lasts for several turns, each of which can use the cache again.
+# If a conversation exceeds the context, its oldest turns are dropped until it fills this fraction of it.
+# Dropping several at once leaves room for several turns, which can reuse the cache.
 _KEPT = 0.5
 
 
 class Conversation:
-    """Messages between a user and a model.
+    """Conversation between a user and a model.
 
     Parameters
     ----------
     model
-        The conversation makes a session of its own.
+        Model, on which the conversation opens its own session.
     system
-        Instructions to the model, before the first message.
+        System message.
     tools
-        What the model may call, as for :meth:`metal_prefill.text.Tokenizer.apply_chat_template`. Its
-        calls are in :attr:`calls`, and :meth:`answer_calls` says what came of them.
+        Tools that the model may call, as for :meth:`metal_prefill.text.Tokenizer.apply_chat_template`. Its
+        calls are in :attr:`calls`; :meth:`answer_calls` takes their results.
     max_context
         As in :meth:`metal_prefill.Model.session`.
 
@@ -42,14 +42,14 @@ class Conversation:
     messages : list of dict
         Role and content of each message, oldest first; an assistant's calls are in its ``tool_calls``.
     forgotten : int
-        Messages that the last answer had no room for; they are no longer in `messages`.
+        Number of messages that were dropped from `messages` to make room for the last answer.
     finish_reason : str or None
-        Why the last answer ended, as for :class:`metal_prefill.Piece`; None where it was interrupted.
+        Reason that the last answer ended, as for :class:`metal_prefill.Piece`; None if interrupted.
 
     Raises
     ------
     ChatTemplateError
-        There are tools, and the model's template takes none.
+        There are tools, but the model's template does not support them.
 
     Examples
     --------
@@ -82,39 +82,39 @@ class Conversation:
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Calls that the last answer asks for, in order; empty once they are answered."""
+        """Tool calls of the last answer, in order; empty once they are answered."""
         last = self.messages[-1] if self.messages else {}
         return [ToolCall.from_message(call) for call in last.get("tool_calls", ())]
 
     def answer(self, text: str, max_tokens: int = 256, **options: Any) -> Generator[str, None, None]:
-        """Say something, and yield the answer as it is made.
+        """Send a message, and yield the answer as it is generated.
 
-        If the iterator is closed or Ctrl-C interrupts it, the text yielded so far counts as the answer. If
-        there is none, or an error occurs, the conversation is as it was before.
+        If the iterator is closed or interrupted by Ctrl-C, the text yielded so far becomes the answer. If
+        there is none, or an error occurs, the conversation is unchanged.
 
         Parameters
         ----------
         text
-            The user's message.
+            User message.
         max_tokens
-            Upper bound on the answer, in tokens.
+            Maximum length of the answer in tokens.
         options
-            Of :meth:`metal_prefill.Session.generate`, but for `echo`. The template's own ends are added to
-            `stop`.
+            Options of :meth:`metal_prefill.Session.generate`, except `echo`. The template's stop strings are
+            added to `stop`.
 
         Raises
         ------
         ContextOverflowError
-            The message alone does not fit into the context.
+            The message alone does not fit the context.
         ChatTemplateError
-            The model's template refuses the conversation.
+            The model's template rejects the conversation.
         """
         return self._texts([{"role": "user", "content": text}], max_tokens, options)
 
     def stream(
         self, text: str, max_tokens: int = 256, *, logprobs: int | None = None, **options: Any
     ) -> Generator[Piece, None, None]:
-        """Say something, and yield each token of the answer as :meth:`metal_prefill.Session.stream` does.
+        """Send a message, and yield each token of the answer as :meth:`metal_prefill.Session.stream` does.
 
         Parameters and errors are those of :meth:`answer`, and `logprobs` is that of
         :meth:`metal_prefill.Session.stream`. Tokens of a call have no text.
@@ -125,21 +125,21 @@ class Conversation:
     def answer_calls(
         self, results: Sequence[Any], max_tokens: int = 256, **options: Any
     ) -> Generator[str, None, None]:
-        """Say what came of the calls of the last answer, and yield the next answer as it is made.
+        """Send the results of the last answer's calls, and yield the next answer as it is generated.
 
         Parameters
         ----------
         results
-            One for each of :attr:`calls`, in their order: text, or what becomes JSON.
+            One result for each of :attr:`calls`, in order: text, or a value that is encoded as JSON.
         max_tokens, options
             As for :meth:`answer`.
 
         Raises
         ------
         ValueError
-            There are no calls, or more or fewer results than calls.
+            There are no calls, or their number differs from that of the results.
         TypeError
-            A result is neither text nor of JSON's types.
+            A result is neither text nor a JSON value.
         """
         calls = self.calls
         if not calls:
@@ -164,9 +164,9 @@ class Conversation:
     def _reply(
         self, said: list[dict[str, Any]], max_tokens: int, options: dict[str, Any]
     ) -> Generator[Piece, None, None]:
-        """Add messages, and yield the tokens of the answer to them, with the text that is no call."""
+        """Append messages, and yield the tokens of the answer, without the text of calls."""
         if options.get("echo"):
-            raise ValueError("echo: an answer does not begin with the conversation")
+            raise ValueError("echo is not supported in a conversation")
         before, made, calls, whole = list(self.messages), "", list[ToolCall](), False
         parser = ToolCallParser(self._tools) if self._tools else None
         self.messages += said
@@ -197,7 +197,7 @@ class Conversation:
                 self.messages = before
 
     def _fit(self, max_tokens: int) -> list[int]:
-        """Return the tokens of the conversation; its oldest turns are forgotten where it is too long."""
+        """Return the tokens of the conversation; drop its oldest turns if it is too long."""
         limit = self._session.max_context
         self.forgotten = 0
         tokens = self._tokens()
@@ -205,7 +205,7 @@ class Conversation:
             return tokens
         first = 1 if self.messages[0]["role"] == "system" else 0
         while len(tokens) > limit * _KEPT:
-            # Turns: templates may insist on user and assistant in turn, and on calls before their results.
+            # Whole turns: templates may require alternating roles, and calls before their results.
             turns = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i > first]
             if not turns:
                 break
@@ -218,28 +218,28 @@ class Conversation:
         return self._model.tokenizer.apply_chat_template(self.messages, tools=self._tools)
 
     def reset(self) -> None:
-        """Forget all messages but the system's."""
+        """Remove all messages except the system message."""
         self.messages = [m for m in self.messages if m["role"] == "system"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write messages and cache to a file. See :meth:`metal_prefill.Session.save`."""
+        """Save the messages and the cache to a file. See :meth:`metal_prefill.Session.save`."""
         self._session.notes = json.dumps(self.messages, ensure_ascii=False)
         self._session.save(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on with a saved conversation instead of this one, or leave this one as it is.
+        """Replace this conversation with a saved one; it is unchanged if an error occurs.
 
         Raises
         ------
         StateError
-            The file holds no conversation. See also :meth:`metal_prefill.Model.load_session`.
+            The file contains no conversation. See also :meth:`metal_prefill.Model.load_session`.
         """
         session = self._model.load_session(path, max_context=self._session.max_context)
         try:
             self.messages = [_loaded(message) for message in json.loads(session.notes)]
         except (ValueError, TypeError, KeyError, RecursionError):
             session.close()
-            raise StateError(f"{path}: holds a session, but no conversation") from None
+            raise StateError(f"{path}: contains a session, but no conversation") from None
         self._session.close()
         self._session = session
 
@@ -249,7 +249,7 @@ class Conversation:
 
 
 def _loaded(message: Any) -> dict[str, Any]:
-    """Check a message of a saved conversation; raises TypeError or KeyError."""
+    """Validate a message of a saved conversation; raise `TypeError` or `KeyError` if it is invalid."""
     loaded: dict[str, Any] = {"role": str(message["role"]), "content": str(message["content"])}
     loaded |= {key: str(message[key]) for key in ("name", "tool_call_id") if key in message}
     if "tool_calls" in message:

@@ -1,8 +1,8 @@
-"""Beam search: the most probable texts after a prompt, several followed at a time.
+"""Beam search for the most probable texts after a prompt.
 
-The search is that of Hugging Face transformers. In each pass every beam, a beginning of a text, is continued
-by each token; of all continuations the most probable ones are the beams of the next pass. Beams are rows of
-one pass, and forks that share the pages of what they begin with.
+The algorithm is that of Hugging Face transformers. Each pass extends every beam, a partial text, by each
+token; the most probable extensions are the beams of the next pass. Beams are rows of one batch, and forks
+that share the pages of their common prefix.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 
-_ENDING_BY_TEXT = 4  # tokens after a beginning that may complete a stop string without leaving a beam idle
+_ENDING_BY_TEXT = 4  # extensions of a beam that may complete a stop string without leaving a beam idle
 
 
 @dataclass(frozen=True)
 class Beam:
-    """A text that beam search found.
+    """Text found by beam search.
 
     Attributes
     ----------
     text : str
-        Without the token or the string that ends it; without the prompt, unless `echo`.
+        The text without the token or string that ends it, and without the prompt unless `echo` is set.
     tokens : list of int
-        Its ids, with those that end it.
+        Token ids, including those that end the text.
     score : float
         `logprob` divided by the number of tokens to the power of the length penalty.
     logprob : float
-        Log probability of all its tokens, in nats.
+        Log probability of the tokens, in nats.
     finish_reason : str
         ``"stop"``, ``"length"`` or ``"context"``, as for :class:`metal_prefill.Piece`.
     """
@@ -57,36 +57,36 @@ class Beam:
 
 
 class Hypothesis(NamedTuple):
-    """A text or its beginning, and the sum of the log probabilities of its tokens."""
+    """Complete or partial text, with the sum of the log probabilities of its tokens."""
 
     tokens: tuple[int, ...]
     logprob: float
 
 
 class Search:
-    """Which beginnings are continued, and which texts are the best so far.
+    """State of a beam search: the running beams and the best finished texts.
 
     Parameters
     ----------
     num_beams, length_penalty, early_stopping
         As for :func:`generate_beams`.
     max_tokens
-        Of a text, at least 1.
+        Maximum number of tokens of a text, at least 1.
     stop_ids
-        Tokens that end a text.
+        Ids of tokens that end a text.
     min_tokens
-        Of a text: before that, no token ends it.
+        Minimum number of tokens before a stop token may end a text.
     stops
-        Whether a stop string ends a text with these tokens; None where there are none.
+        Function that returns whether a stop string ends a text with these tokens; None for no stop strings.
 
     Attributes
     ----------
     running : list of Hypothesis
-        Beginnings to be continued, the most probable first; none once the search is over.
+        Partial texts to extend, most probable first; empty once the search is over.
     finished : list of (float, Hypothesis)
-        The best texts, and their scores, the best first.
+        Scores and texts of the best finished hypotheses, best first.
     width : int
-        How many continuations of a beginning can matter.
+        Number of extensions of a beam that can affect the result.
     """
 
     def __init__(
@@ -109,17 +109,17 @@ class Search:
         self.finished: list[tuple[float, Hypothesis]] = []
 
     def advance(self, following: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
-        """Continue each beginning by its most probable tokens.
+        """Extend each beam by its most probable tokens.
 
         Parameters
         ----------
         following
-            For each of `running`, tokens and their log probabilities: the `width` most probable ones.
+            For each of `running`, the `width` most probable tokens with their log probabilities.
 
         Returns
         -------
         list of int
-            For each of `running` as it is now, which one of before it continues.
+            For each beam of the new `running`, the index of its parent in the old one.
         """
         made = len(self.running[0].tokens) + 1
         candidates = [
@@ -150,7 +150,7 @@ class Search:
         return self._stops is not None and self._stops(text.tokens)
 
     def _is_over(self, best: float, made: int) -> bool:
-        """Whether no text is expected to be better than the worst of those found."""
+        """Whether no running beam can improve on the worst finished text, by the `early_stopping` rule."""
         if len(self.finished) < self._num_beams:
             return False
         if self._early_stopping is True:
@@ -161,14 +161,14 @@ class Search:
 
 
 class _Text:
-    """Tokens of a beginning as text, up to a stop string."""
+    """Text of a beam, up to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], min_tokens: int) -> None:
         self._decoder, self._filter = tokenizer.decoder(), StopFilter(strings)
-        self._left, self._words = min_tokens, ""  # tokens before stop strings count
+        self._left, self._words = min_tokens, ""  # tokens before stop strings apply
 
     def after(self, *tokens: int) -> _Text:
-        """Return the text with further tokens."""
+        """Return a copy of the text, extended by tokens."""
         text = copy(self)
         text._decoder, text._filter = self._decoder.copy(), self._filter.copy()
         for token in tokens:
@@ -179,29 +179,29 @@ class _Text:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended it."""
+        """Whether a stop string has ended the text."""
         return self._filter.found
 
     def end(self) -> str:
-        """Return all of it."""
+        """Return the complete text."""
         rest = self._filter.step(self._decoder.flush())
         return self._words + rest + ("" if self.stopped else self._filter.flush())
 
 
 class _Texts:
-    """The beginnings of a search as texts."""
+    """Texts of the running beams of a search."""
 
     def __init__(self, empty: _Text) -> None:
         self._running: dict[tuple[int, ...], _Text] = {(): empty}
         self._next: dict[tuple[int, ...], _Text] = {}
 
     def stops(self, tokens: tuple[int, ...]) -> bool:
-        """Whether a stop string ends a beginning that was running, continued by a token."""
+        """Whether a stop string ends a running beam extended by a token."""
         self._next[tokens] = self._running[tokens[:-1]].after(tokens[-1])
         return self._next[tokens].stopped
 
     def keep(self, running: Sequence[Hypothesis]) -> None:
-        """Forget all but these, which :meth:`stops` has seen."""
+        """Drop all texts except those of these beams, each already passed to :meth:`stops`."""
         self._running, self._next = {beam.tokens: self._next[beam.tokens] for beam in running}, {}
 
 
@@ -231,7 +231,7 @@ def generate_beams(
         raise ContextOverflowError(f"a prompt of {length_of(ids)} tokens exceeds the context of {context}")
     ids = token_array(ids, vocab_size)
     engine.core.check_fits(len(ids))
-    room = context - len(ids) + 1  # the last token needs none
+    room = context - len(ids) + 1  # the last token is not written to the cache
     stop_ids = engine.tokenizer.stop_ids | frozenset(stops)
     empty = _Text(engine.tokenizer, strings, min_tokens)
     texts = _Texts(empty) if strings else None
@@ -258,14 +258,16 @@ def generate_beams(
             parents = search.advance([sampler.reports[0][1] for sampler in used])
             if texts is not None:
                 texts.keep(search.running)
-            kept = {parent: parents.index(parent) for parent in parents}  # the first child takes its session
+            kept = {
+                parent: parents.index(parent) for parent in parents
+            }  # the first child takes over the session
             sessions[:] = [
                 sessions[parent] if kept[parent] == i else sessions[parent].fork()
                 for i, parent in enumerate(parents)
             ]
             tokens, reuse = [np.array(beam.tokens[-1:], np.int32) for beam in search.running], False
     finally:
-        sessions.clear()  # also where an exception keeps the frame
+        sessions.clear()  # frees them even if a traceback keeps the frame alive
     begin = ""
     if echo:
         begin = prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids.tolist())

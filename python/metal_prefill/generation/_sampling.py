@@ -1,13 +1,13 @@
-"""Choosing the next token from logits.
+"""Sampling of the next token from logits.
 
 The steps and their order are those of llama.cpp's default chain: logit bias, penalties, top-k, typical,
-top-p, min-p, temperature. Each filter sees the probabilities before the temperature, over what the filters
-before it left.
+top-p, min-p, temperature. Each filter uses the probabilities before the temperature, over the tokens that
+earlier filters kept.
 
-:class:`Sampler` and everything that generates text choose in the native core, where the logits are;
-:func:`sample` is the same in NumPy, for experiments and to compare with. Both compute in float64, and a sum
-that equals a threshold reaches it. Where a sum is within rounding (some 1e-15 of it) of a threshold, the two
-may decide differently, each always in the same way.
+:class:`Sampler` and all text generation sample in the native core, where the logits are. :func:`sample`
+implements the same steps in NumPy, for experiments and as a reference. Both compute in float64, and a sum
+equal to a threshold reaches it. If a sum is within rounding error (relative 1e-15) of a threshold, the two
+may differ; each is deterministic.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from metal_prefill._support.arguments import integer, number
 Ids: TypeAlias = npt.NDArray[np.intp]
 Scores: TypeAlias = npt.NDArray[np.float64]
 
-REPEAT_WINDOW = 64  # latest tokens that the penalties look at
+REPEAT_WINDOW = 64  # most recent tokens that the penalties cover
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to choose.
+    """Sampling options.
 
     Attributes
     ----------
     temperature : float
-        Divides the logits; 0 takes the most probable token, and of equal ones the lowest id.
+        Divisor of the logits; 0 selects the most probable token, with ties broken by the lowest id.
     top_k : int
-        Keep the k most probable tokens, of equal ones those of lowest id; 0 keeps all.
+        Keep the k most probable tokens, with ties broken by the lowest id; 0 keeps all.
     top_p : float
         Keep the fewest most probable tokens whose probabilities sum to at least this; 1 keeps all.
     min_p : float
         Keep tokens of at least this fraction of the highest probability; 0 keeps all.
     repeat_penalty : float
         Divides positive logits of recent tokens and multiplies negative ones (arXiv:1909.05858); 1 changes
-        nothing. Recent are the last 64 tokens of prompt and text.
+        nothing. Recent tokens are the last 64 of prompt and text.
     typical_p : float
-        Keep the fewest tokens whose probabilities sum to at least this and whose surprise is nearest to the
-        expected one (arXiv:2202.00666); 1 keeps all.
+        Keep the fewest tokens whose probabilities sum to at least this, in order of the distance of their
+        surprisal from its expected value (arXiv:2202.00666); 1 keeps all.
     frequency_penalty : float
-        Taken from a recent token's logit for each time that it occurs.
+        Subtracted from the logit of a recent token for each occurrence.
     presence_penalty : float
-        Taken from the logit of each recent token.
+        Subtracted from the logit of each recent token.
     logit_bias : mapping of int to float
-        Added to the logits of these tokens before all else; ``-inf`` excludes a token.
+        Values added to the logits of tokens before all other steps; ``-inf`` excludes a token.
 
     Raises
     ------
     ValueError
         If an option is out of range.
     TypeError
-        If an option is not a number, `top_k` or an id of `logit_bias` not an integer.
+        If an option is not a number, or `top_k` or an id of `logit_bias` is not an integer.
     """
 
     temperature: float = 0.0
@@ -97,14 +97,14 @@ class Options:
             raise TypeError(f"logit_bias must be a mapping of token ids to numbers, got {kind}")
         for token, bias in self.logit_bias.items():
             if not 0 <= integer("a token id of logit_bias", token) <= _LARGEST_ID:
-                raise ValueError(f"logit_bias names token id {token}, which no vocabulary has")
+                raise ValueError(f"a token id of logit_bias must be between 0 and {_LARGEST_ID}, got {token}")
             added = number(f"logit_bias of token {token}", bias)
             if math.isnan(added) or added == math.inf:
                 raise ValueError(f"logit_bias of token {token} must be finite or -inf, got {bias}")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the choice is the plain argmax of the logits, as the engines compute it."""
+        """Whether the choice is the plain argmax of the logits, which the engines compute."""
         return self.temperature == 0 and not self.logit_bias and not self._penalizes
 
     @property
@@ -116,14 +116,14 @@ _LARGEST_ID = 2**31 - 1
 
 
 def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answer: int = 0) -> _core.Sampler:
-    """Make the native sampler of a text.
+    """Create the native sampler of a text.
 
     Parameters
     ----------
     options, seed, recent
         As for :class:`Sampler`.
     answer
-        Number of the text among those of one prompt and seed: each has random numbers of its own.
+        Index of the text among those of one prompt and seed; each has its own random numbers.
     """
     core = _core.SamplingOptions()
     core.window = REPEAT_WINDOW
@@ -137,24 +137,24 @@ def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answ
         seed = secrets.randbits(64)
     seed = integer("seed", seed, 0)
     ids = np.fromiter(recent, dtype=np.int64)
-    ids[(ids < 0) | (ids > _LARGEST_ID)] = -1  # as far outside of the vocabulary, and refused when it counts
+    ids[(ids < 0) | (ids > _LARGEST_ID)] = -1  # also outside the vocabulary; rejected when a penalty uses it
     return _core.Sampler(core, seed % 2**64, answer, ids.astype(np.int32))
 
 
 class Sampler:
-    """Chooses token after token, remembering them for the penalties.
+    """Stateful sampler that records its tokens for the penalties.
 
-    A choice depends on the logits, the tokens before it, the seed and the position alone: random numbers are
-    a function of seed and position (Philox 4x32-10), on every machine the same.
+    A choice depends only on the logits, the tokens before it, the seed and the position. Random numbers are a
+    function of seed and position (Philox 4x32-10), the same on every machine.
 
     Parameters
     ----------
     options
-        How to choose.
+        Sampling options.
     seed
-        Of the random numbers, not negative; its lowest 64 bits count. None draws a fresh one.
+        Seed of the random numbers, not negative, of which the lowest 64 bits are used. None draws a new one.
     recent
-        Ids of the tokens before the first choice, oldest first. Their number is its position.
+        Ids of the tokens before the first choice, oldest first. Their number is the position of that choice.
     """
 
     def __init__(self, options: Options, *, seed: int | None = None, recent: Iterable[int] = ()) -> None:
@@ -162,7 +162,7 @@ class Sampler:
         self._core = core_sampler(options, seed, recent)
 
     def __call__(self, logits: npt.ArrayLike, *, allowed: npt.ArrayLike | None = None) -> int:
-        """Choose a token; see :func:`sample` for logits, mask and errors. Logits are taken as float32."""
+        """Choose a token from logits, converted to float32; see :func:`sample` for mask and errors."""
         with np.errstate(over="ignore"):
             scores = np.ascontiguousarray(logits, dtype=np.float32)
         _check_shape(scores)
@@ -189,33 +189,33 @@ def sample(
     recent: Iterable[int] = (),
     rng: np.random.Generator | None = None,
 ) -> int:
-    """Choose one token.
+    """Choose one token from logits.
 
     Parameters
     ----------
     logits
-        ``[vocab_size]``, left as they are. ``-inf`` excludes a token; where some are ``+inf``, the choice is
-        among those.
+        ``[vocab_size]``, not modified. ``-inf`` excludes a token; if some are ``+inf``, the choice is among
+        those.
     temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
 logit_bias
         See :class:`Options`.
     allowed
         Whether each token may be chosen, bool ``[vocab_size]``; None allows all.
     recent
-        Ids that the penalties apply to. How often one occurs counts for `frequency_penalty` alone.
+        Ids that the penalties apply to. The number of occurrences matters only for `frequency_penalty`.
     rng
         Source of random numbers; a fresh one by default.
 
     Returns
     -------
     int
-        The id of the token.
+        Token id.
 
     Raises
     ------
     ValueError
-        If a logit is NaN, none that is allowed is above ``-inf``, the array is not one-dimensional or empty,
-        a recent id is outside the vocabulary, or an option is out of range.
+        If a logit is NaN, no allowed logit is above ``-inf``, the array is not one-dimensional or is empty, a
+        recent id is outside the vocabulary, or an option is out of range.
     """
     options = Options(
         temperature,
@@ -273,8 +273,7 @@ def _choose(
     ids = _typical(ids, scores, options.typical_p)
     ids = _top_p(ids, scores, options.top_p)
     ids = _min_p(ids, scores, options.min_p)
-    # A draw in [0, 1) picks the token, by ids in their order, into whose stretch of the cumulative
-    # distribution it falls.
+    # Inverse transform sampling over ids in increasing order, as in the native core.
     cumulative = np.cumsum(_softmax(scores[ids], options.temperature))
     drawn = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
     return int(ids[min(drawn, len(ids) - 1)])
@@ -311,7 +310,7 @@ def _typical(ids: Ids, scores: Scores, p: float) -> Ids:
     if p == 1:
         return ids
     weights = _softmax(scores[ids])
-    below = scores[ids].max() - scores[ids]  # surprise, less that of the most probable token
+    below = scores[ids].max() - scores[ids]  # surprisal, relative to that of the most probable token
     distance = np.abs(below - (weights * below).sum())
     return _fewest(ids, distance, weights, p)
 
@@ -323,7 +322,7 @@ def _top_p(ids: Ids, scores: Scores, p: float) -> Ids:
 
 
 def _fewest(ids: Ids, keys: Scores, weights: Scores, p: float) -> Ids:
-    """Keep the fewest tokens of lowest key, of equal ones those of lowest id, whose weights sum to `p`."""
+    """Keep the fewest tokens, by lowest key and then lowest id, whose weights sum to at least `p`."""
     order = np.argsort(keys, kind="stable")
     cumulative = np.cumsum(weights[order])
     return np.sort(ids[order[: int(np.searchsorted(cumulative, p)) + 1]])
@@ -338,9 +337,7 @@ def _min_p(ids: Ids, scores: Scores, p: float) -> Ids:
 
 
 def _softmax(values: Scores, temperature: float = 1.0) -> Scores:
-    with np.errstate(
-        over="ignore", under="ignore"
-    ):  # a tiny temperature sends all but the highest to exp(-inf)
+    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature underflows all but the highest
         weights: Scores = np.exp((values - values.max()) / temperature)
     weights /= weights.sum()
     return weights
