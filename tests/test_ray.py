@@ -129,7 +129,7 @@ def test_bad_prompts_are_recorded_or_end_the_job(demo_path: Path) -> None:
 
 
 def test_wrong_use_is_named(demo_path: Path) -> None:
-    with pytest.raises(ValueError, match="no column 'prompt'; the batch has text"):
+    with pytest.raises(ValueError, match="no column 'prompt'; the columns are text"):
         ScorePrompts(demo_path, **OPTIONS)({"text": np.array(["a"])})
     with pytest.raises(ValueError, match="errors must be 'raise' or 'record'"):
         ScorePrompts(demo_path, errors="ignore", **OPTIONS)

@@ -1,4 +1,4 @@
-"""Other libraries: Ray, scikit-learn, lm-evaluation-harness. Each needs the library itself."""
+"""Integrations with Ray, scikit-learn and lm-evaluation-harness, each of which must be installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of evaluation harnesses, computed together: likelihoods of continuations and of whole texts."""
+"""Batched requests of evaluation harnesses: likelihoods of continuations and of whole texts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Ids = npt.NDArray[np.int32]
 def loglikelihood(
     model: Model, pairs: Sequence[tuple[str, str]], *, templated: bool = False
 ) -> list[tuple[float, bool]]:
-    """Log likelihood of continuations, and whether each is what greedy decoding would write.
+    """Return the log likelihood of continuations, and whether greedy decoding would produce each.
 
     Parameters
     ----------
     pairs
-        Context and continuation of each. Contexts that are too long lose their beginning.
+        Pairs of a context and a continuation. Contexts that are too long are truncated from the left.
     templated
-        Whether a chat template made the contexts: see `encode_templated`.
+        Whether a chat template rendered the contexts; see `encode_templated`.
     """
     encode = partial(encode_templated, model.tokenizer) if templated else model.tokenizer.encode
     encoded = []
@@ -42,7 +42,7 @@ def loglikelihood(
 
 
 def loglikelihood_of_tokens(model: Model, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-    """As `loglikelihood`, of token ids that fit in the context."""
+    """Return what `loglikelihood` returns, for token ids that fit the context."""
     names = [f"request {i}" for i in range(len(pairs))]
     scores = score_continuations(TextPasses(model.engine), pairs, names)
     greedy = _are_greedy(model, pairs, scores, names)
@@ -53,9 +53,9 @@ def loglikelihood_of_tokens(model: Model, pairs: Sequence[tuple[Ids, Ids]]) -> l
 
 
 def encode_templated(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Turn text that a chat template made into tokens, with its control tokens.
+    """Encode text that a chat template rendered, including its control tokens.
 
-    A template that spells the token that begins texts gets no second one.
+    The beginning-of-text token is added only if the template did not render it.
     """
     ids = tokenizer.encode(text, add_bos=False, parse_special=True)
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -69,10 +69,10 @@ def _are_greedy(
     scores: Sequence[npt.NDArray[np.float32]],
     names: Sequence[str],
 ) -> list[bool]:
-    """Whether each token of a continuation is the one of the largest logit.
+    """Whether each token of a continuation has the largest logit, for each pair.
 
-    One of more than half of the probability is, and one that another continuation beats at its place is not.
-    Only of the others the model is asked.
+    A token with more than half of the probability has; a token that is less probable than that of another
+    continuation at the same position has not. The model computes only the remaining cases.
     """
     best: dict[bytes, float] = {}
     places = [
@@ -98,7 +98,7 @@ def _are_greedy(
 
 
 def _cut(model: Model, context: Ids, continuation: Ids) -> tuple[Ids, Ids]:
-    """Drop the beginning of a context where both do not fit; the last token is only predicted."""
+    """Truncate a context from the left to fit both; the last token is only predicted."""
     most = model.max_context + 1 - len(continuation)
     if most < 1:
         raise ValueError(
@@ -108,7 +108,7 @@ def _cut(model: Model, context: Ids, continuation: Ids) -> tuple[Ids, Ids]:
 
 
 def loglikelihood_rolling(model: Model, texts: Sequence[str]) -> list[float]:
-    """Log likelihood of whole texts, in windows as long as the context. See `rolling_windows`."""
+    """Return the log likelihood of whole texts, in windows as long as the context; see `rolling_windows`."""
     pairs: list[tuple[Ids, Ids]] = []
     owners: list[int] = []
     for i, text in enumerate(texts):
@@ -123,10 +123,10 @@ def loglikelihood_rolling(model: Model, texts: Sequence[str]) -> list[float]:
 
 
 def rolling_windows(model: Model, text: str) -> Iterator[tuple[Ids, Ids]]:
-    """Yield the known tokens and those to predict, one window after another, as lm-eval defines them.
+    """Yield the known tokens and the tokens to predict of each window, as lm-eval defines them.
 
-    The first token is predicted from the one that begins texts, or that ends them where there is none.
-    Each other token is predicted once; the last window reaches back to fill the context.
+    The first token is predicted from the beginning-of-text token, or from the end-of-text token if there is
+    none. Each other token is predicted once; the last window reaches back to fill the context.
     """
     tokenizer = model.tokenizer
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
@@ -142,9 +142,10 @@ def rolling_windows(model: Model, text: str) -> Iterator[tuple[Ids, Ids]]:
 def generate_until(
     model: Model, requests: Sequence[tuple[str, int, Sequence[str]]], *, templated: bool = False
 ) -> list[str]:
-    """Continue prompts greedily, each up to its number of tokens or one of its strings.
+    """Continue prompts greedily, each up to its number of tokens or one of its stop strings.
 
-    Prompts that leave no room for the tokens lose their beginning. `templated`: see `loglikelihood`.
+    Prompts that leave no room for the tokens are truncated from the left. `templated` is as for
+    `loglikelihood`.
     """
     tokenizer = model.tokenizer
     answers = [""] * len(requests)

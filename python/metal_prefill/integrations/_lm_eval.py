@@ -1,12 +1,11 @@
-"""EleutherAI's lm-eval on our models.
+"""Model class for EleutherAI's lm-eval.
 
 Needs the extra ``eval`` (``pip install 'metal_prefill[eval]'``). Importing this module registers the model
-``metal-prefill``; as a program it is ``lm_eval`` with that model::
+``metal-prefill``; running it as a program runs ``lm_eval`` with that model::
 
     python -m metal_prefill.lm_eval --model metal-prefill --model_args path=model.gguf --tasks arc_easy
 
-Requests are computed together, contexts that they share once, and the head for the rows of continuations
-alone.
+Requests are batched, shared contexts are computed once, and the head only for the rows of continuations.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ try:
 except ImportError as error:
     raise MissingExtraError(f"evaluation needs: pip install 'metal_prefill[eval]' ({error})") from error
 
-MAX_NEW_TOKENS = 256  # where a task does not say
+MAX_NEW_TOKENS = 256  # for tasks that set no limit
 
 
 @register_model("metal-prefill", "metal_prefill")
 class MetalPrefillLM(LM):  # type: ignore[misc]
-    """A model for lm-eval.
+    """Model for lm-eval.
 
     Parameters
     ----------
     path
         GGUF file, or ``owner/repo:file`` on the Hugging Face Hub; None for the bundled model.
     batch_size, max_batch_size
-        Those of the harness do not count: passes are filled with what fits.
+        Ignored: passes are filled automatically.
     device
-        ``"cpu"`` or ``"metal"`` (``lm_eval --device``). Any other stands for "auto": the harness names a
-        CUDA device where nothing is asked for.
+        ``"cpu"`` or ``"metal"`` (``lm_eval --device``). Any other value selects ``"auto"``, because the
+        harness passes a CUDA device by default.
     options
-        Of :class:`metal_prefill.Model`, such as ``threads`` and ``compute``.
+        Options of :class:`metal_prefill.Model`, such as ``threads`` and ``compute``.
     """
 
     def __init__(
@@ -58,16 +57,16 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
         self._templated = False
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log likelihood of each continuation, and whether greedy decoding would write it."""
+        """Return the log likelihood of each continuation, and whether greedy decoding would produce it."""
         pairs = [request.args for request in requests]
         return _evaluation.loglikelihood(self.model, pairs, templated=self._templated)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log likelihood of each text."""
+        """Return the log likelihood of each text."""
         return _evaluation.loglikelihood_rolling(self.model, [request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuation of each prompt."""
+        """Return the greedy continuation of each prompt."""
         parsed = []
         for request in requests:
             prompt, options = request.args
@@ -83,16 +82,16 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
     ) -> str:
         """Render messages as text (``--apply_chat_template``).
 
-        The harness joins texts before it asks for their tokens, so from the first call on the spelling of a
-        control token stands for that token in all requests, as in the harness's other models.
+        The harness concatenates texts before it requests their tokens. After the first call, text that spells
+        a control token is therefore encoded as that token in all requests, as in the harness's other models.
 
         Parameters
         ----------
         chat_history
             Messages, each with ``role`` and ``content``.
         add_generation_prompt
-            End with the beginning of an answer. If False, end with the content of the last message instead,
-            which the answer continues.
+            Append the assistant header. If False, end with the content of the last message, which the answer
+            continues.
         """
         self._templated = True
         pieces = self.model.tokenizer.chat_pieces(chat_history, None, add_generation_prompt, {})
@@ -108,7 +107,7 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            The file has no chat template, or one is asked for by a name.
+            The file has no chat template, or a template is selected by name.
         """
         if not chat_template:
             return ""
@@ -122,5 +121,5 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Name that cached requests carry."""
+        """Name of the tokenizer in the harness's cache keys."""
         return self.model.path.name

@@ -1,9 +1,9 @@
-"""Millions of prompts on a cluster: callable classes for Ray Data's ``map_batches``.
+"""Batch inference on a cluster: callable classes for Ray Data's ``map_batches``.
 
 Needs the extra ``ray`` (``pip install 'metal_prefill[ray]'``). Each actor opens the model once. Within a
-batch the prompts are taken in the order of what they share, so that a common beginning is computed once for
-all of them; sort the data set by prompt, or keep prompts that belong together in one batch, to gain most from
-it. A batch that Ray repeats after a failure gives the same rows again: there is no state beyond the model.
+batch, prompts are ordered by shared prefix, and each prefix is computed once; for the largest gain, sort the
+data set by prompt or keep related prompts in one batch. A batch that Ray repeats after a failure returns the
+same rows, because the model is the only state.
 
 >>> import ray
 >>> from metal_prefill.integrations._ray import ScorePrompts
@@ -42,25 +42,26 @@ Batch: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 class _PromptMapper:
-    """Shared by scoring and continuing: the model, the columns, and what becomes of bad prompts.
+    """Base class: opens the model, reads and writes columns, and handles invalid prompts.
 
     Parameters
     ----------
     model
         A GGUF file that every node can read, ``owner/repo:file`` on the Hugging Face Hub, or None for the
-        model that ships with the package.
+        bundled model.
     column
-        Holds the prompts: text, or token ids.
+        Column of the prompts, as text or token ids.
     output
-        Column to be written.
+        Column to write.
     errors
-        ``"raise"``: a prompt that is empty, too long or outside the vocabulary ends the job. ``"record"``:
-        its output is empty, and a column ``error`` says why; it is empty for all others.
+        With ``"raise"``, a prompt that is empty, too long or outside the vocabulary ends the job. With
+        ``"record"``, its output is empty and a column ``error`` contains the message, which is empty for
+        valid prompts.
     options
-        Of :class:`metal_prefill.Model`. `threads` is by default the number of CPUs that the actor was given.
+        Options of :class:`metal_prefill.Model`. `threads` defaults to the number of CPUs of the actor.
     """
 
-    least = 1  # tokens of a prompt
+    least = 1  # minimum tokens of a prompt
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class _PromptMapper:
         self._record = errors == "record"
 
     def __call__(self, batch: Batch) -> Batch:
-        """Add the output column to a batch of rows; their order is kept."""
+        """Add the output column to a batch, keeping the order of its rows."""
         if self._column not in batch:
-            raise ValueError(f"there is no column {self._column!r}; the batch has {', '.join(batch)}")
+            raise ValueError(f"there is no column {self._column!r}; the columns are {', '.join(batch)}")
         given = [self._encode(prompt) for prompt in batch[self._column]]
         checked: dict[int, npt.NDArray[np.int32]] = {}
         messages = np.full(len(given), "", dtype=object)
@@ -121,14 +122,14 @@ class _PromptMapper:
 
 
 class ScorePrompts(_PromptMapper):
-    """Adds a column with the log probability of each token given those before it.
+    """Callable that adds a column with the log probability of each token given those before it.
 
     The rows hold float32 ``[n - 1]`` for a prompt of n tokens, in nats; see
-    :meth:`metal_prefill.Model.score_many`. A prompt has at least two tokens, and the first is not scored.
-    Text is encoded as the model's tokenizer does by default: with a token that begins a text, where the model
-    wants one.
+    :meth:`metal_prefill.Model.score_many`. A prompt must have at least two tokens; the first is not scored.
+    Text is encoded with the tokenizer's defaults, which add a beginning-of-text token if the model requires
+    one.
 
-    See the module for an example, and the base class for further parameters.
+    See the module for an example and the base class for further parameters.
     """
 
     least = 2
@@ -149,14 +150,14 @@ class ScorePrompts(_PromptMapper):
 
 
 class ContinuePrompts(_PromptMapper):
-    """Adds a column with the greedy continuation of each prompt, as text.
+    """Callable that adds a column with the greedy continuation of each prompt, as text.
 
     Parameters
     ----------
     max_tokens
-        Upper bound on a continuation, in tokens.
+        Maximum length of a continuation in tokens.
     stop
-        Strings that end one; they are not part of it.
+        Strings that end a continuation and are not part of it.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class ContinuePrompts(_PromptMapper):
 
 
 class EmbedTexts(_PromptMapper):
-    """Adds a column with the vector of each text; see :meth:`metal_prefill.Model.embed`.
+    """Callable that adds a column with the vector of each text; see :meth:`metal_prefill.Model.embed`.
 
     Parameters
     ----------
@@ -227,21 +228,21 @@ class EmbedTexts(_PromptMapper):
 
 
 class RerankPairs:
-    """Adds a column with the score of each pair of a query and a document.
+    """Callable that adds a column with the score of each pair of a query and a document.
 
-    Rows of a batch with the same query are computed together, so that it is computed once; sort the data
-    set by query to gain most from it. See :meth:`metal_prefill.Model.rerank`.
+    For rows of a batch with the same query, the query is computed once; for the largest gain, sort the data
+    set by query. See :meth:`metal_prefill.Model.rerank`.
 
     Parameters
     ----------
     query, document
-        Columns.
+        Columns of the queries and documents.
     output
-        Column to be written.
+        Column to write.
     instruction, template
         See :meth:`metal_prefill.Model.rerank`.
     options
-        Of :class:`metal_prefill.Model`. `threads` is by default the number of CPUs that the actor was given.
+        Options of :class:`metal_prefill.Model`. `threads` defaults to the number of CPUs of the actor.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class RerankPairs:
         self._instruction, self._template = instruction, template
 
     def __call__(self, batch: Batch) -> Batch:
-        """Add the column of scores to a batch of rows; their order is kept."""
+        """Add the column of scores to a batch, keeping the order of its rows."""
         queries = [str(query) for query in batch[self._query]]
         documents = [str(document) for document in batch[self._document]]
         scores = np.empty(len(queries), np.float64)
@@ -286,29 +287,29 @@ def serve_app(
     limits: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Make an application for Ray Serve: the server of :mod:`metal_prefill.serve` on several machines.
+    """Create a Ray Serve application that runs the server of :mod:`metal_prefill.serve` on several machines.
 
-    Requests whose prompts begin alike go to the same replica, which has computed that beginning, as long as
-    it has room. A request whose replica dies before it answers is answered by another one; a stream that has
-    begun ends with an error. Needs the extras ``ray`` and ``serve``.
+    Requests whose prompts share a prefix are routed to the same replica, which has computed it, while that
+    replica has capacity. If a replica dies before it answers a request, another one answers it; a stream that
+    has started ends with an error. Needs the extras ``ray`` and ``serve``.
 
     Parameters
     ----------
     model
         As for :class:`ScorePrompts`.
     replicas
-        Number of models.
+        Number of replicas, each with its own model.
     cpus
-        CPUs of each, and its threads unless `threads` says otherwise.
+        CPUs of each replica, and its number of threads unless `threads` is given.
     limits
-        Fields of :class:`metal_prefill.serve.Settings`, of each replica.
+        Fields of :class:`metal_prefill.serve.Settings` for each replica.
     options
-        Of :class:`metal_prefill.Model`.
+        Options of :class:`metal_prefill.Model`.
 
     Returns
     -------
     ray.serve.Application
-        For ``ray.serve.run``.
+        Application for ``ray.serve.run``.
 
     Examples
     --------
@@ -325,7 +326,7 @@ def serve_app(
 
 
 def _assigned_cpus() -> int | None:
-    """CPUs of the actor that this runs in; None outside of one."""
+    """Return the number of CPUs of the current actor; None outside an actor."""
     if not ray.is_initialized():
         return None
     cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)

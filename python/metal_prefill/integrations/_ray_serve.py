@@ -1,4 +1,4 @@
-"""The server on Ray Serve: one ingress that reads requests, and replicas of the model that answer them."""
+"""Ray Serve deployment: an ingress that reads requests, and replicas of the model that answer them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ except ImportError as error:
     needed = "pip install 'metal_prefill[ray,serve]'"
     raise MissingExtraError(f"serving on Ray needs: {needed} ({error})") from error
 
-MOST_BEGINNINGS = 4096  # of prompts, for which a replica is known as the one that has them
-MOST_TRIES = 3  # of a request whose replicas die before they answer
-MOST_REQUESTS = 10_000  # that the ingress holds at a time
+MOST_BEGINNINGS = 4096  # prompt prefixes that Ray tracks for each replica
+MOST_TRIES = 3  # attempts for a request whose replicas die before they answer
+MOST_REQUESTS = 10_000  # requests in flight at the ingress
 
 
 class Replica:
-    """A model, and the server of the package around it."""
+    """Replica: a model and its server application."""
 
     def __init__(self, model: Any, settings: Settings, options: Mapping[str, Any]) -> None:
         self._app = make_app(Model(None if model is None else resolve_model(model), **options), settings)
@@ -42,7 +42,7 @@ class Replica:
 
     @ray_serve.multiplexed(max_num_models_per_replica=MOST_BEGINNINGS)  # type: ignore[misc]
     async def _remember(self, beginning: str) -> str:
-        """Let Ray know that this replica has computed such a beginning: it sends others like it here."""
+        """Register a prefix with Ray, which then routes requests with the same prefix to this replica."""
         return beginning
 
     async def answer(
@@ -58,7 +58,7 @@ class Replica:
 
 
 class Ingress:
-    """Reads requests, and has a replica answer each: the one that knows how its prompt begins."""
+    """Ingress that reads requests and forwards each to the replica that has computed its prefix."""
 
     def __init__(self, replicas: Any, settings: Settings) -> None:
         self._replicas = replicas
@@ -81,7 +81,7 @@ class Ingress:
             pieces = self._replicas.options(**options).answer.remote(described(request), body)
             try:
                 first = await anext(aiter(pieces))
-            except RayError as error:  # nothing of the answer is sent: another replica makes the same
+            except RayError as error:  # nothing was sent yet, so another replica can answer
                 failure = error
                 continue
             return _response(first, pieces)
@@ -90,7 +90,7 @@ class Ingress:
 
 
 def _response(first: Beginning, pieces: AsyncIterator[bytes]) -> Response:
-    # Ray measures the body by itself.
+    # Ray sets these headers itself.
     headers = {n: v for n, v in first.headers if n not in ("content-length", "transfer-encoding")}
     if first.whole:
         return Response(first.body, first.status, headers)
@@ -102,7 +102,7 @@ async def _stream(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[
     try:
         async for piece in pieces:
             yield piece
-    except RayError as error:  # a part is sent, which another replica cannot continue
+    except RayError as error:  # part of the answer was sent, which another replica cannot continue
         yield b"data: " + json.dumps(broken_answer(error).body()).encode() + b"\n\n"
 
 
@@ -115,7 +115,7 @@ def application(
         name="Replica",
         num_replicas=replicas,
         ray_actor_options={"num_cpus": cpus},
-        max_ongoing_requests=room + 64,  # beyond its own limit a replica answers 429
+        max_ongoing_requests=room + 64,  # above its own limit, so that the replica itself answers 429
     )
     ingress = ray_serve.deployment(Ingress).options(
         name="Ingress", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_REQUESTS

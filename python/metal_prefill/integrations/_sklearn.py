@@ -1,4 +1,4 @@
-"""Vectors of texts as a step of a scikit-learn pipeline.
+"""Text embedding as a scikit-learn transformer.
 
 Needs scikit-learn (``pip install scikit-learn``).
 
@@ -31,19 +31,19 @@ class EmbeddingTransformer(
     TransformerMixin,  # type: ignore[misc]
     BaseEstimator,  # type: ignore[misc]
 ):
-    """Turns texts into vectors by a model; nothing is learned.
+    """Transformer that embeds texts with a model; it has no fitted state.
 
-    Copies and pickles open the file anew. The columns of the output are named ``embeddingtransformer0`` and
-    so on (``get_feature_names_out``); ``set_output`` chooses data frames.
+    Copies and pickles reopen the file. The columns of the output are named ``embeddingtransformer0`` and
+    so on (``get_feature_names_out``); ``set_output`` selects data frames.
 
     Parameters
     ----------
     path
-        GGUF file, as of :class:`metal_prefill.Model`.
+        GGUF file, as for :class:`metal_prefill.Model`.
     normalize, dimensions, pooling, instruction
         See :meth:`metal_prefill.Model.embed`.
     model_options
-        Of :class:`metal_prefill.Model`, such as ``{"threads": 2}``.
+        Options of :class:`metal_prefill.Model`, such as ``{"threads": 2}``.
     """
 
     def __init__(
@@ -103,6 +103,6 @@ class EmbeddingTransformer(
         tags.requires_fit = False
         return tags
 
-    # The same, for scikit-learn before 1.6.
+    # Equivalent of __sklearn_tags__ for scikit-learn before 1.6.
     def _more_tags(self) -> dict[str, Any]:
         return {"X_types": ["string", "1darray"], "requires_fit": False}
