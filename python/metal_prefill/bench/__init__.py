@@ -59,53 +59,54 @@ def run(
 ) -> BenchResults:
     """Measure this package on a model, and peers on the same file.
 
-    Each engine runs in a process of its own. They take turns sample by sample, and the machine is calibrated
-    before and after each: samples taken in a degraded state are dropped and repeated.
+    Each engine runs in its own process. Engines alternate sample by sample, and the machine is calibrated
+    before and after each sample; samples from a degraded machine are dropped and repeated.
 
     Parameters
     ----------
     model
-        GGUF file. None stands for a model of SmolLM-135M's shape with random weights, written and cached on
+        GGUF file. None selects a model of SmolLM-135M's shape with random weights, written and cached on
         first use.
     prompts
         Lengths of the timed prompts, in tokens.
     n_gen
-        Tokens that are decoded one by one; 0 leaves decoding out.
+        Number of tokens to decode one by one; 0 omits decoding.
     depth
-        Tokens in the context before decoding is timed.
+        Number of tokens in the context before decoding is timed.
     streams
-        Numbers of sequences that decode `n_gen` tokens together, each from a context of `depth` tokens of its
-        own (``tg64x8``). With any, 64 prompts of 16 tokens are also processed together (``pp16x64``).
+        Numbers of sequences that decode `n_gen` tokens in one batch, each from its own context of `depth`
+        tokens (``tg64x8``). If not empty, a batch of 64 prompts of 16 tokens is also measured (``pp16x64``).
     embed
-        Measure the vectors of 64 texts of 8 to 512 tokens (``embed64``), and no prompts and decoding.
+        Measure the embedding of 64 texts of 8 to 512 tokens (``embed64``) instead of prompts and decoding.
     rerank
-        Measure how 20 documents of 300 tokens are ranked by one query (``rerank20``), as `embed`. The model
-        has to have tokens for "yes" and "no".
+        Measure the ranking of 20 documents of 300 tokens for one query (``rerank20``), instead of prompts and
+        decoding. The model must have tokens for "yes" and "no".
     evaluate
-        Measure the log likelihoods of 4 answers to each of 4 questions (``evaluate16``), as `embed`.
+        Measure the log likelihoods of 4 answers to each of 4 questions (``evaluate16``), instead of prompts
+        and decoding.
     sampled
-        Also measure `n_gen` tokens that each engine chooses itself, the most probable ones (``greedy64``) and
-        in turns with them sampled ones (``sampled64``), with the same settings.
+        Also measure `n_gen` tokens that each engine chooses itself: greedy (``greedy64``) and, in
+        alternation, sampled with the same settings (``sampled64``).
     speculate
-        Also measure a text that is copied, `n_gen` tokens of it, without guesses (``copy64``) and with those
-        of each engine's lookup (``lookup64``). It says nothing of a model that copies nothing.
+        Also measure `n_gen` tokens of a copied text, without drafts (``copy64``) and with prompt-lookup
+        drafts of each engine (``lookup64``). The result is meaningless if the model does not copy the text.
     repetitions
-        Samples that count, of each test of each engine.
+        Number of samples for each test of each engine.
     threads
-        CPU threads; None for the engine's default alone, one per available core when there are peers.
+        CPU threads; None selects the engine's default, or one per available core if there are peers.
     device, compute, kv_dtype
         As for `metal_prefill.Model`.
     compare
         Peers: ``"llama.cpp"``, ``"openvino"``; they need the extra ``bench``. ``"transformers"`` for vectors
         of texts, with the extra ``bench-transformers``.
     patience
-        Seconds that may be lost to a degraded machine, by waiting for it and by samples that are dropped;
-        then samples are taken as they come.
+        Time budget in seconds for waiting for a degraded machine and repeating samples; after that, all
+        samples are accepted.
     progress
-        Called before each sample with what is done, the samples of the test that count so far, and those
-        wanted.
+        Function called before each sample with the current activity, the number of valid samples of the test,
+        and the number required.
     make_worker
-        Makes the worker of an engine; by default a process.
+        Function that creates the worker of an engine; by default a process.
 
     Raises
     ------
@@ -116,7 +117,7 @@ def run(
     BenchError
         An engine failed.
     GGUFError, UnsupportedModelError
-        The file is no model that this package takes.
+        The file is not a supported model.
     """
     from metal_prefill.bench import _cases, _engines, _limit, _machine, _model_file
     from metal_prefill.bench._client import WorkerProcess
@@ -169,7 +170,7 @@ def run(
         runner.run(tests)
         cpu = _machine.cpu_name()
         limits: dict[int, float] = {}
-        unlimited = ""  # why there are none
+        unlimited = ""  # reason for the absence of limits
         if resolve_device(device) == "cpu" and compute == "int8":
             lengths = list({case.n_prompt for case in tests if case.n_prompt and not case.task})
             try:
@@ -206,26 +207,26 @@ def run_serving(
 ) -> ServingResults:
     """Measure this package's server on a model, and peers on the same file.
 
-    Each server runs in a process of its own, and all are asked the same: so many clients at a time, each with
-    a prompt that begins with 300 tokens which all share, has 40 of its own, and is answered by 64. Servers
-    take turns round by round.
+    Each server runs in its own process and receives the same requests. Each concurrent client sends a prompt
+    with a shared prefix of 300 tokens and 40 tokens of its own, and receives 64 tokens. Servers alternate
+    round by round.
 
     Parameters
     ----------
     model
         As for :func:`run`.
     clients
-        Numbers of clients.
+        Numbers of concurrent clients.
     compare
         Peers: ``"llama-cpp-python"`` and ``"llama-server"``.
     repetitions
-        Rounds that count; one before them does not.
+        Number of measured rounds, after one warm-up round.
     threads
         CPU threads of each server; by default one per available core.
     progress
         As for :func:`run`.
     commands
-        How servers are started, where that is not in the usual way.
+        Commands that start servers, to override the defaults.
 
     Raises
     ------
@@ -257,7 +258,7 @@ def run_serving(
         path=os.fspath(path),
         threads=threads or _machine.available_threads(),
         clients=max(counts),
-        # Words may have another number of tokens at the border between the two texts.
+        # The number of tokens may differ at the boundary between the two texts.
         context=_serving.SHARED_TOKENS + _serving.OWN_TOKENS + _serving.ANSWER_TOKENS + 64,
     )
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The tests of a benchmark: prompts of some lengths, decoding, and both for many sequences together."""
+"""Benchmark tests: prompts of several lengths, decoding, and both for batches of sequences."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 DECODE_DEPTH = 32  # tokens in the context before decoding is timed
-SHORT_PROMPT = 16  # tokens of each prompt where many are processed together
-SHORT_PROMPTS = 64  # how many they are
+SHORT_PROMPT = 16  # tokens of each prompt of a batch
+SHORT_PROMPTS = 64  # prompts of a batch
 TEXTS = 64  # texts to embed, of these lengths
 SHORTEST_TEXT, LONGEST_TEXT = 8, 512
 DOCUMENTS, DOCUMENT_TOKENS = 20, 300  # to rank
-# What Qwen3-Reranker's form has before a document, with a query of some 15 tokens, and after it.
+# Tokens of Qwen3-Reranker's template before a document, including a query of about 15 tokens, and after it.
 QUERY_TOKENS, CLOSING_TOKENS = 90, 9
-QUESTIONS, ANSWERS = 4, 4  # of an evaluation, and for each
-MOST_GUESSES = 31  # of a pass: positions that engines may want after the last token
+QUESTIONS, ANSWERS = 4, 4  # questions of an evaluation, and answers to each
+MOST_GUESSES = 31  # drafts of a pass: positions that engines may use after the last token
 
-# How an engine chooses tokens: the most probable ones; as SAMPLING says, after the same context; the most
-# probable ones of a task of copying; these, with guesses looked up in the text so far.
+# How an engine chooses tokens: greedily; by SAMPLING, after the same context; greedily in a copying task; the
+# same with prompt-lookup drafts.
 Choice = Literal["", "argmax", "sampled", "greedy", "lookup"]
-# Tests that are compared with another one of the same engine, so that their samples are taken in turns.
+# Tests that are compared with another test of the same engine, so that their samples alternate.
 COMPARED: dict[Choice, Choice] = {"sampled": "argmax", "lookup": "greedy"}
-# Names of tests that are not called as the choice.
+# Names of tests that differ from the choice.
 _NAMES: dict[Choice, str] = {"argmax": "greedy", "greedy": "copy"}
-# What is done with texts: their vectors; how well documents answer a query, by a model's "yes" and "no";
-# how likely answers are after questions.
+# Tasks with texts: embedding; reranking by a model's "yes" and "no"; likelihoods of answers to questions.
 Task = Literal["", "embed", "rerank", "evaluate"]
-# What has to do with a test, where an engine can do some of them only.
+# Abilities that tests require; an engine may support only some.
 Ability = Literal["prompts", "streams", "choices", "embed", "rerank", "evaluate"]
 SAMPLING: dict[str, float] = {
     "temperature": 0.8,
@@ -39,7 +38,7 @@ SAMPLING: dict[str, float] = {
     "repeat_penalty": 1.1,
     "seed": 1,
 }
-# Asked for where tokens are guessed at: from Walden, by Henry David Thoreau.
+# The text to copy in tests of speculative decoding: from Walden, by Henry David Thoreau.
 COPIED = (
     "I went to the woods because I wished to live deliberately, to front only the essential facts of life, "
     "and see if I could not learn what it had to teach, and not, when I came to die, discover that I had not "
@@ -51,27 +50,26 @@ TASK = f"Copy this text word by word:\n\n{COPIED}"
 
 @dataclass(frozen=True)
 class Case:
-    """One test, named as llama-bench names it: ``pp512`` or ``tg64``; ``tg64x8`` is 8 streams together.
+    """Benchmark test, named as in llama-bench: ``pp512`` or ``tg64``; ``tg64x8`` is a batch of 8 streams.
 
     Attributes
     ----------
     n_prompt : int
-        Tokens of the timed prompt, from an empty context; 0 in a decode test. Of each stream, if there are
-        several, as are `n_gen` and `n_depth`.
+        Number of tokens of the timed prompt, from an empty context; 0 in a decode test. `n_prompt`, `n_gen`
+        and `n_depth` are per stream.
     n_gen : int
-        Tokens that are timed one by one; 0 in a prompt test.
+        Number of tokens that are timed one by one; 0 in a prompt test.
     n_depth : int
-        Tokens in the context before the clock starts.
+        Number of tokens in the context before timing starts.
     n_streams : int
-        Sequences that go through the model together, each with a context of its own; 0: one sequence, by the
-        calls for one.
+        Number of sequences in a batch, each with its own context; 0 for one sequence without batching.
     n_texts : int
-        Texts of a task; 0 in other tests. `text_lengths` has those of texts to embed.
+        Number of texts of a task; 0 in other tests. `text_lengths` returns the lengths of texts to embed.
     task : str
-        What is done with the texts. With "evaluate", `n_prompt` is the number of tokens of all of them.
+        Task performed on the texts. For "evaluate", `n_prompt` is their total number of tokens.
     choice : str
-        How an engine chooses the tokens that are timed; empty where they are given. With "greedy" and
-        "lookup", the context is `TASK`.
+        How the engine chooses the timed tokens; empty if they are given. For "greedy" and "lookup", the
+        context is `TASK`.
     """
 
     n_prompt: int
@@ -84,10 +82,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """``pp<n>`` for a prompt, ``tg<n>`` for decoding, ``x<streams>`` after it for several together.
+        """Name of the test.
 
+        ``pp<n>`` for a prompt and ``tg<n>`` for decoding, with the suffix ``x<streams>`` for a batch;
         ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts; ``greedy<n>``,
-        ``sampled<n>``, ``copy<n>`` and, with guesses, ``lookup<n>`` for tokens that the engine chooses.
+        ``sampled<n>``, ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens that the engine chooses.
         """
         if self.task:
             return f"{self.task}{self.n_texts}"
@@ -98,9 +97,9 @@ class Case:
 
     @property
     def timed_tokens(self) -> int:
-        """Tokens that go through the model while the clock runs, those of all streams.
+        """Number of tokens processed while timed, of all streams.
 
-        Those of all texts of a task, also where an engine computes what texts share once.
+        Shared prefixes of a task's texts count for each text, even if an engine computes them once.
         """
         if self.task == "embed":
             return sum(text_lengths(self.n_texts))
@@ -110,14 +109,14 @@ class Case:
 
     @property
     def context(self) -> int:
-        """Positions that the test needs, in each stream."""
+        """Number of positions that the test needs in each stream."""
         if self.task:
             return LONGEST_TEXT
         return self.n_depth + self.n_prompt + self.n_gen + (MOST_GUESSES if self.choice == "lookup" else 0)
 
     @property
     def ability(self) -> Ability:
-        """Return what an engine must be able to do."""
+        """Ability that an engine needs for the test."""
         if self.task:
             return self.task
         if self.choice:
@@ -186,7 +185,7 @@ def make_tasks(embed: bool, rerank: bool, evaluated: int) -> list[Case]:
 
 
 def in_turns(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return the tests in groups, those together whose speeds are compared with each other."""
+    """Return the tests in groups whose speeds are compared with each other."""
     groups: list[list[Case]] = []
     for case in cases:
         if groups and case.choice and COMPARED.get(case.choice) == groups[-1][-1].choice:
@@ -197,29 +196,29 @@ def in_turns(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def text_lengths(count: int) -> list[int]:
-    """Return lengths of texts in tokens, spread evenly on a logarithmic scale, in no order."""
+    """Return lengths of texts in tokens, evenly spaced on a logarithmic scale and shuffled."""
     lengths = np.geomspace(SHORTEST_TEXT, LONGEST_TEXT, count).astype(int)
     return [int(n) for n in np.random.default_rng(seed=64).permutation(lengths)]
 
 
 def text_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
-    """Return the ids of the texts that every engine gets."""
+    """Return the ids of the texts, the same for every engine."""
     lengths = text_lengths(case.n_texts)
     ends = np.cumsum(lengths)
     return np.split(token_ids(int(ends[-1]), vocab_size), ends[:-1])
 
 
 def ranking_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
-    """Return the ids of prompts that ask of documents one by one whether they answer the same query."""
+    """Return the ids of reranking prompts: one query with each document."""
     ids = token_ids(QUERY_TOKENS + case.n_texts * DOCUMENT_TOKENS + CLOSING_TOKENS, vocab_size)
     query, documents, closing = np.split(ids, [QUERY_TOKENS, len(ids) - CLOSING_TOKENS])
     return [np.concatenate([query, d, closing]) for d in documents.reshape(case.n_texts, DOCUMENT_TOKENS)]
 
 
 def evaluation_texts() -> list[tuple[str, str]]:
-    """Return questions of some 35 tokens, each as often as it has answers, and an answer after it.
+    """Return pairs of a question of about 35 tokens, repeated for each of its answers, and an answer.
 
-    Words are drawn from `COPIED`: how fast likelihoods are computed does not depend on them.
+    Words are drawn from `COPIED`; the speed of computing likelihoods does not depend on them.
     """
     words, rng = np.array(COPIED.split()), np.random.default_rng(seed=4)
 
@@ -231,11 +230,11 @@ def evaluation_texts() -> list[tuple[str, str]]:
 
 
 def token_ids(count: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return the ids that every engine gets, ``[count]``; a longer prompt begins with the shorter ones."""
+    """Return prompt ids ``[count]``, equal for all engines; shorter prompts are prefixes of longer ones."""
     rng = np.random.default_rng(seed=135)
     return rng.integers(0, vocab_size, size=count, dtype=np.int32)
 
 
 def stream_ids(case: Case, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return the ids that every engine gets for the streams of a test, ``[n_streams, context]``."""
+    """Return the ids of the streams of a test, ``[n_streams, context]``, the same for every engine."""
     return token_ids(case.n_streams * case.context, vocab_size).reshape(case.n_streams, case.context)

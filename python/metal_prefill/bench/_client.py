@@ -1,4 +1,4 @@
-"""The parent's end of a worker process."""
+"""Parent side of a worker process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metal_prefill.bench._process import JsonProcess
 
 
 class Worker(Protocol):
-    """An engine that can be asked for one sample at a time."""
+    """Protocol of an engine that takes one sample at a time."""
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class Worker(Protocol):
 
     @property
     def load_ns(self) -> int:
-        """Nanoseconds from the path to ready."""
+        """Load time in nanoseconds."""
 
     def sample(self, case: Case) -> tuple[int, int]:
         """Run a test once; return nanoseconds and involuntary context switches."""
@@ -42,16 +42,16 @@ WorkerFactory = Callable[[str, Options, int], Worker]
 
 
 class WorkerProcess(JsonProcess):
-    """An engine in a process of its own.
+    """Worker that runs an engine in its own process.
 
     Parameters
     ----------
     name
         Key of `engines.KINDS`.
     options
-        How it is to run.
+        Options of the engine.
     vocab_size
-        Token ids lie below it.
+        Exclusive upper bound of token ids.
 
     Raises
     ------

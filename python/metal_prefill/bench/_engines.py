@@ -1,4 +1,4 @@
-"""The engines that can be measured, each by the same calls.
+"""Interfaces and registry of the engines that can be measured.
 
 A worker process makes one of them. An engine gets the same token ids as the others, starts from an empty
 context, and computes logits for the last token of a prompt only and for every decoded token. The ids to
@@ -30,20 +30,20 @@ OURS = "metal_prefill"
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine is to run.
+    """Options of an engine.
 
     Attributes
     ----------
     path : str
-        The GGUF file.
+        Path of the GGUF file.
     max_context : int
-        Positions that the longest test needs.
+        Number of positions that the longest test needs.
     max_prompt : int
-        Tokens of the longest prompt.
+        Number of tokens of the longest prompt.
     threads : int or None
-        None: the engine's own default.
+        Number of threads; None selects the engine's default.
     device, compute, kv_dtype : str
-        As for `metal_prefill.Model`; peers follow as far as they can.
+        As for `metal_prefill.Model`; peers apply them as far as supported.
     """
 
     path: str
@@ -55,23 +55,24 @@ class Options:
     kv_dtype: str = "f16"
 
     def to_json(self) -> dict[str, Any]:
-        """As the keyword arguments that make it again."""
+        """Return the options as keyword arguments."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """An engine's report of itself.
+    """Identity of an engine, as reported by the engine.
 
     Attributes
     ----------
     build : str
         Name and version.
     device : str
-        Where it runs; an emulator says that it is one.
+        Device that it runs on; an emulator is named as such.
     threads : int
+        Number of threads.
     settings : str
-        The settings that decide its speed, for the reader of a table.
+        Settings that affect its speed, for the reader of a table.
     """
 
     build: str
@@ -81,11 +82,11 @@ class Identity:
 
 
 class Engine(ABC):
-    """A loaded model, ready to run."""
+    """Protocol of a loaded model."""
 
     @abstractmethod
     def identity(self) -> Identity:
-        """Say what this is and how it runs."""
+        """Return the identity of the engine."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -101,11 +102,11 @@ class Engine(ABC):
 
 
 class BatchEngine(Engine):
-    """An engine that takes several sequences through the model together."""
+    """Protocol of an engine that supports batches of sequences."""
 
     @abstractmethod
     def open_streams(self, count: int, context: int) -> None:
-        """Make `count` empty contexts of `context` positions each."""
+        """Create `count` empty contexts of `context` positions each."""
 
     @abstractmethod
     def prefill_streams(self, ids: Ids) -> None:
@@ -117,18 +118,18 @@ class BatchEngine(Engine):
 
 
 class ChoosingEngine(Engine):
-    """An engine that chooses the tokens of a text itself."""
+    """Protocol of an engine that chooses tokens itself."""
 
     @abstractmethod
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
         """Choose `count` tokens after `ids`, all but the last of which are in the context, and return them.
 
-        No end of the text is chosen.
+        Tokens that end a text are excluded.
         """
 
 
 class TextEngine(Engine):
-    """An engine that turns texts into vectors."""
+    """Protocol of an engine that embeds texts."""
 
     @abstractmethod
     def embed(self, texts: list[Ids]) -> Vectors:
@@ -136,11 +137,11 @@ class TextEngine(Engine):
 
 
 class JudgingEngine(Engine):
-    """An engine that says how well documents answer a query, and how likely answers are."""
+    """Protocol of an engine that ranks documents and computes likelihoods of answers."""
 
     @abstractmethod
     def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
-        """Return the probability of the first of two answers, not of the other, after each prompt."""
+        """Return the probability of the first of two answers, relative to both, after each prompt."""
 
     @abstractmethod
     def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
@@ -148,20 +149,20 @@ class JudgingEngine(Engine):
 
 
 class Kind(NamedTuple):
-    """Where an engine's adapter is, and what has to be installed for it.
+    """Location and requirements of an engine's adapter.
 
     Attributes
     ----------
     adapter : str
-        Module that makes it.
+        Module that loads the engine.
     modules : tuple of str
         Modules that the adapter imports.
     package : str
         Package to install.
     extra : str
-        Extra of this package that has it.
+        Extra of this package that includes it.
     without : mapping
-        Why it is not measured in tests that take some ability.
+        Reasons why tests of an ability are not measured, by ability.
     """
 
     adapter: str
@@ -199,12 +200,12 @@ KINDS = {
 
 
 def check_installed(name: str) -> None:
-    """Raise what to install if an engine lacks its package.
+    """Raise an error that names the package to install if an engine lacks it.
 
     Raises
     ------
     ValueError
-        There is no engine of that name.
+        There is no engine with that name.
     MissingExtraError
         Its package is not installed.
     """
@@ -226,7 +227,7 @@ def takes(name: str, case: Case) -> bool:
 
 
 def why_not(name: str, case: Case) -> str:
-    """Why an engine cannot be measured in a test; empty where it can."""
+    """Return why an engine cannot be measured in a test; empty if it can."""
     return KINDS[name].without.get(case.ability, "") if name in KINDS else ""
 
 

@@ -1,4 +1,4 @@
-"""The speed that products of 8-bit integers allow: what a prompt takes at least, at the machine's rate."""
+"""Upper bound on prompt speed, from the machine's rate of 8-bit products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOAT_TYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class PromptWork:
-    """Multiply-adds that a prompt takes at least, to the logits of its last token.
+    """Minimum number of multiply-adds of a prompt, up to the logits of its last token.
 
     In the last layer nothing but keys and values is needed of the other tokens.
 
@@ -45,7 +45,7 @@ class PromptWork:
 
 
 def _positions_seen(n: int, window: int) -> int:
-    """Positions that `n` tokens see, all together, themselves included."""
+    """Return the total number of positions that `n` tokens attend to, including themselves."""
     within = min(n, window) if window else n
     return within * (within + 1) // 2 + (n - within) * within
 

@@ -32,7 +32,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def available_threads() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The file to measure: found, or written and cached."""
+"""Model file to measure, which is found or synthesized and cached."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def answer_ids(path: str | Path) -> tuple[int, int]:
 
 
 def evaluation_tokens(path: str | Path) -> int:
-    """Return how many tokens `cases.evaluation_texts` are, questions counted with each answer."""
+    """Return the number of tokens of `cases.evaluation_texts`, counting a question with each answer."""
     with GGUFFile(path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf)
         return sum(len(tokenizer.encode(question + answer)) for question, answer in evaluation_texts())

@@ -1,4 +1,4 @@
-"""Results as a picture."""
+"""Plots of results."""
 
 from __future__ import annotations
 

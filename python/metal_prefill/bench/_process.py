@@ -1,4 +1,4 @@
-"""A process that answers requests, one JSON object a line: the parent's end."""
+"""Parent side of a process that answers requests, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from metal_prefill.bench._errors import BenchError
 
-TAIL_LINES = 5  # of a process's last words
+TAIL_LINES = 5  # last lines of a process's log in an error message
 
 
 class JsonProcess:
@@ -54,7 +54,7 @@ class JsonProcess:
     def ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
         """Send a request and return the answer."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died; _receive says how
+        with contextlib.suppress(BrokenPipeError):  # the process died; _receive raises the error
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._receive(doing)

@@ -1,4 +1,4 @@
-"""Results as tables: in a terminal and in HTML."""
+"""Tables of results for terminals and HTML."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TASKS = {
 
 
 class Grid(NamedTuple):
-    """A table before it is drawn: cells are text, the first column names the row."""
+    """Table of text cells, in which the first column names the row."""
 
     title: str
     header: list[str]
@@ -50,7 +50,7 @@ class Grid(NamedTuple):
 
 
 def rate(value: float) -> str:
-    """Tokens per second, to four digits or so."""
+    """Format tokens per second with about four digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -161,7 +161,7 @@ def _captions(results: Rows) -> Iterator[str]:
 
 
 def render(results: Rows) -> RenderableType:
-    """Draw the results for a terminal."""
+    """Render the results for a terminal."""
     if not results.rows:
         return Text("no results")
     parts: list[RenderableType] = []
@@ -177,7 +177,7 @@ def render(results: Rows) -> RenderableType:
 
 
 def to_html(results: Rows) -> str:
-    """Draw the results for a notebook."""
+    """Render the results for a notebook."""
     if not results.rows:
         return "<p>no results</p>"
     parts = []

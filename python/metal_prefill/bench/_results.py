@@ -1,4 +1,4 @@
-"""Results: the rows of a benchmark, and how they are shown."""
+"""Benchmark results and their display."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class BenchResults(Rows):
     """
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Rows as JSON objects."""
+        """Return the rows as JSON objects."""
         return [asdict(row) for row in self.rows]
 
     def to_json(self) -> str:
-        """Rows as a JSON array."""
+        """Return the rows as a JSON array."""
         return json.dumps(self.to_dicts(), indent=2)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Rows: what is known of each test of each engine."""
+"""Rows of a benchmark: the results of each test of each engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
 
 @dataclass
 class Row:
-    """One test of one engine. Names that llama-bench has too mean what they mean there.
+    """Result of one test of one engine. Names shared with llama-bench have the same meaning.
 
     Attributes
     ----------
@@ -43,10 +43,10 @@ class Row:
     avg_ts, stddev_ts, median_ts : float
         Of `samples_ts`, the speeds in tokens per second, of all streams together.
     n_dropped, n_degraded : int
-        Samples that were taken in a degraded state of the machine: left out, and kept for want of better
+        Numbers of samples from a degraded machine that were dropped, and that were kept for lack of better
         ones.
     load_ns : int
-        From the path to ready.
+        Load time in nanoseconds.
     peak_rss : int
         Largest resident memory of the engine's process over the whole benchmark, in bytes.
     limit_ts : float or None
@@ -211,7 +211,7 @@ class Rows:
         raise KeyError(f"{engine} has no test {test}")
 
     def notes(self) -> list[str]:
-        """Return the notes that a reader needs together with the numbers."""
+        """Return the notes that qualify the numbers."""
         tests: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.note:

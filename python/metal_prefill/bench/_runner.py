@@ -1,4 +1,4 @@
-"""Takes the samples: all engines in turn, the machine calibrated around each."""
+"""Sampling: engines alternate, and the machine is calibrated before and after each sample."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Progress = Callable[[str, int, int], object]  # what is done now, samples that c
 
 @dataclass
 class Runner:
-    """Interleaves the engines, and tests that are compared with each other.
+    """Runner that interleaves engines, and tests that are compared with each other.
 
-    They take turns sample by sample, so that what disturbs the machine hits all alike; the order rotates, so
-    that none always runs after the same neighbour. Samples from a degraded machine are repeated,
+    They alternate sample by sample, so that disturbances affect all equally; the order rotates, so that none
+    always runs after the same neighbour. Samples from a degraded machine are repeated,
     up to `ATTEMPTS` times as many as are wanted.
 
     Attributes
@@ -53,8 +53,8 @@ class Runner:
     def run(self, cases: Sequence[Case]) -> None:
         """Take the samples of all tests.
 
-        The best state of the machine may show only late. Samples are judged by it once more at the end, and
-        those found wanting are repeated, in a second pass over the tests.
+        The machine may reach its best state late. At the end, samples are therefore judged by it once more,
+        and a second pass over the tests repeats the degraded ones.
         """
         groups = in_turns(cases)
         for group in groups:
@@ -66,7 +66,7 @@ class Runner:
             self._collect(group)
 
     def selection(self, worker: Worker, case: Case) -> Selection:
-        """Return the samples that count."""
+        """Return the selected samples."""
         return select(self.samples[worker.name, case], self.repetitions, self._limit())
 
     def _of(self, group: Sequence[Case]) -> list[tuple[Case, Worker]]:
@@ -82,7 +82,7 @@ class Runner:
     def _collect(self, group: Sequence[Case]) -> None:
         turn = 0
         while lacking := [pair for pair in self._of(group) if self._wants(*pair)]:
-            # Whoever has enough sits out, unless all still want more: then the order rotates.
+            # Pairs with enough samples are skipped; the order of the others rotates.
             shift = turn % len(lacking)
             for case, worker in lacking[shift:] + lacking[:shift]:
                 self._report(f"{case.name}: {worker.name}", group)

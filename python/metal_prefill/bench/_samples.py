@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Involuntary context switches that a quiet machine shows too: kernel threads need a core now and then.
+# Involuntary context switches that occur on an idle machine, because kernel threads need a core.
 SWITCHES_ALLOWED = 2
 SWITCHES_ALLOWED_PER_SECOND = 20.0
 STOLEN_ALLOWED = 0.02  # share of a sample's time
@@ -13,7 +13,7 @@ STOLEN_ALLOWED = 0.02  # share of a sample's time
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed run.
+    """One timed run of a test.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Selection:
-    """The samples that count.
+    """Selected samples.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ def is_clean(sample: Sample, calibration_limit_ns: float) -> bool:
 def select(samples: Sequence[Sample], wanted: int, calibration_limit_ns: float) -> Selection:
     """Choose the samples that count: the first clean ones, filled up with the least degraded.
 
-    How long the timed run itself took plays no part, so the choice cannot favour an engine.
+    The duration of the timed run is not considered, so that the choice cannot favour an engine.
     """
     clean = [i for i, sample in enumerate(samples) if is_clean(sample, calibration_limit_ns)][:wanted]
     degraded = [i for i, sample in enumerate(samples) if not is_clean(sample, calibration_limit_ns)]

@@ -1,4 +1,4 @@
-"""Many clients of a server at the same time: the same requests to each server, in turns."""
+"""Server benchmark: many concurrent clients send the same requests to each server, in alternation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from metal_prefill.bench._peers.servers import ANSWER_S, ServerProcess
 from metal_prefill.bench._summary import Spread, ratios, spread
 from metal_prefill.text._tokenizer import Tokenizer
 
-SHARED_TOKENS = 300  # of a prompt, which all requests begin with
+SHARED_TOKENS = 300  # of the prefix shared by all prompts
 OWN_TOKENS = 40
 ANSWER_TOKENS = 64
 
@@ -32,14 +32,14 @@ _WORDS = (
 
 
 def text_of(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
-    """Return a text of words, of about so many tokens, always the same."""
+    """Return a deterministic text of words, of about the given number of tokens."""
     words = np.random.default_rng(seed).choice(_WORDS.split(), tokens)
     ids = tokenizer.encode(" ".join(words), add_bos=False)
     return tokenizer.decode(ids[:tokens])
 
 
 def prompts(tokenizer: Tokenizer, clients: int, round_: int) -> list[str]:
-    """Return the prompts of a round: what all share, then what is each one's own."""
+    """Return the prompts of a round: a shared prefix, followed by a text of each prompt."""
     shared = text_of(tokenizer, SHARED_TOKENS, 0)
     seeds = [1 + 100_000 * clients + 1000 * round_ + client for client in range(clients)]
     return [f"{shared}\n\n{text_of(tokenizer, OWN_TOKENS, seed)}" for seed in seeds]
@@ -47,11 +47,12 @@ def prompts(tokenizer: Tokenizer, clients: int, round_: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got.
+    """Answer to a client, with its latencies.
 
     Attributes
     ----------
     text : str
+        Text of the answer.
     first_s, last_s : float
         Seconds from the request to the first piece of text, and to the end.
     """
@@ -67,7 +68,7 @@ def ask(server: ServerProcess, prompt: str) -> Answer:
     Raises
     ------
     BenchError
-        The server answers anything else.
+        The server does not answer with a stream of text.
     """
     body = {"model": server.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
     headers = {"content-type": "application/json"}
@@ -129,7 +130,7 @@ def ask_all(server: ServerProcess, requests: Sequence[str]) -> tuple[float, list
 
 @dataclass
 class ServingRow:
-    """So many clients of one server.
+    """Result of one server with one number of clients.
 
     Attributes
     ----------
@@ -149,14 +150,14 @@ class ServingRow:
     slowest_first_token_s: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, answers: Sequence[Answer], tokenizer: Tokenizer) -> None:
-        """Take a round."""
+        """Add the measurements of a round."""
         tokens = sum(len(tokenizer.encode(answer.text, add_bos=False)) for answer in answers)
         self.tokens_per_second.append(tokens / seconds)
         self.first_token_s.append(median(answer.first_s for answer in answers))
         self.slowest_first_token_s.append(max(answer.first_s for answer in answers))
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the row as a JSON object."""
         return dict(vars(self))
 
 
@@ -186,11 +187,11 @@ class ServingResults:
         raise KeyError(f"{server} was not measured with {clients} clients")
 
     def speedup(self, row: ServingRow) -> Spread:
-        """Our tokens a second over those of a row, round by round; below 1 is a loss."""
+        """Return our tokens per second over those of a row, round by round; below 1 is a loss."""
         return ratios(self.row(OURS, row.clients).tokens_per_second, row.tokens_per_second)
 
     def sooner(self, row: ServingRow) -> Spread:
-        """Time to the first token of a row over ours, round by round; below 1 is a loss."""
+        """Return the time to the first token of a row over ours, round by round; below 1 is a loss."""
         return ratios(row.first_token_s, self.row(OURS, row.clients).first_token_s)
 
     def to_json(self) -> str:
@@ -238,7 +239,7 @@ def measure(
     tokenizer: Tokenizer,
     progress: Any = None,
 ) -> list[ServingRow]:
-    """Measure servers in turns, round by round. The first round of each number of clients does not count."""
+    """Measure servers in alternation, round by round, after a warm-up round for each number of clients."""
     rows = []
     for count in clients:
         of_count = [ServingRow(server.name, count) for server in servers]

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, so that memory and threads of engines are separate.
+"""Worker process of one engine, so that memory and threads of engines are separate.
 
 ``python -m metal_prefill.bench._worker NAME OPTIONS`` loads the engine and answers requests: one JSON object
 in each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
@@ -64,7 +64,7 @@ def timed_run(
 def _task_of(
     engine: Engine, case: Case, vocab_size: int, answers: Callable[[], tuple[int, int]] | None
 ) -> Callable[[], object]:
-    """Return what is timed of a task with texts."""
+    """Return the function that is timed for a task with texts."""
     if case.task == "embed":
         assert isinstance(engine, TextEngine)
         texts = text_ids(case, vocab_size)
@@ -87,7 +87,7 @@ def _timed(work: Callable[[], object]) -> dict[str, int]:
 
 
 def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str]) -> None:
-    """Load the engine, say what it is, and answer until `requests` ends."""
+    """Load the engine, report its identity, and answer requests until `requests` ends."""
 
     def reply(**fields: Any) -> None:
         print(json.dumps(fields), file=replies, flush=True)

@@ -1,6 +1,6 @@
 """llama.cpp, through the low-level calls of llama-cpp-python.
 
-At its best for this comparison: flash attention, the whole prompt in one micro-batch, weights repacked at
+Configured for its best speed: flash attention, the whole prompt in one micro-batch, weights repacked at
 load (its default where the CPU has the instructions), logits for the last token only. The high-level class
 would copy logits into Python and evaluate them; the C calls below are what llama.cpp's own llama-bench makes.
 
@@ -32,11 +32,11 @@ from metal_prefill.bench._machine import available_threads, counted, cpu_name
 from metal_prefill.bench._peers.llama_cpp_texts import ALL_LAYERS, FLASH_ATTENTION_ON, Embedder, Evaluator
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
-# Of what llama.cpp says it was built with, what decides the speed of its products; the best comes first.
+# Build features of llama.cpp that determine the speed of its products, best first.
 FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MATMUL_INT8", "DOTPROD", "NEON")
-MOST_ROWS = 1024  # of a batch of several sequences, unless there are more of them
-PENALTY_WINDOW = 64  # tokens, as ours
-GUESSES_CPU, GUESSES_GPU = 2, 10  # of a pass: what llama-cpp-python's README advises
+MOST_ROWS = 1024  # rows of a batch of several sequences, unless there are more sequences
+PENALTY_WINDOW = 64  # tokens, as in metal_prefill
+GUESSES_CPU, GUESSES_GPU = 2, 10  # drafts of a pass, as llama-cpp-python's README recommends
 
 
 def _best_feature() -> str:
@@ -45,22 +45,22 @@ def _best_feature() -> str:
 
 
 class _Context:
-    """A llama.cpp context for some sequences, and a batch that is filled for it.
+    """llama.cpp context for several sequences, with a reusable batch.
 
     Parameters
     ----------
     model
         The loaded model.
     options
-        How it is to run.
+        Options of the engine.
     threads
         CPU threads.
     sequences
-        How many there are.
+        Number of sequences.
     positions
-        Of each sequence.
+        Number of positions of each sequence.
     rows
-        Most tokens that go through the model at once, all in one micro-batch.
+        Maximum number of tokens of a batch, all in one micro-batch.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class _Context:
         self._context = llama.llama_init_from_model(model, params)
         if not self._context:
             raise BenchError(
-                f"llama.cpp cannot make a context of {sequences} sequences of {positions} positions"
+                f"llama.cpp cannot create a context of {sequences} sequences of {positions} positions"
             )
         self._memory = llama.llama_get_memory(self._context)
         self._sequences = sequences
         self._rows = rows
         self._batch = llama.llama_batch_init(rows, 0, 1)
-        # The batch's arrays are C memory: filled through views, since a loop in Python would be timed too.
+        # The batch's arrays are C memory, filled through views because a Python loop would be timed, too.
         view = np.ctypeslib.as_array
         self._token, self._pos = view(self._batch.token, (rows,)), view(self._batch.pos, (rows,))
         self._logits = view(self._batch.logits, (rows,))
         view(self._batch.n_seq_id, (rows,))[:] = 1
-        # The sequences of each row are reached by a pointer, so this is a loop; no clock runs meanwhile.
+        # The sequences of each row are behind a pointer, which requires a loop; it is not timed.
         self._seq_id = [view(self._batch.seq_id[i], (1,)) for i in range(rows)]
         self._arranged = 0
         self.clear()
@@ -99,7 +99,7 @@ class _Context:
         self._position = 0
 
     def arrange(self, n: int) -> None:
-        """Say which sequence each row belongs to, and whose logits count, for `n` tokens of each."""
+        """Set the sequence of each row, and the rows that need logits, for `n` tokens of each sequence."""
         if n != self._arranged:
             for row in range(self._sequences * n):
                 self._seq_id[row][0] = row // n
@@ -109,7 +109,7 @@ class _Context:
     def run(self, ids: Ids) -> None:
         """Append tokens, ``[sequences, n]``, and compute the logits of the last of each sequence.
 
-        More than go into a batch are split, with logits for the last of each part.
+        If they exceed a batch they are split, with logits for the last token of each part.
         """
         step = self._rows // self._sequences
         for begin in range(0, ids.shape[1], step):
@@ -143,7 +143,7 @@ class _Context:
         self._position += len(ids)
 
     def rewind(self, count: int) -> None:
-        """Forget the last tokens of the only sequence."""
+        """Remove the last tokens of the only sequence."""
         self._position -= count
         llama.llama_memory_seq_rm(self._memory, 0, self._position, -1)
 
@@ -158,13 +158,13 @@ class _Context:
         return np.array(np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, row), (size,)))
 
     def close(self) -> None:
-        """Free it."""
+        """Free the context and the batch."""
         llama.llama_batch_free(self._batch)
         llama.llama_free(self._context)
 
 
 class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
-    """A llama.cpp model, with a context for one sequence and one for several."""
+    """llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -187,7 +187,7 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
         return _Context(self._model, self._options, self._threads, sequences, positions, rows)
 
     def identity(self) -> Identity:
-        """Say what this is and how it runs."""
+        """Return the identity of the engine."""
         return Identity(
             build=f"llama.cpp (llama-cpp-python {llama.__version__})",
             device="GPU" if self._gpu else f"CPU ({cpu_name()}, {counted(self._threads, 'thread')})",
@@ -209,7 +209,7 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
             self._single.run(token)
 
     def open_streams(self, count: int, context: int) -> None:
-        """Make `count` empty contexts of `context` positions each."""
+        """Create `count` empty contexts of `context` positions each."""
         if self._streams is None or self._shape != (count, context):
             if self._streams is not None:
                 self._streams.close()
@@ -231,7 +231,7 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
         """Choose `count` tokens after `ids`, all but the last of which are in the context.
 
-        Guesses are those of llama-cpp-python's prompt lookup. A pass checks them up to the first wrong one.
+        Drafts are those of llama-cpp-python's prompt lookup. A pass accepts them up to the first mismatch.
         """
         sampler = self._sampler(choice)
         for token in ids.tolist():
@@ -251,7 +251,7 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
         return [int(token) for token in text[len(ids) :]]
 
     def _sampler(self, choice: Choice) -> Any:
-        """Make a chain that chooses no end of the text."""
+        """Create a sampler chain that excludes tokens that end a text."""
         vocab = llama.llama_model_get_vocab(self._model)
         size = llama.llama_vocab_n_tokens(vocab)
         ends = [token for token in range(size) if llama.llama_vocab_is_eog(vocab, token)]
@@ -281,9 +281,9 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
         return self._embedder(texts)
 
     def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
-        """Return the probability of the first of two answers, not of the other, after each prompt.
+        """Return the probability of the first of two answers, relative to both, after each prompt.
 
-        One prompt after another, each in one micro-batch; what all begin with stays in the cache.
+        Prompts are computed one by one, each in one micro-batch; their common prefix stays in the cache.
         """
         if self._ranks is None:
             self._ranks = self._open(1, self._options.max_context, self._options.max_context)

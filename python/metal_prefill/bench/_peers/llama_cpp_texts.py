@@ -1,4 +1,4 @@
-"""Vectors and likelihoods of texts by llama.cpp."""
+"""Embeddings and likelihoods of texts with llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from metal_prefill.bench._errors import BenchError
 
 ALL_LAYERS = 999
 FLASH_ATTENTION_ON = 1
-# Of a batch of texts. llama-embedding takes 2048 tokens, but every token is multiplied with the keys of the
+# Tokens of a batch of texts. llama-embedding takes 2048, but every token is multiplied with the keys of the
 # whole batch, and with 512 the same texts took 0.88 of the time.
 EMBEDDING_ROWS, MOST_SEQUENCES = 512, 64
-MOST_LIKELY = 10  # tokens that lm-eval asks for at each position
+MOST_LIKELY = 10  # tokens that lm-eval requests at each position
 
 
 class Embedder:
-    """Computes pooled vectors as llama.cpp's own llama-embedding does, in smaller batches.
+    """Embedder that works as llama.cpp's own llama-embedding, with smaller batches.
 
-    Whole texts go in batches of one micro-batch, with a cache that all share. A text is at most as long as a
-    batch.
+    Each batch is one micro-batch of whole texts with a shared cache. A text must not be longer than a batch.
 
     Parameters
     ----------
@@ -35,7 +34,7 @@ class Embedder:
     Raises
     ------
     BenchError
-        llama.cpp makes no context.
+        llama.cpp cannot create a context.
     """
 
     def __init__(self, model: Any, threads: int) -> None:
@@ -49,7 +48,7 @@ class Embedder:
         self._width = llama.llama_model_n_embd(model)
         self._context = llama.llama_init_from_model(model, params)
         if not self._context:
-            raise BenchError("llama.cpp cannot make a context for embeddings")
+            raise BenchError("llama.cpp cannot create a context for embeddings")
         self._batch = llama.llama_batch_init(EMBEDDING_ROWS, 0, 1)
 
     def __call__(self, texts: Sequence[Ids]) -> Vectors:
@@ -86,7 +85,7 @@ class Embedder:
 
 
 class Evaluator:
-    """Computes likelihoods as lm-eval's model ``gguf`` has them computed, one request after another.
+    """Scorer that computes likelihoods one request after another, as lm-eval's model ``gguf`` does.
 
     lm-eval asks llama-cpp-python's server, which calls `Llama.create_completion`; this makes that call
     itself, so that HTTP and JSON cost nothing. The class keeps what a request has in common with the one
@@ -96,13 +95,13 @@ class Evaluator:
     Parameters
     ----------
     options
-        How the engine is to run.
+        Options of the engine.
     threads
         CPU threads.
     gpu
         Whether the layers run on a GPU.
     pairs
-        Requests that the context has to hold, as texts and continuations.
+        Texts and continuations that the context must fit.
     """
 
     def __init__(self, options: Options, threads: int, gpu: bool, pairs: Sequence[tuple[str, str]]) -> None:
@@ -111,7 +110,7 @@ class Evaluator:
         with_vocabulary.close()
         self._llama = llama.Llama(
             options.path,
-            n_ctx=longest + 2,  # a token is made after the last one, and one position stays empty
+            n_ctx=longest + 2,  # one token is generated after the last one, and one position stays empty
             n_threads=threads,
             n_threads_batch=threads,
             n_gpu_layers=ALL_LAYERS if gpu else 0,
@@ -127,4 +126,4 @@ class Evaluator:
         )
         found = answer["choices"][0]["logprobs"]
         first = next(i for i, offset in enumerate(found["text_offset"]) if offset >= len(text))
-        return float(sum(found["token_logprobs"][first:-1]))  # without the token that was made
+        return float(sum(found["token_logprobs"][first:-1]))  # without the generated token

@@ -41,7 +41,7 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
         )
 
     def identity(self) -> Identity:
-        """Say what this is and how it runs."""
+        """Return the identity of the engine."""
         options = self._options
         return Identity(
             build=f"metal_prefill {__version__}",
@@ -64,7 +64,7 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
             self._model.forward_token_greedy(token)
 
     def open_streams(self, count: int, context: int) -> None:
-        """Make `count` empty contexts of `context` positions each."""
+        """Create `count` empty contexts of `context` positions each."""
         for session in self._streams:
             session.close()
         self._streams = [self._model.session(max_context=context) for _ in range(count)]

@@ -1,7 +1,7 @@
 """OpenVINO on the same GGUF file.
 
 OpenVINO GenAI reads the GGUF and builds a stateful graph whose 4-bit weights stay 4 bits wide; it saves that
-graph as OpenVINO's own format, which is done once and cached. Here the graph is then compiled with OpenVINO
+graph as OpenVINO's own format, once per file. Here the graph is then compiled with OpenVINO
 itself rather than run by GenAI's pipeline, so that a prompt can be timed without tokenizer and sampler. The
 output head is cut down to the last token, as the pipeline does. Everything else is OpenVINO's default for
 latency: bfloat16 arithmetic where the CPU has it, KV cache of 8 bits. `compute="f32"` asks for float32
@@ -34,9 +34,9 @@ openvino_genai.LLMPipeline(sys.argv[1], "CPU", enable_save_ov_model=True)
 
 
 def convert(path: Path) -> Path:
-    """Return the graph made from a GGUF file, converting it unless that was done before.
+    """Return the graph of a GGUF file, converted once and cached.
 
-    The conversion has a process of its own, so that the memory it takes is not counted as the engine's.
+    The conversion runs in its own process, so that its memory does not count as the engine's.
     """
     stat = path.stat()
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{ov.get_version()}"
@@ -63,7 +63,7 @@ def convert(path: Path) -> Path:
 
 
 def _keep_last_token(model: ov.Model) -> None:
-    """Let the output head see the last position only."""
+    """Restrict the output head to the last position."""
     node = model.get_results()[0].input_value(0).get_node()
     while node.get_type_name() != "MatMul":
         node = node.input_value(0).get_node()
@@ -76,7 +76,7 @@ def _keep_last_token(model: ov.Model) -> None:
 
 
 class OpenVino(Engine):
-    """A compiled OpenVINO graph with its state."""
+    """Compiled OpenVINO graph with its state."""
 
     def __init__(self, options: Options) -> None:
         self._threads = options.threads or available_threads()
@@ -103,7 +103,7 @@ class OpenVino(Engine):
         self._position = 0
 
     def identity(self) -> Identity:
-        """Say what this is and how it runs."""
+        """Return the identity of the engine."""
         precision = self._compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         cache = self._compiled.get_property("KV_CACHE_PRECISION").get_type_name()
         return Identity(

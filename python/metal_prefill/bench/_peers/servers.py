@@ -1,4 +1,4 @@
-"""The servers that can be measured, each a process with a port and OpenAI's interface, as users start it."""
+"""Servers of the OpenAI API that can be measured, each started as a process as users start it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from metal_prefill.bench._engines import OURS
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.errors import MissingExtraError
 
-START_S = 120.0  # that a server may take to load the model and answer
-ANSWER_S = 600.0  # that an answer may take
-TAIL_LINES = 5  # of a server's last words
+START_S = 120.0  # time limit for a server to load the model and answer
+ANSWER_S = 600.0  # time limit for an answer
+TAIL_LINES = 5  # last lines of a server's log in an error message
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server is to run.
+    """Options of a server.
 
     Attributes
     ----------
     path : str
-        The GGUF file.
+        Path of the GGUF file.
     threads : int
     clients : int
-        Most that ask at a time.
+        Maximum number of concurrent clients.
     context : int
-        Tokens of a prompt and its answer.
+        Number of tokens of a prompt and its answer.
     """
 
     path: str
@@ -61,7 +61,7 @@ def _llama_cpp_python(options: ServerOptions, port: int) -> list[str]:
         "n_threads_batch": options.threads,
         "n_ctx": options.context,
         "flash_attn": "true",
-        # By default a request cuts off the answer that another client is reading.
+        # By default, a new request interrupts the answer to another client.
         "interrupt_requests": "false",
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
@@ -71,7 +71,7 @@ def _llama_cpp_python(options: ServerOptions, port: int) -> list[str]:
 def _llama_server(options: ServerOptions, port: int) -> list[str]:
     command = ["llama-server", "-m", options.path, "--host", "127.0.0.1", "--port", str(port)]
     command += ["-t", str(options.threads), "-tb", str(options.threads), "-fa", "on"]
-    # A slot for each client; their contexts are cut from one.
+    # One slot per client; the slots divide the context.
     return [*command, "-np", str(options.clients), "-c", str(options.context * options.clients)]
 
 
@@ -83,14 +83,14 @@ SERVERS: dict[str, Command] = {
 
 
 def check_server(name: str) -> None:
-    """Raise what to install if a server is not there.
+    """Raise an error that names the package to install if a server is missing.
 
     Raises
     ------
     ValueError
-        There is no server of that name.
+        There is no server with that name.
     MissingExtraError
-        It is not installed.
+        The server is not installed.
     """
     if name not in SERVERS:
         peers = ", ".join(known for known in SERVERS if known != OURS)
@@ -110,21 +110,21 @@ def check_server(name: str) -> None:
 
 
 class ServerProcess:
-    """A server, from its start until it is closed.
+    """Running server process.
 
     Parameters
     ----------
     name
         Key of `SERVERS`.
     options
-        How it is to run.
+        Options of the server.
     command
         Program and arguments, by options and port.
 
     Raises
     ------
     BenchError
-        It does not answer in time, or its process ends.
+        The server does not answer in time, or its process ends.
     """
 
     def __init__(self, name: str, options: ServerOptions, command: Command | None = None) -> None:
@@ -142,7 +142,7 @@ class ServerProcess:
             raise
 
     def _wait(self) -> str:
-        """Wait until it answers, and return the name of its model."""
+        """Wait until the server answers, and return the name of its model."""
         end = time.monotonic() + START_S
         while time.monotonic() < end:
             if (code := self._process.poll()) is not None:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on the CPU, for vectors of texts.
+"""Hugging Face transformers on the CPU, for text embedding.
 
 transformers reads and dequantizes the GGUF file by itself, so the weights are the same. As in
 sentence-transformers, texts are sorted by length and computed in padded batches. Of float32 and bfloat16 the
@@ -23,12 +23,12 @@ from metal_prefill.files._architecture import read_config
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._pooled_head import read_head
 
-BATCH = 8  # texts that are padded together: in 0.64 of the time that one by one takes
+BATCH = 8  # texts of a padded batch, which takes 0.64 of the time of single texts
 TRIAL_TOKENS = 256
 
 
 class Transformers(TextEngine):
-    """A model of transformers without its output projection."""
+    """transformers model without its output projection."""
 
     def __init__(self, options: Options) -> None:
         path = Path(options.path)
@@ -51,7 +51,7 @@ class Transformers(TextEngine):
                 self._model = _load(path)
 
     def _trial(self) -> float:
-        """Return the seconds that a text takes, the second time."""
+        """Return the seconds that the second run of a text takes."""
         text = np.arange(TRIAL_TOKENS, dtype=np.int32)
         self.embed([text])
         begin = time.perf_counter()
@@ -59,7 +59,7 @@ class Transformers(TextEngine):
         return time.perf_counter() - begin
 
     def identity(self) -> Identity:
-        """Say what this is and how it runs."""
+        """Return the identity of the engine."""
         kind = str(self._model.dtype).removeprefix("torch.")
         return Identity(
             build=f"transformers {transformers.__version__}, torch {torch.__version__}",
