@@ -1,4 +1,4 @@
-"""Run single Metal kernels on NumPy arrays, through the same Objective-C API as any program uses."""
+"""Run single Metal kernels on NumPy arrays, through the Objective-C API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KernelLibrary:
     ----------
     source
         Text of the source, with local includes in place. Off a Mac it must be that of a file which the test
-        module was built with. None stands for the file of a compiled library.
+        module was built with. None selects the compiled library.
     compiled
         Path of that file.
     fast_math, language
@@ -55,7 +55,7 @@ class KernelLibrary:
         self.queue: Any = self.device.new_queue()
 
     def close(self) -> None:
-        """Let go of all that is held, whoever still refers to this object."""
+        """Release all Metal objects, even if this object is still referenced."""
         for holder in (self.library, self.queue, self.device):
             holder.release()
 
@@ -96,10 +96,10 @@ class KernelLibrary:
         Raises
         ------
         RuntimeError
-            What Metal or the emulator said.
+            Metal or the emulator reports an error.
         """
         if (groups is None) == (grid is None):
-            raise TypeError("give either groups or grid")
+            raise TypeError("pass either groups or grid, not both or neither")
         command_buffer = self.queue.command_buffer()
         pipeline = self.pipeline(kernel, constants)
         encoder = command_buffer.compute_encoder(label=kernel)

@@ -1,4 +1,4 @@
-"""Compiles Metal sources for the fiber executor and runs their kernels on NumPy arrays.
+"""Compilation of Metal sources for the fiber executor, to run their kernels on NumPy arrays.
 
 Without the Metal classes, with any sanitizer, and with faults of a dispatch as exceptions: for tests of the
 shader compiler and the executor themselves.
@@ -79,14 +79,14 @@ class _Dispatch(ctypes.Structure):
 
 @dataclass
 class NoCopy:
-    """An array to be bound without a copy, as newBufferWithBytesNoCopy does."""
+    """Array that is bound without a copy, as by newBufferWithBytesNoCopy."""
 
     array: np.ndarray[Any, Any]
 
 
 @dataclass
 class Offset:
-    """An array to be bound from a byte offset on."""
+    """Array that is bound at a byte offset."""
 
     array: np.ndarray[Any, Any]
     offset: int
@@ -94,7 +94,7 @@ class Offset:
 
 @dataclass
 class Run:
-    """The report of a dispatch."""
+    """Report of a dispatch."""
 
     threads: int
     barriers: int
@@ -106,7 +106,7 @@ class Run:
 
 
 def _compile_executor(clang: str, folder: Path, sanitize: str, environment: dict[str, str]) -> list[Path]:
-    """Return the executor's objects in a folder; makes those that are missing.
+    """Return the executor's object files in a folder, compiling those that are missing.
 
     Files are compiled together: each takes longer to include the standard library than for its own code.
     """
@@ -115,7 +115,7 @@ def _compile_executor(clang: str, folder: Path, sanitize: str, environment: dict
         EMULATOR / "metal/memory.cpp",
         EMULATOR / "testing/kernel_runner.cpp",
     ]
-    # The switching code tells ThreadSanitizer itself what is ordered.
+    # The switching code itself annotates the order of accesses for ThreadSanitizer.
     switching = ("context", "report", "threadgroup") if sanitize == "thread" else ()
     units = {
         "executor": [source for source in sources if source.stem not in switching],
@@ -158,7 +158,7 @@ def build(
     sources
         Metal sources.
     folder
-        Where objects and library go.
+        Folder for the object files and the library.
     sanitize
         Sanitizers such as 'address,undefined' or 'thread'. Such builds have the plain variant only.
     variants
@@ -166,7 +166,7 @@ def build(
     flags
         More flags of the shaders' compiler.
     executor
-        Where the executor's objects go, if elsewhere. Processes may share such a folder: the first compiles.
+        Folder for the executor's object files, if different. Processes may share it; the first one compiles.
     metal_version
         ``__METAL_VERSION__``.
     """
@@ -209,7 +209,7 @@ def build(
 
 
 class ShaderLibrary:
-    """The kernels of a built library."""
+    """Kernels of a built library."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))

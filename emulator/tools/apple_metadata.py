@@ -1,4 +1,4 @@
-"""The knowledge of PyPI's bindings of Apple's frameworks: selectors with their types, enum values, constants.
+"""Metadata of PyPI's bindings of Apple's frameworks: selectors with their types, enum values, constants.
 
 The wheels of pyobjc are read as zip files; nothing in them is run or installed.
 """
@@ -28,12 +28,12 @@ WHEELS = {"Metal": "pyobjc-framework-Metal", "Foundation": "pyobjc-framework-Coc
 def download(package: str, folder: Path) -> Path:
     """Return the wheel of a package for macOS, downloaded into a folder unless it is there already.
 
-    The package may be given with a version, ``name==1.0``; each version then wants a folder of its own.
+    The package may be given with a version, ``name==1.0``; each version then needs its own folder.
 
     Raises
     ------
     RuntimeError
-        pip could not get it.
+        pip cannot download the wheel.
     """
     prefix = package.partition("==")[0].replace("-", "_").lower() + "-"
 
@@ -52,12 +52,12 @@ def download(package: str, folder: Path) -> Path:
 
 @dataclass
 class Framework:
-    """One framework's API."""
+    """API of one framework."""
 
     enums: dict[str, int] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
-    # Class to selector to [return type, argument types...]; None where a type is not told. Methods of
+    # Class to selector to [return type, argument types...]; None for an unknown type. Methods of
     # protocols are listed under NSObject.
     selectors: dict[str, dict[str, list[str | None]]] = field(default_factory=dict)
     # Protocol to "-selector" to type encoding, for the protocols that the binding itself refers to.
@@ -65,7 +65,7 @@ class Framework:
 
 
 def read_framework(wheel: Path, name: str) -> Framework:
-    """Return what the wheel's module of that name knows."""
+    """Return the metadata in the wheel's module of that name."""
     framework = Framework()
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read(f"{name}/_metadata.py"))
@@ -107,7 +107,7 @@ def _type(details: dict[str, Any]) -> str | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Evaluate a literal; calls of sel32or64(a, b) give b, the 64-bit case."""
+    """Evaluate a literal; calls of sel32or64(a, b) evaluate to b, the 64-bit case."""
     if isinstance(node, ast.Dict):
         return {
             _literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key

@@ -2,7 +2,7 @@
 """Compare the emulator's Metal and Foundation headers with Apple's API.
 
 Every selector, enum value, constant and function that the headers declare must exist in Apple's frameworks,
-as told by the metadata in PyPI's pyobjc wheels, with the same value or type encoding. The headers are
+according to the metadata in PyPI's pyobjc wheels, with the same value or type encoding. The headers are
 compiled for a Mac, so type encodings are those of the real ABI.
 
 Usage: ``check_metal_api.py [--cache FOLDER] [--include FOLDER]``; exits with 1 and a list of differences.
@@ -78,7 +78,7 @@ class Declared:
 
 
 def compile_for_mac(include: Path, text: str, *options: str) -> str:
-    """Return what clang writes for an Objective-C++ text on a Mac's target."""
+    """Compile Objective-C++ text with clang for a Mac target, and return the output."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise RuntimeError("clang++ is not installed (Debian: apt-get install clang-19)")
@@ -102,7 +102,7 @@ def compile_for_mac(include: Path, text: str, *options: str) -> str:
 
 
 def read_headers(include: Path) -> Declared:
-    """Return what Metal.h and Foundation.h declare."""
+    """Return the declarations of Metal.h and Foundation.h."""
     declared = Declared()
     imports = "#import <Metal/Metal.h>\n"
     tree = json.loads(compile_for_mac(include, imports, "-fsyntax-only", "-Xclang", "-ast-dump=json"))
@@ -177,7 +177,7 @@ def split_encoding(encoding: str) -> list[str]:
 
 
 def skip_type(encoding: str, position: int) -> int:
-    """Return where the type that begins at a position ends."""
+    """Return the end of the type that starts at a position."""
     while encoding[position] in "rnNoORVA^":
         position += 1
     first = encoding[position]
@@ -223,7 +223,7 @@ def check_protocols(declared: Declared, apple: dict[str, Framework]) -> list[str
 
 
 def compare_types(where: str, ours: list[str], apple: list[str | None]) -> list[str]:
-    """Return the differences from the types that the bindings tell, which give names to unnamed structs."""
+    """Return the differences from the types in the bindings, which name unnamed structs."""
     names = ["the result", *(f"argument {index + 1}" for index in range(len(apple) - 1))]
     return [
         f"{where}: {name} is {mine}, Apple's is {other}"
@@ -272,7 +272,7 @@ def check_values(declared: Declared, apple: dict[str, Framework]) -> list[str]:
 
 
 def read_apple(cache: Path) -> dict[str, Framework]:
-    """Return what Apple's frameworks have; the folder keeps the wheels that tell."""
+    """Return the API of Apple's frameworks; the folder caches the wheels."""
     return {name: read_framework(download(package, cache), name) for name, package in WHEELS.items()}
 
 
@@ -291,7 +291,7 @@ def check(include: Path, apple: dict[str, Framework]) -> tuple[list[str], str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; see the module's text."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

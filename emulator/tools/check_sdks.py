@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Find names in Objective-C++ sources that an older SDK of macOS does not have.
 
-The version of PyPI's pyobjc-framework-Metal that was made from an SDK tells which names of Metal it has.
+The version of PyPI's pyobjc-framework-Metal that was made from an SDK lists the names of Metal in it.
 A name that the headers here declare, that a source uses and that the SDK lacks is a build that fails with
 that SDK: a guard by ``@available`` does not help, since the compiler does not know the name.
 
@@ -83,7 +83,7 @@ def check(folders: list[Path], cache: Path, include: Path = INCLUDE) -> list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; see the module's text."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

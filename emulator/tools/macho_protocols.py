@@ -22,7 +22,7 @@ RELATIVE_METHODS = (
 
 
 class FormatError(ValueError):
-    """The file is not a library that can be read."""
+    """The file is not a supported library."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Library:
         for _ in range(commands):
             command, size = struct.unpack_from("<2I", self.data, position)
             if command == LC_DYLD_CHAINED_FIXUPS:
-                raise FormatError("chained fixups are not understood")
+                raise FormatError("chained fixups are not supported")
             if command == LC_SEGMENT_64:
                 (count,) = struct.unpack_from("<I", self.data, position + 64)
                 for index in range(count):
@@ -132,4 +132,4 @@ def arm64_slice(data: bytes) -> bytes:
         cpu, _, offset, size, _ = struct.unpack_from(">5I", data, 8 + 20 * index)
         if cpu == CPU_ARM64:
             return data[offset : offset + size]
-    raise FormatError("a universal file without an arm64 part")
+    raise FormatError("the universal file has no arm64 part")
