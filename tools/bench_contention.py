@@ -1,4 +1,4 @@
-"""How much speed another process on one of the cores costs.
+"""Measure the slowdown caused by another process on one of the cores.
 
 Samples alternate: alone, then together with a process that keeps one core busy. The system gives that
 process half of its core, so what degrades in proportion keeps (cores - 1/2) / cores of its speed: three
@@ -32,7 +32,7 @@ PIECE_ROUNDS = 16  # of some microseconds each: far below a time slice, far abov
 
 
 def keep_busy(core: int, wanted: Event) -> None:
-    """Run on one core whenever asked to."""
+    """Load one core on demand."""
     os.sched_setaffinity(0, {core})
     while True:
         wanted.wait()
@@ -41,7 +41,7 @@ def keep_busy(core: int, wanted: Event) -> None:
 
 
 class Prompts:
-    """The engine at work on prompts of one length."""
+    """Engine that processes prompts of one length."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         self._model = model
@@ -81,12 +81,12 @@ class Pieces:
 
 
 def kept(alone: list[float], contended: list[float]) -> list[float]:
-    """Return the share of its speed that each pair of samples kept, sorted."""
+    """Return the sorted speed ratios of the pairs of samples."""
     return sorted(b / a for a, b in zip(alone, contended, strict=True))
 
 
 def describe(shares: list[float]) -> str:
-    """Median and range."""
+    """Format the median and range."""
     return f"{statistics.median(shares):.2f} ({shares[0]:.2f}-{shares[-1]:.2f})"
 
 
@@ -96,10 +96,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", type=Path, default=default_model_path())
-    parser.add_argument("-p", "--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("-p", "--prompt", type=int, default=512, help="prompt length in tokens")
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("-r", "--rounds", type=int, default=7)
-    parser.add_argument("-s", "--seconds", type=float, default=1.0, help="of a sample")
+    parser.add_argument("-s", "--seconds", type=float, default=1.0, help="duration of a sample")
     args = parser.parse_args()
 
     cores = sorted(os.sched_getaffinity(0))

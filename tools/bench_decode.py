@@ -28,7 +28,7 @@ DEPTH = 32  # tokens in the context before decoding
 
 
 class Run(NamedTuple):
-    """Seconds of a token, of which the GPU was busy for some, and the text."""
+    """Seconds per token, the GPU-busy part of them, and the text."""
 
     seconds: float
     gpu_seconds: float
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 def decode(session: _core.Session, count: int, ahead: bool) -> Run:
-    """Decode greedily as generate() does, without making text of the tokens."""
+    """Decode greedily as generate() does, without decoding tokens to text."""
     session.rewind(0)
     ids = np.random.default_rng(DEPTH).integers(0, 49152, DEPTH).astype(np.int32)
     text, gpu_seconds = [session.forward_prompt(ids, continues=ahead)], 0.0

@@ -57,7 +57,7 @@ def median_seconds(
 
 
 def prompt_of(n: int) -> np.ndarray[Any, Any]:
-    """Return n token ids, the same every time."""
+    """Return n deterministic token ids."""
     return np.random.default_rng(n).integers(0, 49152, n).astype(np.int32)
 
 
@@ -142,7 +142,7 @@ def dispatch_times(path: Path, repeats: int) -> list[Record]:
 
 
 def measure_ceilings() -> Record:
-    """Return bytes and operations a second that the GPU reaches at most, and what a dispatch costs."""
+    """Return the GPU's peak rates of bytes and operations per second, and the cost of a dispatch."""
     sys.path.insert(0, str(ROOT / "emulator/testing"))
     from metal_kernels import KernelLibrary
 
@@ -255,7 +255,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="default: SmolLM-135M's shape in Q4_0 with random weights")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dispatches", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Steps of the CPU engine one by one, each against what this machine can do at most.
+"""Benchmark single steps of the CPU engine against the limits of this machine.
 
 ``python tools/bench_kernels.py`` times products and attention together with loops that only multiply
 registers, and with plain reading of memory: the share of these limits says how good a kernel is, whatever
@@ -132,7 +132,7 @@ class Limit:
 
 
 def repetitions_for(workload: Timed, seconds: float) -> int:
-    """Return how often a workload runs in about that time; warms it up."""
+    """Warm up a workload, and return the number of repetitions that take about the given time."""
     count = 1
     while (taken := workload.run(count)) < seconds / 4 and count < 1 << 16:
         count *= 4
@@ -268,7 +268,7 @@ def _percent(share: Spread | None) -> str:
 
 
 def render(rows: Sequence[KernelRow]) -> Table:
-    """Draw the rows for a terminal."""
+    """Render the rows for a terminal."""
     sets = ", ".join(dict.fromkeys(row.isa for row in rows))
     title = f"{_machine.cpu_name()}, {sets}: share of the measured limits, median (range)"
     table = Table(title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""Microseconds that the prefix tree takes to find, insert and evict a page, by the pages that it holds.
+"""Benchmark finding, inserting and evicting pages of the prefix tree, by its number of pages.
 
 ``python tools/bench_prefix_tree.py`` needs a build with METAL_PREFILL_TESTING, as `make test` makes it. Each
 prompt has a first page of its own, so that one node has as many children as there are prompts.
@@ -46,8 +46,10 @@ def measured(pages: int, depth: int, count: int) -> tuple[float, float, float]:
 def main() -> None:
     """Print a line for each number of pages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--depth", type=int, default=1, metavar="N", help="pages of a prompt (default: 1)")
-    parser.add_argument("--count", type=int, default=1000, metavar="N", help="most prompts (default: 1000)")
+    parser.add_argument("--depth", type=int, default=1, metavar="N", help="pages per prompt (default: 1)")
+    parser.add_argument(
+        "--count", type=int, default=1000, metavar="N", help="maximum number of prompts (default: 1000)"
+    )
     arguments = parser.parse_args()
     print("microseconds per page; finding and inserting include the conversion of tokens from Python")
     print(f"{'pages':>8} {'find':>8} {'insert':>8} {'evict':>8}")

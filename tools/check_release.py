@@ -23,7 +23,7 @@ def stated_version(pyproject: str) -> str:
 
 
 def problems(tag: str, pyproject: str, changelog: str) -> list[str]:
-    """Say what is wrong with a tag, given the texts of ``pyproject.toml`` and ``CHANGELOG.md``."""
+    """Return what is wrong with a tag, given the texts of ``pyproject.toml`` and ``CHANGELOG.md``."""
     version = stated_version(pyproject)
     found = []
     if tag != f"v{version}":
@@ -36,7 +36,7 @@ def problems(tag: str, pyproject: str, changelog: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is wrong with the tag and return 1, or return 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("tag", help="such as v1.2.3")
+    parser.add_argument("tag", help="tag of the release, such as v1.2.3")
     tag: str = parser.parse_args(argv).tag
     found = problems(tag, (ROOT / "pyproject.toml").read_text(), (ROOT / "CHANGELOG.md").read_text())
     for problem in found:

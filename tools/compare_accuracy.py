@@ -1,4 +1,4 @@
-"""How near the logits of this package and of llama.cpp are to each other, and both to float64 arithmetic.
+"""Compare the logits of this package and of llama.cpp with each other and with float64 arithmetic.
 
 Prints the tables of ``docs/accuracy.md``. Every engine is given the same tokens, and all its logits are
 compared with those of the tests' float64 reference over the same dequantized weights::
@@ -43,20 +43,20 @@ Engines: TypeAlias = dict[str, Callable[[Tokens], Logits]]
 
 
 def ours(path: Path, tokens: Tokens, compute: str, kv_dtype: str) -> Logits:
-    """Logits of this package's CPU engine after every token."""
+    """Return the logits of this package's CPU engine after every token."""
     with Model(path, device="cpu", compute=compute, kv_dtype=kv_dtype) as model:
         return np.array([model.forward_token(int(token)) for token in tokens], dtype=np.float64)
 
 
 def keep_quiet(level: int, text: bytes, user_data: object) -> None:
-    """Drop what llama.cpp says while it loads."""
+    """Discard log messages of llama.cpp while it loads."""
 
 
 LOG_CALLBACK = llama_cpp.llama_log_callback(keep_quiet)  # llama.cpp keeps the pointer only
 
 
 def llama(path: Path, tokens: Tokens) -> Logits:
-    """Logits of llama.cpp as it comes: 8-bit activations, float16 cache, the repacking it chooses."""
+    """Return the logits of llama.cpp with its defaults: 8-bit activations, float16 cache, repacking."""
     context = llama_cpp.llama_context_default_params()
     context.n_ctx = context.n_batch = context.n_ubatch = len(tokens)
     context.n_threads = context.n_threads_batch = available_threads()
@@ -81,14 +81,14 @@ def llama(path: Path, tokens: Tokens) -> Logits:
 
 
 def log_softmax(logits: Logits) -> Logits:
-    """Log probabilities of each row."""
+    """Return the log probabilities of each row."""
     shifted: Logits = logits - logits.max(axis=1, keepdims=True)
     result: Logits = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return result
 
 
 def comparison(actual: Logits, expected: Logits) -> list[str]:
-    """Cells of a row: how near `actual` is to `expected`, over all positions."""
+    """Return the cells of a row: the distance of `actual` from `expected`, over all positions."""
     correlations = [float(np.corrcoef(a, e)[0, 1]) for a, e in zip(actual, expected, strict=True)]
     same = int((actual.argmax(axis=1) == expected.argmax(axis=1)).sum())
     log_p, log_q = log_softmax(expected), log_softmax(actual)
@@ -160,7 +160,7 @@ def compare_perplexity(path: Path, text: str, length: int = 512) -> None:
 
 
 def quantized(source: Path, ftype: int, path: Path) -> bool:
-    """Have llama.cpp write a model in another type; False where it does not, such as for want of a matrix."""
+    """Quantize a model to another type with llama.cpp; return False if it does not support that."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize = ftype, True
     return bool(
@@ -245,7 +245,7 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
 
 
 def main() -> None:
-    """Compare on the files that are named, or on the two of the documentation."""
+    """Compare on the given files, or on the two in the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL.gguf")
     parser.add_argument("-n", type=int, default=200, metavar="N", help="tokens (default: 200)")
@@ -254,7 +254,7 @@ def main() -> None:
         "--types",
         nargs="*",
         metavar="TYPE",
-        help="the perplexity by each type that llama.cpp makes of the model, or by these",
+        help="measure the perplexity for these types, or for all that llama.cpp quantizes the model to",
     )
     arguments = parser.parse_args()
     llama_cpp.llama_log_set(LOG_CALLBACK, None)

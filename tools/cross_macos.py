@@ -40,12 +40,12 @@ DYNAMIC_LOOKUP = (0xFE, 0)  # as ordinal of a library: what dyld finds anywhere;
 
 
 class CheckError(Exception):
-    """The wheel is not what it should be."""
+    """The wheel is invalid."""
 
 
 @dataclass
 class MachO:
-    """Facts that the load commands of a Mach-O file state."""
+    """Facts from the load commands of a Mach-O file."""
 
     cpu: int = 0
     kind: int = 0
@@ -94,7 +94,7 @@ def read_macho(data: bytes) -> MachO:
 
 
 def check_extension(data: bytes) -> list[str]:
-    """Check the extension module; returns lines that say what was found."""
+    """Check the extension module, and return a report in lines."""
     found = read_macho(data)
     if found.cpu != CPU_ARM64 or found.kind != FILE_DYLIB:
         raise CheckError(f"expected an arm64 library, got cpu {found.cpu:#x}, file type {found.kind}")
@@ -171,7 +171,7 @@ def native_stub() -> Path:
 def python_headers(copy: Path) -> Path:
     """Return the folder of Python's headers.
 
-    In a Debian system's Python, pyconfig.h only includes that of the processor at hand, and stops for any
+    In a Debian system's Python, pyconfig.h only includes that of the host's processor, and fails for any
     other target. A copy gets that one in its place.
     """
     headers = Path(sysconfig.get_path("include"))
@@ -218,12 +218,12 @@ def build(folder: Path) -> Path:
 
 
 def main() -> int:
-    """Run the command line; see the module's text."""
+    """Run the command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build/cross-macos", help="for everything it makes"
+        "--folder", type=Path, default=ROOT / "build/cross-macos", help="folder for all output"
     )
     parser.add_argument("--check", type=Path, help="only check this wheel")
     options = parser.parse_args()

@@ -58,7 +58,7 @@ def measure(kernels: ShaderLibrary, kernel: str, tokens: int, tile: tuple[int, i
 
 
 def prompt_seconds(model_path: Path, tokens: int) -> float:
-    """Return the time of a prompt, without that of opening the model."""
+    """Return the time of a prompt, excluding the opening of the model."""
     with Model(model_path, device="metal") as model:
         model.forward_token(0)
         model.reset()
@@ -68,7 +68,7 @@ def prompt_seconds(model_path: Path, tokens: int) -> float:
 
 
 def prepared(folder: Path) -> tuple[Path, Path]:
-    """Return the compiled kernels and a synthetic SmolLM-135M, made anew where something changed."""
+    """Return the compiled kernels and a synthetic SmolLM-135M, rebuilt after changes."""
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model.gguf"
     if not model.exists():

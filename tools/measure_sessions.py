@@ -1,4 +1,4 @@
-"""Measure what sessions save: reuse, forks, saved state, shared beginnings, and the memory of each.
+"""Measure what sessions save: reuse, forks, saved state, shared prefixes, and the memory of each.
 
 Prints the table of ``docs/measurements/sessions.md``: medians of samples taken in turns::
 
@@ -25,7 +25,7 @@ ANSWERS = 8  # prompts that share their beginning
 
 
 def in_turns(repetitions: int, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Time each call, one after the other, as often as asked; milliseconds."""
+    """Time the calls in alternation, repeatedly; return milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(repetitions + 1):
         for name, call in calls.items():
@@ -101,13 +101,11 @@ def measure(model: Model, n: int, repetitions: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure on the model that is named, or on the shape of the documentation."""
+    """Measure on the given model, or on the shape in the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL.gguf")
-    parser.add_argument(
-        "-n", type=int, default=1000, metavar="N", help="tokens that are shared (default: 1000)"
-    )
-    parser.add_argument("-r", type=int, default=5, metavar="N", help="samples of each (default: 5)")
+    parser.add_argument("-n", type=int, default=1000, metavar="N", help="shared tokens (default: 1000)")
+    parser.add_argument("-r", type=int, default=5, metavar="N", help="number of samples (default: 5)")
     arguments = parser.parse_args()
     path = arguments.model or smollm_shape()
     with tempfile.TemporaryDirectory() as folder, Model(path, device="cpu") as model:

@@ -1,4 +1,4 @@
-"""Measure what guesses and forced tokens save: interleaved pairs, in time of the processor and of the clock.
+"""Measure what drafts and forced tokens save, in interleaved pairs, in CPU time and wall time.
 
 Each text is made twice, with and without, in changing order, from a prompt that is already computed. The
 texts must be the same. Prints a line for each kind of task, of several rounds the median and range::
@@ -79,7 +79,7 @@ RECORDS = [
 
 @dataclass
 class Sum:
-    """Seconds of the processor and of the clock."""
+    """CPU time and wall time in seconds."""
 
     processor: float = 0.0
     clock: float = 0.0
@@ -124,7 +124,7 @@ def _asked(model: Model, text: str) -> list[int]:
 
 
 def timed(model: Model, ids: list[int], n: int, spent: Sum, **options: Any) -> list[int]:
-    """Make a text from a prompt that is computed, and add what it took."""
+    """Generate a text after a computed prompt, and add its time."""
     with model.session() as session:
         session.forward_prompt(ids)
         start = time.process_time(), time.perf_counter()
@@ -182,13 +182,13 @@ def all_tasks(model: Model, tokens: int) -> list[Task]:
 
 
 def main() -> None:
-    """Print all lines."""
+    """Print all results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("-n", type=int, default=96, help="tokens of a text")
-    parser.add_argument("-r", "--rounds", type=int, default=1, help="times that a line's texts are made")
-    parser.add_argument("--only", default="", help="lines whose names have this in them")
+    parser.add_argument("-n", type=int, default=96, help="tokens per text")
+    parser.add_argument("-r", "--rounds", type=int, default=1, help="repetitions of the texts of each line")
+    parser.add_argument("--only", default="", help="measure only lines whose names contain this")
     arguments = parser.parse_args()
     with Model(arguments.model, device="cpu", threads=arguments.threads) as model:
         for task in all_tasks(model, arguments.n):

@@ -1,4 +1,4 @@
-"""How fast each tensor type is next to llama.cpp, how soon it is open, and how much memory it takes.
+"""Compare the speed, opening time and memory of each tensor type with llama.cpp.
 
 Makes a file of each type and measures it as ``metal-prefill bench --compare llama.cpp`` does. A table for
 the records, a row for each type, with how many times as fast as llama.cpp the package is: medians, with the
@@ -50,7 +50,7 @@ def packed_share(path: Path) -> str:
 
 
 def measure(path: Path, arguments: argparse.Namespace) -> list[str]:
-    """Cells of the row of a file."""
+    """Return the cells of the row of a file."""
     results = bench.run(
         path,
         prompts=arguments.prompts,
@@ -93,12 +93,12 @@ def writer(arguments: argparse.Namespace) -> tuple[list[str], Callable[[str, Pat
 
 
 def main() -> None:
-    """Measure the types that are named, or all."""
+    """Measure the given types, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", default="smollm2", help="file to quantize (default: smollm2)")
     parser.add_argument("--shape", choices=tuple(synth.PRESETS), help="random weights of a shape instead")
-    parser.add_argument("--layers", type=int, help="of that shape")
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="measure these only")
+    parser.add_argument("--layers", type=int, help="number of layers of that shape")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="measure only these types")
     parser.add_argument("-p", "--prompts", type=int, nargs="+", default=[32, 512], metavar="N")
     parser.add_argument("-n", "--tokens", type=int, default=32, help="decoded tokens (default: 32)")
     parser.add_argument("-r", "--repetitions", type=int, default=3)

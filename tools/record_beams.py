@@ -1,4 +1,4 @@
-"""Record what beam search of Hugging Face transformers finds.
+"""Record results of the beam search of Hugging Face transformers.
 
 Writes ``tests/data/transformers_beams.json``, with which ``tests/test_beams.py`` compares without needing
 transformers. The model is a table: the logits after a token at a position are a row of it::

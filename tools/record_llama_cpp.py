@@ -1,4 +1,4 @@
-"""Record what llama.cpp makes of our test vocabularies and small models.
+"""Record results of llama.cpp on the test vocabularies and small models.
 
 Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz``, ``llama_cpp_vectors.npz`` and
 ``llama_cpp_perplexity.json`` in ``tests/data``, which the tests compare with without needing llama.cpp.
@@ -116,7 +116,7 @@ def record_tokens(folder: Path) -> None:
 
 
 def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
-    """Compute the logits after every token, as llama.cpp comes."""
+    """Compute the logits after every token with llama.cpp's defaults."""
     llama = llama_cpp.Llama(str(path), n_ctx=len(tokens), logits_all=True, verbose=False)
     llama.eval(tokens)
     logits: npt.NDArray[np.float64] = llama.scores[: len(tokens)].astype(np.float64)
@@ -227,7 +227,7 @@ def record_vectors(folder: Path) -> None:
 
 
 def main() -> None:
-    """Record all."""
+    """Write all recordings."""
     comparison.TOKENS.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         record_tokens(Path(folder))

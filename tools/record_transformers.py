@@ -1,4 +1,4 @@
-"""Record what Hugging Face transformers makes of our small models.
+"""Record results of Hugging Face transformers on the small test models.
 
 Writes ``transformers_logits.npz``, ``transformers_vectors.npz`` and ``transformers_likelihoods.json`` in
 ``tests/data``, which the tests compare with without needing transformers. The weights of each file go back
@@ -68,7 +68,7 @@ ARCHITECTURE_NAMES = {
 
 
 def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
-    """Say what the file's metadata says, in transformers' words."""
+    """Convert the file's metadata to a transformers configuration."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_scaling in ("linear", "yarn"):
         rope |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
@@ -113,7 +113,7 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
 
 
 def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the tensors of a file their names and layout in transformers."""
+    """Convert the tensors of a file to the names and layout of transformers."""
     names = ARCHITECTURE_NAMES.get(model.architecture, NAMES)
     for tensor in GGUFReader(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
@@ -132,7 +132,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
 
 
 def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
-    """Make transformers' model of a file; every weight of either side has its counterpart."""
+    """Create the transformers model of a file; every weight on either side has a counterpart."""
     made = transformers.AutoModelForCausalLM.from_config(config_of(model)).float().eval()
     weights = dict(weights_of(path, model))
     if model.output is None:

@@ -1,4 +1,4 @@
-"""Plant errors one at a time and name those that no test notices.
+"""Plant errors one at a time and report those that no test notices.
 
 ``tests/mutants`` lists them: a file, a text that occurs in it once, what takes its place, the error, and the
 tests that the file's owner names. This program copies the sources to ``build/mutants``, builds them there,
@@ -52,7 +52,7 @@ CAUGHT, SURVIVED, NOT_BUILT, NO_TESTS = "caught", "survived", "not built", "no t
 
 
 def copy_sources() -> None:
-    """Bring the copy up to date; files that are the same keep their times, so that little is built again."""
+    """Update the copy; unchanged files keep their times, so that little is rebuilt."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     wanted = {name for name in names if name and (ROOT / name).is_file()}
@@ -106,7 +106,7 @@ def link_modules() -> None:
 
 
 def build() -> str | None:
-    """Build the copy; returns what the compiler said where it refused."""
+    """Build the copy; return the compiler's output if it fails."""
     done = subprocess.run(
         [TOOLS / "ninja", "-C", BUILD, *TARGETS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -140,7 +140,7 @@ def run_tests(tests: Sequence[str]) -> tuple[int, str]:
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Have the error in the copy within the block."""
+    """Plant the error in the copy for the duration of the block."""
     path = TREE / mutant.file
     plain = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(plain), encoding="utf-8")
@@ -151,7 +151,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 
 def outcome(mutant: Mutant) -> tuple[str, str]:
-    """Plant an error; returns what became of it, and the output that shows it."""
+    """Plant an error; return the outcome and the output that shows it."""
     with planted(mutant):
         if is_native(mutant.file) and (said := build()):
             return NOT_BUILT, said
@@ -161,7 +161,7 @@ def outcome(mutant: Mutant) -> tuple[str, str]:
 
 
 def key(mutant: Mutant) -> str:
-    """Return what a result is filed under."""
+    """Return the key of a result."""
     return hashlib.sha256(json.dumps(asdict(mutant)).encode()).hexdigest()[:16]
 
 
@@ -189,8 +189,10 @@ def check_plain(mutants: Iterable[Mutant]) -> None:
 def main() -> int:
     """Run as a program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", help="beginnings of the files to plant errors in (default: all)")
-    parser.add_argument("--rest", action="store_true", help="leave out what has a result already")
+    parser.add_argument(
+        "paths", nargs="*", help="path prefixes of the files to plant errors in (default: all)"
+    )
+    parser.add_argument("--rest", action="store_true", help="skip errors that already have a result")
     options = parser.parse_args()
     results = read_results()
     chosen = [m for m in MUTANTS if not options.paths or m.file.startswith(tuple(options.paths))]

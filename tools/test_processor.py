@@ -1,4 +1,4 @@
-"""Test the CPU engine on this processor and say which instruction sets were run.
+"""Test the CPU engine on this processor and report which instruction sets ran.
 
 ``python tools/test_processor.py`` needs the package from a build with ``METAL_PREFILL_TESTING``, the folder
 of tests and pytest, but no compiler. It runs the tests of all kernels that this processor has and those of
@@ -28,7 +28,7 @@ TIME_LIMIT_S = 600  # of a step: what takes longer hangs
 
 @dataclass(frozen=True)
 class Step:
-    """A command that must end well.
+    """Command that must succeed.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Step:
 
 
 def steps(sets: list[str], tests: Path, threads: int) -> list[Step]:
-    """Return what is run on a processor with these instruction sets, fastest first."""
+    """Return the steps for a processor with these instruction sets, fastest first."""
     parallel = ("-n", str(threads)) if importlib.util.find_spec("xdist") and threads > 1 else ()
     # Neither the kernels of another processor, emulated, nor Metal.
     others = "not metal" if any("neon" in isa for isa in sets) else "not metal and not neon"
@@ -60,14 +60,14 @@ def steps(sets: list[str], tests: Path, threads: int) -> list[Step]:
 
 
 def outcome(code: int) -> str:
-    """Say how a process ended."""
+    """Describe how a process ended."""
     if code < 0:
         return f"died ({signal.Signals(-code).name})"
     return f"failed (exit code {code})" if code else "passed"
 
 
 def run(step: Step) -> bool:
-    """Run a step; its output is shown where it fails, and its last line where it does not."""
+    """Run a step; print its output if it fails, otherwise its last line."""
     begin = time.monotonic()
     try:
         done = subprocess.run(

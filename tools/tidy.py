@@ -29,7 +29,7 @@ def sources(build: Path, wanted: list[str]) -> list[str]:
 
 
 def check(build: Path, file: str) -> str:
-    """Return what clang-tidy finds in a file, or nothing."""
+    """Return the findings of clang-tidy in a file; empty if there are none."""
     tidy = Path(sysconfig.get_path("scripts")) / "clang-tidy"
     command = [str(tidy), "-p", str(build), "--quiet", file]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -40,7 +40,7 @@ def main() -> int:
     """Check all, print what was found as it comes, and return 1 if there was anything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=Path, help="folder of a configured build")
-    parser.add_argument("sources", nargs="*", help="beginnings of paths; all by default")
+    parser.add_argument("sources", nargs="*", help="path prefixes of sources (default: all)")
     arguments = parser.parse_args()
     files = sources(arguments.build.resolve(), arguments.sources)
     if not files:
