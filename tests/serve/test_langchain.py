@@ -16,6 +16,7 @@ from metal_prefill import Model
 
 langchain_openai = pytest.importorskip("langchain_openai")
 
+PLACES = {"type": "object", "properties": {name: {"type": "number"} for name in ("north", "south")}}
 CALLING = r'<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
 
 
@@ -100,6 +101,31 @@ def test_tools_are_called(demo_path: Path) -> None:
             assert call["name"] == "weather"
             assert set(call["args"]) == {"city"}
             json.dumps(call["args"])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8, 32])
+def test_a_required_call_that_max_tokens_cuts_is_invalid(demo_path: Path, max_tokens: int) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Model(demo_path, device="cpu") as model,
+        running(model) as server,
+    ):
+        patch.setattr(model.tokenizer, "_template", {"tokenizer.chat_template": HERMES}.get)
+        tool = {"name": "weather", "parameters": {**PLACES, "required": ["north", "south"]}}
+        client = chat_model(server, max_tokens=max_tokens).bind_tools([tool], tool_choice="weather")
+        answer = client.invoke("How is the weather?")
+        (call,) = answer.invalid_tool_calls
+        assert (call["name"], answer.tool_calls) == ("weather", [])
+        assert answer.response_metadata["finish_reason"] == "length"
+
+        # LangChain completes the arguments of streams by itself: the reason tells that they are not whole.
+        chunks = list(client.stream("How is the weather?"))
+        whole = chunks[0]
+        for chunk in chunks[1:]:
+            whole += chunk
+        (piece,) = whole.tool_call_chunks
+        assert (piece["name"], piece["args"]) == ("weather", call["args"])
+        assert whole.response_metadata["finish_reason"] == "length"
 
 
 def test_vectors_are_those_of_the_model(vector_server: Running, vector_model: Model) -> None:

@@ -164,8 +164,8 @@ def required_call(text: str, names: Collection[str]) -> tuple[dict[str, Any], bo
     Returns
     -------
     tuple of (dict, bool) or None
-        The call in OpenAI's format, with possibly partial arguments, and whether it is complete. None if the
-        answer was truncated before its tool was known.
+        The call in OpenAI's format and whether it is complete. Partial arguments have at least their brace.
+        None if the answer was truncated before its tool was known.
     """
     if (begun := _CALL.match(text)) is not None:
         name, arguments = json.loads(begun[1]), text[begun.end() :]
@@ -177,7 +177,8 @@ def required_call(text: str, names: Collection[str]) -> tuple[dict[str, Any], bo
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        return _message(name, arguments), False
+        # LangChain reads empty arguments as those of a whole call without any.
+        return _message(name, arguments or "{"), False
     return _message(name, arguments[:-1]), True
 
 
