@@ -5,12 +5,13 @@ Not part of ``make test``, since Ray is large and slow to start: ``make test-ray
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ for name in ("READY_CHECK", "HEALTH_CHECK"):
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 ray_serve = pytest.importorskip("ray.serve", reason="needs the extra ray")
 
+from ray.exceptions import RayError  # noqa: E402
+
 from metal_prefill.integrations._ray import serve_app  # noqa: E402
+from metal_prefill.integrations._ray_serve import _stream  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # warnings: Ray's own
 
@@ -88,6 +92,21 @@ def test_prompts_that_begin_alike_go_to_the_same_replica(url: str) -> None:
     served = {i: [post(url, body(i + 3 * n)).headers["x-replica"] for n in range(6)] for i in range(3)}
     for replicas in served.values():
         assert len(set(replicas)) == 1
+
+
+def test_a_stream_that_breaks_off_ends_with_the_error_and_done() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: {}\n\n"
+        raise RayError("the replica is dead")
+
+    async def sent() -> list[bytes]:
+        return [piece async for piece in _stream(b"data: {}\n\n", pieces())]
+
+    *begun, end = asyncio.run(sent())
+    assert begun == [b"data: {}\n\n"] * 2
+    error, done, rest = end.split(b"\n\n")
+    assert "error" in json.loads(error.removeprefix(b"data: "))
+    assert (done, rest) == (b"data: [DONE]", b"")
 
 
 def test_a_replica_that_is_killed_costs_retries_or_clean_errors(url: str, demo_path: Path) -> None:

@@ -103,7 +103,7 @@ async def _stream(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[
         async for piece in pieces:
             yield piece
     except RayError as error:  # part of the answer was sent, which another replica cannot continue
-        yield b"data: " + json.dumps(broken_answer(error).body()).encode() + b"\n\n"
+        yield b"data: " + json.dumps(broken_answer(error).body()).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def application(
