@@ -147,3 +147,25 @@ def test_texts_that_lost_their_ends_are_counted(
     assert embed(embedder, *files, "--truncate", "end") == 0
     assert "warning: 1 of 2 texts did not fit the context of 512 tokens" in capsys.readouterr().err
     assert np.load(tmp_path / "a.npy").shape == (2, 64)
+
+
+def test_texts_are_brought_into_nfc(embedder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("cafe\u0301\n", encoding="utf-8")
+    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "a.npy", "--unicode", "NFC") == 0
+    with Model(embedder, device="cpu") as model:
+        np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), model.embed(["caf\u00e9"]))
+
+
+def test_documents_that_lost_their_ends_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
+    (tmp_path / "d.txt").write_text("a\n" + "a b " * 900 + "\n")
+    files = ["-m", str(path), "-q", "a", "-f", str(tmp_path / "d.txt")]
+    options = ["--device", "cpu", "--template", "{query} {document} ?", "--json", "--max-context", "200"]
+    assert main(["rerank", *files, *options]) != 0
+    assert "document 1: " in capsys.readouterr().err
+    assert main(["rerank", *files, *options, "--truncate", "end", "--unicode", "NFC"]) == 0
+    printed = capsys.readouterr()
+    assert "warning: 1 of 2 documents did not fit the context of 200 tokens" in printed.err
+    assert len(printed.out.splitlines()) == 2

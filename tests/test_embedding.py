@@ -238,6 +238,33 @@ def test_a_text_beyond_the_context_loses_its_end_where_that_is_asked_for(path: P
             short.embed(["a"], truncate="start")
 
 
+def test_what_follows_a_text_stays_where_the_text_loses_its_end(path: Path) -> None:
+    long, form = "a b, " * 40, "q: {text} => one word"
+    with Model(path, device="cpu", max_context=24) as short, Model(path, device="cpu") as model:
+
+        def fits(text: str) -> bool:  # with the token that ends texts
+            return len(model.tokenizer.encode(form.replace("{text}", text))) + 1 <= 24
+
+        kept = max((long[:n] for n in range(len(long)) if fits(long[:n])), key=len)
+        assert len(kept) > 5
+        with pytest.warns(UserWarning, match=r"1 of 2 texts did not fit .* 24 tokens .* text 1"):
+            vectors = short.embed(["a", long], instruction=form, truncate="end")
+        np.testing.assert_array_equal(vectors, model.embed(["a", kept], instruction=form))
+        with pytest.raises(ContextOverflowError, match=r"text 0: \d+ tokens exceed the context of 24"):
+            short.embed([""], instruction="{text}" + long, truncate="end")
+
+
+def test_texts_are_brought_into_nfc_where_that_is_asked_for(path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    with Model(path, device="cpu") as model:
+        plain = model.embed([composed, decomposed])
+        assert not np.array_equal(plain[0], plain[1])
+        found = model.embed([composed, decomposed], unicode="NFC")
+        np.testing.assert_array_equal(found, plain[[0, 0]])
+        with pytest.raises(ValueError, match="unicode must be one of NFC; got 'nfc'"):
+            model.embed(["a"], unicode="nfc")  # type: ignore[arg-type]
+
+
 def test_tokens_of_a_model_that_sees_both_ways_go_in_whole(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", EMBEDDERS["gemma-embedding"])
     with Model(path, device=device, chunk_tokens=16) as model:

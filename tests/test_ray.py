@@ -66,6 +66,14 @@ def test_a_batch_of_texts_becomes_vectors_in_its_own_order(demo_path: Path) -> N
     assert "exceed the context" in result["error"][3]
 
 
+def test_a_text_without_tokens_has_a_vector_of_zeros(demo_path: Path) -> None:
+    mapper = EmbedTexts(demo_path, pooling="mean", errors="record", truncate="end", **OPTIONS)
+    mapper._model.tokenizer.add_bos = False  # which would be its only token
+    result = mapper({"text": np.array(["a", "", "word " * 5000], dtype=object)})
+    assert list(result["error"]) == [""] * 3
+    assert [vector.any() for vector in result["embedding"]] == [True, False, True]
+
+
 def test_pairs_of_a_batch_get_the_scores_of_their_queries(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
     batch = {

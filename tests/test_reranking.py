@@ -142,6 +142,36 @@ def test_what_cannot_be_reranked_is_named(model: Model, tmp_path: Path) -> None:
         other.rerank(QUERY, ["a"], template=TEMPLATE)
 
 
+def test_a_document_beyond_the_context_loses_its_end_where_that_is_asked_for(reranker: Path) -> None:
+    long = "a b, " * 60
+    with Model(reranker, device="cpu", max_context=40) as short, Model(reranker, device="cpu") as whole:
+        kept = max((long[:n] for n in range(200) if len(filled(whole, long[:n])) <= 40), key=len)
+        assert len(kept) > 5
+        with pytest.warns(UserWarning, match=r"1 of 2 documents did not fit .* 40 tokens .* document 1"):
+            ranked = short.rerank(QUERY, ["x", long], template=TEMPLATE, truncate="end")
+        expected = {item.index: item.score for item in whole.rerank(QUERY, ["x", kept], template=TEMPLATE)}
+        assert {item.index: item.score for item in ranked} == expected
+        assert {item.document for item in ranked} == {"x", long}
+        with pytest.raises(ContextOverflowError, match=r"document 0: \d+ tokens exceed the context of 40"):
+            short.rerank(long, ["x"], template=TEMPLATE, truncate="end")  # the query is never cut
+        with pytest.raises(ValueError, match="truncate must be one of error, end; got 'start'"):
+            short.rerank(QUERY, ["x"], template=TEMPLATE, truncate="start")
+
+
+def test_queries_and_documents_are_brought_into_nfc_where_that_is_asked_for(model: Model) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    (expected,) = model.rerank(composed, [composed], template=TEMPLATE)
+    (plain,) = model.rerank(decomposed, [decomposed], template=TEMPLATE)
+    (found,) = model.rerank(decomposed, [decomposed], template=TEMPLATE, unicode="NFC")
+    assert found.score == expected.score != plain.score
+
+
+def test_a_pair_without_tokens_is_named(model: Model) -> None:
+    assert not model.tokenizer.add_bos
+    with pytest.raises(ValueError, match="document 1: its prompt has no tokens"):
+        model.rerank("", ["a", ""], template="{query}{document}")
+
+
 def test_a_model_that_does_not_know_the_answers_is_refused(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         with pytest.raises(ValueError, match="none is known for llama: give template="):
@@ -167,6 +197,26 @@ def test_classes_are_those_of_the_head(device: str, tmp_path: Path) -> None:
                 found.probabilities[i], expected, atol=1e-4 if device == "cpu" else 1e-2
             )
             assert found.best[i] == found.labels[int(expected.argmax())]
+
+
+def test_a_text_beyond_the_context_of_a_head_loses_its_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
+    long = "a b " * 40
+    with Model(path, device="cpu", max_context=20) as short, Model(path, device="cpu") as model:
+        with pytest.warns(UserWarning, match=r"1 of 2 texts did not fit .* 20 tokens .* text 0"):
+            found = short.classify([long, "x"], truncate="end")
+        kept = model.tokenizer.decode(model.tokenizer.encode(long)[:19])  # and the token that ends texts
+        np.testing.assert_array_equal(found.log_likelihoods, model.classify([kept, "x"]).log_likelihoods)
+        nfc = model.classify(["cafe\u0301"], unicode="NFC").log_likelihoods
+        np.testing.assert_array_equal(nfc, model.classify(["caf\u00e9"]).log_likelihoods)
+
+
+def test_a_text_without_tokens_has_no_class_of_a_head(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
+    with Model(path, device="cpu") as model:
+        model.tokenizer.add_eos = False  # which would be the only token
+        with pytest.raises(ValueError, match="text 1 has no tokens"):
+            model.classify(["a", ""])
 
 
 def test_a_head_of_two_layers_has_an_activation_between_them(tmp_path: Path) -> None:
@@ -264,6 +314,33 @@ def test_labels_share_the_text_and_texts_share_the_template(
         assert beginning + texts <= computed.count < beginning + texts + len(DOCUMENTS) * (labels + 16)
         for i, one in enumerate(alone):
             np.testing.assert_array_equal(together.log_likelihoods[i], one.log_likelihoods[0])
+
+
+def test_a_text_with_labels_beyond_the_context_loses_its_end(demo_path: Path) -> None:
+    long, template = "a b, " * 40, "{text} => is {label}"
+    with Model(demo_path, device="cpu", max_context=24) as short, Model(demo_path, device="cpu") as model:
+
+        def fits(text: str) -> bool:  # the last token is only predicted
+            encode = model.tokenizer.encode
+            return all(len(encode(f"{text} => is {label}")) - 1 <= 24 for label in LABELS)
+
+        kept = max((long[:n] for n in range(len(long)) if fits(long[:n])), key=len)
+        assert len(kept) > 5
+        with pytest.warns(UserWarning, match=r"1 of 2 texts did not fit .* 24 tokens .* text 1"):
+            found = short.classify(["x", long], LABELS, template, truncate="end")
+        expected = model.classify(["x", kept], LABELS, template)
+        np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
+
+
+def test_texts_and_labels_are_brought_into_nfc_where_that_is_asked_for(demo_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    with Model(demo_path, device="cpu") as model:
+        expected = model.classify([composed], [composed, "x"])
+        plain = model.classify([decomposed], [decomposed, "x"])
+        found = model.classify([decomposed], [decomposed, "x"], unicode="NFC")
+        np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
+        assert not np.array_equal(found.log_likelihoods, plain.log_likelihoods)
+        assert found.labels == (decomposed, "x")  # as they were given
 
 
 def test_what_cannot_be_classified_is_named(demo_path: Path) -> None:

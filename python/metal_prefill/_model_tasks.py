@@ -70,6 +70,7 @@ class TaskMethods:
         pooling: Literal["none", "mean", "cls", "last"] | None = None,
         instruction: str | None = None,
         truncate: Literal["error", "end"] | str = "error",
+        unicode: Literal["NFC"] | None = None,
         progress: Progress | None = None,
     ) -> Any:
         """Turn texts into vectors whose products say how near the texts are in meaning.
@@ -98,7 +99,11 @@ class TaskMethods:
             None adds nothing.
         truncate
             ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, but
-            for the token that ends texts, and a ``UserWarning`` says how many texts did and names them.
+            for the token that ends texts and for what the instruction puts after it, and a ``UserWarning``
+            counts and names such texts.
+        unicode
+            ``"NFC"``: bring texts into this form first, as transformers does for the vocabularies of
+            ``qwen2`` and ``qwen3``. None leaves them as they are, as llama.cpp does.
         progress
             Called with the number of distinct texts done and the number in all.
 
@@ -128,6 +133,7 @@ class TaskMethods:
             pooling=pooling,
             instruction=instruction,
             truncate=truncate,
+            unicode=unicode,
             progress=progress,
         )
 
@@ -139,6 +145,8 @@ class TaskMethods:
         *,
         instruction: str | None = None,
         template: str | None = None,
+        truncate: Literal["error", "end"] | str = "error",
+        unicode: Literal["NFC"] | None = None,
     ) -> list[Ranked]:
         """Order documents by how well they answer a query.
 
@@ -157,6 +165,11 @@ class TaskMethods:
         template
             Text with ``{query}`` and ``{document}``; by default ``tokenizer.chat_template.rerank`` of the
             file, or that of the card of Qwen3-Reranker.
+        truncate
+            ``"error"``: a pair that does not fit the context is an error. ``"end"``: its document loses its
+            end, and a ``UserWarning`` counts and names such documents. The query is never cut.
+        unicode
+            See :meth:`embed`.
 
         Returns
         -------
@@ -166,12 +179,21 @@ class TaskMethods:
         Raises
         ------
         TypeError, ValueError, ContextOverflowError
-            A document is not a string, cannot be encoded or does not fit; the message has its index. Or
-            there is no template, or the model is not a reranker.
+            A document is not a string, cannot be encoded, has a prompt without tokens or does not fit; the
+            message has its index. Or there is no template, or the model is not a reranker.
         """
         from metal_prefill.tasks._reranking import rerank
 
-        return rerank(self, query, documents, top_n=top_n, instruction=instruction, template=template)
+        return rerank(
+            self,
+            query,
+            documents,
+            top_n=top_n,
+            instruction=instruction,
+            template=template,
+            truncate=truncate,
+            unicode=unicode,
+        )
 
     def classify(
         self,
@@ -181,6 +203,8 @@ class TaskMethods:
         *,
         normalize_length: bool = True,
         calibrate: bool = False,
+        truncate: Literal["error", "end"] | str = "error",
+        unicode: Literal["NFC"] | None = None,
     ) -> Classification:
         """Find which of some labels fits each text.
 
@@ -197,6 +221,11 @@ class TaskMethods:
             Compare log probabilities per token of a label, so that long labels are not at a disadvantage.
         calibrate
             Divide by the probability that a label has after texts without content (arXiv:2102.09690).
+        truncate
+            ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, and
+            a ``UserWarning`` counts and names such texts. What the template puts after it is kept.
+        unicode
+            See :meth:`embed`.
 
         Returns
         -------
@@ -206,11 +235,19 @@ class TaskMethods:
         Raises
         ------
         TypeError, ValueError, ContextOverflowError
-            A text is not a string, cannot be encoded or does not fit; the message has its index. Or there is
-            neither a list of labels nor a classification head.
+            A text is not a string, cannot be encoded, has no tokens (which a classification head needs) or
+            does not fit; the message has its index. Or there is neither a list of labels nor a
+            classification head.
         """
         from metal_prefill.tasks._classification import classify
 
         return classify(
-            self, texts, labels, template=template, normalize_length=normalize_length, calibrate=calibrate
+            self,
+            texts,
+            labels,
+            template=template,
+            normalize_length=normalize_length,
+            calibrate=calibrate,
+            truncate=truncate,
+            unicode=unicode,
         )

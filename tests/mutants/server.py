@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_tools.py",
-        "return _message(name, arguments), False",
+        'return _message(name, arguments or "{"), False',
         "return None",
         "a required call that is cut arrives as text",
         ("tests/serve/test_tools_over_http.py", "-k", "cut_is_a_partial_call"),
@@ -209,5 +209,33 @@ MUTANTS = (
         "",
         "a wrong seed is accepted where nothing is drawn",
         ("tests/test_run_many.py", "-k", "wrong_seed"),
+    ),
+    Mutant(
+        f"{_P}/serve/_tools.py",
+        'arguments or "{"',
+        "arguments",
+        "a call that is cut before its arguments looks whole to LangChain",
+        ("tests/serve/test_tools_over_http.py", "-k", "is_a_partial_call"),
+    ),
+    Mutant(
+        f"{_P}/serve/_vectors.py",
+        '{**usage, "truncated_texts": len(cut)} if truncate == "end" else usage',
+        "usage",
+        "the server cuts texts in silence",
+        ("tests/serve/test_vectors.py", "-k", "lost_their_ends"),
+    ),
+    Mutant(
+        f"{_P}/serve/_vectors.py",
+        "    if encoded.empty:\n",
+        "    if False:\n",
+        "the server does not tell of texts without tokens",
+        ("tests/serve/test_vectors.py", "-k", "without_tokens"),
+    ),
+    Mutant(
+        f"{_P}/integrations/_ray_serve.py",
+        "data: [DONE]\\n\\n",
+        "",
+        "a stream that breaks off on Ray has no end",
+        ("tests/test_ray_serve.py", "-k", "breaks_off"),
     ),
 )

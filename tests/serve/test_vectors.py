@@ -51,6 +51,40 @@ def test_a_wrong_input_is_named(vector_server: Running) -> None:
         assert message in refused.json()["error"]["message"]
 
 
+def test_texts_that_lost_their_ends_are_counted(vector_server: Running, vector_model: Model) -> None:
+    long, ids = "a b " * 2000, [1, 2] * 2000
+    body = {"input": [long, "a"], "truncate": "end"}
+    answer = vector_server.post("/v1/embeddings", body).json()
+    with pytest.warns(UserWarning, match="1 of 2 texts"):
+        expected = vector_model.embed([long, "a"], truncate="end")
+    np.testing.assert_array_equal(np.array([d["embedding"] for d in answer["data"]], np.float32), expected)
+    assert answer["usage"]["truncated_texts"] == 1
+    answer = vector_server.post("/v1/embeddings", {"input": [ids, [1, 2]], "truncate": "end"}).json()
+    assert answer["usage"]["prompt_tokens"] == vector_model.max_context + 2
+    assert answer["usage"]["truncated_texts"] == 1
+    answer = vector_server.post("/v1/embeddings", {**body, "input": "a"}).json()
+    assert answer["usage"]["truncated_texts"] == 0
+    refused = vector_server.post("/v1/embeddings", {**body, "truncate": "start"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate")
+
+
+def test_texts_are_brought_into_nfc(vector_server: Running, vector_model: Model) -> None:
+    answer = vector_server.post("/v1/embeddings", {"input": "cafe\u0301", "unicode": "NFC"}).json()
+    found = np.array([d["embedding"] for d in answer["data"]], np.float32)
+    np.testing.assert_array_equal(found, vector_model.embed(["caf\u00e9"]))
+
+
+def test_texts_without_tokens_have_vectors_of_zeros_and_are_counted(
+    vector_server: Running, vector_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vector_model.tokenizer, "add_eos", False)  # which would be the only token
+    answer = vector_server.post("/v1/embeddings", {"input": ["a", "", "b"]}).json()
+    found = np.array([d["embedding"] for d in answer["data"]], np.float32)
+    assert not found[1].any()
+    np.testing.assert_array_equal(found[[0, 2]], vector_model.embed(["a", "b"]))
+    assert answer["usage"]["empty_texts"] == 1
+
+
 def test_a_model_without_pooling_says_so(server: Running) -> None:
     refused = server.post("/v1/embeddings", {"input": "a text"})
     assert refused.status_code == 400
@@ -96,6 +130,19 @@ def test_coheres_requests_are_answered(ranker: tuple[Running, Model]) -> None:
     assert {"id", "results", "meta"} <= answer.keys()
     refused = server.post("/v1/rerank", {**body, "documents": ["a", {"title": "b"}]})
     assert refused.json()["error"]["param"] == "documents[1]"
+
+
+def test_documents_that_lost_their_ends_are_counted(ranker: tuple[Running, Model]) -> None:
+    server, model = ranker
+    body = {"query": QUERY, "documents": ["a", "a b " * 2000], "truncate": "end", "unicode": "NFC"}
+    answer = server.post("/v1/rerank", body).json()
+    with pytest.warns(UserWarning, match="1 of 2 documents"):
+        expected = model.rerank(QUERY, ["a", "a b " * 2000], truncate="end")
+    assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
+        (item.index, item.score) for item in expected
+    ]
+    assert answer["usage"]["truncated_texts"] == 1
+    assert server.post("/v1/rerank", {**body, "truncate": None}).status_code == 400
 
 
 def test_a_model_that_ranks_nothing_says_so(server: Running) -> None:

@@ -8,14 +8,13 @@ import json
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from metal_prefill._commands import common
-from metal_prefill._commands.text_files import add_text_arguments, read_texts
+from metal_prefill._commands.text_files import add_prompt_arguments, add_text_arguments, read_texts
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.tasks._text_passes import TextPasses
@@ -46,12 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instruction", metavar="TEXT", help="query, document, a task, or a text with {text} in it"
     )
-    parser.add_argument(
-        "--truncate",
-        choices=("error", "end"),
-        default="error",
-        help="texts that exceed the context: fail, or truncate them and report how many (default: error)",
-    )
+    add_prompt_arguments(parser, "texts")
     parser.add_argument("--no-normalize", action="store_true", help="do not normalize vectors to length 1")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
@@ -60,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
     from metal_prefill.tasks._embedding import embed_prompts, encode_texts, prompt_format
+    from metal_prefill.tasks._prompt_rules import PromptRules
 
     kind = arguments.output.suffix
     if kind not in (".npy", ".parquet"):
@@ -76,16 +71,17 @@ def execute(arguments: argparse.Namespace) -> None:
     }
     with common.open_model(arguments) as model:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            form = prompt_format(model.config.architecture, arguments.instruction)
-            prompts = encode_texts(model.engine, texts, *form, truncate=arguments.truncate, keep_empty=True)
-        for warning in said:
-            print(f"warning: {warning.message}", file=sys.stderr)
+        form = prompt_format(model.config.architecture, arguments.instruction)
+        rules = PromptRules(arguments.truncate, arguments.unicode)
+        encoded = encode_texts(model.engine, texts, *form, rules)
+        for note in encoded.notes(model.max_context):
+            print(f"warning: {note}", file=sys.stderr)
+        prompts = encoded.prompts
         identity = {
             **options,
             "instruction": arguments.instruction,
             "truncate": [arguments.truncate, model.max_context],
+            "unicode": arguments.unicode,
         }
         passes = TextPasses(model.engine)
         part = _Part(arguments.output, _identity(model, texts, identity), len(texts))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 
 from metal_prefill._commands import common
-from metal_prefill._commands.text_files import add_text_arguments, read_texts
+from metal_prefill._commands.text_files import add_prompt_arguments, add_text_arguments, read_texts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="prompt with {query} and {document} (default: from the model file or card)",
     )
+    add_prompt_arguments(parser, "documents")
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
@@ -30,14 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print documents with their scores, best first."""
+    from metal_prefill.tasks._prompt_rules import PromptRules, cut_message
+    from metal_prefill.tasks._reranking import encode_documents, rank_prompts
+    from metal_prefill.tasks._text_passes import TextPasses
+
     documents = read_texts(arguments.file, arguments.column)
     with common.open_model(arguments) as model:
-        ranked = model.rerank(
-            arguments.query,
-            documents,
-            arguments.top_n,
-            instruction=arguments.instruction,
-            template=arguments.template,
+        rules = PromptRules(arguments.truncate, arguments.unicode)
+        prompts, cut = encode_documents(
+            model.engine, arguments.query, documents, arguments.instruction, arguments.template, rules
         )
+        if cut:
+            note = cut_message(cut, len(documents), model.max_context, "document")
+            print(f"warning: {note}", file=sys.stderr)
+        ranked = rank_prompts(TextPasses(model.engine), prompts, documents, arguments.top_n)
     for item in ranked:
         print(json.dumps(asdict(item)) if arguments.json else f"{item.score:.4f}  {item.document}")

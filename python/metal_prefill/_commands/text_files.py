@@ -21,6 +21,21 @@ def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
     parser.add_argument("--column", default="text", metavar="NAME", help="field of objects (default: text)")
 
 
+def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the options for texts beyond the context and for their Unicode form."""
+    parser.add_argument(
+        "--truncate",
+        choices=("error", "end"),
+        default="error",
+        help=f"{what} beyond the context: refuse, or cut off their ends and count them (default: error)",
+    )
+    parser.add_argument(
+        "--unicode",
+        choices=("NFC",),
+        help="normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)",
+    )
+
+
 def read_texts(path: str, column: str = "text") -> list[str]:
     """Read the texts of a file, ``-`` for stdin, ignoring blank lines.
 

@@ -31,6 +31,7 @@ from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._hub import resolve_model
 from metal_prefill.model import Model
 from metal_prefill.tasks._embedding import encode_texts, prompt_format
+from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.tasks._scoring import check_prompt
 
 try:
@@ -188,7 +189,7 @@ class EmbedTexts(_PromptMapper):
 
     Parameters
     ----------
-    dimensions, pooling, instruction, normalize
+    dimensions, pooling, instruction, normalize, truncate, unicode
         See :meth:`metal_prefill.Model.embed`.
     """
 
@@ -202,6 +203,8 @@ class EmbedTexts(_PromptMapper):
         pooling: Literal["mean", "cls", "last"] | None = None,
         instruction: str | None = None,
         normalize: bool = True,
+        truncate: Literal["error", "end"] = "error",
+        unicode: Literal["NFC"] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, column=column, output=output, **options)
@@ -210,14 +213,17 @@ class EmbedTexts(_PromptMapper):
             "pooling": pooling,
             "instruction": instruction,
             "normalize": normalize,
+            "truncate": truncate,
+            "unicode": unicode,
         }
+        self._rules = PromptRules(truncate, unicode).checked()
 
     def _encode(self, prompt: Any) -> Any:
         return prompt
 
     def _check(self, prompt: Any) -> Any:
         before, after = prompt_format(self._model.config.architecture, self._embedding["instruction"])
-        encode_texts(self._model.engine, [prompt], before, after)
+        encode_texts(self._model.engine, [prompt], before, after, self._rules)
         return prompt
 
     def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:
@@ -239,7 +245,7 @@ class RerankPairs:
         Columns of the queries and documents.
     output
         Column to write.
-    instruction, template
+    instruction, template, truncate, unicode
         See :meth:`metal_prefill.Model.rerank`.
     options
         Options of :class:`metal_prefill.Model`. `threads` defaults to the number of CPUs of the actor.
@@ -254,12 +260,19 @@ class RerankPairs:
         output: str = "score",
         instruction: str | None = None,
         template: str | None = None,
+        truncate: Literal["error", "end"] = "error",
+        unicode: Literal["NFC"] | None = None,
         **options: Any,
     ) -> None:
         options.setdefault("threads", _assigned_cpus())
         self._model = Model(None if model is None else resolve_model(model), **options)
         self._query, self._document, self._output = query, document, output
-        self._instruction, self._template = instruction, template
+        self._reranking: dict[str, Any] = {
+            "instruction": instruction,
+            "template": template,
+            "truncate": truncate,
+            "unicode": unicode,
+        }
 
     def __call__(self, batch: Batch) -> Batch:
         """Add the column of scores to a batch, keeping the order of its rows."""
@@ -268,12 +281,7 @@ class RerankPairs:
         scores = np.empty(len(queries), np.float64)
         for query in dict.fromkeys(queries):
             rows = [row for row, other in enumerate(queries) if other == query]
-            ranked = self._model.rerank(
-                query,
-                [documents[row] for row in rows],
-                instruction=self._instruction,
-                template=self._template,
-            )
+            ranked = self._model.rerank(query, [documents[row] for row in rows], **self._reranking)
             for item in ranked:
                 scores[rows[item.index]] = item.score
         return {**batch, self._output: scores}

@@ -141,7 +141,10 @@ class EmbeddingForm(Form, kw_only=True):
     input: str | list[TokenOrText]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
-    instruction: str | None = None  # extension; see Model.embed
+    # Extensions; see Model.embed.
+    instruction: str | None = None
+    truncate: Literal["error", "end"] | None = None
+    unicode: Literal["NFC"] | None = None
 
 
 class RerankForm(Form, kw_only=True):
@@ -151,7 +154,10 @@ class RerankForm(Form, kw_only=True):
     documents: list[str | dict[str, Any]]
     top_n: Positive | None = None
     return_documents: bool | None = None
-    instruction: str | None = None  # extension; see Model.rerank
+    # Extensions; see Model.rerank.
+    instruction: str | None = None
+    truncate: Literal["error", "end"] | None = None
+    unicode: Literal["NFC"] | None = None
 
 
 class TokenizeForm(Form, kw_only=True):

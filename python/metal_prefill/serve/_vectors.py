@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ from metal_prefill.serve._forms import EmbeddingForm, RerankForm
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service, SharedPasses
 from metal_prefill.tasks._embedding import (
+    EncodedTexts,
     check_length,
     check_pooling,
     embed_prompts,
-    encode_texts,
+    encode_text,
     prompt_format,
 )
-from metal_prefill.tasks._reranking import rank_documents, template_of
+from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._reranking import Ranked, encode_documents, rank_prompts, template_of
 
 
 def _check_inputs(service: Service, count: int, param: str) -> None:
@@ -38,34 +41,34 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
     _check_inputs(service, len(inputs), "input")
     engine = service.model.engine
 
-    def encode() -> list[npt.NDArray[np.int32]]:
+    def encode() -> EncodedTexts:
         try:
             check_pooling(engine, service.settings.pooling)
         except ValueError as error:
             raise ApiError(400, f"{error} (set by the server option --pooling)", code="unsupported") from None
         before, after = prompt_format(engine.config.architecture, form.instruction)
-        prompts = []
+        rules = PromptRules(form.truncate or "error", form.unicode)
+        encoded = EncodedTexts([], [], [])
         for i, text in enumerate(inputs):
             if isinstance(text, str):
+                ids, cut = encode_text(engine, text, f"text {i}", before, after, rules)
+            else:
                 try:
-                    prompts += encode_texts(engine, [text], before, after)
-                except (TypeError, ValueError) as error:
-                    raise type(error)(str(error).replace("text 0", f"text {i}", 1)) from None
-                continue
-            try:
-                ids = token_array(text, engine.config.vocab_size)
-            except ValueError as error:
-                raise ApiError(400, f"text {i}: {error}", param="input") from None
-            check_length(engine, len(ids), f"text {i}")
-            prompts.append(ids)
-        return prompts
+                    ids = token_array(text, engine.config.vocab_size)
+                except ValueError as error:
+                    raise ApiError(400, f"text {i}: {error}", param="input") from None
+                cut = form.truncate == "end" and len(ids) > engine.max_context
+                ids = ids[: engine.max_context] if cut else ids
+                check_length(engine, len(ids), f"text {i}")
+            encoded.add(ids, cut=cut)
+        return encoded
 
     with service.admitted(1):
-        prompts = await service.prepare(encode)
+        encoded = await service.prepare(encode)
 
         def compute(passes: SharedPasses) -> Any:
             return embed_prompts(
-                passes, prompts, pooling=service.settings.pooling, dimensions=form.dimensions
+                passes, encoded.prompts, pooling=service.settings.pooling, dimensions=form.dimensions
             )
 
         vectors: npt.NDArray[np.float32] = await service.compute(compute)
@@ -80,9 +83,16 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
         }
         for i, vector in enumerate(vectors)
     ]
-    tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    usage = _usage(sum(map(len, encoded.prompts)), form.truncate, encoded.cut)
+    if encoded.empty:
+        usage["empty_texts"] = len(encoded.empty)
     await reply.json({"object": "list", "data": data, "model": name, "usage": usage})
+
+
+def _usage(tokens: int, truncate: str | None, cut: Sequence[int]) -> dict[str, int]:
+    """Return the counts of a request; that of texts that lost their ends where it allows that."""
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {**usage, "truncated_texts": len(cut)} if truncate == "end" else usage
 
 
 async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str) -> None:
@@ -103,23 +113,17 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
         raise ApiError(
             400, f"{name} does not support reranking: its file has no template for it", code="unsupported"
         ) from None
-    tokens = 0
+    rules = PromptRules(form.truncate or "error", form.unicode)
 
-    def compute(passes: SharedPasses) -> Any:
-        nonlocal tokens
-        ranked = rank_documents(
-            passes,
-            form.query,
-            documents,
-            top_n=form.top_n,
-            instruction=form.instruction,
-            template=template,
+    def compute(passes: SharedPasses) -> tuple[list[Ranked], dict[str, int]]:
+        prompts, cut = encode_documents(
+            passes.engine, form.query, documents, form.instruction, template, rules
         )
-        tokens = passes.tokens
-        return ranked
+        ranked = rank_prompts(passes, prompts, documents, form.top_n)
+        return ranked, _usage(passes.tokens, form.truncate, cut)  # a shared prefix counts once
 
     with service.admitted(1):
-        ranked = await service.compute(compute)
+        ranked, usage = await service.compute(compute)
     results = [
         {
             "index": item.index,
@@ -133,7 +137,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
             "id": uuid.uuid4().hex,
             "model": name,
             "results": results,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},  # a shared prefix counts once
+            "usage": usage,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
         }
     )

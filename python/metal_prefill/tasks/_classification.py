@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_texts
+from metal_prefill.tasks._prompt_rules import PromptRules, shortened, warn_of_cut
 from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute, last_states, shared_beginning
 
 Ids = npt.NDArray[np.int32]
@@ -52,11 +54,13 @@ def classify(
     template: str | None = None,
     normalize_length: bool = True,
     calibrate: bool = False,
+    truncate: str = "error",
+    unicode: str | None = None,
 ) -> Classification:
     """Find the labels of texts; see :meth:`metal_prefill.Model.classify`."""
-    engine = model.engine
+    engine, rules = model.engine, PromptRules(truncate, unicode).checked()
     if labels is None:
-        return _by_head(engine, texts)
+        return _by_head(engine, texts, rules)
     if isinstance(labels, str) or not labels or not all(isinstance(label, str) for label in labels):
         raise TypeError("labels must be a sequence of strings, at least one")
     if len(set(labels)) < len(labels):
@@ -69,16 +73,32 @@ def classify(
     before, _, after = form.removesuffix("{label}").partition("{text}")
     given = checked_texts(texts)
     all_texts = [*given, *CONTENT_FREE] if calibrate else given
-    pairs, names = [], []
-    for i, text in enumerate(all_texts):
+
+    def pairs_of(i: int, text: str) -> list[tuple[Ids, Ids]]:
+        made = []
         for label in labels:
             try:
-                context, label_ids = encode_pair(engine, f"{before}{text}{after}", label)
+                context = rules.normalized(f"{before}{text}{after}")
+                made.append(encode_pair(engine, context, rules.normalized(label)))
             except ValueError as error:
                 raise ValueError(f"text {i}, label {label!r}: {error}") from None
-            check_length(engine, len(context) + len(label_ids) - 1, f"text {i}, label {label!r}")
-            pairs.append((context, label_ids))
+        return made
+
+    def excess_of(i: int, text: str) -> int:
+        return _excess(engine, pairs_of(i, text))
+
+    pairs, names, cut = [], [], []
+    for i, text in enumerate(all_texts):
+        made = pairs_of(i, text)
+        if rules.truncate == "end" and _excess(engine, made) > 0:
+            kept = shortened(engine.tokenizer, text, partial(excess_of, i))
+            made = pairs_of(i, kept)
+            cut.append(i)
+        for label, (context, label_ids) in zip(labels, made, strict=True):
             names.append(f"text {i}, label {label!r}")
+            check_length(engine, len(context) + len(label_ids) - 1, names[-1])
+        pairs += made
+    warn_of_cut([i for i in cut if i < len(given)], len(given), engine.max_context, "text")
     shape = (len(all_texts), len(labels))
     sums = np.array(
         [scores.sum(dtype=np.float64) for scores in score_continuations(TextPasses(engine), pairs, names)]
@@ -93,11 +113,19 @@ def classify(
     return Classification(tuple(labels), probabilities, likelihoods[:n], lengths[:n])
 
 
-def _by_head(engine: Engine, texts: Iterable[str]) -> Classification:
+def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
+    """Return by how many tokens the longest pair exceeds the context; its last token is only predicted."""
+    return max(len(context) + len(label) for context, label in pairs) - 1 - engine.max_context
+
+
+def _by_head(engine: Engine, texts: Iterable[str], rules: PromptRules) -> Classification:
     head = engine.head
     if not head.labels:
         raise ValueError(f"{engine.path.name} has no classification head (cls.output.weight): give labels=")
-    prompts = encode_texts(engine, texts)
+    prompts, cut, empty = encode_texts(engine, texts, rules=rules)
+    if empty:
+        raise ValueError(f"text {empty[0]} has no tokens")
+    warn_of_cut(cut, len(prompts), engine.max_context, "text")
     names = [f"text {i}" for i in range(len(prompts))]
     logits = (
         [head.logits_of(state) for state in last_states(TextPasses(engine), prompts, names)]

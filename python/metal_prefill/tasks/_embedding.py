@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
-from metal_prefill._support.arguments import Progress, integer, one_of
+from metal_prefill._support.arguments import Progress, integer
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
+from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, named, shortened
 from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute, last_states
 
 Vectors = npt.NDArray[np.float32]
+DEFAULT_RULES = PromptRules()
 
 # Prompts as the cards of the models define them; files do not carry them. Qwen3-Embedding: documents stay
 # as they are. EmbeddingGemma: the title of a document that has none is "none".
@@ -80,68 +82,92 @@ def checked_texts(texts: Iterable[str]) -> list[str]:
     return checked
 
 
+class EncodedTexts(NamedTuple):
+    """Prompts of texts.
+
+    Attributes
+    ----------
+    prompts
+        Token ids of each text.
+    cut, empty
+        Indices of texts that lost their ends, and of those without tokens.
+    """
+
+    prompts: list[npt.NDArray[np.int32]]
+    cut: list[int]
+    empty: list[int]
+
+    def add(self, ids: npt.NDArray[np.int32], *, cut: bool) -> None:
+        """Append the prompt of the next text."""
+        if cut:
+            self.cut.append(len(self.prompts))
+        if not len(ids):
+            self.empty.append(len(self.prompts))
+        self.prompts.append(ids)
+
+    def notes(self, context: int) -> list[str]:
+        """Return a message for each of `cut` and `empty` that names texts."""
+        notes = [cut_message(self.cut, len(self.prompts), context, "text")] if self.cut else []
+        if self.empty:
+            notes.append(
+                f"{len(self.empty)} of {len(self.prompts)} texts have no tokens, and vectors of zeros: "
+                f"{named(self.empty, 'text')}"
+            )
+        return notes
+
+
 def encode_texts(
     engine: Engine,
     texts: Iterable[str],
     before: str = "",
     after: str = "",
-    *,
-    ends: bool = True,
-    truncate: str = "error",
-    keep_empty: bool = False,
-) -> list[npt.NDArray[np.int32]]:
+    rules: PromptRules = DEFAULT_RULES,
+) -> EncodedTexts:
     """Turn texts into tokens, with those that the file wants at the beginning and at the end.
-
-    Parameters
-    ----------
-    truncate
-        See :meth:`metal_prefill.Model.embed`.
-    keep_empty
-        Return no tokens for a text that has none, with a warning, instead of raising ValueError.
 
     Raises
     ------
     TypeError, ValueError, ContextOverflowError, KVMemoryError
-        A text is not a string, cannot be encoded, has no tokens or does not fit; the message has its index.
+        A text is not a string, cannot be encoded or does not fit; the message has its index.
+    """
+    encoded = EncodedTexts([], [], [])
+    for i, text in enumerate(checked_texts(texts)):
+        ids, cut = encode_text(engine, text, f"text {i}", before, after, rules)
+        encoded.add(ids, cut=cut)
+    return encoded
+
+
+def encode_text(
+    engine: Engine,
+    text: str,
+    name: str,
+    before: str = "",
+    after: str = "",
+    rules: PromptRules = DEFAULT_RULES,
+) -> tuple[npt.NDArray[np.int32], bool]:
+    """Turn a text into tokens, as `encode_texts` does; return them and whether the text lost its end.
+
+    What follows the text is kept. `name` is the text's in errors.
     """
     tokenizer = engine.tokenizer
-    end = [tokenizer.eos_id] if ends and tokenizer.add_eos and tokenizer.eos_id is not None else []
-    one_of("truncate", truncate, {"error": None, "end": None})
+    end = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
     room = engine.max_context - len(end)
-    prompts: list[npt.NDArray[np.int32]] = []
-    cut, empty = [], []
-    for i, text in enumerate(checked_texts(texts)):
-        try:
-            ids = tokenizer.encode(f"{before}{text}{after}")
-        except ValueError as error:
-            raise ValueError(f"text {i}: {error}") from None
-        if truncate == "end" and len(ids) > room:
-            ids = ids[:room]
-            cut.append(i)
-        ids = [*ids, *end]
-        if not ids:
-            if not keep_empty:
-                raise ValueError(f"text {i} has no tokens")
-            empty.append(i)
-        check_length(engine, len(ids), f"text {i}")
-        prompts.append(np.array(ids, np.int32))
-    if cut:
-        warnings.warn(
-            f"{len(cut)} of {len(prompts)} texts did not fit the context of {engine.max_context} tokens and "
-            f"lost their ends: {_named(cut)}",
-            stacklevel=2,
-        )
-    if empty:
-        warnings.warn(
-            f"{len(empty)} of {len(prompts)} texts have no tokens, and vectors of zeros: {_named(empty)}",
-            stacklevel=2,
-        )
-    return prompts
 
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(rules.normalized(f"{before}{text}{after}"))
 
-def _named(indices: Sequence[int]) -> str:
-    """Name texts in a message: all of a few, the first ones of many."""
-    return f"text {', '.join(map(str, indices[:10]))}{', ...' if len(indices) > 10 else ''}"
+    try:
+        ids = encode(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    cut = rules.truncate == "end" and len(ids) > room
+    if cut and after:
+        ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
+    elif cut:
+        ids = ids[:room]
+    ids = [*ids, *end]
+    check_length(engine, len(ids), name)
+    return np.array(ids, np.int32), cut
 
 
 def check_length(engine: Engine, tokens: int, name: str) -> None:
@@ -186,16 +212,19 @@ def embed(
     pooling: str | None = None,
     instruction: str | None = None,
     truncate: str = "error",
+    unicode: str | None = None,
     progress: Progress | None = None,
 ) -> Any:
     """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
     engine = model.engine
     check_pooling(engine, pooling)
     before, after = prompt_format(engine.config.architecture, instruction)
-    prompts = encode_texts(engine, texts, before, after, truncate=truncate, keep_empty=True)
+    encoded = encode_texts(engine, texts, before, after, PromptRules(truncate, unicode).checked())
+    for note in encoded.notes(engine.max_context):
+        warnings.warn(note, stacklevel=3)
     return embed_prompts(
         TextPasses(engine),
-        prompts,
+        encoded.prompts,
         normalize=normalize,
         dimensions=dimensions,
         pooling=pooling,

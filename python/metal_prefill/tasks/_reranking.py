@@ -13,7 +13,8 @@ from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import integer
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._pooled_head import dequantized
-from metal_prefill.tasks._embedding import check_length
+from metal_prefill.tasks._embedding import DEFAULT_RULES, check_length
+from metal_prefill.tasks._prompt_rules import PromptRules, shortened, warn_of_cut
 from metal_prefill.tasks._text_passes import TextPasses, last_states
 
 TEMPLATE_KEY = "tokenizer.chat_template.rerank"
@@ -55,31 +56,30 @@ def rerank(
     top_n: int | None = None,
     instruction: str | None = None,
     template: str | None = None,
+    truncate: str = "error",
+    unicode: str | None = None,
 ) -> list[Ranked]:
     """Order documents by how well they answer a query; see :meth:`metal_prefill.Model.rerank`."""
-    return rank_documents(
-        TextPasses(model.engine),
-        query,
-        documents,
-        top_n=top_n,
-        instruction=instruction,
-        template=template,
-    )
-
-
-def rank_documents(
-    passes: TextPasses,
-    query: str,
-    documents: Sequence[str],
-    *,
-    top_n: int | None = None,
-    instruction: str | None = None,
-    template: str | None = None,
-) -> list[Ranked]:
-    """Order documents by how well they answer a query; see :meth:`metal_prefill.Model.rerank`."""
-    engine = passes.engine
     if top_n is not None:
         integer("top_n", top_n, 1)
+    engine, rules = model.engine, PromptRules(truncate, unicode).checked()
+    prompts, cut = encode_documents(engine, query, documents, instruction, template, rules)
+    warn_of_cut(cut, len(prompts), engine.max_context, "document")
+    return rank_prompts(TextPasses(engine), prompts, documents, top_n)
+
+
+def encode_documents(
+    engine: Engine,
+    query: str,
+    documents: Sequence[str],
+    instruction: str | None,
+    template: str | None,
+    rules: PromptRules,
+) -> tuple[list[npt.NDArray[np.int32]], list[int]]:
+    """Return the prompt of the query with each document, and the indices of documents that lost their ends.
+
+    For parameters and errors see :meth:`metal_prefill.Model.rerank`.
+    """
     if isinstance(documents, (str, bytes)):
         raise TypeError(f"documents must be a sequence of strings, got one {type(documents).__name__}")
     if not isinstance(query, str):
@@ -88,16 +88,36 @@ def rank_documents(
     if "{query}" not in form or "{document}" not in form:
         raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
     values = {"query": query, "instruction": INSTRUCTION if instruction is None else instruction}
-    prompts = []
+
+    def encode(document: str) -> npt.NDArray[np.int32]:
+        return encode_template(engine, form, {**values, "document": document}, rules)
+
+    prompts, cut = [], []
     for i, document in enumerate(documents):
         if not isinstance(document, str):
             raise TypeError(f"document {i} must be a string, got {type(document).__name__}")
         try:
-            ids = encode_template(engine, form, {**values, "document": document})
+            ids = encode(document)
         except ValueError as error:
             raise ValueError(f"document {i}: {error}") from None
+        if rules.truncate == "end" and len(ids) > engine.max_context:
+            kept = shortened(engine.tokenizer, document, lambda text: len(encode(text)) - engine.max_context)
+            ids = encode(kept)
+            cut.append(i)
+        if not len(ids):
+            raise ValueError(f"document {i}: its prompt has no tokens")
         check_length(engine, len(ids), f"document {i}")
         prompts.append(ids)
+    return prompts, cut
+
+
+def rank_prompts(
+    passes: TextPasses,
+    prompts: Sequence[npt.NDArray[np.int32]],
+    documents: Sequence[str],
+    top_n: int | None,
+) -> list[Ranked]:
+    """Order documents by the scores of their prompts."""
     if not prompts:
         return []
     ranked = [Ranked(i, score, documents[i]) for i, score in enumerate(scores_of(passes, prompts))]
@@ -128,7 +148,9 @@ def template_of(engine: Engine) -> str:
     )
 
 
-def encode_template(engine: Engine, template: str, values: dict[str, str]) -> npt.NDArray[np.int32]:
+def encode_template(
+    engine: Engine, template: str, values: dict[str, str], rules: PromptRules = DEFAULT_RULES
+) -> npt.NDArray[np.int32]:
     """Turn a template with its values into tokens.
 
     Control tokens are those that the template spells, never what a value spells like one.
@@ -141,7 +163,7 @@ def encode_template(engine: Engine, template: str, values: dict[str, str]) -> np
             ids.append(piece)
         else:
             text = pattern.sub(lambda match: values[match[0][1:-1]], piece)
-            ids += tokenizer.encode(text, add_bos=False)
+            ids += tokenizer.encode(rules.normalized(text), add_bos=False)
     return np.array(ids, np.int32)
 
 

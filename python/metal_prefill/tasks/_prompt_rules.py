@@ -1,0 +1,66 @@
+"""Rules that turn texts into prompts: Unicode normalization, and texts that do not fit the context."""
+
+from __future__ import annotations
+
+import unicodedata
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from metal_prefill._support.arguments import one_of
+
+if TYPE_CHECKING:
+    from metal_prefill.text._tokenizer import Tokenizer
+
+
+class PromptRules(NamedTuple):
+    """What is done to texts before they are computed; see :meth:`metal_prefill.Model.embed`."""
+
+    truncate: str = "error"
+    unicode: str | None = None
+
+    def checked(self) -> PromptRules:
+        """Return the rules; raises ValueError for an unknown one."""
+        one_of("truncate", self.truncate, {"error": None, "end": None})
+        if self.unicode is not None:
+            one_of("unicode", self.unicode, {"NFC": None})
+        return self
+
+    def normalized(self, text: str) -> str:
+        """Return a text in the Unicode form asked for."""
+        return text if self.unicode is None else unicodedata.normalize("NFC", text)
+
+
+def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) -> str:
+    """Cut off the end of a text, so that the prompt that contains it fits.
+
+    Parameters
+    ----------
+    excess_of
+        Returns by how many tokens the prompt of a text exceeds the context.
+    """
+    while text and (excess := excess_of(text)) > 0:
+        ids = tokenizer.encode(text, add_bos=False)
+        # The tokens at the cut may change, and some are no whole characters: what is left is counted again.
+        kept = len(tokenizer.decode(ids[: max(len(ids) - excess, 0)]))
+        text = text[: min(kept, len(text) - 1)]
+    return text
+
+
+def cut_message(cut: Sequence[int], count: int, context: int, noun: str) -> str:
+    """Return a message that counts and names the texts that lost their ends."""
+    return (
+        f"{len(cut)} of {count} {noun}s did not fit the context of {context} tokens and "
+        f"lost their ends: {named(cut, noun)}"
+    )
+
+
+def warn_of_cut(cut: Sequence[int], count: int, context: int, noun: str) -> None:
+    """Warn the caller of a model's method of the texts that lost their ends."""
+    if cut:
+        warnings.warn(cut_message(cut, count, context, noun), stacklevel=4)
+
+
+def named(indices: Sequence[int], noun: str) -> str:
+    """Name texts in a message: all of a few, the first ones of many."""
+    return f"{noun} {', '.join(map(str, indices[:10]))}{', ...' if len(indices) > 10 else ''}"
