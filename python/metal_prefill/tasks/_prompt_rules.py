@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PromptRules(NamedTuple):
-    """What is done to texts before they are computed; see :meth:`metal_prefill.Model.embed`."""
+    """Options of how texts become prompts; see :meth:`metal_prefill.Model.embed`."""
 
     truncate: str = "error"
     unicode: str | None = None
