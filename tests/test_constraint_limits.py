@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forked import in_child
 
-from metal_prefill import ConstraintError, Model
+from metal_prefill import ConstraintError, Model, Scheduler
 from metal_prefill.generation import _constraint, _constraint_check
 from metal_prefill.generation._constraint import Constraint
-from metal_prefill.generation._constraint_check import MOST_CHARACTERS, MOST_DEPTH, try_out
+from metal_prefill.generation._constraint_check import MOST_CHARACTERS, MOST_DEPTH
+from metal_prefill.generation._constraint_process import ForkServer, Worker
+from metal_prefill.generation._constraint_worker import _Texts
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 
@@ -122,7 +128,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(model: Model) -> None:
 
 
 def test_the_time_of_a_source_is_bounded(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_constraint_check, "CPU_SECONDS", 0.01)
+    monkeypatch.setattr(_constraint, "COMPILE_SECONDS", 0.01)
     with pytest.raises(
         ConstraintError, match=r"regex: compiling it takes more than 0\.01 s of processor time"
     ):
@@ -131,7 +137,7 @@ def test_the_time_of_a_source_is_bounded(model: Model, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS ignores limits on memory")
 def test_the_memory_of_a_source_is_bounded(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_constraint_check, "MEMORY", 4 << 20)
+    monkeypatch.setattr(_constraint, "MEMORY", 4 << 20)
     with pytest.raises(ConstraintError, match="regex: compiling it takes more than 4 MiB of memory"):
         Constraint(model.tokenizer, regex="(a{900}){900}")
 
@@ -149,8 +155,8 @@ def test_a_known_source_is_neither_tried_nor_compiled_again(
             return str(error)
 
     first = made()
-    monkeypatch.setattr(_constraint, "try_out", None)
-    monkeypatch.setattr(_constraint, "compile_source", None)
+    monkeypatch.setattr(ForkServer, "fork", None)
+    monkeypatch.setattr(Worker, "ask", None)
     assert made() == first
 
 
@@ -158,26 +164,28 @@ def test_texts_of_one_constraint_do_not_share_its_state(model: Model) -> None:
     a, c = (model.tokenizer.encode(letter, add_bos=False)[0] for letter in "ac")
     texts = [Constraint(model.tokenizer, regex="[ab]c") for _ in range(2)]
     for text in texts:
-        text.take(a)
-    for text in (*texts, Constraint(model.tokenizer, regex="ac")):
-        assert not text.complete
-    texts[0].take(c)
-    assert texts[0].complete
-    assert not texts[1].complete
+        assert not text.advance([a]).take()
+    assert not Constraint(model.tokenizer, regex="[ab]c").advance([a]).take()
+    assert texts[0].advance([c]).take()
+    assert not texts[1].met
+    assert texts[0].met
 
 
 def test_few_constraints_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_constraint, "MOST_KEPT", 2)
-    tried: list[str] = []
+    forks, real = 0, ForkServer.fork
 
-    def counted(spelling: Any, kind: str, source: str) -> str:
-        tried.append(source)
-        return try_out(spelling, kind, source)
+    def counted(self: ForkServer) -> Worker:
+        nonlocal forks
+        forks += 1
+        return real(self)
 
-    monkeypatch.setattr(_constraint, "try_out", counted)
+    monkeypatch.setattr(ForkServer, "fork", counted)
+    found = []
     for source in ("a", "b", "a", "c", "a", "b"):
         Constraint(model.tokenizer, regex=source)
-    assert tried == ["a", "b", "c", "b"]
+        found.append(forks)
+    assert found == [1, 2, 2, 3, 3, 4]
 
 
 def test_many_threads_get_their_own_answers(model: Model) -> None:
@@ -199,70 +207,272 @@ def test_many_threads_get_their_own_answers(model: Model) -> None:
     assert [i for i in sorted(found) if not found[i]] == [1, 2, 4, 5, 7, 8, 10, 11]
 
 
+def interrupted(*arguments: Any, **named: Any) -> Any:
+    signal.raise_signal(signal.SIGINT)
+
+
 def test_ctrl_c_while_a_worker_compiles_is_ctrl_c(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    Constraint(model.tokenizer, regex="a")
-
-    def interrupted(self: Any) -> bytes:
-        raise KeyboardInterrupt
-
+    text = Constraint(model.tokenizer, regex="[ab]c")
+    a = model.tokenizer.encode("a", add_bos=False)
+    before = text.advance(a), text.mask()
     with monkeypatch.context() as patched:
-        patched.setattr(_constraint_check._Worker, "_answer", interrupted)
+        patched.setattr(Connection, "poll", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Constraint(model.tokenizer, regex="(")
-    assert Constraint(model.tokenizer, regex="c").forced() == model.tokenizer.encode("c", add_bos=False)
+        with pytest.raises(KeyboardInterrupt):
+            text.advance([])
+    assert text.advance([]).forced == []
+    assert text.mask() == before[1]
+    assert Constraint(model.tokenizer, regex="c").advance([], most_forced=1).forced == model.tokenizer.encode(
+        "c", add_bos=False
+    )
 
 
 def test_ctrl_c_while_a_string_is_written_in_tokens_is_ctrl_c(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer is called by llguidance, which takes an exception there for a failure."""
-    constraint = Constraint(model.tokenizer, json_schema={"const": "a long text without a choice"})
-    real = type(model.tokenizer).encode
-
-    def interrupted(*arguments: Any, **named: Any) -> list[int]:
-        signal.raise_signal(signal.SIGINT)
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(type(model.tokenizer), "encode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        constraint.forced()
-    with pytest.raises(KeyboardInterrupt):
-        Constraint(model.tokenizer, json_schema={"const": "another text"})
+    """The tokenizer is called in this process, for the worker, which waits."""
+    sentence = "a long text without a choice"
+    constraint = Constraint(model.tokenizer, json_schema={"const": sentence})
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.tokenizer), "encode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            constraint.advance([], most_forced=40)
+    forced = constraint.advance([], most_forced=40).forced
+    assert f'"{sentence}"'.startswith(model.tokenizer.decode(forced))
+    assert len(forced) > 3
 
 
 def test_a_forked_process_has_workers_of_its_own(model: Model) -> None:
-    Constraint(model.tokenizer, regex="a")
+    a, c = (model.tokenizer.encode(letter, add_bos=False) for letter in "ac")
+    text = Constraint(model.tokenizer, regex="[ab]c")
+    text.advance(a)
+    expected, parents = text.mask(), text._compiled._worker.pid
 
-    def compile_another() -> None:
-        assert not _constraint_check._workers.idle
+    def work() -> bool:
         assert Constraint(model.tokenizer, regex="b").mask()
-        _constraint_check._workers.close()
+        text.advance([])
+        assert text.mask() == expected
+        assert text._compiled._worker.pid != parents
+        return text.advance(c).take()
 
-    assert in_child(compile_another) == "None"
-    assert Constraint(model.tokenizer, regex="c").mask()
+    assert in_child(work) == "True"
+    assert not text.met
+    assert text._compiled._worker.pid == parents
+    assert text.advance(c).take()
 
 
 def test_workers_end_with_the_process() -> None:
     program = (
         "from metal_prefill import Model\n"
-        "from metal_prefill.generation import _constraint_check\n"
         "from metal_prefill.generation._constraint import Constraint\n"
-        "Constraint(Model(device='cpu', threads=1).tokenizer, regex='a')\n"
-        "print(_constraint_check._workers.idle[0]._process.pid)\n"
+        "text = Constraint(Model(device='cpu', threads=1).tokenizer, regex='a')\n"
+        "print(text._compiled._worker.pid, text._compiled._server._process.pid)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(done.stdout), 0)
+    for pid in map(int, done.stdout.split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_worker_that_cannot_start_is_named(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    _constraint_check._workers.close()
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConstraintError, match="did not start: /bin/false, status 1"):
         Constraint(model.tokenizer, regex="a")
     monkeypatch.undo()
-    assert Constraint(model.tokenizer, regex="b").mask()
+    assert Constraint(model.tokenizer, regex="a").mask()
+
+
+# llguidance takes time for it that doubles with each space of a text, whatever its limits.
+HANGING = '%ignore /[ ]+/\nstart: "b"+ | " "{3,90}'
+SPACES = {"min_tokens": 80, "temperature": 0.0}
+
+
+def spaces(model: Model) -> dict[str, Any]:
+    """Return options of a text of single spaces under the grammar that hangs."""
+    (space,) = (i for i in range(model.config.vocab_size) if model.tokenizer.token_bytes(i) == b" ")
+    return {"grammar": HANGING, "logit_bias": {space: 100.0}, **SPACES}
+
+
+def test_a_grammar_that_hangs_while_it_is_matched_fails_its_text_alone(model: Model) -> None:
+    others: list[Any] = [("A:", {"regex": "[a-z ]{60}"}), "ROMEO:\n"]
+    expected = [
+        "".join(model.generate("A:", 70, regex="[a-z ]{60}")),
+        "".join(model.generate("ROMEO:\n", 70)),
+    ]
+    results: dict[int, Any] = {i: "" for i in range(3)}
+    many: list[Any] = [*others, ("A:", spaces(model))]
+    for i, result in model.generate_many(many, 70, errors="return"):
+        results[i] = result if isinstance(result, Exception) else results[i] + result
+    assert [results[0], results[1]] == expected
+    assert isinstance(results[2], ConstraintError)
+    assert str(results[2]) == "prompt 2: grammar: matching it takes more than 0.25 s of processor time"
+
+
+def hang(text: Constraint, model: Model) -> str:
+    """Advance the grammar that hangs until it does, and return the error."""
+    (space,) = spaces(model)["logit_bias"]
+    try:
+        for _ in range(90):
+            text.advance([space]).take()
+    except ConstraintError as error:
+        return str(error)
+    return ""
+
+
+def test_a_source_that_exceeded_a_limit_while_matching_is_refused(model: Model) -> None:
+    texts = [Constraint(model.tokenizer, grammar=HANGING) for _ in range(4)]
+    b = model.tokenizer.encode("b", add_bos=False)
+    texts[3].advance(b)
+    expected = texts[3].mask()
+    message = hang(texts[0], model)
+    assert message == "grammar: matching it takes more than 0.25 s of processor time"
+    with pytest.raises(ConstraintError) as refused:
+        Constraint(model.tokenizer, grammar=HANGING)
+    assert str(refused.value) == message
+    texts[3].advance([])  # others continue, until it happens again
+    assert texts[3].mask() == expected
+    assert hang(texts[1], model) == message
+    with pytest.raises(ConstraintError, match="matching it takes more than"):
+        texts[2].advance([])
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_texts_whose_worker_is_killed_are_the_same(model: Model, how: signal.Signals) -> None:
+    kwargs: dict[str, Any] = {"temperature": 1.0, "seed": 3, "json_schema": {"type": "string"}}
+    prompts = ["A:", "ROMEO:\n"]
+    expected = ["".join(model.generate(prompt, 60, **kwargs)) for prompt in prompts]
+    worker = Constraint(model.tokenizer, json_schema={"type": "string"})._compiled
+    texts, killed = ["", ""], set()
+    for i, piece in model.generate_many(prompts, 60, **kwargs):
+        texts[i] += str(piece)
+        if len(texts[0]) in (10, 30, 50) and worker._worker.pid not in killed:
+            killed.add(worker._worker.pid)
+            os.kill(worker._worker.pid, how)
+    assert texts == expected
+    assert len(killed) >= 2
+
+
+def test_a_text_whose_drafts_were_wrong_continues_in_another_worker(model: Model) -> None:
+    a, c = (model.tokenizer.encode(letter, add_bos=False) for letter in "ac")
+    text = Constraint(model.tokenizer, regex="(ac){9}b")
+    expected = []
+    for kill in (False, True):
+        text = Constraint(model.tokenizer, regex="(ac){9}b")
+        found: list[Any] = []
+        for _ in range(4):
+            text.advance(a)
+            found += text.ahead([*c, *a, *a])
+            if kill:
+                os.kill(text._compiled._worker.pid, signal.SIGKILL)
+            text.advance(c)
+            found.append(text.mask())
+        expected.append(found)
+    assert expected[0] == expected[1]
+    assert len(expected[0]) == 4 * 3
+
+
+def test_a_text_has_more_time_to_be_replayed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text takes longer than a step then, and has done nothing wrong."""
+    text = Constraint(model.tokenizer, regex="a{50}")
+    a = model.tokenizer.encode("a", add_bos=False)
+    text.advance(a)
+    seconds: list[tuple[str, float]] = []
+    real = Worker.ask
+
+    def noted(self: Worker, limits: Any, encode: Any, action: str, *arguments: Any) -> Any:
+        seconds.append((action, limits.seconds))
+        return real(self, limits, encode, action, *arguments)
+
+    monkeypatch.setattr(Worker, "ask", noted)
+    text.advance(a)
+    os.kill(text._compiled._worker.pid, signal.SIGKILL)
+    text.advance(a)
+    text.advance(a)
+    again = [("advance", 0.25), ("compile", 1.0), ("advance", 1.25), ("advance", 0.25)]
+    assert seconds == [("advance", 0.25), *again]
+
+
+def test_a_worker_that_crashes_again_ends_the_text_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, other = (Constraint(model.tokenizer, regex="[ab]{9}") for _ in range(2))
+    a = model.tokenizer.encode("a", add_bos=False)
+    real = Worker.ask
+
+    def crashing(self: Worker, limits: Any, encode: Any, action: str, *arguments: Any) -> Any:
+        if action == "advance" and arguments[0] == text.number:
+            os.kill(self.pid, signal.SIGSEGV)
+        return real(self, limits, encode, action, *arguments)
+
+    monkeypatch.setattr(Worker, "ask", crashing)
+    with pytest.raises(ConstraintError, match=r"matching it takes more than 256 MiB.*exit status -11"):
+        text.advance(a)
+    assert not other.advance(a).take()
+
+
+@pytest.mark.parametrize("how", ["dropped", "ended", "cancelled", "closed"])
+def test_a_worker_forgets_the_texts_that_end(model: Model, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    compiled = Constraint(model.tokenizer, regex="[ab]{9}")._compiled
+    released: list[int] = []
+    real = Worker.release
+
+    def noted(self: Worker, text: int) -> None:
+        assert self is compiled._worker
+        released.append(text)
+        real(self, text)
+
+    monkeypatch.setattr(Worker, "release", noted)
+    if how == "ended":
+        "".join(model.generate("A:", 20, regex="[ab]{9}"))
+    elif how == "dropped":
+        pieces = model.generate("A:", 20, regex="[ab]{9}")
+        next(iter(pieces))
+        del pieces
+    elif how == "closed":
+        with model.session() as session:
+            stream = session.stream("A:", 20, regex="[ab]{9}")
+            next(iter(stream))
+        del stream
+    else:
+        scheduler = Scheduler(model)
+        kept = scheduler.submit("A:", 20, regex="[ab]{9}")
+        scheduler.step_pieces()
+        kept.cancel()
+        scheduler.step_pieces()
+    gc.collect()
+    assert len(released) == 1
+
+
+def test_a_worker_is_told_of_ended_texts_at_once() -> None:
+    """Its memory is not kept until a next text comes."""
+    ours, theirs = Pipe()
+    server = ForkServer([], [], [])
+    worker = Worker(server, ours, 0)
+    worker._finalizer.detach()
+    worker.release(7)
+    assert theirs.poll(0)
+    assert pickle.loads(theirs.recv_bytes()) == (0, [7], None)
+    with worker._lock:  # a request is under way: the next one tells it
+        worker.release(8)
+    assert not theirs.poll(0)
+    assert list(worker._released) == [8]
+    ours.close()
+    theirs.close()
+
+
+def test_constraints_that_are_dropped_leave_no_process_and_no_descriptor(model: Model) -> None:
+    if sys.platform != "linux":
+        pytest.skip("counts descriptors in /proc")
+    pids: list[int] = []
+    Constraint(model.tokenizer, regex="x")
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(3 * _constraint.MOST_KEPT):
+        pids.append(Constraint(model.tokenizer, regex=f"a{i}")._compiled._worker.pid)
+    assert len(os.listdir("/proc/self/fd")) <= before + _constraint.MOST_KEPT
+    gone = [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
+    assert len(gone) >= _constraint.MOST_KEPT
 
 
 def test_the_depth_of_a_schema_takes_time_in_proportion_to_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,3 +492,31 @@ def test_the_depth_of_a_schema_takes_time_in_proportion_to_its_size(monkeypatch:
     monkeypatch.setattr(_constraint_check, "_inner", counted)
     _constraint_check._definitions(json.dumps(schema))
     assert walked < 2.1 * 300 * 303
+
+
+def test_a_worker_forgets_texts_that_are_released() -> None:
+    requests, answers = Pipe()
+    texts = _Texts(None)
+    texts._texts = {1: (None, []), 2: (None, [])}
+    requests.send_bytes(pickle.dumps((0, [1], None)))
+    requests.close()
+    texts.answer(answers)
+    assert list(texts._texts) == [2]
+    answers.close()
+
+
+def test_the_processes_of_a_tokenizer_end_with_it(demo_path: Path) -> None:
+    model = Model(demo_path, device="cpu", threads=1)
+    compiled = Constraint(model.tokenizer, regex="a")._compiled
+    process, pid = compiled._server._process, compiled._worker.pid
+    assert process is not None
+    del compiled
+    gc.disable()  # nothing waits for the next collection
+    try:
+        model.close()
+        del model
+        assert process.returncode is not None
+    finally:
+        gc.enable()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -15,7 +15,9 @@ from support.sampling_reference import Drawn
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
 from metal_prefill._support.row_cost import RowCost
+from metal_prefill.generation import _constraint_worker
 from metal_prefill.generation._constraint import Constraint
+from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
 from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
 from metal_prefill.generation._speculation import MOST_DRAFTS
 from metal_prefill.generation._text_generation import MOST_FORCED, Continuation
@@ -48,14 +50,15 @@ def one_by_one(model: Model, ids: list[int], guide: Constraint, seed: int, **opt
     made: list[int] = []
     with model.session() as session:
         logits = session.forward_prompt_logits(ids)
-        while not guide.complete:
+        complete = False
+        while not complete:
             words = np.frombuffer(guide.mask(), np.uint8)
             allowed = np.unpackbits(words, bitorder="little")[: logits.size].astype(bool)
             recent, drawn = [*ids, *made][-REPEAT_WINDOW:], Drawn(seed, len(ids) + len(made))
             made.append(sample(logits, allowed=allowed, recent=recent, rng=drawn, **options))
             if made[-1] in model.tokenizer.stop_ids:
                 break
-            guide.take(made[-1])
+            complete = guide.advance([made[-1]]).take()
             logits = session.forward_token(made[-1])
     return made
 
@@ -227,14 +230,23 @@ def test_guesses_and_forced_tokens_together_are_rows_that_are_exact(
     assert all(rows <= 12 for rows, drafts in passes if drafts)
 
 
-def test_an_error_of_a_guess_is_none_of_the_text(model: Model) -> None:
-    guide = Constraint(model.tokenizer, regex="abc")
-    a, b = (model.tokenizer.encode(c, add_bos=False)[0] for c in "ab")
-    guide.take(a)
-    expected = guide.mask()
+def test_an_error_of_a_draft_is_none_of_the_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_constraint_worker, "_limit_memory", lambda memory: None)  # of this process
+    tokenizer = model.tokenizer
+    a, b = (tokenizer.encode(c, add_bos=False)[0] for c in "ab")
+    tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    specials = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]
+    spelling = _Spelling(tokens, specials, sorted(tokenizer.stop_ids))
+    texts = _Texts(_prepare(spelling))
+    monkeypatch.setattr(
+        _Spelling, "__call__", lambda self, text: tokenizer.encode(text.decode(), add_bos=False)
+    )
+    texts.compile("regex", "abc", 0, trial=False)
+    expected = texts.advance(0, [], [a], 0, 9)
+    assert expected.startswith(b'[1, false, [], ""]\n')
 
     class Failing:
-        """What llguidance does where masks become too complex."""
+        """Does what llguidance does where masks become too complex."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(matcher, name)
@@ -244,12 +256,11 @@ def test_an_error_of_a_guess_is_none_of_the_text(model: Model) -> None:
             assert matcher.is_error()
             return b""
 
-    matcher = guide._matcher
-    guide._matcher = Failing()
-    assert guide.ahead([b, a]) == []
-    assert guide.mask() == expected
-    guide.take(b)
-    assert guide.mask() != expected
+    matcher, taken = texts._texts[0]
+    texts._texts[0] = Failing(), taken
+    assert texts.ahead(0, None, [b, a]) == b"[0]\n"
+    assert texts.advance(0, None, [], 0, 9) == expected.replace(b"[1,", b"[0,", 1)
+    assert texts.advance(0, None, [b], 0, 9).startswith(b'[1, false, [], ""]\n')
 
 
 def test_random_schemas_are_met(model: Model) -> None:

@@ -29,6 +29,9 @@ def follow(model: Model, kind: str, source: str, random: Random) -> None:
     """Choose random tokens among those that a constraint allows, after drafts some of which are wrong."""
     from metal_prefill.generation._constraint import Constraint
 
+    tokenizer = model.tokenizer
+    blank = {i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b" "}
+    spaces = random.choice([0.0, 0.0, 0.9])  # of a text, which matching some grammars takes long for
     try:
         constraint = Constraint(model.tokenizer, **{kind: source})
         for _ in range(STEPS):
@@ -36,16 +39,16 @@ def follow(model: Model, kind: str, source: str, random: Random) -> None:
             allowed = np.flatnonzero(bits[: model.config.vocab_size])
             assert allowed.size
             token = int(random.choice(allowed))
+            if blank.intersection(allowed) and random.random() < spaces:
+                token = blank.intersection(allowed).pop()
             masks = constraint.ahead([token, random.randrange(model.config.vocab_size)])
             if token in model.tokenizer.stop_ids:
                 break
-            constraint.take(token)
-            if constraint.complete:
+            if constraint.advance([token]).take():
                 break
             assert not masks or masks[0] == constraint.mask()
-            for forced in constraint.forced():
-                constraint.take(forced)
-            if constraint.complete:
+            step = constraint.advance([], most_forced=STEPS)
+            if any([step.take() for _ in step.forced[:STEPS]]):
                 break
     except ConstraintError:
         pass

@@ -36,7 +36,8 @@ def write_constraint(random: Random) -> Constraint:
     if kind == "regex":
         source = _regex(random, 4)
     elif kind == "grammar":
-        source = _chain_of_rules(random) if random.random() < 0.1 else _grammar(random)
+        write = random.choices([_grammar, _chain_of_rules, _ambiguous_spaces], [7, 1, 2])[0]
+        source = write(random)
     else:
         schema = _chain_of_definitions(random) if random.random() < 0.1 else _schema(random, 3)
         source = json.dumps(schema)
@@ -83,6 +84,17 @@ def _expansion(random: Random, depth: int, terminals_only: bool) -> str:
             item = f"({_expansion(random, depth - 1, terminals_only)})"
         items.append(item + random.choice(["", "", "", "*", "+", "?", "~2", "~1..400", "{3,90}"]))
     return random.choice([" ", " | "]).join(items)
+
+
+def _ambiguous_spaces(random: Random) -> str:
+    """Return a grammar that ignores white space and has some of its own; matching some takes forever."""
+    ignored = random.choice(["/[ ]+/", "/ +/", "/ /", '" "', "/[ \\t]*/", "/ {1,9}/"])
+    items = [
+        random.choice(['" "', "/ /", "/ +/", '(" " | "a")', "r1"]) for _ in range(random.randrange(1, 3))
+    ]
+    counted = " ".join(item + random.choice(["", "+", "*", "{3,90}", "~1..400"]) for item in items)
+    lines = [f"%ignore {ignored}", f'start: "b"+ | {counted}', f'r1: " " | {random.choice(items)} " "']
+    return "\n".join(lines)
 
 
 def _chain_of_rules(random: Random) -> str:

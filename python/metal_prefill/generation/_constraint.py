@@ -1,52 +1,71 @@
-"""Constraints on a text: which tokens may come next, and which must. llguidance implements the rules."""
+"""Constraints on a text: which tokens may come next, and which must. llguidance implements the rules.
+
+It runs in worker processes only, which end if they exceed a limit on time or memory.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, proxy
+from weakref import WeakKeyDictionary, WeakSet, finalize, proxy
 
 from metal_prefill.errors import ConstraintError, MissingExtraError
-from metal_prefill.generation._constraint_check import check_source, try_out
-from metal_prefill.generation._constraint_worker import Spelling, compile_source, prepare
+from metal_prefill.generation._constraint_check import check_source
+from metal_prefill.generation._constraint_process import (
+    PATIENCE,
+    ForkServer,
+    Limits,
+    NoWorkerError,
+    Worker,
+    WorkerEnded,
+)
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
-MOST_KEPT = 64  # constraints of a vocabulary that are compiled once for all texts
+MOST_KEPT = 16  # constraints of a vocabulary that are compiled once for all texts, each with a worker
+MOST_COMPILING = 2  # at a time
+COMPILE_SECONDS = 5.0  # of processor time for a source; large published schemas take less than one
+# To compile it again, or to replay a text, after the worker was ended by another text or from outside.
+AGAIN_SECONDS = 1.0
+# Of processor time for a request of a text; all texts of a batch wait for it. A mask usually takes less than
+# 0.01 s, and 0.1 s where it is as complex as llguidance's limits allow.
+STEP_SECONDS = 0.25
+STEP_PATIENCE = 10.0  # seconds on the clock for such a request, should the worker hang without computing
+# Bytes of a worker, for a constraint and its texts. Within llguidance's limits sources take up to 100 MB.
+MEMORY = 256 << 20
+# Requests of one source that exceed a limit or crash. After the first one, other texts of the source continue
+# in another worker, since a text differs from them in its tokens; after the second one they fail.
+MOST_STRIKES = 2
 _SHOWN = 200  # characters of a message
-
-
-class _TokenizerSpelling(Spelling):
-    """The vocabulary of a tokenizer, with its way to write a forced string in tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        ids = range(tokenizer.vocab_size)
-        super().__init__(
-            [tokenizer.token_bytes(i) for i in ids],
-            [i for i in ids if tokenizer.is_special(i)],
-            sorted(tokenizer.stop_ids),
-        )
-        self._tokenizer = proxy(tokenizer)  # which the prepared vocabulary must not keep alive
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(
-            text.decode("utf-8") if isinstance(text, bytes) else text, add_bos=False
-        )
-        return ids
 
 
 class _Vocabulary:
     """A tokenizer prepared for constraints, and the constraints that were compiled for it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._spelling = _TokenizerSpelling(tokenizer)
-        self._prepared = prepare(self._spelling)
-        self._lock = threading.Lock()
+        ids = range(tokenizer.vocab_size)
+        self._server = ForkServer(
+            [tokenizer.token_bytes(i) for i in ids],
+            [i for i in ids if tokenizer.is_special(i)],
+            sorted(tokenizer.stop_ids),
+        )
+        # Nothing of a vocabulary may keep its tokenizer alive, nor itself.
+        self._encode = partial(_encode, proxy(tokenizer))
+        self.begin()
         self._known: OrderedDict[tuple[str, str], _Compiled | ConstraintError] = OrderedDict()
+
+    def begin(self) -> None:
+        """Make the locks, also anew in a forked process, where another thread may have held them."""
+        self._lock = threading.Lock()
+        self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
 
     def compiled(self, kind: str, source: str) -> _Compiled:
         """Return a compiled constraint, which is kept for further texts, as its error is."""
@@ -57,63 +76,121 @@ class _Vocabulary:
         if known is None:
             try:
                 check_source(kind, source)
-                known = _Compiled(self._prepared, self._spelling, kind, source)
+                with self._compiling:
+                    known = _Compiled(self._server, self._encode, kind, source)
+            except NoWorkerError:
+                raise
             except ConstraintError as error:
-                known = error.with_traceback(None)
+                known = ConstraintError(*error.args)
             with self._lock:
                 self._known[key] = known
                 while len(self._known) > MOST_KEPT:
                     self._known.popitem(last=False)
+        if isinstance(known, _Compiled) and known.refusal is not None:
+            known = known.refusal
         if isinstance(known, ConstraintError):
             raise ConstraintError(*known.args)
         return known
 
 
+def _encode(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    return tokenizer.encode(text.decode("utf-8"), add_bos=False)
+
+
 class _Compiled:
-    """A constraint at its beginning.
+    """A constraint in a worker process.
 
     Attributes
     ----------
-    matcher : llguidance.LLMatcher
-        To be copied, never advanced.
+    kind : str
+        ``json_schema``, ``regex`` or ``grammar``.
     mask : bytes
         Of the first token.
+    refusal : ConstraintError or None
+        Why no further text can have it: a request of one exceeded a limit.
     """
 
-    def __init__(self, prepared: Any, spelling: Spelling, kind: str, source: str) -> None:
-        error = try_out(spelling, kind, source)
-        if error:
-            raise ConstraintError(_message(kind, error))
+    def __init__(self, server: ForkServer, encode: Any, kind: str, source: str) -> None:
         self.kind = kind
-        self.matcher = compile_source(prepared, kind, source)
-        self.mask: bytes = self.matcher.compute_bitmask()
-        check_matcher(self.matcher, kind)
+        self.refusal: ConstraintError | None = None
+        self._server, self._encode, self._source = server, encode, source
+        self._strikes = 0
+        self.begin()
+        self._worker, self.mask = self._compile(Limits(COMPILE_SECONDS, PATIENCE), trial=True)
+        _compiled.add(self)
 
+    def begin(self) -> None:
+        """Make the lock, also anew in a forked process, where another thread may have held it."""
+        self._lock = threading.Lock()  # of a worker that is started again
 
-def _message(kind: str, error: str) -> str:
-    error = " ".join(error.split())
-    if error.startswith("NoExtensionBias"):
-        error = "no text satisfies it"
-    return f"{kind}: {error[:_SHOWN]}"
+    def _compile(self, limits: Limits, *, trial: bool) -> tuple[Worker, bytes]:
+        worker = self._server.fork()
+        arguments = (self.kind, self._source, MEMORY, trial)
+        try:
+            (error,), mask = worker.ask(limits, self._encode, "compile", *arguments)
+        except WorkerEnded as ended:
+            raise self._error("compiling", limits, ended) from None
+        if error:
+            raise ConstraintError(self.message(error))
+        return worker, mask
 
+    def _error(self, task: str, limits: Limits, ended: WorkerEnded) -> ConstraintError:
+        if ended.late:
+            return ConstraintError(
+                f"{self.kind}: {task} it takes more than {limits.seconds:g} s of processor time"
+            )
+        return ConstraintError(
+            f"{self.kind}: {task} it takes more than {MEMORY >> 20} MiB of memory, or recurses too deeply "
+            f"(exit status {ended.status})"
+        )
 
-def check_matcher(matcher: Any, kind: str) -> None:
-    """Raise the error of a matcher, if it has one.
+    def message(self, error: str) -> str:
+        """Return what an error of llguidance says, shortened."""
+        error = " ".join(error.split())
+        if error.startswith("NoExtensionBias"):
+            error = "no text satisfies it"
+        return f"{self.kind}: {error[:_SHOWN]}"
 
-    Raises
-    ------
-    KeyboardInterrupt
-        It arrived while the matcher had the tokenizer write a string in tokens, which llguidance takes for a
-        failure of the tokenizer.
-    ConstraintError
-        Any other error.
-    """
-    if not matcher.is_error():
-        return
-    error = matcher.get_error()
-    if error.startswith("panic: ") and "PyErr { type: <class 'KeyboardInterrupt'>" in error[:200]:
-        raise KeyboardInterrupt
-    raise ConstraintError(_message(kind, error))
+    def ask(self, text: Constraint, action: str, *arguments: Any) -> tuple[list[Any], bytes]:
+        """Send a request for a text, again where its worker was ended from outside.
+
+        Raises
+        ------
+        ConstraintError
+            It exceeded a limit.
+        """
+        error = None
+        for last in (False, True):
+            worker = self._live_worker()
+            replayed = None if text.worker is worker else text.taken
+            limits = Limits(STEP_SECONDS + (AGAIN_SECONDS if replayed else 0), STEP_PATIENCE)
+            try:
+                answer = worker.ask(limits, self._encode, action, text.number, replayed, *arguments)
+            except WorkerEnded as ended:
+                if ended.late or last:
+                    error = self._error("matching", limits, ended)
+                    break
+            else:
+                text.be_in(worker)
+                return answer
+        assert error is not None
+        self.refusal = error
+        self._strikes += 1
+        raise ConstraintError(*error.args)
+
+    def _live_worker(self) -> Worker:
+        with self._lock:
+            if not self._worker.alive:
+                if self.refusal is not None and self._strikes >= MOST_STRIKES:
+                    raise ConstraintError(*self.refusal.args)
+                try:
+                    self._worker, _ = self._compile(Limits(AGAIN_SECONDS, STEP_PATIENCE), trial=False)
+                except NoWorkerError:
+                    raise
+                except ConstraintError as error:
+                    self.refusal, self._strikes = ConstraintError(*error.args), MOST_STRIKES
+                    raise
+            return self._worker
 
 
 _vocabularies: WeakKeyDictionary[Tokenizer, _Vocabulary] = WeakKeyDictionary()
@@ -123,13 +200,58 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
     """Prepare a tokenizer for constraints, which takes a moment the first time."""
     if (known := _vocabularies.get(tokenizer)) is not None:
         return known
-    try:
-        vocabulary = _Vocabulary(tokenizer)
-    except ImportError as error:
+    if importlib.util.find_spec("llguidance") is None:
         raise MissingExtraError(
             "constrained output needs the package llguidance: pip install 'metal_prefill[guide]'"
-        ) from error
-    return _vocabularies.setdefault(tokenizer, vocabulary)
+        )
+    return _vocabularies.setdefault(tokenizer, _Vocabulary(tokenizer))
+
+
+_compiled: WeakSet[_Compiled] = WeakSet()
+
+
+def _begin_in_child() -> None:
+    for vocabulary in _vocabularies.values():
+        vocabulary.begin()
+    for compiled in _compiled:
+        compiled.begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+_numbers = itertools.count()
+
+
+class Step:
+    """Result of advancing a constraint, whose tokens the text takes one after another.
+
+    Attributes
+    ----------
+    forced : list of int
+        Tokens that must come next: at each of them the mask allows no other. The first ones are taken.
+    """
+
+    def __init__(self, taken: int, complete: bool, forced: list[int], error: str) -> None:
+        self._taken, self._complete, self._error = taken, complete, error
+        self._position = 0
+        self.forced = forced
+
+    def take(self) -> bool:
+        """Take the next token, and return whether the constraint is met then and nothing can follow.
+
+        Raises
+        ------
+        ConstraintError
+            The constraint has an error here.
+        """
+        self._position += 1
+        if self._position > self._taken:
+            raise ConstraintError(self._error)
+        return self._complete and self._position == self._taken
+
+    def check(self) -> None:
+        """Raise the error that follows the last token, if there is one."""
+        if self._error:
+            raise ConstraintError(self._error)
 
 
 class Constraint:
@@ -151,7 +273,7 @@ class Constraint:
     ValueError
         More than one of them is given.
     ConstraintError
-        It cannot be read, takes too much time, memory or depth to compile, or nothing satisfies it.
+        It cannot be read, takes too much time, memory or depth, or nothing satisfies it.
     MissingExtraError
         llguidance is not installed.
     """
@@ -174,61 +296,67 @@ class Constraint:
         except (TypeError, ValueError, RecursionError) as error:
             raise ConstraintError(f"{self._kind}: {error}") from None
         self._compiled = _vocabulary(tokenizer).compiled(self._kind, text)
-        self._matcher: Any = self._compiled.matcher.deep_copy()
-        self._taken: list[int] = []
-        self._mask: bytes | None = self._compiled.mask  # of the next token, once it is known
+        self.number = next(_numbers)
+        self.taken: list[int] = []
+        self.worker: Worker | None = None
+        self._release: Any = None
+        self._step: Step | None = None  # the latest one
+        self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
 
-    def _check(self) -> None:
-        check_matcher(self._matcher, self._kind)
+    def be_in(self, worker: Worker) -> None:
+        """Note the worker that has the text's matcher."""
+        if worker is not self.worker:
+            self.close()
+            self.worker = worker
+            self._release = finalize(self, worker.release, self.number)
+            self._release.atexit = False
 
-    def take(self, token: int) -> None:
-        """Continue with a token that the mask allows."""
-        self._mask = None
-        self._taken.append(token)
-        self._matcher.consume_token(token)
-        self._check()
+    def close(self) -> None:
+        """Let the worker forget the text. It is told again where the text continues after all."""
+        if self._release is not None:
+            self._release()
+        self.worker = self._release = None
 
-    def forced(self) -> list[int]:
-        """Return the tokens that must come next: at each of them the mask allows no other."""
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        self._check()
-        return tokens
+    def advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> Step:
+        """Continue with tokens, as far as the mask allows them, and with those that must follow.
+
+        Parameters
+        ----------
+        tokens
+            None of them ends texts.
+        most_forced
+            Tokens, of those that must follow, that are taken; 0: none is looked for.
+        room
+            Tokens that the text may still have.
+
+        Raises
+        ------
+        ConstraintError
+            It took too much time, memory or depth.
+        """
+        room = len(tokens) + most_forced + 1 if room is None else room
+        arguments = (list(map(int, tokens)), most_forced, room)
+        (taken, complete, forced, error), self._mask = self._compiled.ask(self, "advance", *arguments)
+        self.taken += [*arguments[0], *forced][:taken]
+        self._step = Step(taken, complete, forced, self._compiled.message(error) if error else "")
+        return self._step
 
     def ahead(self, drafts: Sequence[int]) -> list[bytes]:
         """Return the mask after each draft, up to one that is not allowed or ends the text."""
-        masks: list[bytes] = []
         if not drafts:
-            return masks
-        # With the matcher itself, not a copy: it remembers what it works out for a mask.
-        matcher, taken = self._matcher, 0
-        for draft in drafts[: matcher.validate_tokens(list(drafts))]:
-            matcher.consume_token(draft)
-            taken += 1
-            if matcher.is_stopped():
-                break
-            mask = matcher.compute_bitmask()
-            if matcher.is_error():  # such as too complex; not an error of the text
-                break
-            masks.append(mask)
-        if not matcher.rollback(taken):
-            self._matcher = self._compiled.matcher.deep_copy()
-            self._matcher.consume_tokens(self._taken)
-        return masks
+            return []
+        (count,), masks = self._compiled.ask(self, "ahead", list(map(int, drafts)))
+        size = len(masks) // count if count else 0
+        return [masks[i * size : (i + 1) * size] for i in range(count)]
 
     def mask(self) -> bytes:
         """Return which tokens may come next, a bit for each, in words of 32 from the lowest bit on."""
-        if self._mask is None:
-            mask: bytes = self._matcher.compute_bitmask()
-            self._check()
-            self._mask = mask
+        if self._step is not None:
+            self._step.check()
         return self._mask
-
-    @property
-    def complete(self) -> bool:
-        """Whether the constraint is met and nothing can follow."""
-        return bool(self._matcher.is_stopped())
 
     @property
     def met(self) -> bool:
         """Whether the text may end here."""
-        return bool(self._matcher.is_accepting())
+        (met,), _ = self._compiled.ask(self, "met")
+        return bool(met)

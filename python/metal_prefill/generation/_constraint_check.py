@@ -1,34 +1,18 @@
-"""Check constraints before this process compiles them: size, depth, and a trial in a worker process."""
+"""Check constraints before a worker process compiles them: size and depth."""
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import pickle
 import re
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Collection, Mapping
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from metal_prefill.errors import ConstraintError
-from metal_prefill.generation import _constraint_worker
-from metal_prefill.generation._constraint_worker import READY, VOCABULARY
 
 MOST_CHARACTERS = 1 << 20  # of a source
 # Rules or definitions in a chain, each naming the next. Compiling takes up to 9 KB of stack for each, so that
-# 200 of them fit in the 2 MiB of a worker.
+# 400 of them fit in the 4 MiB of a worker.
 MOST_DEPTH = 128
-CPU_SECONDS = 5.0  # of a worker for one source; large published schemas take less than one
-MEMORY = 256 << 20  # bytes of a worker for one source; within llguidance's limits sources take up to 100 MB
-MOST_WORKERS = 2  # at a time
-# A worker that is this slow hangs for a reason other than its work, which ends it after CPU_SECONDS.
-PATIENCE = 120.0
 
 _TEXT = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*'
@@ -150,136 +134,3 @@ def _depth(graph: Mapping[str, list[str]], first: str) -> int:
                 path.append(iter(graph[name]))
                 deepest = max(deepest, len(path) - 1)
     return deepest
-
-
-class _Worker:
-    """A process that tries constraints out, one at a time."""
-
-    def __init__(self) -> None:
-        path = [entry for entry in sys.path if isinstance(entry, str)]
-        program = (
-            f"import runpy, sys; sys.path[:] = {path!r}; "
-            f"runpy.run_path({str(Path(_constraint_worker.__file__))!r}, run_name='__main__')"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is not for it
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests = Connection(os.dup(self._process.stdin.fileno()), readable=False)
-        self._answers = Connection(os.dup(self._process.stdout.fileno()), writable=False)
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._vocabulary: object = None
-        try:
-            started = self._answer() == READY
-        except (EOFError, TimeoutError):
-            started = False
-        except BaseException:
-            self.close()
-            raise
-        if not started:
-            raise ConstraintError(
-                f"the process that checks constraints did not start: {sys.executable}, status {self.close()}"
-            )
-
-    def _answer(self) -> bytes:
-        if not self._answers.poll(PATIENCE):
-            raise TimeoutError
-        return self._answers.recv_bytes()
-
-    def try_out(self, spelling: Any, kind: str, source: str) -> str | None:
-        """Return the error of a source, or nothing. None: the process ended or hangs."""
-        try:
-            if self._vocabulary is not spelling:
-                content = (spelling.tokens, spelling.special_token_ids, spelling.stop_ids)
-                self._requests.send_bytes(pickle.dumps((VOCABULARY, content)))
-                self._vocabulary = spelling
-            self._requests.send_bytes(pickle.dumps((kind, source, CPU_SECONDS, MEMORY)))
-            return self._answer().decode()
-        except (EOFError, OSError, TimeoutError):
-            return None
-
-    def close(self) -> int:
-        """End the process, if it has not ended, and return its exit status."""
-        self._requests.close()
-        self._answers.close()
-        try:
-            return self._process.wait(0.1)  # its pipes may end before it does
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def forget(self) -> None:
-        """Leave the process to the one that this process was forked from."""
-        self._requests.close()
-        self._answers.close()
-        self._process.returncode = 0
-
-
-class _Workers:
-    """Workers that wait for the next source, and how many there are."""
-
-    def __init__(self) -> None:
-        self.idle: list[_Worker] = []
-        self.room = threading.BoundedSemaphore(MOST_WORKERS)
-
-    def close(self) -> None:
-        """End those that wait."""
-        while self.idle:
-            self.idle.pop().close()
-
-    def begin_in_child(self) -> None:
-        """Start anew in a forked process."""
-        for worker in self.idle:
-            worker.forget()
-        self.__init__()  # type: ignore[misc]
-
-
-_workers = _Workers()
-atexit.register(_workers.close)
-os.register_at_fork(after_in_child=_workers.begin_in_child)
-
-
-def try_out(spelling: Any, kind: str, source: str) -> str:
-    """Compile a source in a worker process and follow it for some tokens.
-
-    Parameters
-    ----------
-    spelling
-        The vocabulary, as a :class:`metal_prefill.generation._constraint_worker.Spelling` has it.
-    kind, source
-        As :func:`metal_prefill.generation._constraint_worker.compile_source` takes them.
-
-    Returns
-    -------
-    str
-        llguidance's error, or nothing.
-
-    Raises
-    ------
-    ConstraintError
-        The source takes too much time, memory or depth, or the worker could not be started.
-    """
-    with _workers.room:
-        worker = _workers.idle.pop() if _workers.idle else _Worker()
-        error = None
-        try:
-            error = worker.try_out(spelling, kind, source)
-        finally:  # after KeyboardInterrupt, too, its answer must not be read as that to the next source
-            if error is not None:
-                _workers.idle.append(worker)
-            else:
-                status = worker.close()
-    if error is not None:
-        return error
-    if status == -signal.SIGPROF:
-        raise ConstraintError(f"{kind}: compiling it takes more than {CPU_SECONDS:g} s of processor time")
-    raise ConstraintError(
-        f"{kind}: compiling it takes more than {MEMORY >> 20} MiB of memory, or recurses too deeply "
-        f"(exit status {status})"
-    )

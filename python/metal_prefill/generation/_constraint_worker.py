@@ -1,27 +1,31 @@
-"""Compile constraints in a separate process, where a crash cannot end a text.
+"""Compile and match constraints in separate processes, so that a crash or a hang ends no other text.
 
 llguidance recurses over rules, references and regular expressions, so a hostile source can overflow the
-stack, and no limit on depth that is checked beforehand can rule that out. A source that compiles here, with a
-quarter of a thread's usual stack, also compiles in the process that asked. This file is run by its path and
-imports nothing of the package, since NumPy and the engine would delay its start.
+stack, and some grammars take exponential time to match despite llguidance's limits. The fork server prepares
+a vocabulary once. Each constraint gets a fork of it, which compiles the constraint and holds the matchers of
+its texts. Each request has a limit on processor time, after which a signal ends the process. This file is run
+by its path and imports nothing of the package, since NumPy and the engine would delay its start.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
 import signal
 import sys
-import threading
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
-STACK = 2 << 20  # bytes; threads of the process that asked have 8 MiB
+STACK = 4 << 20  # bytes
 STEPS = 16  # tokens that are tried after compiling
 MOST_SHOWN = 2000  # characters of an error
 READY = b"ready"
-VOCABULARY = "vocabulary"  # a request that names no kind of source
+FORK, END = "fork", "end"  # requests to the fork server
+SPELL = "spell"  # first element of an answer that asks for the tokens of a string
 
 # Bounds the time of a mask, during which all texts of a batch wait. With llguidance's default of 1,000,000
 # the mask of `(a{1000}){1000}` takes 0.8 s and 166 MB, with this value 0.09 s and 32 MB.
@@ -32,7 +36,7 @@ _LIMITS = {"initial_lexer_fuel": 200_000}
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-class Spelling:
+class _Spelling:
     """A vocabulary in the form that llguidance reads."""
 
     def __init__(self, tokens: list[bytes], special_ids: list[int], stop_ids: list[int]) -> None:
@@ -41,17 +45,26 @@ class Spelling:
         self.stop_ids = stop_ids
         self.eos_token_id = min(stop_ids, default=0)
         self.bos_token_id = None
-        self.prepared: Any = None
+        self.connection: Connection | None = None  # to the process that has the tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Write a string in the longest tokens, as no tokenizer is here that writes it otherwise."""
-        if self.prepared is None:
+        """Let the tokenizer write a string in tokens."""
+        if self.connection is None:  # TokenizerWrapper tries whether it takes bytes
             return []
-        ids: list[int] = self.prepared.greedy_tokenize(text.decode() if isinstance(text, bytes) else text)
+        self.connection.send_bytes(
+            _answer([SPELL], text if isinstance(text, bytes) else text.encode("utf-8"))
+        )
+        ids: list[int] | None = pickle.loads(self.connection.recv_bytes())
+        if ids is None:
+            raise ValueError("the tokenizer cannot write the string")
         return ids
 
 
-def prepare(spelling: Any) -> Any:
+def _answer(header: Sequence[Any], content: bytes = b"") -> bytes:
+    return json.dumps(header).encode() + b"\n" + content
+
+
+def _prepare(spelling: Any) -> Any:
     """Return llguidance's form of a vocabulary."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -60,17 +73,8 @@ def prepare(spelling: Any) -> Any:
     )
 
 
-def compile_source(vocabulary: Any, kind: str, source: str) -> Any:
+def _compile_source(vocabulary: Any, kind: str, source: str) -> Any:
     """Return llguidance's matcher of a constraint; it may hold an error.
-
-    Parameters
-    ----------
-    vocabulary
-        Made by :func:`prepare`.
-    kind
-        ``json_schema``, ``regex`` or ``grammar``.
-    source
-        The schema as JSON, the regular expression, or the Lark grammar.
 
     Raises
     ------
@@ -88,15 +92,8 @@ def compile_source(vocabulary: Any, kind: str, source: str) -> Any:
     return LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
 
 
-def _try_out(vocabulary: Any, kind: str, source: str) -> str:
-    """Compile a source and follow it for some tokens; return llguidance's error, or nothing."""
-    try:
-        matcher = compile_source(vocabulary, kind, source)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        return str(matcher.get_error())
+def _follow(matcher: Any, mask: bytes) -> None:
+    """Follow a constraint for some tokens; a later error is that of a text."""
     for step in range(STEPS):
         if matcher.is_stopped() or not (allowed := int.from_bytes(mask, "little")):
             break
@@ -105,7 +102,114 @@ def _try_out(vocabulary: Any, kind: str, source: str) -> str:
         lowest = above or allowed
         matcher.consume_token((lowest & -lowest).bit_length() - 1)
         mask = matcher.compute_bitmask()
-    return ""  # a later error is the text's
+
+
+class _Texts:
+    """A compiled constraint, and the matchers of the texts that it constrains."""
+
+    def __init__(self, vocabulary: Any) -> None:
+        self._vocabulary = vocabulary
+        self._compiled: Any = None
+        self._texts: dict[int, tuple[Any, list[int]]] = {}  # matchers, and the tokens that they have taken
+
+    def compile(self, kind: str, source: str, memory: int, trial: bool) -> bytes:
+        """Compile the constraint; answer with llguidance's error, if any, and the mask of the first token."""
+        _limit_memory(memory)
+        try:
+            self._compiled = _compile_source(self._vocabulary, kind, source)
+        except (TypeError, ValueError) as error:
+            return _answer([str(error)[:MOST_SHOWN]])
+        mask: bytes = self._compiled.compute_bitmask()
+        if self._compiled.is_error():
+            return _answer([str(self._compiled.get_error())[:MOST_SHOWN]])
+        if trial:
+            _follow(self._compiled.deep_copy(), mask)
+        return _answer([""], mask)
+
+    def _matcher(self, text: int, replayed: list[int] | None) -> tuple[Any, list[int]]:
+        if replayed is not None:
+            matcher = self._compiled.deep_copy()
+            matcher.consume_tokens(replayed)
+            self._texts[text] = matcher, replayed
+        return self._texts[text]
+
+    def advance(
+        self, text: int, replayed: list[int] | None, tokens: list[int], most_forced: int, room: int
+    ) -> bytes:
+        """Take tokens, and those that must follow; see :meth:`Constraint.advance`."""
+        matcher, taken = self._matcher(text, replayed)
+        before = len(taken)
+        forced: list[int] = []
+        for token in tokens[:room]:
+            if not _consume(matcher, taken, token):
+                break
+        room -= len(taken) - before
+        if most_forced and room > 0 and not matcher.is_error() and not matcher.is_stopped():
+            forced = matcher.compute_ff_tokens()
+            for token in forced[: min(most_forced, room)] if not matcher.is_error() else ():
+                room -= 1
+                if not _consume(matcher, taken, token):
+                    break
+        mask = b""
+        if room > 0 and not matcher.is_error() and not matcher.is_stopped():
+            mask = matcher.compute_bitmask()
+        error = matcher.get_error()[:MOST_SHOWN] if matcher.is_error() else ""
+        complete = not error and matcher.is_stopped()
+        return _answer([len(taken) - before, complete, forced, error], b"" if error else mask)
+
+    def ahead(self, text: int, replayed: list[int] | None, drafts: list[int]) -> bytes:
+        """Return the masks after drafts; see :meth:`Constraint.ahead`."""
+        # With the matcher itself, not a copy: it remembers what it works out for a mask.
+        matcher, taken = self._matcher(text, replayed)
+        masks: list[bytes] = []
+        consumed = 0
+        for draft in drafts[: matcher.validate_tokens(drafts)]:
+            matcher.consume_token(draft)
+            consumed += 1
+            if matcher.is_stopped():
+                break
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():  # such as too complex; not an error of the text
+                break
+            masks.append(mask)
+        if not matcher.rollback(consumed):
+            self._matcher(text, taken)
+        return _answer([len(masks)], b"".join(masks))
+
+    def met(self, text: int, replayed: list[int] | None) -> bytes:
+        """Return whether a text may end here."""
+        matcher, _ = self._matcher(text, replayed)
+        return _answer([bool(matcher.is_accepting())])
+
+    def answer(self, requests: Connection) -> None:
+        """Answer requests until there are no more."""
+        actions: dict[str, Callable[..., bytes]] = {
+            "compile": self.compile,
+            "advance": self.advance,
+            "ahead": self.ahead,
+            "met": self.met,
+        }
+        while True:
+            try:
+                seconds, released, action, *arguments = pickle.loads(requests.recv_bytes())
+            except EOFError:  # the process that asked has ended, or needs this one no longer
+                return
+            for text in released:
+                self._texts.pop(text, None)
+            if action is not None:
+                signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process in any state
+                answer = actions[action](*arguments)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                requests.send_bytes(answer)
+
+
+def _consume(matcher: Any, taken: list[int], token: int) -> bool:
+    """Take a token; return whether another one may follow."""
+    matcher.consume_token(token)
+    if matcher.is_error():
+        return False
+    taken.append(token)
+    return not matcher.is_stopped()
 
 
 def _limit_memory(memory: int) -> None:
@@ -118,43 +222,55 @@ def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (now + memory, most))
 
 
-def _limited(vocabulary: Any, kind: str, source: str, cpu_seconds: float, memory: int) -> str:
-    """Try out a source within the limits, beyond which this process ends."""
-    answer: list[str] = []
-    _limit_memory(memory)
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF ends the process, whatever it is doing
-    thread = threading.Thread(target=lambda: answer.append(_try_out(vocabulary, kind, source)))
-    thread.start()
-    thread.join()
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    if not answer:  # an exception of Python, such as MemoryError
-        os.abort()
-    return answer[0][:MOST_SHOWN]
+def _work(requests: Connection, spelling: _Spelling, vocabulary: Any) -> None:
+    """Be a fork: answer requests on a connection, then end."""
+    status = 1
+    try:
+        spelling.connection = requests
+        _Texts(vocabulary).answer(requests)
+        status = 0
+    finally:  # an exception, such as MemoryError, has no one to go to
+        os._exit(status)
+
+
+def _end(pid: int) -> int:
+    """End a fork, if it has not ended, and return its exit status."""
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def main() -> None:
-    """Answer requests from stdin on stdout: pickled vocabularies, and sources to try out."""
-    requests = Connection(os.dup(0), writable=False)
-    answers = Connection(os.dup(1), readable=False)
+    """Be the fork server: fork on request, until the connection on stdin ends."""
+    control = Connection(os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(STACK)
-    import llguidance  # noqa: F401  (here, so that READY means that it is there)
-
-    answers.send_bytes(READY)
-    vocabulary: Any = None
-    while True:
-        try:
-            kind, content, *limits = pickle.loads(requests.recv_bytes())
-        except EOFError:  # the process that asked has ended
-            return
-        if kind == VOCABULARY:
-            spelling = Spelling(*content)
-            vocabulary = spelling.prepared = prepare(spelling)
-        else:
-            answers.send_bytes(_limited(vocabulary, kind, content, *limits).encode("utf-8", "replace"))
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, most))
+    forks: set[int] = set()
+    try:
+        spelling = _Spelling(*pickle.loads(control.recv_bytes()))
+        vocabulary = _prepare(spelling)
+        control.send_bytes(READY)
+        while True:
+            request, ended = pickle.loads(control.recv_bytes())
+            statuses = {pid: _end(pid) for pid in forks.intersection(ended)}
+            forks -= set(ended)
+            if request == END:
+                control.send_bytes(_answer([statuses.get(pid, -signal.SIGKILL) for pid in ended]))
+                continue
+            requests = Connection(recv_handle(control))
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _work(requests, spelling, vocabulary)
+            requests.close()
+            forks.add(pid)
+            control.send_bytes(_answer([pid]))
+    except (EOFError, OSError):  # the process that asked has ended
+        for pid in forks:
+            _end(pid)
 
 
 if __name__ == "__main__":

@@ -316,6 +316,7 @@ class Scheduler:
         for stream in [s for s in self._active if s.finish_reason is not None]:
             self._active.remove(stream)
             stream.core = None
+            stream.text.release()
             self._note_end()
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._calls.drop_cancelled()

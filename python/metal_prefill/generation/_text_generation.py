@@ -16,7 +16,7 @@ from metal_prefill._support.arguments import integer, token_id
 from metal_prefill._support.row_cost import RowCost
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _sampling
-from metal_prefill.generation._constraint import Constraint
+from metal_prefill.generation._constraint import Constraint, Step
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculate, Speculation, make_drafter
 
 if TYPE_CHECKING:
@@ -324,6 +324,7 @@ class Continuation:
         self._speculation = Speculation(drafter, ids) if drafter is not None and guesses else None
         self._next: list[int] = []  # tokens of the text that are not computed
         self._forced: list[int] = []  # tokens that must follow those
+        self._step: Step | None = None  # what the constraint answered to the tokens of the latest pass
         self.ended: FinishReason | None = None
 
     def next_tokens(
@@ -377,10 +378,12 @@ class Continuation:
         Raises
         ------
         ConstraintError
-            The context is full, and the constraint is not met.
+            The context is full, and the constraint is not met, or following it exceeded a limit.
         """
-        if self._speculation is not None and (free := chosen[max(len(self._given) - self._made, 0) :]):
+        free = chosen[max(len(self._given) - self._made, 0) :]
+        if self._speculation is not None and free:
             self._speculation.learn(free)
+        self._step = self._advance(chosen, free)
         for row, token in enumerate(chosen):
             yield self._take(token, row)
             if self.ended is not None:
@@ -388,7 +391,8 @@ class Continuation:
         self._next = [chosen[-1]]
         if self._guide is None or self.sampler is None:
             return
-        for token in self._forced_after(chosen) if self.ended is None and not self._reports else ():
+        forced, self._forced = self._forced[:MOST_FORCED], self._forced[MOST_FORCED:]
+        for token in forced if self.ended is None else ():
             self.sampler.accept(token)
             self._next.append(token)
             if self._speculation is not None:
@@ -402,15 +406,35 @@ class Continuation:
             raise ConstraintError(
                 f"the context of {self._context} tokens is full before the text meets its constraint"
             )
+        if self.ended is not None:
+            self.release()
 
-    def _forced_after(self, chosen: Sequence[int]) -> list[int]:
-        """Return tokens that must follow: the constraint is asked once all that it named before are taken."""
+    def _advance(self, chosen: Sequence[int], free: Sequence[int]) -> Step | None:
+        """Advance the constraint by the tokens of a pass that were not given, and by forced tokens.
+
+        New forced tokens are computed once the text has taken the earlier ones.
+        """
+        if self._guide is None or not free:
+            return None
         n = len(chosen)
         self._forced = self._forced[n:] if self._forced[:n] == list(chosen) else []
-        if not self._forced and self._guide is not None:
-            self._forced = self._guide.forced()
-        forced, self._forced = self._forced[:MOST_FORCED], self._forced[MOST_FORCED:]
-        return forced
+        most = min(self._most, self._context - len(self.ids) + 1)
+        room = most - self._made - (n - len(free))
+        if stops := [i for i, token in enumerate(free) if token in self._stop_ids]:
+            room = min(room, stops[0])
+        if room <= 0:
+            return None
+        asks = not self._forced and not self._reports
+        step = self._guide.advance(
+            [*free, *self._forced[:MOST_FORCED]], most_forced=MOST_FORCED if asks else 0, room=room
+        )
+        self._forced = self._forced or step.forced
+        return step
+
+    def release(self) -> None:
+        """Free what the text holds outside of this process; nothing of it can be computed any more."""
+        if self._guide is not None:
+            self._guide.close()
 
     @property
     def wanted(self) -> bool:
@@ -440,9 +464,7 @@ class Continuation:
             if self._made >= self._most:
                 self.ended = "length"
             return self._piece(token, text, row)
-        guide = self._guide
-        if guide is not None and token not in self._stop_ids:
-            guide.take(token)
+        complete = self._step is not None and token not in self._stop_ids and self._step.take()
         if token in self._stop_ids:
             text += self.end("stop")
         else:
@@ -450,7 +472,7 @@ class Continuation:
             text += self._filter.step(made) if self._made > self._least else made
             if self._filter.found:
                 self.ended = "stop"
-            elif guide is not None and guide.complete:
+            elif complete:
                 text += self.end("stop")
             elif self._made >= self._most:
                 text += self.end("length")

@@ -1,0 +1,303 @@
+"""The processes that compile and follow constraints, and their limits; see `_constraint_worker.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
+
+from metal_prefill.errors import ConstraintError
+from metal_prefill.generation import _constraint_worker
+from metal_prefill.generation._constraint_worker import END, FORK, READY, SPELL
+
+# A process that is this slow hangs for a reason other than its work, which the limits on processor time end.
+PATIENCE = 120.0
+
+Encode = Callable[[bytes], list[int]]
+
+
+class Limits(NamedTuple):
+    """Of a request."""
+
+    seconds: float  # of processor time
+    patience: float  # seconds until an answer is given up
+
+
+class WorkerEnded(Exception):
+    """A worker ended, or was ended, before it answered.
+
+    Attributes
+    ----------
+    status : int
+        Exit status; negative: the number of a signal.
+    late : bool
+        Whether it exceeded a limit on time.
+    """
+
+    def __init__(self, status: int, late: bool) -> None:
+        super().__init__(f"exit status {status}")
+        self.status = status
+        self.late = late or status == -signal.SIGPROF
+
+
+class NoWorkerError(ConstraintError):
+    """No worker could be started, whatever the constraint."""
+
+
+class Worker:
+    """A process with one constraint, made by :meth:`ForkServer.fork`.
+
+    Attributes
+    ----------
+    alive : bool
+        Whether it can be asked.
+    """
+
+    def __init__(self, server: ForkServer, requests: Connection, pid: int) -> None:
+        self.alive = True
+        self.pid = pid
+        self._server = server
+        self._requests = requests
+        self._lock = threading.Lock()
+        self._released: deque[int] = deque()  # texts whose matchers it can forget
+        self._finalizer = finalize(self, _end_quietly, requests, server.ended, pid)
+        _processes.add(self)
+
+    def ask(self, limits: Limits, encode: Encode, action: str, *arguments: Any) -> tuple[list[Any], bytes]:
+        """Send a request and return its answer.
+
+        Parameters
+        ----------
+        limits
+            On time.
+        encode
+            Writes a string in tokens, for which the worker may ask before it answers.
+        action, arguments
+            A method of the worker.
+
+        Raises
+        ------
+        WorkerEnded
+            The worker crashed, exceeded a limit, or had ended before. It cannot be asked again.
+        """
+        with self._lock:
+            answered = late = False
+            try:
+                self._send(limits.seconds, action, *arguments)
+                while True:
+                    if not self._requests.poll(limits.patience):
+                        late = True
+                        break
+                    header, _, content = self._requests.recv_bytes().partition(b"\n")
+                    answer: list[Any] = json.loads(header)
+                    if answer != [SPELL]:
+                        answered = True
+                        return answer, content
+                    try:
+                        ids = encode(content)
+                    except ValueError:  # not UTF-8
+                        ids = None
+                    self._requests.send_bytes(pickle.dumps(ids))
+            except (EOFError, OSError):
+                pass
+            finally:  # after KeyboardInterrupt, too, its answer must not be read as that to the next request
+                if not answered:
+                    self.alive = False
+                    self._requests.close()
+        self._finalizer.detach()
+        raise WorkerEnded(self._server.end(self.pid), late)
+
+    def _send(self, seconds: float, action: str | None, *arguments: Any) -> None:
+        released = []
+        while self._released:
+            released.append(self._released.popleft())
+        self._requests.send_bytes(pickle.dumps((seconds, released, action, *arguments)))
+
+    def release(self, text: int) -> None:
+        """Forget a text, now or with the next request; garbage collection may call this at any time."""
+        self._released.append(text)
+        if self.alive and self._lock.acquire(blocking=False):
+            try:
+                self._send(0, None)
+            except OSError:  # it has ended, which the next request notices
+                pass
+            finally:
+                self._lock.release()
+
+    def forget(self) -> None:
+        """Leave the process to the one that this process was forked from."""
+        self.alive = False
+        self._lock = threading.Lock()
+        self._finalizer.detach()
+        self._requests.close()
+
+
+def _end_quietly(requests: Connection, ended: deque[int], pid: int) -> None:
+    requests.close()  # which ends it; the server collects its exit status later
+    ended.append(pid)
+
+
+class ForkServer:
+    """A process with a prepared vocabulary, which forks for each constraint.
+
+    Attributes
+    ----------
+    ended : collections.deque of int
+        Forks that are needed no longer.
+    """
+
+    def __init__(self, tokens: list[bytes], special_ids: list[int], stop_ids: list[int]) -> None:
+        self._vocabulary = (tokens, special_ids, stop_ids)
+        self.ended: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: Connection | None = None
+        self._finalizer: Any = None
+        _processes.add(self)
+
+    def fork(self) -> Worker:
+        """Return a new worker.
+
+        Raises
+        ------
+        NoWorkerError
+            No process could be started.
+        """
+        ours, theirs = socket.socketpair()
+        requests = Connection(ours.detach())
+        try:
+            with theirs:
+                pid = self._request(FORK, theirs.fileno())
+        except BaseException:
+            requests.close()
+            raise
+        return Worker(self, requests, pid)
+
+    def end(self, pid: int) -> int:
+        """End a worker, if it has not ended, and return its exit status."""
+        with self._lock:
+            if self._control is None:
+                return -signal.SIGKILL
+            try:
+                self._control.send_bytes(pickle.dumps((END, [pid])))
+                return int(self._answer())
+            except (EOFError, OSError):
+                self._stop()
+                return -signal.SIGKILL
+            except BaseException:
+                self._stop()
+                raise
+
+    def _request(self, request: str, handle: int) -> int:
+        with self._lock:
+            for last in (False, True):  # it may have been ended from outside
+                if self._control is None:
+                    self._start()
+                assert self._control is not None
+                assert self._process is not None
+                ended = []
+                while self.ended:
+                    ended.append(self.ended.popleft())
+                try:
+                    self._control.send_bytes(pickle.dumps((request, ended)))
+                    send_handle(self._control, handle, self._process.pid)
+                    return self._answer()
+                except (EOFError, OSError):
+                    self._stop()
+                    if last:
+                        raise NoWorkerError("the process that checks constraints ended") from None
+                except BaseException:
+                    self._stop()
+                    raise
+        raise AssertionError
+
+    def _answer(self) -> int:
+        assert self._control is not None
+        if not self._control.poll(PATIENCE):
+            raise EOFError
+        return int(json.loads(self._control.recv_bytes().partition(b"\n")[0])[0])
+
+    def _start(self) -> None:
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        program = (
+            f"import runpy, sys; sys.path[:] = {path!r}; "
+            f"runpy.run_path({str(Path(_constraint_worker.__file__))!r}, run_name='__main__')"
+        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._control = Connection(ours.detach())
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", program],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C in a terminal is not for it
+                )
+            except BaseException:
+                self._control.close()
+                self._control = None
+                raise
+        self._finalizer = finalize(self, _stop, self._process, self._control)
+        try:
+            self._control.send_bytes(pickle.dumps(self._vocabulary))
+            started = self._control.poll(PATIENCE) and self._control.recv_bytes() == READY
+        except (EOFError, OSError):
+            started = False
+        except BaseException:
+            self._stop()
+            raise
+        if not started:
+            raise NoWorkerError(
+                f"the process that checks constraints did not start: {sys.executable}, status {self._stop()}"
+            )
+
+    def _stop(self) -> int | None:
+        """End the process and its forks, and return its exit status."""
+        self._control = self._process = None
+        status: int | None = self._finalizer()
+        return status
+
+    def forget(self) -> None:
+        """Leave the process to the one that this process was forked from."""
+        self._lock = threading.Lock()
+        self.ended.clear()
+        if self._process is not None and self._control is not None:
+            self._finalizer.detach()
+            self._process.returncode = 0
+            self._control.close()
+            self._process = self._control = None
+
+
+def _stop(process: subprocess.Popen[bytes], control: Connection) -> int:
+    control.close()  # which ends it, after its forks
+    try:
+        return process.wait(1)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+_processes: WeakSet[Worker | ForkServer] = WeakSet()
+
+
+def _begin_in_child() -> None:
+    """Start anew in a forked process."""
+    for process in list(_processes):
+        process.forget()
+    _processes.clear()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
