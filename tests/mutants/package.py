@@ -690,6 +690,13 @@ COMMANDS = (
         "matchers of streams that were cancelled stay in their worker",
         ("tests/test_constraint_limits.py", "-k", "forgets_the_texts"),
     ),
+    Mutant(
+        f"{_P}/serve/_service.py",
+        "limiter = self._constrainers if constrained else self._preparers",
+        "limiter = self._preparers",
+        "prompts wait for constraints that compile",
+        ("tests/serve/test_hostile_constraints.py", "-k", "do_not_wait"),
+    ),
 )
 
 CHECKS = (

@@ -83,6 +83,16 @@ def constraint_of(form: ChatForm) -> dict[str, Any]:
     return {"json_schema": format_.json_schema.schema}
 
 
+def _is_constrained(form: ChatForm) -> bool:
+    """Return whether a constraint may have to be compiled."""
+    return (
+        form.regex is not None
+        or form.grammar is not None
+        or (form.response_format is not None and form.response_format.type != "text")
+        or form.tool_choice not in (None, "auto", "none")
+    )
+
+
 def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[Stream]:
     ids = chat_tokens(service, form)
     options = {**options_of(form), **constraint_of(form)}
@@ -183,7 +193,9 @@ async def chat(service: Service, form: ChatForm, reply: Reply, namespace: str) -
     n = check_count(service, form.n or 1)
     tools = offered_tools(form)
     with service.admitted(n):
-        streams = await service.streams(lambda: _streams(service, form, n, namespace))
+        streams = await service.streams(
+            lambda: _streams(service, form, n, namespace), constrained=_is_constrained(form)
+        )
         choices = [ChatChoice(i, stream, i == 0) for i, stream in enumerate(streams)]
         for choice in choices:
             choice.parser = ToolCallParser(tools) if tools else None

@@ -11,6 +11,7 @@ from metal_prefill.generation._stream import make_streams
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import CompletionForm, TokenOrText
 from metal_prefill.serve._generation import (
+    CONSTRAINTS,
     Choice,
     check_count,
     head_of,
@@ -65,7 +66,8 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
         streams = await service.streams(
             lambda: [
                 s for p in prompts for s in make_streams(service.model.engine, p, n, max_tokens, **options)
-            ]
+            ],
+            constrained=not CONSTRAINTS.isdisjoint(options),
         )
         choices = [CompletionChoice(i, stream, i % n == 0) for i, stream in enumerate(streams)]
         for choice in choices:

@@ -22,6 +22,7 @@ from metal_prefill.text._tokenizer import Tokenizer
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 # Limits of a request: each stop string is searched for at each character, and holds back up to its length.
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1000
+CONSTRAINTS = frozenset({"json_schema", "regex", "grammar"})  # options that a worker process compiles
 LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 

@@ -17,6 +17,7 @@ import anyio.to_thread
 from metal_prefill._engine import Engine
 from metal_prefill.errors import KVMemoryError
 from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._constraint import MOST_COMPILING
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
@@ -29,7 +30,7 @@ from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
 
-PREPARERS = 8  # threads that read prompts: tokens, templates, grammars
+PREPARERS = 8  # threads that read prompts: tokens, templates
 MOST_RETRY_AFTER = 60  # seconds
 
 
@@ -63,6 +64,8 @@ class Service:
         self._closing = False
         self._answering: set[anyio.CancelScope] = set()
         self._preparers = anyio.CapacityLimiter(PREPARERS)
+        # Constraints have threads of their own: other prompts do not wait while some compile.
+        self._constrainers = anyio.CapacityLimiter(MOST_COMPILING)
         self._text_workers = anyio.CapacityLimiter(settings.max_streams)
 
     def check_model(self, name: str | None) -> str:
@@ -126,8 +129,11 @@ class Service:
         for scope in self._answering:
             scope.cancel()
 
-    async def streams(self, work: Callable[[], list[Stream]]) -> list[Stream]:
-        """Make streams in a thread, with what is stored of their prompts in the cache."""
+    async def streams(self, work: Callable[[], list[Stream]], *, constrained: bool) -> list[Stream]:
+        """Make streams in a thread, with what is stored of their prompts in the cache.
+
+        `constrained`: `work` may compile a constraint.
+        """
 
         def prepared() -> list[Stream]:
             streams = work()
@@ -136,7 +142,8 @@ class Service:
                     self._store.load(stream.prompt, stream.prefix_namespace)
             return streams
 
-        return await self.prepare(prepared)
+        limiter = self._constrainers if constrained else self._preparers
+        return await anyio.to_thread.run_sync(prepared, limiter=limiter)
 
     def note_prompts(self, streams: Iterable[Stream]) -> None:
         """Let what finished prompts share with others be stored."""

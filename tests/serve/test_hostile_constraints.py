@@ -1,0 +1,128 @@
+"""Constraints that are made to stall a server, next to requests of others, which get what they get alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from support.running_server import running
+
+from metal_prefill import Model
+from metal_prefill.generation import _text_generation
+from metal_prefill.generation._constraint import Constraint
+from metal_prefill.serve import _chat, _service
+from metal_prefill.serve._forms import ChatForm
+
+pytest.importorskip("llguidance", reason="needs the extra guide")
+
+SPACE = b" "
+PLAIN: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 12, "temperature": 0}
+CONSTRAINED = {**PLAIN, "regex": "[A-Z]{4} [a-z]{6}"}
+
+
+def hostile_requests(model: Model) -> list[dict[str, Any]]:
+    """Return requests whose constraints compile or match slowly, or are too deep."""
+    space = next(i for i in range(model.config.vocab_size) if model.tokenizer.token_bytes(i) == SPACE)
+    hanging = {"max_tokens": 90, "min_tokens": 90, "logit_bias": {str(space): 100}, "temperature": 0}
+    ignored = ["/[ ]+/", "/ +/"]
+    chain = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(3000)), 'r3000: "a"'])
+    sources: list[dict[str, Any]] = [
+        *({"grammar": f'%ignore {i}\nstart: "b"+ | " "{{3,90}}', **hanging} for i in ignored),
+        {"grammar": chain},
+        *({"regex": f"(a{{9{i}0}}){{900}}"} for i in range(3)),
+        {"regex": "(" * 100_000},
+    ]
+    return [{**PLAIN, **source} for source in sources]
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_answers_next_to_hostile_constraints_are_the_same_as_alone(cpu_model: Model) -> None:
+    with running(cpu_model, max_streams=16) as server:
+        expected = [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)]
+        refused: list[httpx.Response] = []
+        threads = [
+            threading.Thread(target=lambda b=body: refused.append(server.post("/v1/completions", b)))
+            for body in hostile_requests(cpu_model)
+        ]
+        for thread in threads:
+            thread.start()
+        found = [
+            [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)] for _ in range(4)
+        ]
+        for thread in threads:
+            thread.join()
+        assert found == [expected] * 4
+        assert {answer.status_code for answer in refused} <= {200, 400}
+        messages = [answer.json()["error"]["message"] for answer in refused if answer.status_code == 400]
+        assert sum("matching it takes more than 0.25 s" in message for message in messages) == 2
+        assert sum("each naming the next, exceeds the limit" in message for message in messages) == 1
+        assert [text_of(server.post("/v1/completions", body)) for body in (PLAIN, CONSTRAINED)] == expected
+
+
+def chat(**options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **options}
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "regex": "ab"}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "grammar": 'start: "ab"'}),
+        ("/v1/chat/completions", chat(regex="ab")),
+        ("/v1/chat/completions", chat(grammar='start: "ab"')),
+        ("/v1/chat/completions", chat(response_format=SCHEMA)),
+    ],
+)
+def test_prompts_without_constraints_do_not_wait_for_those_that_compile(
+    cpu_model: Model, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(_service, "PREPARERS", 1)
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly(*arguments: Any, **named: Any) -> Any:
+        compiling.set()
+        assert go_on.wait(60)
+        return real(*arguments, **named)
+
+    real = Constraint
+    monkeypatch.setattr(_text_generation, "Constraint", compile_slowly)
+    with running(cpu_model) as server:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(server.post(path, body)))
+        thread.start()
+        assert compiling.wait(60)
+        assert text_of(server.post("/v1/completions", PLAIN))
+        free = server.post("/v1/chat/completions", chat(response_format={"type": "text"}))
+        assert free.status_code == 200
+        assert not answers
+        go_on.set()
+        thread.join()
+    assert answers[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("choice", "constrained"),
+    [
+        (None, False),
+        ("none", False),
+        ("auto", False),
+        ("required", True),
+        ({"type": "function", "function": {"name": "f"}}, True),
+    ],
+)
+def test_a_call_that_is_required_is_a_constraint(choice: Any, constrained: bool) -> None:
+    body = chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=choice)
+    form = msgspec.json.decode(json.dumps(body), type=ChatForm)
+    assert _chat._is_constrained(form) is constrained
