@@ -89,13 +89,14 @@ class TaskMethods:
             Keep so many of the first values, as models trained with Matryoshka losses allow; the length
             is then that of what is kept.
         pooling
-            How the hidden states of a text become one vector; None stands for what the file states
+            How the hidden states of a text become one vector; None selects the pooling of the file
             (``{arch}.pooling_type``). ``"last"`` and ``"cls"`` take the state of the last and of the
             first token, ``"mean"`` the mean of all, ``"none"`` gives all of them.
         instruction
-            Put before each text what the model's card asks for. ``"query"`` and ``"document"`` stand for
-            what it says of these; a text with ``{text}`` in it is the whole form; any other text is the
-            task, in the card's form where the architecture has one, else what stands before each text.
+            Instruction to put before each text, in the form of the model's card. ``"query"`` and
+            ``"document"`` select the card's prompts for these. A text with ``{text}`` in it is the complete
+            form. Any other text is the task: it is put into the card's form if the architecture has one, and
+            otherwise before each text.
             None adds nothing.
         truncate
             ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, but

@@ -685,7 +685,7 @@ COMMANDS = (
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",
-        "            stream._text.release()\n",
+        "            stream.text.release()\n",
         "",
         "matchers of streams that were cancelled stay in their worker",
         ("tests/test_constraint_limits.py", "-k", "forgets_the_texts"),
