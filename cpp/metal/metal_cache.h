@@ -1,0 +1,63 @@
+// The cache of a session on the GPU.
+#pragma once
+
+#include "../paged_cache.h"
+#include "metal_engine.h"
+#include "sent_passes.h"
+
+namespace metal_prefill::metal {
+
+// The pages of a session, and, when debugging, the intermediate results of its last pass.
+class MetalEngine::MetalCache final : public PagedCache {
+ public:
+  explicit MetalCache(MetalEngine& engine) : PagedCache(engine.pool_), metal_(engine) { ++metal_.sessions_; }
+  ~MetalCache() override {
+    drop_ahead();
+    if (metal_.forked_) return;
+    if (--metal_.sessions_ == 0) metal_.batches_.trim();
+  }
+
+  void reserve(int kept, int end, CallCounters& counters) override;
+  void truncate(int positions) override {
+    drop_ahead();
+    PagedCache::truncate(positions);
+  }
+  void share(const Cache& from, int positions) override {
+    drop_ahead();
+    PagedCache::share(from, positions);
+  }
+  void adopt(std::vector<PageId> pages) override {
+    drop_ahead();
+    PagedCache::adopt(std::move(pages));
+  }
+  void read(int layer, bool values, int positions, std::byte* out) const override;
+  void write(int layer, bool values, int positions, const std::byte* in) override;
+
+  void keep_ahead(Ahead ahead) { ahead_ = std::make_unique<Ahead>(std::move(ahead)); }
+  // The pass that computes the chunk, if it was sent ahead; otherwise null, and no pass is in flight.
+  std::unique_ptr<Ahead> take_ahead(const Chunk& chunk);
+  // The GPU may still run it and write to a page that another session takes now: later passes and blits wait
+  // for it (see KvPages::Hold).
+  void drop_ahead() {
+    // A forked process has no GPU to wait for, so it leaves what its parent sent.
+    if (ahead_ && metal_.forked_) {
+      [[maybe_unused]] const Ahead* left = ahead_.release();
+    }
+    const AutoreleasePool pool;
+    ahead_.reset();
+  }
+
+  using Intermediates = std::map<std::string, std::vector<float>>;
+  std::shared_ptr<const Intermediates> intermediates;
+
+ private:
+  struct Heads {  // of K or V at one position
+    std::size_t count, bytes, padded_bytes;
+  };
+  Heads heads_of(bool values) const;
+
+  MetalEngine& metal_;
+  std::unique_ptr<Ahead> ahead_;
+};
+
+}  // namespace metal_prefill::metal

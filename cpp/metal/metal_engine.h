@@ -1,0 +1,103 @@
+// The Metal engine: weights, pipelines and buffers that all sessions of a model share.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "../fork_handler.h"
+#include "../inspection.h"
+#include "../pages.h"
+#include "../prefix_tree.h"
+#include "buffers.h"
+#include "device.h"
+#include "forward_pass.h"
+#include "kernels.h"
+#include "kv_pages.h"
+#include "recorder.h"
+#include "residency.h"
+#include "rope_tables.h"
+
+namespace metal_prefill::metal {
+
+class MetalEngine final : public Engine, private PassInspector {
+ public:
+  MetalEngine(Model model, const EngineOptions& options);
+
+  std::string device_name() const override {
+    const AutoreleasePool pool;
+    return device_.name();
+  }
+  std::string backend() const override { return "metal"; }
+
+  Stats stats() const override {
+    if (forked_) return {};
+    return {{"weights_mapped_bytes", double(weights_.mapped_bytes())},
+            {"weights_copied_bytes", double(weights_.copied_bytes())},
+            {"weights_mapping_refused", double(weights_.mapping_refused())},
+            {"resident_bytes", double(residency_.bytes())},
+            {"batch_pool_bytes", double(batches_.bytes())},
+            {"rope_table_bytes", double(rope_tables_.bytes())},
+            {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
+            {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
+            {"matmul_tensor", double(device_.tuning().matmul_tensor)},
+            {"pipelines", double(kernels_.count())},
+            {"pipelines_compiled", double(kernels_.compiled_now())}};
+  }
+
+  std::unique_ptr<Cache> make_cache(int max_context) override;
+  PrefixTree* prefixes() override { return &prefixes_; }
+  void check_fits(int positions) const override { pool_.check_fits(positions); }
+  int pass_rows() const override { return forward_.pass_rows(); }
+  bool runs_ahead() const override { return true; }
+  int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
+  void forward(std::span<Chunk> chunks, CallCounters& counters) override;
+  void add_call_stats(const CallCounters& counters, Stats& stats) const override;
+  const PassInspector* inspector() const override { return this; }
+
+  // A forked process has neither the GPU nor usable locks of its driver: it does not touch its copy of the
+  // engine, not even to free it.
+  bool forked() const { return forked_; }
+
+ private:
+  std::vector<PipelineInfo> pipelines() const override { return kernels_.built(); }
+  bool shaders_were_compiled() const override { return kernels_.compiled(); }
+  std::string no_matmul_tensor() const override { return device_.no_matmul_tensor(); }
+  std::vector<Dispatch> plan(int tokens, int position) const override;
+  std::vector<float> intermediate(const Cache& cache, const std::string& name) const override;
+
+  class MetalCache;
+  class SentPass;
+  struct RequestedPass;
+  struct Ahead;
+  void require_unforked() const {
+    if (forked_)
+      throw ForkError(
+          "this process was forked from one that uses the GPU, which only that one can; open the model again "
+          "here, or start processes by 'spawn'");
+  }
+  void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
+  void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
+  std::vector<RequestedPass> passes_for(std::span<Chunk* const> chunks, KvPages::Hold& pages);
+  std::shared_ptr<SentPass> send_after(std::span<Chunk* const> chunks, KvPages::Hold& pages,
+                                       const SentPass& before);
+  static void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks);
+  void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
+  void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
+
+  const Device device_;
+  const Model padded_;  // the model itself, where its dimensions suit the kernels
+  WeightBuffers weights_;
+  const ForwardPass forward_;
+  const Kernels kernels_;
+  RopeTables rope_tables_;
+  Residency residency_;
+  KvPages store_;
+  PagePool pool_;
+  PrefixTree prefixes_;
+  BatchPool batches_;
+  std::atomic<int> sessions_{0};
+  bool forked_ = false;
+  const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
+};
+
+}  // namespace metal_prefill::metal

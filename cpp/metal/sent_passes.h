@@ -1,0 +1,61 @@
+// Passes in flight on the GPU.
+#pragma once
+
+#include "metal_encoder.h"
+#include "metal_engine.h"
+
+namespace metal_prefill::metal {
+
+// A pass on the GPU, with everything that it uses there except the pages.
+class MetalEngine::SentPass {
+ public:
+  // `choices`: results of an earlier pass, which are the tokens of this one; null: the chunks have the
+  // tokens.
+  SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages, id<MTLBuffer> choices);
+
+  // Waits for it and counts it, once. Throws DeviceError when the GPU failed, each time.
+  void finish(KvPages::Hold& pages, CallCounters& counters) {
+    if (!std::exchange(is_finished_, true)) {
+      try {
+        encoder_.finish();
+        pages.finished(last_);
+        counters += counters_;
+      } catch (...) {
+        failure_ = std::current_exception();
+      }
+    }
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  const PassRows& rows() const { return rows_; }
+  const Batch& batch() const { return *lease_; }
+
+ private:
+  CallCounters counters_;
+  const Device device_;  // which counts
+  const BatchPool::Lease lease_;
+  [[maybe_unused]] const id<MTLBuffer> choices_;  // kept: its command buffers do not retain it
+  const RopeTables::ByLayer rope_tables_;
+  const PassRows rows_;
+  id<MTLCommandBuffer> last_;
+  bool is_finished_ = false;
+  std::exception_ptr failure_;
+  MetalEncoder encoder_;  // the last member: it waits for the GPU before the others are gone
+};
+
+// A pass, and for each of its chunks the chunk of the present call; null: no longer requested.
+struct MetalEngine::RequestedPass {
+  std::shared_ptr<SentPass> pass;
+  std::vector<Chunk*> chunks;
+};
+
+// A pass with the next token of a session, and perhaps of others, which the GPU started before the caller
+// knew the token.
+struct MetalEngine::Ahead {
+  std::shared_ptr<SentPass> pass;
+  std::size_t chunk;  // index of the session's chunk in the pass
+  int position;
+  TokenId token;  // the chosen token that the pass starts from
+  std::vector<PageId> pages;
+};
+
+}  // namespace metal_prefill::metal

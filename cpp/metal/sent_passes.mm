@@ -1,0 +1,265 @@
+// How the engine sends passes to the GPU, waits for them and delivers their results.
+#include "sent_passes.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "metal_cache.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+// The buffers of a pass: pages of K and V, and activations from the pool.
+class MetalPassBuffers final : public PassBuffers {
+ public:
+  // `choices`: the results of the previous pass, or null.
+  MetalPassBuffers(const Device& device, Batch& batch, const KvPages::Hold& pages,
+                   RopeTables::ByLayer rope_tables, id<MTLBuffer> choices)
+      : device_(device),
+        batch_(batch),
+        pages_(pages),
+        rope_tables_(std::move(rope_tables)),
+        choices_(choices) {}
+  View get(BufferName name, std::size_t bytes) override { return batch_.get(device_, name, bytes); }
+  LayerCache cache(int layer) override { return pages_.layer(layer); }
+  View rope_table(int layer) override {
+    return view_of((*rope_tables_)[std::size_t(layer)], BufferName::kRopeTable);
+  }
+  View choices() override { return choices_ ? view_of(choices_, BufferName::kResult) : View{}; }
+
+ private:
+  const Device& device_;
+  Batch& batch_;
+  const KvPages::Hold& pages_;
+  const RopeTables::ByLayer rope_tables_;
+  const id<MTLBuffer> choices_;
+};
+
+std::string label_of(const PassRows& rows, std::span<Chunk* const> chunks) {
+  const std::string tokens = std::to_string(rows.all.count) + " tokens ";
+  return chunks.size() == 1 ? tokens + "at position " + std::to_string(chunks[0]->position)
+                            : tokens + "of " + std::to_string(chunks.size()) + " sequences";
+}
+
+std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
+  std::vector<PassChunk> shapes;
+  for (const Chunk* chunk : chunks)
+    shapes.push_back(
+        {int(chunk->tokens.size()), chunk->position, row_output_of(chunk->output), rows_of(chunk->output)});
+  return shapes;
+}
+
+template <typename T>
+void copy(std::span<const T> from, const View& to, std::size_t index = 0) {
+  if (!from.empty())
+    std::memcpy(static_cast<T*>(buffer_of(to).contents) + index, from.data(), from.size_bytes());
+}
+
+}  // namespace
+
+// Results of chunks with few tokens are bit-identical to those of the chunk alone. This takes a pass without
+// longer chunks.
+void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
+  require_unforked();
+  residency_.used();
+  std::vector<Chunk*> few, many;
+  for (Chunk& chunk : chunks) (chunk.tokens.size() <= std::size_t(kFewTokens) ? few : many).push_back(&chunk);
+  for (const std::vector<Chunk*>* together : {&few, &many})
+    if (!together->empty()) run_pass(*together, counters);
+}
+
+MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages,
+                                id<MTLBuffer> choices)
+    : device_(engine.device_.counting(counters_)),
+      lease_(engine.batches_.take()),
+      choices_(choices),
+      rope_tables_(engine.rope_tables_.by_layer()),
+      rows_(engine.forward_.rows_of(shapes_of(chunks))),
+      encoder_(device_, engine.kernels_, label_of(rows_, chunks),
+               choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
+  MetalPassBuffers buffers(device_, *lease_, pages, rope_tables_, choices);
+  fill(engine.forward_.tables(rows_, buffers), rows_, chunks);
+  engine.forward_.encode(encoder_, rows_, buffers);
+  last_ = encoder_.send();
+  pages.sent(last_);
+}
+
+void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
+  const AutoreleasePool pool;
+  if (chunks[0]->trace) return trace_pass(chunks, counters);
+  KvPages::Hold pages(store_);
+  const std::vector<RequestedPass> passes = passes_for(chunks, pages);
+  std::shared_ptr<SentPass> next;
+  const bool goes_on = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
+    const auto* greedy = std::get_if<GreedyOutput>(&chunk->output);
+    return greedy && greedy->continues;
+  });
+  // Its rows are those that the pass after it finds the tokens of.
+  if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
+    next = send_after(chunks, pages, *passes[0].pass);
+  for (const auto& [pass, asking] : passes) {
+    pass->finish(pages, counters);
+    if (device_.debug()) keep_intermediates(pass->rows(), asking, pass->batch());
+    deliver(pass->rows(), asking, pass->batch());
+  }
+  if (!next) return;
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    const std::span<const PageId> held = chunks[i]->cache->pages();
+    static_cast<MetalCache&>(*chunks[i]->cache)
+        .keep_ahead({next,
+                     i,
+                     chunks[i]->position + int(chunks[i]->tokens.size()),
+                     std::get<GreedyOutput>(chunks[i]->output).choices.chosen[0],
+                     {held.begin(), held.end()}});
+  }
+}
+
+// The passes that were sent ahead for some of the chunks, and one pass with the other chunks.
+std::vector<MetalEngine::RequestedPass> MetalEngine::passes_for(std::span<Chunk* const> chunks,
+                                                                KvPages::Hold& pages) {
+  std::vector<RequestedPass> passes;
+  std::vector<Chunk*> others;
+  for (Chunk* chunk : chunks) {
+    const std::unique_ptr<Ahead> ahead = static_cast<MetalCache&>(*chunk->cache).take_ahead(*chunk);
+    if (!ahead) {
+      others.push_back(chunk);
+      continue;
+    }
+    auto asked = std::find_if(passes.begin(), passes.end(),
+                              [&](const RequestedPass& other) { return other.pass == ahead->pass; });
+    if (asked == passes.end()) {
+      const std::size_t n = std::size_t(ahead->pass->rows().all.count);  // chunks of one token
+      asked = passes.insert(passes.end(), {ahead->pass, std::vector<Chunk*>(n)});
+    }
+    asked->chunks[ahead->chunk] = chunk;
+  }
+  if (!others.empty())
+    passes.push_back({std::make_shared<SentPass>(*this, others, pages, nil), std::move(others)});
+  return passes;
+}
+
+void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
+  const Device device = device_.counting(counters);
+  const BatchPool::Lease lease = batches_.take();
+  for (Chunk* chunk : chunks) static_cast<MetalCache&>(*chunk->cache).drop_ahead();
+  KvPages::Hold pages(store_);
+  pages.settle();
+  MetalPassBuffers buffers(device, *lease, pages, rope_tables_.by_layer(), nil);
+  const PassRows rows = forward_.rows_of(shapes_of(chunks));
+  fill(forward_.tables(rows, buffers), rows, chunks);
+  TracingEncoder encoder(device, kernels_, *chunks[0]->trace);
+  forward_.encode(encoder, rows, buffers);
+  if (device.debug()) keep_intermediates(rows, chunks, *lease);
+  deliver(rows, chunks, *lease);
+}
+
+// Sends the pass with the tokens that `before` chooses. Returns null if that fails: the present call does not
+// need the pass.
+std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* const> chunks,
+                                                               KvPages::Hold& pages, const SentPass& before) {
+  static constexpr TokenId kUnknown[] = {0};       // the host writes no tokens that a kernel reads
+  std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that ask for the pass, not here
+  std::vector<Chunk> next(chunks.size());
+  std::vector<Chunk*> pointers;
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    next[i].tokens = kUnknown;
+    next[i].position = chunks[i]->position + int(chunks[i]->tokens.size());
+    next[i].cache = chunks[i]->cache;
+    next[i].output = GreedyOutput{.choices = {.chosen = {&chosen[i], 1}}};
+    pointers.push_back(&next[i]);
+  }
+  try {
+    return std::make_shared<SentPass>(*this, pointers, pages, before.batch().peek(BufferName::kResult));
+  } catch (const DeviceError&) {
+    return nullptr;
+  }
+}
+
+void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks) {
+  copy(std::span(rows.rows), tables.rows);
+  copy(std::span(rows.tiles), tables.tiles);
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    const std::size_t first = rows.first_page[i], end = rows.first_page[i + 1];
+    copy(chunks[i]->cache->pages().first(end - first), tables.pages, first);
+  }
+  const auto tokens_of = [](const RowRun& run, std::span<const TokenId> tokens) {
+    return tokens.subspan(std::size_t(run.token), std::size_t(run.count));
+  };
+  for (const RowRun& run : rows.all.runs)
+    copy(tokens_of(run, chunks[std::size_t(run.chunk)]->tokens), tables.ids, std::size_t(run.row));
+  for (const RowRun& run : rows.wanted.runs)
+    if (const auto* scored = std::get_if<LogProbsOutput>(&chunks[std::size_t(run.chunk)]->output))
+      copy(scored->targets, tables.targets, std::size_t(run.row - rows.scored.first));
+}
+
+// Copies the outputs from the buffers that the host can read.
+void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const {
+  const auto contents = [&](BufferName name) { return batch.peek(name).contents; };
+  const std::size_t vocab_size = std::size_t(config().vocab_size);
+  // Logits of rows for the host, [rows][vocab_size].
+  const auto logits_of = [&](const RowRun& run) {
+    const auto* logits = static_cast<const float*>(contents(BufferName::kHostLogits));
+    return logits + std::size_t(run.row - rows.logits.first) * vocab_size;
+  };
+  for (const RowRun& run : rows.wanted.runs) {
+    if (!chunks[std::size_t(run.chunk)]) continue;
+    std::visit(Overloaded{[](const NoOutput&) {},
+                          [&](const GreedyOutput& greedy) {
+                            const auto* best = static_cast<const Candidate*>(contents(BufferName::kResult));
+                            best += run.row - rows.greedy.first;
+                            for (TokenId& chosen : greedy.choices.chosen) {
+                              chosen = best->index == ARGMAX_NONE ? -1 : TokenId(best->index);
+                              ++best;
+                            }
+                          },
+                          [&](SampledOutput& sampled) {
+                            const float* logits = logits_of(run);
+                            for (int i = 0; i < run.count; ++i)
+                              sampled.choose(i, {logits + std::size_t(i) * vocab_size, vocab_size});
+                          },
+                          [&](const LogitsOutput& all) {
+                            std::memcpy(all.logits, logits_of(run), vocab_size * sizeof(float));
+                          },
+                          [&](const LogProbsOutput& scored) {
+                            const auto* log_probs =
+                                static_cast<const float*>(contents(BufferName::kLogProbs));
+                            log_probs += run.row - rows.scored.first;
+                            std::memcpy(scored.log_probs, log_probs, std::size_t(run.count) * sizeof(float));
+                          },
+                          [&](const HiddenOutput& hidden) {
+                            // Rows of the residual stream follow those that are normed.
+                            const auto* states = static_cast<const float*>(contents(BufferName::kHidden));
+                            const std::size_t first = std::size_t(run.row - rows.hidden.first);
+                            const std::size_t dim = std::size_t(hidden.dim),
+                                              padded_dim = std::size_t(padded_.config.dim);
+                            const float factor = hidden.normed ? 1.0f : config().residual_scale;
+                            for (std::size_t i = 0; i < std::size_t(run.count); ++i) {
+                              const float* x = states + (first + i) * padded_dim;
+                              std::transform(x, x + dim, hidden.states + i * dim,
+                                             [&](float value) { return value * factor; });
+                            }
+                          }},
+               chunks[std::size_t(run.chunk)]->output);
+  }
+}
+
+void MetalEngine::keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks,
+                                     const Batch& batch) const {
+  auto all = std::make_shared<MetalCache::Intermediates>();
+  for (const ForwardPass::Intermediate& wanted : forward_.intermediates(rows)) {
+    const void* contents = batch.peek(wanted.name).contents;
+    std::vector<float>& kept = (*all)[traits_of(wanted.name).label];
+    if (wanted.precision == Precision::kF16) {
+      const auto* bits = static_cast<const std::uint16_t*>(contents);
+      for (std::size_t i = 0; i < wanted.elements; ++i) kept.push_back(half_to_float(bits[i]));
+    } else {
+      const auto* values = static_cast<const float*>(contents);
+      kept.assign(values, values + wanted.elements);
+    }
+  }
+  for (Chunk* chunk : chunks)
+    if (chunk) static_cast<MetalCache&>(*chunk->cache).intermediates = all;
+}
+
+}  // namespace metal_prefill::metal
