@@ -2,7 +2,8 @@
 //
 // A quantized format reads a row in spans of 32 columns. codes() writes the codes of a span. A code stands
 // for an integer: itself less kZero, or the one that kTable names. A value is scale * integer + min. A scale
-// is for half a span, and both halves may have the same.
+// is for half a span, and both halves may have the same. Formats with scale_code() declare kMaxScale, the
+// largest integer that it or min_code() returns.
 //
 // Sources that are built for one instruction set do not include this.
 #pragma once
@@ -71,6 +72,15 @@ float min_of(const typename Format::Block& block, int span, int half) {
     return min;
 }
 
+// Scales of a span: one, or one for each half.
+template <Quantized Format>
+constexpr int scales_of() {
+  if constexpr (requires { Format::kScales; })
+    return Format::kScales;
+  else
+    return 1;
+}
+
 template <Quantized Format>
 int integer_of(std::uint8_t code) {
   if constexpr (HasTable<Format>)
@@ -102,6 +112,7 @@ struct SuperBlock {
 
 template <class B>
 struct SixBitScales : SuperBlock<B> {  // 6-bit scales and minima of 8 spans
+  static constexpr int kMaxScale = 63;
   // The upper spans keep their low four bits in the last four bytes, the high two atop those of the lower.
   static int scale_code(const B& block, int span, int) {
     const u8_t* s = block.scales;
@@ -214,7 +225,7 @@ inline void pairs_of_bits(const u8_t* qs, int span, std::uint8_t out[kSpan]) {
 }
 
 struct Q2_K : SuperBlock<block_q2_K> {
-  static constexpr int kBits = 2, kZero = 0;
+  static constexpr int kBits = 2, kZero = 0, kScales = 2, kMaxScale = 15;
   static int scale_code(const Block& block, int span, int half) { return block.scales[span * 2 + half] & 15; }
   static int min_code(const Block& block, int span, int half) { return block.scales[span * 2 + half] >> 4; }
   static std::uint16_t min_bits(const Block& block) { return block.dmin; }
@@ -224,7 +235,7 @@ struct Q2_K : SuperBlock<block_q2_K> {
 };
 
 struct Q3_K : SuperBlock<block_q3_K> {
-  static constexpr int kBits = 3, kZero = 4;
+  static constexpr int kBits = 3, kZero = 4, kScales = 2, kMaxScale = 31;
   static int scale_code(const Block& block, int span, int half) {
     const int i = span * 2 + half;  // low four bits: the low nibbles of 8 bytes, then the high ones
     const int low = block.scales[i % 8] >> (i / 8 * 4) & 15,
@@ -255,7 +266,7 @@ struct Q5_K : SixBitScales<block_q5_K> {
 };
 
 struct Q6_K : SuperBlock<block_q6_K> {
-  static constexpr int kBits = 6, kZero = 32;
+  static constexpr int kBits = 6, kZero = 32, kScales = 2, kMaxScale = 127;
   static int scale_code(const Block& block, int span, int half) { return block.scales[span * 2 + half]; }
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
     const u8_t* ql =
@@ -268,7 +279,7 @@ struct Q6_K : SuperBlock<block_q6_K> {
 
 template <class B>
 struct IQ2 : SuperBlock<B> {
-  static constexpr int kBits = 3;
+  static constexpr int kBits = 3, kMaxScale = 31;
   static constexpr Table kTable = signed_levels<IQ2_MAGNITUDES>();
   static float unit(const B& block) { return half_to_float(block.d) * 0.125f; }
 };
@@ -291,6 +302,7 @@ struct IQ2_XXS : IQ2<block_iq2_xxs> {
 
 template <class B>
 struct IQ2WithHalves : IQ2<B> {  // a scale for 16 columns
+  static constexpr int kScales = 2;
   static int scale_code(const B& block, int span, int half) {
     return 2 * nibble(block.scales, span * 2 + half) + 1;
   }
@@ -315,7 +327,7 @@ struct IQ2_S : IQ2WithHalves<block_iq2_s> {
 };
 
 struct IQ3_XXS : SuperBlock<block_iq3_xxs> {
-  static constexpr int kBits = 4;
+  static constexpr int kBits = 4, kMaxScale = 31;
   static constexpr Table kTable = signed_levels<IQ3_XXS_MAGNITUDES>();
   static float unit(const Block& block) { return half_to_float(block.d) * 0.25f; }
   static std::uint32_t signs_and_scale(const Block& block, int span) {
@@ -334,7 +346,7 @@ struct IQ3_XXS : SuperBlock<block_iq3_xxs> {
 };
 
 struct IQ3_S : SuperBlock<block_iq3_s> {
-  static constexpr int kBits = 4;
+  static constexpr int kBits = 4, kMaxScale = 31;
   static constexpr Table kTable = signed_levels<IQ3_S_MAGNITUDES>();
   static int scale_code(const Block& block, int span, int) { return 2 * nibble(block.scales, span) + 1; }
   static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
@@ -352,7 +364,7 @@ struct IQ4_NL : Scaled<block_iq4_nl> {
 };
 
 struct IQ4_XS : SuperBlock<block_iq4_xs> {
-  static constexpr int kBits = 4;
+  static constexpr int kBits = 4, kMaxScale = 31;
   static constexpr Table kTable = {{IQ4_VALUES}};
   static int scale_code(const Block& block, int span, int) {
     return (nibble(block.scales_l, span) | (block.scales_h >> 2 * span & 3) << 4) - 32;
@@ -365,7 +377,7 @@ struct IQ4_XS : SuperBlock<block_iq4_xs> {
 // Three values of two bits: the scale is one, and so is the zero.
 template <class B>
 struct Ternary : SuperBlock<B> {
-  static constexpr int kBits = 2, kZero = 1;
+  static constexpr int kBits = 2, kZero = 1, kMaxScale = 1;
   static int scale_code(const B&, int, int) { return 1; }
 };
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <limits>
 
 #include "../formats.h"
 
@@ -56,6 +57,47 @@ constexpr int spans_of() {
   else
     return 1;
 }
+
+// Scales that a block has for a span; those of a block with one per span or super-block count as one.
+template <class Block>
+constexpr int scales_of_block() {
+  if constexpr (requires(Block b) { b.scale_and_min; })
+    return 2;
+  else if constexpr (requires(Block b) { b.scale_code; })
+    return int(std::extent_v<decltype(Block::scale_code), 1>);
+  else
+    return 1;
+}
+
+// Rows of METAL_PREFILL_PACKED that would lose codes or scales, or write past a block, do not compile.
+template <class Format, class Block>
+constexpr bool check_row() {
+  constexpr int kSpans = int(Format::kValues) / kSpan;
+  static_assert(Format::kValues % kSpan == 0 && kSpans % spans_of<Block>() == 0,
+                "a block of the file must fill whole packed blocks: choose a block with fewer spans");
+  static_assert(scales_of<Format>() == scales_of_block<Block>(),
+                "the packed block must have as many scales for 32 columns as the file");
+  if constexpr (IsNarrow<Block>) {
+    static_assert(Format::kBits == Block::kBits && HasTable<Format> == Block::kIsTable,
+                  "the packed block must have codes of as many bits, and a table if the format has one");
+  }
+  if constexpr (!HasTable<Format>) static_assert(Format::kZero == Block::kZero);
+  static_assert(HasMin<Format> == (kHasMin<Block> || requires(Block b) { b.min_unit; }),
+                "the packed block must have a minimum exactly if the format has one");
+  if constexpr (requires(Block b) { b.scale_and_min; })
+    static_assert(Format::kMaxScale <= 15, "scales and minima are nibbles of the packed block");
+  else if constexpr (requires(Block b) { b.scale_code; })
+    static_assert(Format::kMaxScale <= std::numeric_limits<std::int8_t>::max(),
+                  "scales are int8 in the packed block");
+  return true;
+}
+#define METAL_PREFILL_CHECK(shader_name, Name, number)                                     \
+  static_assert([] {                                                                       \
+    if constexpr (!std::is_void_v<BlockOf<Name>>) return check_row<Name, BlockOf<Name>>(); \
+    return true;                                                                           \
+  }());
+EACH_TENSOR_TYPE(METAL_PREFILL_CHECK)
+#undef METAL_PREFILL_CHECK
 
 using Words = std::uint32_t[kSpan / 4];  // codes of a span, four to a word
 
@@ -117,7 +159,6 @@ void put(const typename Format::Block& from, int span, int r, BlockOf<Format>& o
   if constexpr (IsNarrow<Block>) {
     put_codes(words, out.codes[at][panel], lane);
   } else {
-    static_assert(Block::kZero == Format::kZero);
     if constexpr (Block::kBits == 4)
       put_codes(words, out.codes[panel], lane);
     else

@@ -430,6 +430,13 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/packing.cpp",
+        "Format::kValues % kSpan == 0 && kSpans % spans_of<Block>() == 0",
+        "Format::kValues % kSpan == 0",
+        "a file's block of 64 columns fits a packed block of 256, past whose end it is written",
+        ("tests/test_packing_rows.py",),
+    ),
+    Mutant(
+        "cpp/cpu/packing.cpp",
         "if constexpr (HasMin<Format>) out.min[r] = Format::min_bits(from);",
         "",
         "packed blocks have no minimum",
