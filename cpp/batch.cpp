@@ -67,7 +67,7 @@ Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* cal
       samplers.push_back(sampled->sampler);
     check_rows(request->output);
   }
-  // In the order of their addresses, so that two batches never wait for each other.
+  // Locked in the order of addresses, so that two batches never wait for each other.
   std::sort(sessions.begin(), sessions.end(), std::less<>());
   if (std::adjacent_find(sessions.begin(), sessions.end()) != sessions.end())
     throw std::invalid_argument("a session appears twice in a batch");
@@ -86,7 +86,7 @@ void Batch::check_rows(const Output& output) {
     throw std::invalid_argument("an output of " + std::to_string(rows) + " rows is not known");
 }
 
-// Checks the request before anything changes, and finds what is known of its tokens.
+// Checks the request before anything changes, and finds its longest known prefix.
 void Batch::begin(Item& item) const {
   Session& session = item.session();
   const std::span<const TokenId> tokens = item.request.tokens;
@@ -120,9 +120,9 @@ void Batch::begin(Item& item) const {
   item.active = true;
 }
 
-// Has requests of a namespace that share a prefix compute it once: each follows one that does so before it.
+// Computes a prefix once if several requests of a namespace share it: each follows an earlier one.
 void Batch::follow_leaders() {
-  // Fewer tokens are computed sooner than a page is copied and a pass waited for.
+  // Computing fewer tokens takes less time than copying a page and waiting for a pass.
   constexpr std::size_t kWorthSharing = 16;
   for (Item& item : items_)
     if (item.active) order_.push_back(&item);
@@ -145,7 +145,8 @@ void Batch::follow_leaders() {
   }
 }
 
-// Whether the leader has not come far enough yet. Once it has, the item begins with its pages.
+// Whether the leader has yet to reach the end of the shared prefix. After that the item starts from its
+// pages.
 bool Batch::is_waiting(Item& item) const {
   if (!item.leader) return false;
   Item& leader = *item.leader;
@@ -208,7 +209,7 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   return chunk;
 }
 
-// Throws NumericalError for a result that is NaN: none leaves a call.
+// Throws NumericalError for a result that is NaN; calls never return NaN.
 void Batch::check_results(const Chunk& chunk) const {
   const std::size_t first = chunk.tokens.size() - std::size_t(rows_of(chunk.output));
   const auto fail = [&](const std::string& what, std::size_t row) {
@@ -220,7 +221,7 @@ void Batch::check_results(const Chunk& chunk) const {
         std::find_if(values.begin(), values.end(), [](float value) { return std::isnan(value); }) -
         values.begin());
   };
-  // What follows a wrong draft does not count.
+  // Tokens after a rejected draft are ignored.
   const auto check_choices = [&](const Choices& choices, const auto& fail_row) {
     for (std::size_t i = 0; i < choices.chosen.size(); ++i) {
       if (choices.chosen[i] < 0) fail_row(i);
@@ -282,7 +283,7 @@ void Batch::finish(Item& item, const Chunk& chunk) const {
     for (const TokenId token : choices->chosen) sampled->sampler->accept(token);
 }
 
-// Tokens of the chunk before the first draft that is not what was chosen there.
+// Number of tokens of the chunk before the first rejected draft.
 int Batch::accepted_tokens(Item& item, const Chunk& chunk) {
   const Choices* choices = choices_of(chunk.output);
   if (!choices) return int(chunk.tokens.size());
@@ -296,9 +297,9 @@ int Batch::accepted_tokens(Item& item, const Chunk& chunk) {
   return int(chunk.tokens.size());
 }
 
-// Takes the drafts back that are not known to be right; false if there are none. A wrong one may have left
-// NaN in K and V, and in a tile of attention 0 * NaN reaches the rows before it: without it they may be
-// numbers.
+// Removes drafts that are not verified; returns false if there are none. A wrong draft may leave NaN in K and
+// V, and a tile of attention carries 0 * NaN to the rows before it. Without the draft these rows may be
+// finite.
 bool Batch::drop_drafts(Item& item) {
   Request& request = item.request;
   Choices* choices = choices_of(request.output);

@@ -1,8 +1,8 @@
 // Calls of several sessions, computed together.
 //
 // The tokens of all requests go through the layers in passes of at most Engine::pass_rows rows, the requests
-// in their order. What a request gets does not depend on the others; one that fails ends with its error and
-// leaves its session as it was.
+// in their order. The result of a request does not depend on the others; a request that fails ends with its
+// error and leaves its session unchanged.
 #pragma once
 
 #include <exception>
@@ -26,7 +26,7 @@ struct Request {
 };
 
 // Each session may appear once, and all must be of `engine`; else std::invalid_argument, and nothing is
-// computed. All other errors are those of single requests, except SessionBusyError. `call` is a string
+// computed. All other errors except SessionBusyError end one request only. `call` is a string
 // literal: the name of the call in messages.
 void run_batch(Engine& engine, std::span<Request* const> requests, const char* call,
                const Progress& progress = {});

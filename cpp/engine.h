@@ -57,7 +57,7 @@ enum class Compute {
 };  // activations against quantized weights: 8 bits per block of 32, or float32
 enum class KvType { kF16, kF32, kQ8_0 };
 
-// The type whose rows a cache of this type has.
+// The type of the rows in a cache of this type.
 TensorType tensor_type(KvType type);
 
 // Options of the Metal engine alone.
@@ -162,11 +162,11 @@ class Session {
   // reads, fork() and export_state() see the finished chunks, and a call that would change its session
   // throws SessionBusyError.
   //
-  // `prefix` says where the tokens go: after those in the cache, or, with kReuse, in their place: the longest
-  // common prefix is kept and only the rest is computed.
+  // `prefix` sets whether the tokens are appended to those in the cache or, with kReuse, replace them: the
+  // longest common prefix is kept and only the rest is computed.
   //
   // `continues`: the chosen token will be appended next, so an engine may start on it before the caller has
-  // seen it. If the caller does otherwise, only that work is lost.
+  // seen it. If the caller appends another token, only that work is lost.
   PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
                               const Progress& progress = {}, Claim claim = 0, bool continues = false);
   PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
@@ -176,10 +176,10 @@ class Session {
   PromptResult forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler,
                                       Prefix prefix = Prefix::kAppend, const Progress& progress = {},
                                       Claim claim = 0);
-  // Appends tokens, of which the last `drafts` are guesses at what is chosen after the others, greedily where
-  // there is no sampler. Stops at the first guess that is wrong: the session then holds the tokens before it.
-  // Returns what was chosen after the tokens that are no guesses, and after each right guess. Where guesses
-  // bring NaN, the call continues without those of the pass, also without right ones.
+  // Appends tokens, the last `drafts` of which are drafts, and verifies these, greedily if there is no
+  // sampler. Stops at the first rejected draft: the session then holds the tokens before it. Returns the
+  // tokens chosen after the last token that is not a draft and after each accepted draft. If drafts cause
+  // NaN, the call discards all drafts of the pass, even accepted ones, and continues without them.
   std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
                                       Claim claim = 0, bool continues = false);
   // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
@@ -187,8 +187,8 @@ class Session {
   TokenId forward_token_greedy(TokenId token);
   void forward_token(TokenId token, float* logits);
 
-  // Keeps the longest beginning of `tokens` that is known, here or from other sessions, as the whole content,
-  // and returns its length: at most all but the last token. Computes nothing.
+  // Reduces the cache to the longest known prefix of `tokens`, known here or from other sessions, and returns
+  // its length: at most all but the last token. Computes nothing.
   int reuse(std::span<const TokenId> tokens);
 
   int position() const;
@@ -277,17 +277,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // The functions below are for sessions.
 
-  // Null where the engine keeps no pages that could be found again.
+  // Null if the engine keeps no pages for reuse.
   virtual PrefixTree* prefixes() { return nullptr; }
 
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
   // Throws KvMemoryError where a sequence of so many tokens would not fit in the memory for K and V alone.
   virtual void check_fits(int positions) const = 0;
-  // Largest number of rows of one pass: of a model whose tokens see those after them, its context.
+  // Largest number of rows in one pass: the context length, if tokens attend to later ones.
   virtual int pass_rows() const = 0;
-  // Most tokens of one sequence in a pass that get, bit for bit, what they would get one by one.
+  // Largest number of tokens of one sequence in a pass whose results are bit-identical to those of single
+  // tokens.
   virtual int exact_rows() const = 0;
-  // Whether it begins with the token after a chunk before the caller asks for it (GreedyOutput::continues).
+  // Whether the engine starts the token after a chunk before the caller requests it
+  // (GreedyOutput::continues).
   virtual bool runs_ahead() const { return false; }
   // Appends the chunks, each of a different session, to their caches and computes their outputs. When this
   // throws, the positions before the chunks are intact in all caches.
