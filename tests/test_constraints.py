@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.sampling_reference import Drawn
+from support.sampling_reference import Drawn, sample
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
 from metal_prefill._support.row_cost import RowCost
 from metal_prefill.generation import _constraint_worker
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
-from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
+from metal_prefill.generation._sampling import REPEAT_WINDOW
 from metal_prefill.generation._speculation import MOST_DRAFTS
 from metal_prefill.generation._text_generation import MOST_FORCED, Continuation
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from support.sampling_reference import Drawn, log_softmax
+from support.sampling_reference import Drawn, log_softmax, sample
 from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, NumericalError, Piece
-from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
+from metal_prefill.generation._sampling import REPEAT_WINDOW
 
 PROMPT = "ROMEO:\nBut soft, what light"
 CHAINS: list[dict[str, Any]] = [

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.sampling_reference import Drawn, log_softmax, logits_like_a_model, philox
+from support.sampling_reference import Drawn, log_softmax, logits_like_a_model, philox, sample
 
 from metal_prefill import _core
-from metal_prefill.generation._sampling import Options, Sampler, core_sampler, sample
+from metal_prefill.generation._sampling import Options, Sampler, core_sampler
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ FORMER = {
     "metal_prefill.hub": ["fetch", "resolve_model"],
     "metal_prefill.ray": ["ContinuePrompts", "EmbedTexts", "RerankPairs", "ScorePrompts", "serve_app"],
     "metal_prefill.reranking": ["Ranked", "rerank"],
-    "metal_prefill.sampling": ["Options", "Sampler", "sample"],
+    "metal_prefill.sampling": ["Options", "Sampler"],
     "metal_prefill.scheduler": ["Scheduler", "Stream"],
     "metal_prefill.sklearn": ["EmbeddingTransformer"],
     "metal_prefill.tokenizer": ["Tokenizer"],

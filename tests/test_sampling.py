@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.sampling_reference import sample
 
-from metal_prefill.generation._sampling import REPEAT_WINDOW, Options, Sampler, sample
+from metal_prefill.generation._sampling import REPEAT_WINDOW, Options, Sampler
 
 DRAWS = 1500
 

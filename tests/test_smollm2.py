@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.sampling_reference import Drawn
+from support.sampling_reference import Drawn, sample
 
 from metal_prefill import Conversation, Model
 from metal_prefill._commands.perplexity import perplexity, windows
-from metal_prefill.generation._sampling import REPEAT_WINDOW, sample
+from metal_prefill.generation._sampling import REPEAT_WINDOW
 
 pytestmark = pytest.mark.real_model
 TEXT = Path(__file__).parents[1] / "docs" / "guide.md"
@@ -42,7 +42,7 @@ def test_its_texts_are_what_a_reference_chooses_from_its_logits(smollm2: Model) 
         with smollm2.session() as session:
             logits = session.forward_prompt_logits(ids)
             for piece in pieces:
-                token = sample(logits, recent=made[-REPEAT_WINDOW:], rng=Drawn(3, len(made)), **chain)  # type: ignore[arg-type]
+                token = sample(logits, recent=made[-REPEAT_WINDOW:], rng=Drawn(3, len(made)), **chain)
                 assert piece.token == token
                 made.append(token)
                 logits = session.forward_token(token)

@@ -182,16 +182,9 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/generation/_sampling.py",
-        "scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty, scores[ids] * penalty)",
-        "scores[ids] = scores[ids] / penalty",
-        "the reference favours tokens with a negative logit",
-        ("tests/test_sampling.py", "tests/test_native_sampling.py"),
-    ),
-    Mutant(
-        f"{_P}/generation/_sampling.py",
-        "ids[values == border][: k - len(above)]",
-        "ids[values == border]",
-        "top-k keeps more than k tokens where logits are equal",
+        "= options.frequency_penalty, options.presence_penalty",
+        "= options.presence_penalty, options.frequency_penalty",
+        "the penalties of frequency and presence are swapped",
         ("tests/test_sampling.py", "tests/test_native_sampling.py"),
     ),
     Mutant(

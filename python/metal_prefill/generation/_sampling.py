@@ -4,10 +4,8 @@ The steps and their order are those of llama.cpp's default chain: logit bias, pe
 top-p, min-p, temperature. Each filter uses the probabilities before the temperature, over the tokens that
 earlier filters kept.
 
-:class:`Sampler` and all text generation sample in the native core, where the logits are. :func:`sample`
-implements the same steps in NumPy, for experiments and as a reference. Both compute in float64, and a sum
-equal to a threshold reaches it. If a sum is within rounding error (relative 1e-15) of a threshold, the two
-may differ; each is deterministic.
+:class:`Sampler` and all text generation sample in the native core, where the logits are. It computes in
+float64, and a sum equal to a threshold reaches it.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +21,7 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill._support.arguments import integer, number
 
-Ids: TypeAlias = npt.NDArray[np.intp]
-Scores: TypeAlias = npt.NDArray[np.float64]
-
 REPEAT_WINDOW = 64  # most recent tokens that the penalties cover
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -162,7 +154,27 @@ class Sampler:
         self._core = core_sampler(options, seed, recent)
 
     def __call__(self, logits: npt.ArrayLike, *, allowed: npt.ArrayLike | None = None) -> int:
-        """Choose a token from logits, converted to float32; see :func:`sample` for mask and errors."""
+        """Choose a token.
+
+        Parameters
+        ----------
+        logits
+            ``[vocab_size]``, converted to float32, not modified. ``-inf`` excludes a token; if some are
+            ``+inf``, the choice is among those.
+        allowed
+            Whether each token may be chosen, bool ``[vocab_size]``; None allows all.
+
+        Returns
+        -------
+        int
+            Token id.
+
+        Raises
+        ------
+        ValueError
+            If a logit is NaN, no allowed logit is above ``-inf``, the array is not one-dimensional or is
+            empty, or a recent id is outside the vocabulary.
+        """
         with np.errstate(over="ignore"):
             scores = np.ascontiguousarray(logits, dtype=np.float32)
         _check_shape(scores)
@@ -171,64 +183,6 @@ class Sampler:
         token = self._core.choose(scores)
         self._core.accept(token)
         return token
-
-
-def sample(
-    logits: npt.ArrayLike,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repeat_penalty: float = 1.0,
-    typical_p: float = 1.0,
-    frequency_penalty: float = 0.0,
-    presence_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] = _NO_BIAS,
-    allowed: npt.ArrayLike | None = None,
-    recent: Iterable[int] = (),
-    rng: np.random.Generator | None = None,
-) -> int:
-    """Choose one token from logits.
-
-    Parameters
-    ----------
-    logits
-        ``[vocab_size]``, not modified. ``-inf`` excludes a token; if some are ``+inf``, the choice is among
-        those.
-    temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
-logit_bias
-        See :class:`Options`.
-    allowed
-        Whether each token may be chosen, bool ``[vocab_size]``; None allows all.
-    recent
-        Ids that the penalties apply to. The number of occurrences matters only for `frequency_penalty`.
-    rng
-        Source of random numbers; a fresh one by default.
-
-    Returns
-    -------
-    int
-        Token id.
-
-    Raises
-    ------
-    ValueError
-        If a logit is NaN, no allowed logit is above ``-inf``, the array is not one-dimensional or is empty, a
-        recent id is outside the vocabulary, or an option is out of range.
-    """
-    options = Options(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        repeat_penalty,
-        typical_p,
-        frequency_penalty,
-        presence_penalty,
-        logit_bias,
-    )
-    return _choose(logits, options, allowed, recent, np.random.default_rng() if rng is None else rng)
 
 
 def _check_shape(logits: npt.NDArray[np.floating]) -> None:
@@ -243,101 +197,3 @@ def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> npt.NDArray[np.boo
             f"a mask of allowed tokens must be bool [{vocab_size}], got {mask.dtype} {list(mask.shape)}"
         )
     return mask
-
-
-def _choose(
-    logits: npt.ArrayLike,
-    options: Options,
-    allowed: npt.ArrayLike | None,
-    recent: Iterable[int],
-    rng: np.random.Generator,
-) -> int:
-    scores = np.array(logits, dtype=np.float64)
-    _check_shape(scores)
-    if np.isnan(scores).any():
-        raise ValueError(f"the logit of token {int(np.flatnonzero(np.isnan(scores))[0])} is NaN")
-    _add_bias(scores, options.logit_bias)
-    if allowed is not None:
-        scores[~_checked_mask(allowed, scores.size)] = -math.inf
-    _penalize(scores, recent, options)
-    highest = scores.max()
-    if highest == -math.inf:
-        raise ValueError("every logit is -inf: there is no token to choose")
-    if highest == math.inf:
-        scores = np.where(scores == math.inf, 0.0, -math.inf)
-    if options.temperature == 0:
-        return int(scores.argmax())
-
-    ids = np.flatnonzero(scores > -math.inf)
-    ids = _top_k(ids, scores, options.top_k)
-    ids = _typical(ids, scores, options.typical_p)
-    ids = _top_p(ids, scores, options.top_p)
-    ids = _min_p(ids, scores, options.min_p)
-    # Inverse transform sampling over ids in increasing order, as in the native core.
-    cumulative = np.cumsum(_softmax(scores[ids], options.temperature))
-    drawn = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
-    return int(ids[min(drawn, len(ids) - 1)])
-
-
-def _add_bias(scores: Scores, logit_bias: Mapping[int, float]) -> None:
-    for token, bias in logit_bias.items():
-        if token >= scores.size:
-            raise ValueError(f"the id of a logit bias {token} is outside the vocabulary of {scores.size}")
-        scores[token] = bias if bias == -math.inf else scores[token] + bias
-
-
-def _penalize(scores: Scores, recent: Iterable[int], options: Options) -> None:
-    if not options._penalizes:
-        return
-    ids, counts = np.unique(np.fromiter(recent, dtype=np.int64), return_counts=True)
-    if ids.size and not 0 <= ids[0] <= ids[-1] < scores.size:
-        raise ValueError(f"a recent token id is outside the vocabulary of {scores.size}")
-    penalty = options.repeat_penalty
-    scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty, scores[ids] * penalty)
-    scores[ids] -= counts * options.frequency_penalty + options.presence_penalty
-
-
-def _top_k(ids: Ids, scores: Scores, k: int) -> Ids:
-    if k == 0 or k >= len(ids):
-        return ids
-    values = scores[ids]
-    border = np.partition(values, -k)[-k]
-    above = ids[values > border]
-    return np.sort(np.concatenate([above, ids[values == border][: k - len(above)]]))
-
-
-def _typical(ids: Ids, scores: Scores, p: float) -> Ids:
-    if p == 1:
-        return ids
-    weights = _softmax(scores[ids])
-    below = scores[ids].max() - scores[ids]  # surprisal, relative to that of the most probable token
-    distance = np.abs(below - (weights * below).sum())
-    return _fewest(ids, distance, weights, p)
-
-
-def _top_p(ids: Ids, scores: Scores, p: float) -> Ids:
-    if p == 1:
-        return ids
-    return _fewest(ids, -scores[ids], _softmax(scores[ids]), p)
-
-
-def _fewest(ids: Ids, keys: Scores, weights: Scores, p: float) -> Ids:
-    """Keep the fewest tokens, by lowest key and then lowest id, whose weights sum to at least `p`."""
-    order = np.argsort(keys, kind="stable")
-    cumulative = np.cumsum(weights[order])
-    return np.sort(ids[order[: int(np.searchsorted(cumulative, p)) + 1]])
-
-
-def _min_p(ids: Ids, scores: Scores, p: float) -> Ids:
-    if p == 0:
-        return ids
-    values = scores[ids]
-    kept: Ids = ids[values >= values.max() + math.log(p)]
-    return kept
-
-
-def _softmax(values: Scores, temperature: float = 1.0) -> Scores:
-    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature underflows all but the highest
-        weights: Scores = np.exp((values - values.max()) / temperature)
-    weights /= weights.sum()
-    return weights
