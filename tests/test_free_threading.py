@@ -17,5 +17,5 @@ def test_the_package_is_imported_only_where_python_has_its_lock(enabled: bool) -
     else:
         assert done.returncode == 1
         last = done.stderr.splitlines()[-1]
-        assert last.startswith("ImportError: metal_prefill needs Python's global interpreter lock")
+        assert last.startswith("ImportError: metal_prefill requires Python's global interpreter lock")
         assert "PYTHON_GIL=1" in last

@@ -127,10 +127,10 @@ def test_objects_have_the_properties_that_they_name(parameters: Any, arguments: 
         ('{"name": "a", "arguments": {"x": 1e999}}', ["a", "b"], ("a", '{"x": 1e999}', True)),
         ('{"name": "a", "arguments": {"x": [1, ', ["a", "b"], ("a", '{"x": [1, ', False)),
         ('{"name": "a\\"\\u00e9", "arguments": {}}', ['a"é', "b"], ('a"é', "{}", True)),
-        ('{"name": "ab', ["ab", "b"], ("ab", "", False)),
+        ('{"name": "ab', ["ab", "b"], ("ab", "{", False)),
         ('{"name": "a', ["ab", "ac"], None),
         ("", ["ab", "ac"], None),
-        ("", ["ab"], ("ab", "", False)),
+        ("", ["ab"], ("ab", "{", False)),
     ],
 )
 def test_a_call_has_the_arguments_that_came(
