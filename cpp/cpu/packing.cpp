@@ -71,6 +71,7 @@ constexpr int scales_of_block() {
 
 // Rows of METAL_PREFILL_PACKED that would lose codes or scales, or write past a block, do not compile.
 template <class Format, class Block>
+  requires(!std::is_void_v<Block>)
 constexpr bool check_row() {
   constexpr int kSpans = int(Format::kValues) / kSpan;
   static_assert(Format::kValues % kSpan == 0 && kSpans % spans_of<Block>() == 0,
@@ -91,11 +92,12 @@ constexpr bool check_row() {
                   "scales are int8 in the packed block");
   return true;
 }
-#define METAL_PREFILL_CHECK(shader_name, Name, number)                                     \
-  static_assert([] {                                                                       \
-    if constexpr (!std::is_void_v<BlockOf<Name>>) return check_row<Name, BlockOf<Name>>(); \
-    return true;                                                                           \
-  }());
+template <class Format, class Block>
+  requires std::is_void_v<Block>  // a type that is not packed
+constexpr bool check_row() {
+  return true;
+}
+#define METAL_PREFILL_CHECK(shader_name, Name, number) static_assert(check_row<Name, BlockOf<Name>>());
 EACH_TENSOR_TYPE(METAL_PREFILL_CHECK)
 #undef METAL_PREFILL_CHECK
 
