@@ -1,4 +1,4 @@
-"""The user's guide: every snippet runs, in order, and prints what the page says."""
+"""The first minute and the task pages: the snippets of a page run in order and print what the page says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from support.hub_server import Repo, serve
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TAGS = {"", "guide", "hub", "ray", "serve", "smollm2"}  # what a snippet needs
 
 # Runs numbered snippets as if they were one program, and marks where the output of each begins.
 RUNNER = """
@@ -44,8 +46,8 @@ class Snippet:
     output: str | None
 
 
-def snippets() -> list[Snippet]:
-    text = GUIDE.read_text(encoding="utf-8")
+def snippets(page: Path) -> list[Snippet]:
+    text = page.read_text(encoding="utf-8")
     blocks = list(FENCE.finditer(text))
     found = []
     for i, block in enumerate(blocks):
@@ -59,7 +61,18 @@ def snippets() -> list[Snippet]:
     return found
 
 
-def run(chosen: list[Snippet], folder: Path, demo_path: Path) -> None:
+def tagged(page: Path, tag: str) -> list[Snippet]:
+    return [s for s in snippets(page) if s.tag == tag]
+
+
+def pages(tag: str) -> pytest.MarkDecorator:
+    """Run a test for each page with snippets of that tag."""
+    chosen = [page for page in PAGES if tagged(page, tag)]
+    assert chosen, f"no page has a snippet for {tag}"
+    return pytest.mark.parametrize("page", chosen, ids=lambda page: page.stem)
+
+
+def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> None:
     """Run snippets in one process and compare what each prints."""
     code, work = folder / "code", folder / "work"
     code.mkdir()
@@ -83,41 +96,64 @@ def run(chosen: list[Snippet], folder: Path, demo_path: Path) -> None:
         )
     parts = re.split(r"^@@(\d+)@@\n", child.stdout, flags=re.MULTILINE)
     printed = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert child.returncode == 0, f"{GUIDE.name}, at or after line {max(printed)}:\n{child.stderr}"
+    assert child.returncode == 0, f"{page.name}, at or after line {max(printed)}:\n{child.stderr}"
     for snippet in chosen:
         actual = printed[f"{snippet.line:04}"]
         if snippet.output is not None:
             expected = ".*".join(re.escape(part) for part in snippet.output.strip().split("..."))
-            message = f"{GUIDE.name}, line {snippet.line}, prints\n{textwrap.indent(actual, '    ')}"
+            message = f"{page.name}, line {snippet.line}, prints\n{textwrap.indent(actual, '    ')}"
             assert re.fullmatch(expected, actual.strip(), re.DOTALL), message
 
 
-def test_every_block_is_a_snippet_or_its_output() -> None:
-    text = GUIDE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_is_a_snippet_or_its_output(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     languages = [block[1] for block in FENCE.finditer(text)]
-    assert set(languages) == {"python", "sh", "text"}
+    assert set(languages) <= {"python", "sh", "text"}
     assert text.count("```") == 2 * len(languages)
-    outputs = [s for s in snippets() if s.output is not None]
+    found = snippets(page)
+    assert {s.tag for s in found} <= TAGS
+    outputs = [s for s in found if s.output is not None]
     assert languages.count("text") == len(outputs), "an output follows no snippet"
 
 
-def test_the_guide_runs_from_top_to_bottom(tmp_path: Path, demo_path: Path) -> None:
-    pytest.importorskip("huggingface_hub")
-    run([s for s in snippets() if s.tag == ""], tmp_path, demo_path)
+@pages("")
+def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, demo_path: Path) -> None:
+    run(page, tagged(page, ""), tmp_path, demo_path)
 
 
-def test_the_guide_on_ray(tmp_path: Path, demo_path: Path) -> None:
+@pages("hub")
+def test_a_page_runs_with_a_hub(page: Path, tmp_path: Path, demo_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs the extra hub")
+    run(page, tagged(page, "hub"), tmp_path, demo_path)
+
+
+@pages("guide")
+def test_a_page_runs_under_constraints(page: Path, tmp_path: Path, demo_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra guide")
+    run(page, tagged(page, "guide"), tmp_path, demo_path)
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+@pages("smollm2")
+def test_a_page_runs_with_a_real_model(page: Path, tmp_path: Path, demo_path: Path) -> None:
+    run(page, tagged(page, "smollm2"), tmp_path, demo_path)
+
+
+@pages("ray")
+def test_a_page_runs_on_ray(page: Path, tmp_path: Path, demo_path: Path) -> None:
     """Part of ``make test-ray``."""
     pytest.importorskip("ray.data", reason="needs the extra ray")
-    chosen = [s for s in snippets() if s.tag == "ray"]
-    assert chosen
     setup = "import ray\nray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)\n"
-    run([Snippet(1, "python", "", setup, None), *chosen], tmp_path, demo_path)
+    run(page, [Snippet(1, "python", "", setup, None), *tagged(page, "ray")], tmp_path, demo_path)
 
 
-def test_the_guide_of_the_server(tmp_path: Path, demo_path: Path) -> None:
+@pages("serve")
+def test_a_page_runs_with_a_server(page: Path, tmp_path: Path, demo_path: Path) -> None:
+    """Its first snippet starts the server."""
     pytest.importorskip("openai")
-    command, *chosen = [s for s in snippets() if s.tag == "serve"]
+    command, *chosen = tagged(page, "serve")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     argv = [sys.executable, "-m", "metal_prefill.cli", *shlex.split(command.code.replace("8080", port))[1:]]
@@ -125,15 +161,7 @@ def test_the_guide_of_the_server(tmp_path: Path, demo_path: Path) -> None:
         try:
             assert server.stderr is not None
             assert port in server.stderr.readline()
-            run([replace(s, code=s.code.replace("8080", port)) for s in chosen], tmp_path, demo_path)
+            run(page, [replace(s, code=s.code.replace("8080", port)) for s in chosen], tmp_path, demo_path)
         finally:
             server.terminate()
         assert server.wait(30) == 0
-
-
-def test_the_guide_under_constraints(tmp_path: Path, demo_path: Path) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra guide")
-    chosen = [s for s in snippets() if s.tag == "guide"]
-    assert chosen
-    setup = "from metal_prefill import Model\nmodel = Model()\n"
-    run([Snippet(1, "python", "", setup, None), *chosen], tmp_path, demo_path)

@@ -14,7 +14,7 @@ from metal_prefill._commands.perplexity import perplexity, windows
 from metal_prefill.generation._sampling import REPEAT_WINDOW
 
 pytestmark = pytest.mark.real_model
-TEXT = Path(__file__).parents[1] / "docs" / "guide.md"
+TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
 @pytest.fixture
