@@ -1,6 +1,7 @@
 """The cost model against what others published, and against itself where the answer is known by hand.
 
-None of the published figures went into the model's constants; of the H200's, three ceilings did.
+Constants are fitted to those of the published figures that are marked with "fit"; of the H200's, three
+ceilings are constants.
 """
 
 from __future__ import annotations
@@ -10,16 +11,28 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import peer_work
+from support.cost_tables import (
+    CONFIGS,
+    RECORD,
+    TABLES,
+    Compared,
+    compared,
+    h200_ratios,
+    host_seconds,
+    seconds,
+    shape_named,
+    spread,
+    with_tables,
+)
 
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill._commands import predict as command
 from metal_prefill._support.dispatches import Dispatch
-from metal_prefill.files._architecture import ModelConfig
 from metal_prefill.gpu._cost_model import (
+    SPREAD,
     Ops,
     Shape,
     Work,
@@ -32,32 +45,12 @@ from metal_prefill.gpu._cost_model import (
 )
 from metal_prefill.gpu._trace import HOST_CLOCK, Step, chrome_trace
 
-SMOLLM = ModelConfig(
-    architecture="llama",
-    n_layers=30,
-    dim=576,
-    n_heads=9,
-    n_kv_heads=3,
-    key_dim=64,
-    value_dim=64,
-    ffn_dim=1536,
-    vocab_size=49152,
-    context_length=2048,
-    norm_eps=1e-5,
-    rope_dim=64,
-)
-# Tokens a second of llama.cpp on Llama-2-7B in Q4_0, prompt of 512 and 128 tokens decoded, published in
-# github.com/ggml-org/llama.cpp/discussions/4167 for the largest GPU of each chip.
-PUBLISHED = {"m1": (118, 14), "m2": (180, 22), "m3": (187, 21), "m4": (221, 24), "m4-pro": (440, 51)}
+SMOLLM = CONFIGS["SmolLM-135M"]
 
 
 @pytest.fixture
 def smollm() -> Shape:
-    return uniform_shape(SMOLLM, "q4_0", "q8_0")
-
-
-def seconds(chip: str, works: list[Work]) -> float:
-    return sum(time_of(find_chip(chip), work).total for work in works) / 1e6
+    return shape_named("SmolLM-135M")
 
 
 def attention_products(dispatches: list[Dispatch]) -> float:
@@ -66,44 +59,64 @@ def attention_products(dispatches: list[Dispatch]) -> float:
     return sum(w.groups * w.simdgroups * w.ops.mma for w in works) * 512
 
 
-@pytest.mark.parametrize("chip", PUBLISHED)
-def test_llama_cpp_prefill_of_7b(chip: str) -> None:
-    assert 512 / seconds(chip, peer_work.llama_cpp_7b(512)) == pytest.approx(PUBLISHED[chip][0], rel=0.20)
+def described(c: Compared) -> str:
+    return f"{c.row['engine']} {c.row['model']} {c.row['chip']} {c.row['tokens']}"
 
 
-@pytest.mark.parametrize("chip", PUBLISHED)
-def test_llama_cpp_decode_of_7b(chip: str) -> None:
-    # In the middle of 128 tokens that begin at an empty cache.
-    assert 1 / seconds(chip, peer_work.llama_cpp_7b(1, 64)) == pytest.approx(PUBLISHED[chip][1], rel=0.20)
+@pytest.mark.parametrize("c", [c for c in compared() if c.row["use"] == "held back"], ids=described)
+def test_speeds_that_are_held_back(c: Compared) -> None:
+    """Within 10% of what llama.cpp published, and 20% of what MLX did, whose kernels are known less well."""
+    assert c.predicted == pytest.approx(c.row["speed"], rel=0.10 if c.row["engine"] == "llama.cpp" else 0.20)
 
 
-def test_decode_of_the_plan_s_own_engine() -> None:
-    """462 tokens a second on an M4, with 302 dispatches.
-
-    The 257 and 292 of its earlier versions are no check: they differ from this one by work of the host (an
-    argmax on the CPU, waiting for it), which is not modelled. The GPU's share can only be less.
-    """
+def test_most_speeds_are_held_back_and_constants_are_fitted_to_the_others() -> None:
+    fit = [c for c in compared() if c.row["use"] == "fit"]
+    assert len(fit) == 8
+    assert sum(c.row["use"] == "held back" for c in compared()) == 22
+    # Products of blocks on Apple9, by a prompt of llama.cpp on an M4.
+    prompts = [c for c in fit if c.row["engine"] == "llama.cpp" and c.row["tokens"] > 1]
+    assert [c.row["chip"] for c in prompts] == ["m4"]
+    assert prompts[0].ratio == pytest.approx(1, abs=0.01)
+    # The host's time in a token of llama.cpp. Without it the Max chips decode 25% to 35% too fast.
+    assert host_seconds()["llama.cpp", False] == pytest.approx(2.9e-3, rel=0.02)
+    # The longest time between dispatches: what another engine's 462 tokens a second leave to it.
+    m4 = find_chip("m4")
+    slow = replace(m4, dispatch_us=m4.dispatch_us_range[1])
     works = peer_work.original_decode()
     assert len(works) == 302
-    gpu = seconds("m4", works)
-    assert 1 / gpu == pytest.approx(462, rel=0.20)
-    assert gpu < 1 / 292 < 1 / 257
+    assert 1 / seconds(slow, works) == pytest.approx(462, rel=0.001)
 
 
-RECORD = json.loads((Path(__file__).parent / "data" / "h200_dispatches.json").read_text())
-EMPTY_US = 3.7  # an empty dispatch between events, as the record's were timed
+def test_a_prediction_s_range_is_that_of_the_errors() -> None:
+    assert spread() == SPREAD
+    m4 = find_chip("m4")
+    for tokens, kind in ((512, "prompt"), (1, "token")):
+        prediction = predict(m4, plan(shape_named("SmolLM-135M"), tokens), tokens, waits=1)
+        low, high = prediction.tokens_per_second_range
+        ends = [
+            tokens / (prediction.seconds + len(prediction.times) * (us - m4.dispatch_us) / 1e6)
+            for us in m4.dispatch_us_range
+        ]
+        assert (low, high) == pytest.approx((ends[1] * SPREAD[kind][0], ends[0] * SPREAD[kind][1]))
+        assert low < prediction.tokens_per_second < high
 
 
-@pytest.mark.parametrize("run", RECORD["runs"], ids=lambda run: f"{run['tokens']} tokens")
-def test_our_own_dispatches_on_an_h200(smollm: Shape, run: dict[str, Any]) -> None:
+def test_a_program_that_waits_takes_longer() -> None:
+    m4 = find_chip("m4")
+    dispatches = plan(shape_named("SmolLM-135M"), 32)
+    running = predict(m4, dispatches, 32)
+    waiting = predict(m4, dispatches, 32, waits=2)
+    assert waiting.seconds - running.seconds == pytest.approx(2 * 150e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 128, 512])
+def test_our_own_dispatches_on_an_h200(smollm: Shape, tokens: int) -> None:
     """The emulator's CUDA executor, timed dispatch by dispatch; the sum within 25%."""
-    chip = find_chip("h200")
-    dispatches = plan(smollm, run["tokens"], family=9)
-    times = {(r["kernel"], tuple(r["grid"]), r["in_dim"]): r["microseconds"] for r in run["dispatches"]}
-    assert {(d.kernel, d.grid, d.args.get("in_dim", 0)) for d in dispatches} == set(times)
-    timed = replace(chip, dispatch_us=EMPTY_US)
-    predicted = sum(time_of(timed, work_of(d)).total for d in dispatches)
-    assert predicted == pytest.approx(sum(times.values()), rel=0.25)
+    run = next(run for run in RECORD["runs"] if run["tokens"] == tokens)
+    times = {(r["kernel"], tuple(r["grid"]), r["in_dim"]) for r in run["dispatches"]}
+    dispatches = plan(smollm, tokens, family=9)
+    assert {(d.kernel, d.grid, d.args.get("in_dim", 0)) for d in dispatches} == times
+    assert h200_ratios()[tokens] == pytest.approx(1, abs=0.25)
 
 
 def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
@@ -187,7 +200,7 @@ def test_presets_are_predicted_with_their_attention(capsys: pytest.CaptureFixtur
     assert shape.config.layer_window.count(0) == 4
     assert set(shape.config.layer_window) == {0, 512}
     rows = json.loads(run(capsys, "--preset", "embeddinggemma-300m", "-p", "1024", "--json"))
-    expected = predict(find_chip("m4"), plan(shape, 1024), 1024)
+    expected = predict(find_chip("m4"), plan(shape, 1024), 1024, waits=1)
     assert rows[0]["predicted_seconds"] == pytest.approx(expected.seconds)
 
 
@@ -237,42 +250,18 @@ def test_a_prompt_of_many_chunks_takes_the_sum_of_its_dispatches(smollm: Shape) 
 
 
 def test_the_goals_on_an_m4(smollm: Shape) -> None:
-    """What the design aims at, by this model; docs/cost_model.md says how far it can be trusted."""
+    """What the design aims at: two of three by the lowest values, decode by the middle."""
     m4 = find_chip("m4")
-    assert predict(m4, plan(smollm, 512), 512).tokens_per_second > 10_000
-    assert predict(m4, plan(smollm, 32), 32).tokens_per_second > 5_000
+    assert predict(m4, plan(smollm, 512), 512, waits=1).tokens_per_second_range[0] > 10_000
+    assert predict(m4, plan(smollm, 32), 32, waits=1).tokens_per_second_range[0] > 5_000
     assert predict(m4, plan(smollm, 1, position=128), 1).tokens_per_second > 600
 
 
-def table_of(page: str, heading: str) -> tuple[list[str], dict[str, list[float]]]:
-    """Return the columns of a table of the page, and its rows as numbers by their names."""
-    lines = page[page.index(heading) :].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    end = next(i for i, line in enumerate(lines) if not line.startswith("|"))
-    return rows[0][1:], {row[0]: [float(cell.replace(",", "")) for cell in row[1:]] for row in rows[2:end]}
-
-
-def test_the_page_has_what_the_model_predicts(smollm: Shape) -> None:
-    """A change of the kernels changes the predictions: then the tables of the page are written anew."""
-    page = (Path(__file__).parents[1] / "docs" / "cost_model.md").read_text()
-    columns, rows = table_of(page, "| chip | decode")
-    assert len(rows) == 5
-    for name, values in rows.items():
-        chip = find_chip(name.lower().replace(" ", "-"))
-        for column, value in zip(columns, values, strict=True):
-            decode = column == "decode"
-            n = 1 if decode else int(column.removesuffix(" tokens"))
-            dispatches = plan(smollm, n, position=128 if decode else 0, family=chip.family, gpu=chip.gpu)
-            predicted = predict(chip, dispatches, n).tokens_per_second
-            assert value == pytest.approx(predicted, rel=0.01), f"{name}, {column}"
-    columns, rows = table_of(page, "| products | 32 tokens")
-    m5 = find_chip("m5")
-    for units, values in zip((True, False), rows.values(), strict=True):
-        for column, value in zip(columns, values, strict=True):
-            n = int(column.removesuffix(" tokens"))
-            dispatches = plan(smollm, n, family=m5.family, matmul_tensor=units)
-            predicted = predict(m5, dispatches, n).tokens_per_second
-            assert value == pytest.approx(predicted, rel=0.01), f"M5, {units}, {column}"
+@pytest.mark.parametrize("page", TABLES)
+def test_pages_have_what_the_model_predicts(page: str) -> None:
+    """After a change of the kernels or the model, run tools/write_cost_tables.py."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text()
+    assert with_tables(page, text) == text
 
 
 def test_by_kernel_is_the_whole(smollm: Shape) -> None:
@@ -333,9 +322,18 @@ def test_the_command_always_says_predicted(capsys: pytest.CaptureFixture[str]) -
         "predicted_ts",
         "predicted_seconds",
     }
-    assert sum(kernel["predicted_us"] for kernel in rows[0]["kernels"]) == pytest.approx(
-        rows[0]["predicted_seconds"] * 1e6
-    )
+    gpu_us = sum(kernel["predicted_us"] for kernel in rows[0]["kernels"])
+    assert gpu_us + find_chip("m1").wait_us == pytest.approx(rows[0]["predicted_seconds"] * 1e6)
+
+
+def test_the_command_prints_ranges(capsys: pytest.CaptureFixture[str], smollm: Shape) -> None:
+    m4 = find_chip("m4")
+    expected = predict(m4, plan(smollm, 512, family=m4.family, gpu=m4.gpu), 512, waits=1)
+    low, high = expected.tokens_per_second_range
+    assert f"predicted: {low:,.0f} to {high:,.0f} tok/s" in run(capsys, "-p", "512")
+    row = json.loads(run(capsys, "-p", "512", "--json"))[0]
+    assert row["predicted_ts_range"] == pytest.approx([low, high])
+    assert row["predicted_ts"] == pytest.approx(expected.tokens_per_second)
 
 
 def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path: Path) -> None:

@@ -472,6 +472,27 @@ FIGURES = (
     ),
     Mutant(
         f"{_P}/gpu/_cost_model/__init__.py",
+        "self.seconds + len(self.times) * (us - self.chip.dispatch_us) / 1e6",
+        "self.seconds",
+        "the range of a prediction ignores that of the time between dispatches",
+        ("tests/test_cost_model.py", "-k", "range"),
+    ),
+    Mutant(
+        f"{_P}/gpu/_cost_model/__init__.py",
+        'SPREAD["prompt" if prompt else "token"]',
+        'SPREAD["prompt"]',
+        "the range of decoding has the errors of prompts",
+        ("tests/test_cost_model.py", "-k", "range"),
+    ),
+    Mutant(
+        f"{_P}/gpu/_cost_model/__init__.py",
+        "+ self.waits * self.chip.wait_us",
+        "",
+        "programs wait for the GPU in no time",
+        ("tests/test_cost_model.py", "-k", "waits or says_predicted"),
+    ),
+    Mutant(
+        f"{_P}/gpu/_cost_model/__init__.py",
         "return self.tokens / self.seconds",
         "return len(self.dispatches) / self.seconds",
         "predicted speeds are of dispatches",

@@ -5,6 +5,7 @@ The kernels are described by their published geometry, not by their speed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import ceil
 
 from metal_prefill.gpu._cost_model import Ops, Work
@@ -72,30 +73,128 @@ def stream(bytes_moved: float) -> Work:
     )
 
 
-Q4_0, Q6_K = 18 / 32, 210 / 256
+Q4_0, Q4_K_M, Q6_K = 18 / 32, 4.85 / 8, 210 / 256  # bytes of a weight
+MLX_4_BIT = 4.5 / 8  # groups of 64 with a scale and a bias in half precision
 
 
-def llama_cpp_7b(tokens: int, position: int = 0) -> list[Work]:
-    """Return Llama-2-7B in Q4_0 (its head in Q6_K): 32 layers of 4096, feed-forward 11008, 32 heads of 128.
+@dataclass(frozen=True)
+class PeerShape:
+    """Dimensions of a model."""
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    qk_norm: bool = False
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """Rows and columns of a layer's seven matrices."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [(q, self.dim), (kv, self.dim), (kv, self.dim), (self.dim, q)]
+        return [*attention, (self.ffn, self.dim), (self.ffn, self.dim), (self.dim, self.ffn)]
+
+
+SHAPES = {
+    "Llama-2-7B": PeerShape(32, 4096, 32, 32, 128, 11008, 32000),
+    "Qwen3-0.6B": PeerShape(28, 1024, 16, 8, 128, 3072, 151936, qk_norm=True),
+    "Gemma3-270M": PeerShape(18, 640, 4, 1, 256, 2048, 262144, qk_norm=True),
+    "Llama-3.2-1B": PeerShape(16, 2048, 32, 8, 64, 8192, 128256),
+}
+
+
+def llama_cpp(shape: PeerShape, tokens: int, position: int = 0, weight_bytes: float = Q4_0) -> list[Work]:
+    """Return a pass of llama.cpp, the head in Q6_K.
 
     About 18 dispatches a layer. Attention is taken as the matmuls of a prompt without a mask, or as a pass
     over the cached keys and values for one token.
     """
-    dim, ffn, heads, head_dim, vocab = 4096, 11008, 32, 128, 32000
-    shapes = [(dim, dim)] * 4 + [(ffn, dim)] * 2 + [(dim, ffn)]
-    row = dim * 4
+    row, kv = shape.dim * 4, shape.kv_heads * shape.head_dim
     works: list[Work] = []
-    for _ in range(32):
+    for _ in range(shape.layers):
         if tokens == 1:
-            works += [llama_matvec(rows, cols, Q4_0) for rows, cols in shapes]
-            works += [stream(position * heads * head_dim * 2)] * 2
+            works += [llama_matvec(rows, cols, weight_bytes) for rows, cols in shape.products]
+            works += [stream(position * kv * 2)] * 2
         else:
-            works += [llama_matmul(rows, cols, tokens, Q4_0) for rows, cols in shapes]
-            works += [llama_matmul(heads * tokens, head_dim, tokens, 2)]
-            works += [llama_matmul(heads * head_dim, tokens, tokens, 2)]
+            works += [llama_matmul(rows, cols, tokens, weight_bytes) for rows, cols in shape.products]
+            works += [llama_matmul(shape.heads * tokens, shape.head_dim, tokens, 2)]
+            works += [llama_matmul(shape.heads * shape.head_dim, tokens, tokens, 2)]
         # Norms with their weights, rope, append, mask and softmax, SwiGLU, residuals.
-        works += [stream(tokens * row * 2.5)] * 7 + [stream(tokens * ffn * 4 * 2.5)] * 2
-    return [*works, llama_matvec(vocab, dim, Q6_K)]
+        works += [stream(tokens * row * 2.5)] * 7 + [stream(tokens * shape.ffn * 4 * 2.5)] * 2
+        works += [stream(tokens * kv * 4 * 2.5)] * (2 if shape.qk_norm else 0)
+    return [*works, llama_matvec(shape.vocab, shape.dim, Q6_K)]
+
+
+def llama_cpp_7b(tokens: int, position: int = 0) -> list[Work]:
+    """Return a pass of Llama-2-7B in Q4_0."""
+    return llama_cpp(SHAPES["Llama-2-7B"], tokens, position)
+
+
+def mlx_matmul(rows: int, cols: int, tokens: int, matrix_units: bool) -> Work:
+    """Return MLX's qmm_t of four bits: four simdgroups, 2 x 2 over a tile, one step staged at a time.
+
+    Tiles of 32 x 32 without matrix units, of which a thread dequantizes 8 weights a step (mask, conversion,
+    FMA with the group's scale and bias). On matrix units tiles of 64 x 64, whose activations the simdgroups
+    read from device memory themselves.
+    """
+    tile = 64 if matrix_units else 32
+    steps, groups, blocks = ceil(cols / 32), ceil(rows / tile) * ceil(tokens / tile), tile // 16
+    items = tile * 4 // 128
+    step = (Ops(alu=8 * 3, slow=8, memory=3 + 2) + Ops(alu=8, memory=4)) * items + LOOP
+    products = 4 * blocks * blocks
+    step += Ops(matrix_unit=products) if matrix_units else Ops(mma=products, memory=4 * 2 * blocks)
+    x, out, weights = tokens * cols * 2, tokens * rows * 2, rows * cols * MLX_4_BIT
+    staged = (1 if matrix_units else 2) * tile * 32 * 2
+    loaded = 4 * 4 * 2 * blocks * 64 * 2
+    fetched = tile * 32 * MLX_4_BIT + (0 if matrix_units else tile * 32 * 2)
+    return Work(
+        groups=groups,
+        simdgroups=4,
+        ops=step * steps,
+        trips=steps,
+        local_trips=5 * steps,
+        dram_bytes=weights,
+        cached_bytes=x + out,
+        fetched_bytes=weights * ceil(tokens / tile) + x * ceil(rows / tile) + out,
+        core_bytes=groups * steps * (staged + loaded + fetched) + out,
+        threadgroup_bytes=2 * tile * 40 * 2,
+    )
+
+
+def mlx(shape: PeerShape, tokens: int, matrix_units: bool = False) -> list[Work]:
+    """Return a prompt of mlx-lm with weights of four bits.
+
+    Half of attention's products are skipped by the causal mask, except with heads of 256 dimensions, for
+    which MLX has no fused attention: scores and weights then go through memory.
+    """
+    row, kv = shape.dim * 2, shape.kv_heads * shape.head_dim * 2
+    fused = shape.head_dim <= 128
+    share = 0.5 if fused else 1.0
+    attention = [
+        llama_matmul(shape.heads * tokens, shape.head_dim, tokens, 2),
+        llama_matmul(shape.heads * shape.head_dim, tokens, tokens, 2),
+    ]
+    works: list[Work] = []
+    for _ in range(shape.layers):
+        works += [mlx_matmul(rows, cols, tokens, matrix_units) for rows, cols in shape.products]
+        for w in attention:
+            works.append(
+                replace(
+                    w,
+                    ops=w.ops * share,
+                    fetched_bytes=w.fetched_bytes * share,
+                    core_bytes=w.core_bytes * share,
+                )
+            )
+        if not fused:
+            works += [stream(shape.heads * tokens * tokens * 2 * 2)] * 3
+        # Norms, residuals, rope, append, SwiGLU.
+        works += [stream(tokens * row * 2.5)] * (6 if shape.qk_norm else 4)
+        works += [stream(tokens * kv * 2.5)] * 4 + [stream(tokens * shape.ffn * 2 * 3)]
+    return [*works, llama_matvec(shape.vocab, shape.dim, MLX_4_BIT)]
 
 
 def original_matvec(rows: int, cols: int, weight_bytes: float, of_weight: Ops) -> Work:

@@ -152,9 +152,10 @@ def benchmark(model: Model) -> list[Report]:
         options: dict[str, Any] = {"family": find_chip(chip).family, "gpu": model.device}
         steps = [d for i in range(BENCH_TOKENS) for d in plan(shape, 1, position=prompt + i, **options)]
         listed = (plan(shape, prompt, **options), steps)
-        for result, dispatches, n in zip(results, listed, (prompt, BENCH_TOKENS), strict=False):
-            prediction = predict(find_chip(chip), dispatches, n)
-            result |= {"chip": chip, "predicted_tokens_per_second": prediction.tokens_per_second}
+        waits = (1, BENCH_TOKENS)
+        for result, dispatches, n, wait in zip(results, listed, (prompt, BENCH_TOKENS), waits, strict=False):
+            prediction = predict(find_chip(chip), dispatches, n, waits=wait)
+            result |= {"chip": chip, "predicted_range": list(prediction.tokens_per_second_range)}
     return results
 
 
@@ -228,8 +229,8 @@ def _examine(model: Model, reference: Model, report: Report, quick: bool, say: S
     if not quick:
         report["benchmark"] = benchmark(model)
         for b in report["benchmark"]:
-            predicted = b.get("predicted_tokens_per_second")
-            compared = f", predicted {predicted:.0f}" if predicted else ""
+            predicted = b.get("predicted_range")
+            compared = f", predicted {predicted[0]:.0f} to {predicted[1]:.0f}" if predicted else ""
             say(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s{compared}")
     say("all results agree" if report["passed"] else "some results differ: please report this")
     sys.stdout.flush()

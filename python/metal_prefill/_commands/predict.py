@@ -13,7 +13,10 @@ from metal_prefill._commands import common
 if TYPE_CHECKING:
     from metal_prefill.gpu._cost_model import Prediction, Shape
 
-NOTE = "predicted: computed from published constants of the chip, not measured"
+NOTE = (
+    "predicted: computed from published constants of the chip, not measured; the range is that of the errors "
+    "on published speeds"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +131,7 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
         raise ValueError(f"{prompt + arguments.n_gen} tokens exceed the model's context of {limit}")
     found = []
     if prompt:
-        found.append((f"pp{prompt}", predict(chip, plan(shape, prompt, **options), prompt)))
+        found.append((f"pp{prompt}", predict(chip, plan(shape, prompt, **options), prompt, waits=1)))
     if arguments.n_gen:
         decode = [d for i in range(arguments.n_gen) for d in plan(shape, 1, position=prompt + i, **options)]
         found.append((f"tg{arguments.n_gen}", predict(chip, decode, arguments.n_gen)))
@@ -154,6 +157,7 @@ def as_json(name: str, prediction: Prediction) -> dict[str, Any]:
         "tokens": prediction.tokens,
         "predicted_seconds": prediction.seconds,
         "predicted_ts": prediction.tokens_per_second,
+        "predicted_ts_range": list(prediction.tokens_per_second_range),
         "dispatches": len(prediction.dispatches),
         **({"trace_seconds": sum(measured.values()) / 1e6} if measured else {}),
         "kernels": [
@@ -181,8 +185,9 @@ def execute(arguments: argparse.Namespace) -> None:
     console = common.console()
     for name, prediction in found:
         total, measured = prediction.seconds * 1e6, _measured(prediction)
+        low, high = prediction.tokens_per_second_range
         table = Table(
-            title=f"{name} on {prediction.chip.name}, predicted: {prediction.tokens_per_second:,.0f} tok/s",
+            title=f"{name} on {prediction.chip.name}, predicted: {low:,.0f} to {high:,.0f} tok/s",
             title_justify="left",
         )
         columns = ["kernel", "dispatches", "predicted µs", "share", "overhead µs", "bound by"]

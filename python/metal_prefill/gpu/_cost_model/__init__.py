@@ -19,7 +19,10 @@ latency
     before, times the number of threadgroups that run one after another on a core. It limits dispatches with
     little work.
 
-The constants are those of `chips.py`; nothing is fitted to the figures that the model is checked against.
+A program that waits for a pass waits `Chip.wait_us` longer than the GPU computes.
+
+The constants are those of `chips.py`. Those that are fitted to published speeds are marked there; other
+published speeds are held back, and the errors on them give the range of a prediction (`SPREAD`).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from metal_prefill.gpu._cost_model.work import Ops, Work, find_work, work_of
 
 __all__ = [
     "CHIPS",
+    "SPREAD",
     "Chip",
     "Ops",
     "Prediction",
@@ -53,6 +57,11 @@ __all__ = [
 
 SCHEDULERS = 4  # of a core
 SIMD = 32
+
+# Measured speeds over predicted ones, the lowest and the highest: those that others published and that no
+# constant was fitted to, and those of this engine's dispatches on an H200, for prompts and for passes of a
+# few tokens. `tests/test_cost_model.py` computes them, rounded outwards.
+SPREAD = {"prompt": (0.81, 1.16), "token": (0.83, 1.05)}
 
 
 @dataclass(frozen=True)
@@ -139,22 +148,39 @@ class Prediction:
         That they process.
     dispatches, times
         One time for each dispatch.
+    waits
+        How often the program waits for the GPU.
     """
 
     chip: Chip
     tokens: int
     dispatches: Sequence[Dispatch]
     times: Sequence[Time]
+    waits: int = 0
 
     @property
     def seconds(self) -> float:
-        """All of them, one after the other."""
-        return sum(time.total for time in self.times) / 1e6
+        """All of them, one after the other, and the waits."""
+        return (sum(time.total for time in self.times) + self.waits * self.chip.wait_us) / 1e6
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens over time."""
         return self.tokens / self.seconds
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """Lowest and highest tokens over time.
+
+        The ends combine the range of the time between dispatches with the errors on published speeds.
+        """
+        fast, slow = (
+            self.seconds + len(self.times) * (us - self.chip.dispatch_us) / 1e6
+            for us in self.chip.dispatch_us_range
+        )
+        prompt = any(d.kernel.startswith("matmul") for d in self.dispatches)
+        low, high = SPREAD["prompt" if prompt else "token"]
+        return self.tokens / slow * low, self.tokens / fast * high
 
     def by_kernel(self) -> list[KernelTime]:
         """Return sums over the dispatches of each kernel, the longest first."""
@@ -189,7 +215,7 @@ class KernelTime:
     bound: str
 
 
-def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Prediction:
+def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int, *, waits: int = 0) -> Prediction:
     """Predict the time of dispatches that run one after another.
 
     Parameters
@@ -200,6 +226,9 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Predicti
         Of :func:`plan`, or of an engine.
     tokens
         Tokens that they process, for the tokens per second.
+    waits
+        How often the program waits for the GPU: once for a prompt, and not at all for tokens of
+        :meth:`metal_prefill.Model.generate`, whose passes run ahead.
     """
     listed = list(dispatches)
     known: dict[str, Time] = {}  # layers repeat each other
@@ -209,4 +238,4 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int) -> Predicti
         if key not in known:
             known[key] = time_of(chip, work_of(d))
         times.append(known[key])
-    return Prediction(chip, tokens, listed, times)
+    return Prediction(chip, tokens, listed, times, waits)

@@ -13,8 +13,11 @@ Sources
 [APPLE]
     Apple's technical specifications: cores, memory bandwidth.
 [CLK]
-    Clocks of M3 and M4 as the collection of specifications at hmc-tech.com gives them. Apple publishes none;
-    3.8 to 4.6 TFLOP/s are quoted for the M4, which are 1.47 to 1.8 GHz.
+    Clock of the M3 from the collection of specifications at hmc-tech.com. Apple publishes none.
+[ECL]
+    Howard Oakley, "M4 Pro full on", eclecticlight.co, 22 January 2025: clock of an M4 Pro's GPU under full
+    load, by powermetrics. Those of M4 and M4 Max are taken to be the same: with it the errors of all three
+    against llama.cpp's figures are within two percentage points of each other.
 [M5]
     "Apple M5 GPU Roofline Analysis", michaelstinkerings.org, of a MacBook Air: clock under load, and 122 of
     153.6 GB/s, measured. That an M5 reports the family Apple10 is in logs of llama.cpp, such as
@@ -26,7 +29,14 @@ Sources
     unit keeps the scheduler from issuing anything else is assumed. simdgroup_matrix does not reach it.
 [PLAN]
     1.27 microseconds a dispatch, once measured on an M4 by the authors of the plan that this engine
-    implements, on their own engine.
+    implements, on their own engine. Another probe, by the timestamps of the GPU, is quoted as 2.05.
+[JL]
+    Metal.jl issue 783: about 0.15 ms from committing a command buffer to waking up after it.
+[EST]
+    An estimate: no measurement for Apple's GPUs was found. The H200's is 32 cycles.
+[FIT]
+    Fitted to published speeds, which `tests/data/published_speeds.json` marks with "fit". The other speeds
+    there are held back: the accuracy of the model is its error on them.
 [CUDA]
     CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0.
 [H200]
@@ -99,6 +109,9 @@ APPLE_CYCLES = Cycles(
     alone=2.75,
 )
 
+# mma: [FIT] to llama.cpp's prefill on an M4; products of blocks are faster than in earlier families.
+APPLE9_CYCLES = replace(APPLE_CYCLES, mma=APPLE_CYCLES.mma * 0.84)
+
 # [CUDA] results per cycle and SM: FP32 128, INT32 64, of which `alu` counts about as many; conversions,
 # shifts, integer multiply 64; exp2, reciprocal, rsqrt 16; shuffle and loads 32. mma: 180 TFLOP/s over all
 # SMs, which the emulator's products reach [OWN]. alone: 4 cycles from an FMA to one that needs it.
@@ -139,9 +152,12 @@ class Chip:
     dram_ns, slc_ns
         From a load to its value.
     local_cycles
-        From a load of threadgroup memory to its value; 0 where nobody published it.
-    dispatch_us
-        From one dispatch to the next that waits for it, in addition to the work.
+        From a load of threadgroup memory to its value.
+    dispatch_us, dispatch_us_range
+        From one dispatch to the next that waits for it, in addition to the work; and between which values it
+        may be.
+    wait_us
+        From the end of a pass to the program that waits for it, and from the program to its start.
     threads, groups, threadgroup_bytes
         Most threads and threadgroups resident on a core, and its threadgroup memory.
     """
@@ -158,8 +174,10 @@ class Chip:
     core_bytes: float = 64  # [MB] "On-Core Data BW/Cycle"
     dram_ns: float = 342  # [CC]
     slc_ns: float = 234  # [CC]
-    local_cycles: float = 0
-    dispatch_us: float = 1.27  # [PLAN]
+    local_cycles: float = 48  # [EST]
+    dispatch_us: float = 2.05  # [PLAN]
+    dispatch_us_range: tuple[float, float] = (1.27, 2.64)  # [PLAN]; [FIT] to another engine's decode on an M4
+    wait_us: float = 150  # [JL]
     threads: int = 3072  # [MB] "Max Threads"
     groups: int = 3072 // 32  # one of each simdgroup: no other limit is known
     threadgroup_bytes: int = 60 << 10  # [MB] "Shared Memory"
@@ -174,7 +192,15 @@ class Chip:
 def _apple(name: str, family: int, cores: int, ghz: float, dram_gbs: float, slc_mib: int) -> Chip:
     # [MB] "SLC BW/Cycle" is twice "RAM BW/Cycle"; "On-GPU Data BW/Cycle" is 32 bytes a core.
     return Chip(
-        name, family, cores, ghz, dram_gbs, slc_mib << 20, slc_gbs=2 * dram_gbs, l2_gbs=32 * cores * ghz
+        name,
+        family,
+        cores,
+        ghz,
+        dram_gbs,
+        slc_mib << 20,
+        slc_gbs=2 * dram_gbs,
+        l2_gbs=32 * cores * ghz,
+        cycles=APPLE9_CYCLES if family >= 9 else APPLE_CYCLES,
     )
 
 
@@ -193,6 +219,8 @@ _H200 = Chip(
     slc_ns=142,  # [RRZE]
     local_cycles=32,  # [RRZE], of the first-level cache, which is the same memory
     dispatch_us=2.56,  # [OWN] empty kernels
+    dispatch_us_range=(2.56, 2.56),
+    wait_us=0,  # not measured separately
     threads=2048,  # [CUDA]
     groups=32,  # [CUDA]
     threadgroup_bytes=228 << 10,  # [CUDA]
@@ -202,8 +230,8 @@ _H200 = Chip(
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        # clock and cores of M1 and M2: [MB]; bandwidth: [APPLE]; clock of M3 and M4: [CLK]; SLC of M1 and M2
-        # [MB], for the others taken to be that of their predecessors.
+        # Clock and cores of M1 and M2: [MB]; bandwidth: [APPLE]; clock of M3 [CLK], of M4 [ECL]; SLC of M1
+        # and M2 [MB], for the others taken to be that of their predecessors.
         _apple("m1", 7, 8, 1.278, 68.3, 8),
         _apple("m1-pro", 7, 16, 1.296, 204.8, 24),
         _apple("m1-max", 7, 32, 1.296, 409.6, 48),
@@ -211,19 +239,25 @@ CHIPS: dict[str, Chip] = {
         _apple("m2-pro", 8, 19, 1.398, 204.8, 24),
         _apple("m2-max", 8, 38, 1.398, 409.6, 48),
         _apple("m3", 9, 10, 1.398, 102.4, 8),
-        _apple("m4", 9, 10, 1.47, 120.0, 8),
-        _apple("m4-pro", 9, 20, 1.47, 273.0, 24),
-        _apple("m4-max", 9, 40, 1.678, 546.0, 48),
+        _apple("m3-max", 9, 40, 1.398, 409.6, 48),
+        _apple("m4", 9, 10, 1.578, 120.0, 8),
+        _apple("m4-pro", 9, 20, 1.578, 273.0, 24),
+        _apple("m4-max", 9, 40, 1.578, 546.0, 48),
         # [M5]; cores [APPLE]; matrix units [NA]; the rest is taken to be the M4's
         replace(
             _apple("m5", 10, 10, 1.578, 153.6, 8),
             dram_efficiency=122 / 153.6,
-            cycles=replace(APPLE_CYCLES, matrix_unit=512 / 128),
+            cycles=replace(APPLE9_CYCLES, matrix_unit=512 / 128),
         ),
         _H200,
         replace(_H200, name="h100", dram_gbs=3350),
     )
 }
+
+
+def with_cores(chip: Chip, cores: int) -> Chip:
+    """Return the variant of a chip that has fewer GPU cores, such as an M1 with seven."""
+    return replace(chip, cores=cores, l2_gbs=chip.l2_gbs * cores / chip.cores)
 
 
 def find_chip(name: str) -> Chip:
