@@ -201,6 +201,7 @@ LAYERS = (
     "_support",
     "files",
     "text",
+    "conversion",
     "_engine",
     "generation",
     "session",

@@ -380,8 +380,8 @@ def test_bad_vocabulary_is_an_error_that_names_it(
     ("changes", "message"),
     [
         (
-            {MODEL: entry(MODEL, STRING, text("t5"))},
-            "tokenizer model t5 is not supported; supported are gpt2, llama",
+            {MODEL: entry(MODEL, STRING, text("rwkv"))},
+            "tokenizer model rwkv is not supported; supported are gpt2, llama, bert, t5",
         ),
         (
             {PRE: entry(PRE, STRING, text("tekken"))},

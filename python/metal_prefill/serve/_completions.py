@@ -23,7 +23,8 @@ from metal_prefill.serve._generation import (
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
-from metal_prefill.text._tokenizer import TokenDecoder, Tokenizer
+from metal_prefill.text._token_decoder import TokenDecoder
+from metal_prefill.text._tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
@@ -114,7 +115,7 @@ def _logprobs(tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[P
             choice.length += 0 if choice.decoder is None else len(choice.decoder.flush())
             choice.decoder = tokenizer.decoder()
         elif choice.decoder is None:
-            choice.decoder = TokenDecoder(tokenizer, skip_special=True, strip_prefix=tokenizer.space_prefix)
+            choice.decoder = tokenizer.decoder(whole=True)
         tokens.append(spelling(tokenizer, token)[0])
         offsets.append(choice.length)
         choice.told += 1

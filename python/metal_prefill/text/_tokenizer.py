@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,11 @@ from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._vocabulary import SPACE, TokenType, Vocabulary
+from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._metadata import flag
+from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
+from metal_prefill.text._token_decoder import Piece, TokenDecoder
+from metal_prefill.text._vocabulary import ENCODER_KINDS, TokenType, Vocabulary
 
 if TYPE_CHECKING:
     from metal_prefill.text._chat_template import ChatTemplate
@@ -34,12 +37,19 @@ END_TOKENS = (
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
-class _Piece(NamedTuple):
-    """Bytes and kind of a token."""
+class TokenSpan(NamedTuple):
+    """A token, and the characters of the text from which it was made.
 
-    raw: bytes
-    special: bool  # a control token or the unknown token
-    spelled: bool  # recognized by its spelling, instead of by segmentation
+    Attributes
+    ----------
+    id : int
+    start, end : int
+        First character, and the one after the last. Tokens that share a character have overlapping spans.
+    """
+
+    id: int
+    start: int
+    end: int
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -59,43 +69,32 @@ class Tokenizer:
     ----------
     vocab_size : int
         Number of tokens.
-    bos_id, eos_id, eot_id, eom_id, pad_id, unk_id : int or None
-        Ids of the beginning-of-text, end-of-text, end-of-turn, end-of-message, padding and unknown tokens;
-        None if the file does not define the token.
+    bos_id, eos_id, eot_id, eom_id, pad_id, unk_id, sep_id, mask_id : int or None
+        Ids of the beginning-of-text, end-of-text, end-of-turn, end-of-message, padding, unknown, separator
+        and mask tokens; None if the file does not define the token. A WordPiece text begins with ``[CLS]``,
+        which is `bos_id`, and ends with ``[SEP]``, which is `eos_id` and `sep_id`.
     stop_ids : frozenset of int
         Tokens that end generation.
     add_bos : bool
         Whether `encode` adds `bos_id` by default.
     add_eos : bool
         Whether a text to embed or classify ends with `eos_id`; `encode` never adds it.
+    frame : TokenFrame
+        Tokens around a text to embed or classify, and around a pair of texts.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
         self._gguf = gguf
         self._vocabulary = Vocabulary.from_gguf(gguf)
-        self._pieces: dict[int, _Piece] = {}  # tokens decoded so far
+        self._pieces: dict[int, Piece] = {}  # tokens decoded so far
         self.vocab_size = len(self._vocabulary.tokens)
-        self.bos_id = self._special_id("bos")
-        self.eos_id = self._special_id("eos")
-        self.eot_id = self._special_id("eot")
-        self.eom_id = self._special_id("eom")
-        self.pad_id = self._special_id("padding")
-        self.unk_id = self._special_id("unknown")
-        sentencepiece = self._vocabulary.kind == "llama"
-        self.space_prefix = sentencepiece and self._flag("add_space_prefix", default=True)
-        adds_bos = (sentencepiece or self._vocabulary.pre.adds_bos) and self.bos_id is not None
-        self.add_bos = self._flag("add_bos_token", default=adds_bos)
-        if self.add_bos and self.bos_id is None:
-            raise GGUFError(
-                f"{gguf.path}: tokenizer.ggml.add_bos_token is set, "
-                "but tokenizer.ggml.bos_token_id is missing"
-            )
-        self.add_eos = self._flag("add_eos_token", default=False)
-        if self.add_eos and self.eos_id is None:
-            raise GGUFError(
-                f"{gguf.path}: tokenizer.ggml.add_eos_token is set, "
-                "but tokenizer.ggml.eos_token_id is missing"
-            )
+        special = SpecialTokens.from_gguf(gguf, self._vocabulary)
+        self.bos_id, self.eos_id, self.unk_id = special.bos, special.eos, special.unk
+        self.eot_id, self.eom_id, self.pad_id = special.eot, special.eom, special.pad
+        self.sep_id, self.mask_id = special.sep, special.mask
+        self.add_bos, self.add_eos = special.add_bos, special.add_eos
+        self.frame = special.frame
+        self.space_prefix = self._vocabulary.kind == "llama" and flag(gguf, "add_space_prefix", default=True)
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(named | {i for i in self._special.values() if self.token(i) in END_TOKENS})
 
@@ -159,12 +158,56 @@ class Tokenizer:
             else:
                 if self.space_prefix:  # a piece is the whole text between two spelled tokens
                     piece = " " + piece
-                plain = piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
-                made = self._segmenter.encode(plain, add_special_tokens=False).ids
+                made = self._segmenter.encode(self._plain(piece), add_special_tokens=False).ids
                 if strict:
                     self._check_whole(piece, made)
                 ids += made
         return ids
+
+    def encode_spans(self, text: str) -> list[TokenSpan]:
+        """Convert plain text to tokens with their places in the text.
+
+        The tokens are those of ``encode(text, add_bos=False)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            See :meth:`encode`.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, got {type(text).__name__}")
+        text.encode("utf-8")
+        spans: list[TokenSpan] = []
+        at = 0
+        for piece in self.split(text, parse_special=False):
+            if isinstance(piece, int):
+                length = len(self.token(piece))
+                spans.append(TokenSpan(piece, at, at + length))
+            else:
+                length = len(piece)
+                before = " " if self.space_prefix else ""
+                made = self._segmenter.encode(self._plain(before + piece), add_special_tokens=False)
+                for token, (start, end) in zip(made.ids, made.offsets, strict=True):
+                    first, last = max(start - len(before), 0), max(end - len(before), 0)
+                    spans.append(TokenSpan(token, at + first, at + last))
+            at += length
+        return spans
+
+    def encode_pair(self, first: str, second: str) -> TokenPair:
+        """Convert two texts that a model reads together, such as a query and a document, to token ids.
+
+        The file defines which tokens begin, separate and end them (`frame`). Control tokens in the texts
+        remain plain text.
+
+        Raises
+        ------
+        TypeError, ValueError
+            See :meth:`encode`.
+        """
+        return self.frame.pair(self.encode(first, add_bos=False), self.encode(second, add_bos=False))
+
+    def _plain(self, piece: str) -> str:
+        return piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
 
     @cached_property
     def missing_bytes(self) -> bytes:
@@ -172,7 +215,10 @@ class Tokenizer:
 
         :meth:`encode` omits a character that contains such a byte unless a longer token covers it, so decoded
         text lacks it too. Empty for vocabularies that cover all text; SmolLM2's lacks 21 of the 256 bytes.
+        Also empty for the vocabularies of encoders, which replace text without a token by the unknown token.
         """
+        if self._vocabulary.kind in ENCODER_KINDS:
+            return b""
         single = {raw for i in range(self.vocab_size) if len(raw := self._plain_bytes(i)) == 1}
         return bytes(byte for byte in range(256) if bytes([byte]) not in single)
 
@@ -182,6 +228,13 @@ class Tokenizer:
         return b"" if piece.spelled else piece.raw
 
     def _check_whole(self, piece: str, ids: Sequence[int]) -> None:
+        if self._vocabulary.kind in ENCODER_KINDS:
+            if self.unk_id in ids:
+                unknown = next(span for span in self.encode_spans(piece) if span.id == self.unk_id)
+                raise ValueError(
+                    f"the vocabulary has no tokens for {piece[unknown.start : unknown.end][:40]!r}"
+                )
+            return
         # SentencePiece represents a space as U+2581, so it cannot represent U+2581 itself.
         wanted = piece.replace(SPACE, " ") if self._vocabulary.kind == "llama" else piece
         if b"".join(map(self._plain_bytes, ids)) == wanted.encode("utf-8"):
@@ -326,12 +379,17 @@ class Tokenizer:
         -----
         Bytes that are not UTF-8 become U+FFFD.
         """
-        decoder = TokenDecoder(self, skip_special, self.space_prefix)
+        decoder = self.decoder(skip_special=skip_special, whole=True)
         return "".join([*map(decoder.step, ids), decoder.flush()])
 
-    def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
-        """Return a decoder for a continuation, token by token."""
-        return TokenDecoder(self, skip_special, strip_prefix=False)
+    @property
+    def strips_space(self) -> bool:
+        """Whether `decode` omits the space before each span of plain text."""
+        return self.space_prefix or self._vocabulary.kind in ENCODER_KINDS
+
+    def decoder(self, *, skip_special: bool = True, whole: bool = False) -> TokenDecoder:
+        """Return a decoder that takes a token at a time, for a continuation or for a whole text."""
+        return TokenDecoder(self._piece, skip_special, strip_prefix=whole and self.strips_space)
 
     def token(self, token_id: int) -> str:
         """Return the text of a token as written in the file, such as ``Ġthe`` or ``<0x0A>``."""
@@ -348,7 +406,7 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"<metal_prefill.Tokenizer {self._vocabulary.kind}, {self.vocab_size} tokens>"
 
-    def _piece(self, token_id: int) -> _Piece:
+    def _piece(self, token_id: int) -> Piece:
         token_id = self._checked(token_id)
         piece = self._pieces.get(token_id)
         if piece is None:
@@ -356,7 +414,7 @@ class Tokenizer:
             special = kind in _SPECIAL
             spelled = special or kind == TokenType.USER_DEFINED
             raw = self._raw_bytes(self.token(token_id), kind, spelled)
-            piece = self._pieces[token_id] = _Piece(raw, special, spelled)
+            piece = self._pieces[token_id] = Piece(raw, special, spelled)
         return piece
 
     def _raw_bytes(self, text: str, kind: TokenType, spelled: bool) -> bytes:
@@ -402,66 +460,8 @@ class Tokenizer:
         if end < len(text):
             yield text[end:]
 
-    def _special_id(self, name: str) -> int | None:
-        key = f"tokenizer.ggml.{name}_token_id"
-        if key not in self._gguf.metadata:
-            return None
-        value = self._gguf.metadata[key]
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise GGUFError(
-                f"{self._gguf.path}: {key} has type {self._gguf.metadata.type_name(key)}, expected an integer"
-            )
-        if not 0 <= value < self.vocab_size:
-            raise GGUFError(
-                f"{self._gguf.path}: {key} is {value}, must be a token id from 0 to {self.vocab_size - 1}"
-            )
-        return value
-
-    def _flag(self, name: str, default: bool) -> bool:
-        key = f"tokenizer.ggml.{name}"
-        value = self._gguf.metadata.get(key, default)
-        if not isinstance(value, bool):
-            raise GGUFError(
-                f"{self._gguf.path}: {key} has type {self._gguf.metadata.type_name(key)}, expected bool"
-            )
-        return value
-
     def _checked(self, token_id: int) -> int:
         return check_token_id(token_id, self.vocab_size)
-
-
-class TokenDecoder:
-    """Incremental decoder of a stream of token ids, which holds incomplete characters back.
-
-    Created by :meth:`Tokenizer.decoder`. With `strip_prefix`, the decoder removes the space that `encode`
-    inserts before each span of plain text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_prefix: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._strip_prefix = strip_prefix
-        self._prefix_next = strip_prefix
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def copy(self) -> TokenDecoder:
-        """Return an independent decoder in the same state."""
-        other = TokenDecoder(self._tokenizer, self._skip_special, self._strip_prefix)
-        other._prefix_next = self._prefix_next
-        other._utf8.setstate(self._utf8.getstate())
-        return other
-
-    def step(self, token_id: int) -> str:
-        """Add one token and return the text that it completes, which may be empty."""
-        raw, special, spelled = self._tokenizer._piece(token_id)
-        if self._prefix_next and not spelled:
-            raw = raw.removeprefix(b" ")
-        self._prefix_next = self._strip_prefix and spelled
-        return "" if special and self._skip_special else self._utf8.decode(raw)
-
-    def flush(self) -> str:
-        """End the stream and return the remaining text: U+FFFD for an incomplete character."""
-        return self._utf8.decode(b"", final=True)
 
 
 def _alternatives(tokens: Iterable[str]) -> re.Pattern[str] | None:

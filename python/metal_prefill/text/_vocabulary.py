@@ -1,8 +1,9 @@
 """The vocabulary of a GGUF file, and the segmentation of text into its tokens.
 
-There are two kinds. ``gpt2`` is byte-level BPE: a pattern splits the text, bytes are represented by printable
-characters, and a list of merges builds the tokens. ``llama`` is SentencePiece BPE: spaces are represented by
-U+2581, and among all adjacent pairs that form a token, the one with the best score merges first.
+There are four kinds. ``gpt2`` is byte-level BPE: a pattern splits the text, bytes are represented by
+printable characters, and a list of merges builds the tokens. ``llama`` is SentencePiece BPE: spaces are
+represented by U+2581, and among all adjacent pairs that form a token, the one with the best score merges
+first. ``bert`` is WordPiece, and ``t5`` is SentencePiece's Unigram model.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._encoder_vocabulary import unigram, word_piece
+from metal_prefill.text._metadata import numbers, special_id, string, strings
 
 _log = logging.getLogger("metal_prefill")
 
 MAX_TOKEN_CHARACTERS = (
     1024  # published vocabularies have runs of up to 256 spaces; finding merges is quadratic
 )
-SPACE = "\u2581"  # represents a space in SentencePiece vocabularies
+ENCODER_KINDS = ("bert", "t5")
+KINDS = ("gpt2", "llama", *ENCODER_KINDS)
+NAMED = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # special tokens of encoders
 
 
 class TokenType(IntEnum):
@@ -45,12 +49,14 @@ class PreTokenizer:
     """Patterns that split text before merging, applied in order; the text between matches is kept.
 
     With `whole_words`, a piece that is itself a token is used without applying merges. `adds_bos` is the
-    default for files that do not set whether a text starts with the BOS token.
+    default for files that do not set whether a text starts with the BOS token. With `nfc`, text is
+    normalized first.
     """
 
     patterns: tuple[str, ...]
     whole_words: bool = False
     adds_bos: bool = False
+    nfc: bool = False
 
 
 # Patterns from the tokenizers published with the models.
@@ -64,6 +70,7 @@ _QWEN2 = PreTokenizer((_CL100K % r"\p{N}",))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": PreTokenizer((_GPT2,)),
+    "modern-bert": PreTokenizer((_GPT2,), nfc=True),
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -82,7 +89,7 @@ class Vocabulary:
     Attributes
     ----------
     kind : str
-        ``"gpt2"`` or ``"llama"``.
+        ``"gpt2"``, ``"llama"``, ``"bert"`` or ``"t5"``.
     pre : PreTokenizer
         Pre-tokenizer; used for ``gpt2`` only.
     tokens : list of str
@@ -99,20 +106,22 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocabulary:
         """Read tokens and types; `segmenter` reads merges and scores."""
-        kind = _string(gguf, "tokenizer.ggml.model")
-        if kind not in ("gpt2", "llama"):
+        kind = string(gguf, "tokenizer.ggml.model")
+        if kind not in KINDS:
             raise UnsupportedModelError(
-                f"{gguf.path}: tokenizer model {kind} is not supported; supported are gpt2, llama"
+                f"{gguf.path}: tokenizer model {kind} is not supported; supported are {', '.join(KINDS)}"
             )
-        tokens = _strings(gguf, "tokenizer.ggml.tokens")
-        longest = max(range(len(tokens)), key=lambda i: len(tokens[i]), default=0)
-        if tokens and len(tokens[longest]) > MAX_TOKEN_CHARACTERS:
+        tokens = strings(gguf, "tokenizer.ggml.tokens")
+        if not tokens:
+            raise GGUFError(f"{gguf.path}: tokenizer.ggml.tokens is empty")
+        longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
+        if len(tokens[longest]) > MAX_TOKEN_CHARACTERS:
             raise GGUFError(
                 f"{gguf.path}: token {longest} of tokenizer.ggml.tokens has "
                 f"{len(tokens[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
             )
         if "tokenizer.ggml.token_type" in gguf.metadata:
-            types = _numbers(gguf, "tokenizer.ggml.token_type", np.integer, len(tokens))
+            types = numbers(gguf, "tokenizer.ggml.token_type", np.integer, len(tokens))
             unknown = np.flatnonzero((types < min(TokenType)) | (types > max(TokenType)))
             if unknown.size:
                 raise GGUFError(
@@ -122,6 +131,12 @@ class Vocabulary:
             types = types.astype(np.int32)
         else:
             types = np.full(len(tokens), TokenType.NORMAL, np.int32)
+        if kind in ENCODER_KINDS:
+            # Early converters declared the special tokens of encoders as normal ones.
+            named = {special_id(gguf, name, len(tokens)) for name in NAMED} - {None}
+            for i in named:
+                if types[i] != TokenType.UNKNOWN:
+                    types[i] = TokenType.CONTROL
         return cls(kind, _pre_tokenizer(gguf) if kind == "gpt2" else PreTokenizer(()), tokens, types)
 
     def segmenter(self, gguf: GGUFFile) -> Segmenter:
@@ -130,6 +145,9 @@ class Vocabulary:
         It cannot produce control or unknown tokens from any text.
         """
         special = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
+        if self.kind in ENCODER_KINDS:
+            build = word_piece if self.kind == "bert" else unigram
+            return build(gguf, self.tokens, ~special & (self.types != TokenType.UNUSED))
         plain = {token: i for i, token in enumerate(self.tokens) if not special[i]}
         if self.kind == "gpt2":
             return self._byte_level_bpe(gguf, plain)
@@ -138,7 +156,7 @@ class Vocabulary:
     def _byte_level_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
         merges = []
         known = set(self.tokens)
-        for index, merge in enumerate(_strings(gguf, "tokenizer.ggml.merges")):
+        for index, merge in enumerate(strings(gguf, "tokenizer.ggml.merges")):
             border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
             left, right = merge[:border], merge[border + 1 :]
             if border < 0 or not {left, right, left + right} <= known:
@@ -152,10 +170,12 @@ class Vocabulary:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.pre.patterns]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        if self.pre.nfc:
+            segmenter.normalizer = normalizers.NFC()
         return segmenter
 
     def _sentencepiece_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
-        scores = _numbers(gguf, "tokenizer.ggml.scores", np.floating, len(self.tokens))
+        scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(self.tokens))
         if not np.isfinite(scores).all():
             raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
         # SentencePiece merges by the score of the result, but the library merges by the rank of the pair.
@@ -185,44 +205,9 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
     key = "tokenizer.ggml.pre"
     if key not in gguf.metadata:
         _log.warning("%s: %s is missing; using the default pre-tokenizer", gguf.path, key)
-    name = _string(gguf, key) if key in gguf.metadata else "default"
+    name = string(gguf, key) if key in gguf.metadata else "default"
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"{gguf.path}: pre-tokenizer {name} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
         )
     return PRE_TOKENIZERS[name]
-
-
-def _value(gguf: GGUFFile, key: str) -> Any:
-    if key not in gguf.metadata:
-        raise GGUFError(f"{gguf.path}: metadata {key} is missing")
-    return gguf.metadata[key]
-
-
-def _string(gguf: GGUFFile, key: str) -> str:
-    value = _value(gguf, key)
-    if not isinstance(value, str):
-        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected string")
-    return value
-
-
-def _strings(gguf: GGUFFile, key: str) -> list[str]:
-    value = _value(gguf, key)
-    if gguf.metadata.type_name(key) != "array[string]":
-        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected array[string]")
-    strings: list[str] = value
-    return strings
-
-
-def _numbers(
-    gguf: GGUFFile, key: str, kind: type[np.integer[Any]] | type[np.floating[Any]], length: int
-) -> npt.NDArray[Any]:
-    value = _value(gguf, key)
-    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, kind):
-        raise GGUFError(
-            f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, "
-            f"expected an array of {kind.__name__} numbers"
-        )
-    if len(value) != length:
-        raise GGUFError(f"{gguf.path}: {key} has {len(value)} entries for {length} tokens")
-    return value

@@ -1,0 +1,14 @@
+"""Conversion of model folders of the Hugging Face Hub to GGUF files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from metal_prefill._support.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from metal_prefill.conversion._writing import TENSOR_TYPES, convert
+
+__all__ = ["TENSOR_TYPES", "convert"]
+
+__getattr__ = lazy_names(__name__, {"TENSOR_TYPES": "_writing", "convert": "_writing"})

@@ -1,0 +1,147 @@
+"""Typed access to the JSON files of a model folder.
+
+Every getter raises a `GGUFError` that names the file and the field if the value is missing and has no
+default, has another type, or is out of range.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._metadata_keys import MAX_INT
+
+MAX_JSON = 256 << 20  # bytes; the largest tokenizers have about 35 MB
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """An object in a JSON file.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+    values : dict
+        Contents of the object.
+    """
+
+    def __init__(self, path: Path, values: dict[str, Any], inside: str = "") -> None:
+        self.path = path
+        self.values = values
+        self._inside = inside
+
+    @classmethod
+    def read(cls, path: Path) -> Fields:
+        """Read a file that contains one object."""
+        with open(path, "rb") as file:
+            content = file.read(MAX_JSON + 1)
+        if len(content) > MAX_JSON:
+            raise GGUFError(f"{path}: has more than {MAX_JSON} bytes")
+        try:
+            values = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise GGUFError(f"{path}: is not valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise GGUFError(f"{path}: contains a {type(values).__name__}, expected an object")
+        return cls(path, values)
+
+    @classmethod
+    def read_if_present(cls, path: Path) -> Fields:
+        """Read a file, or return an object without fields if there is no such file."""
+        return cls.read(path) if path.is_file() else cls(path, {})
+
+    def error(self, message: str) -> GGUFError:
+        """Return, without raising it, an error whose message starts with the path."""
+        return GGUFError(f"{self.path}: {message}")
+
+    def unsupported(self, message: str) -> UnsupportedModelError:
+        """Return, without raising it, an error whose message starts with the path."""
+        return UnsupportedModelError(f"{self.path}: {message}")
+
+    def name(self, key: str) -> str:
+        """Return the name of a field in messages."""
+        return f"{self._inside}.{key}" if self._inside else key
+
+    def has(self, key: str) -> bool:
+        """Return whether a field is present and not null."""
+        return self.values.get(key) is not None
+
+    def integer(self, *keys: str, default: int = _REQUIRED, least: int = 1) -> int:
+        """Read an integer under the first of several names that is present."""
+        value = self._value(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong_type(keys, value, "an integer")
+        if not least <= value <= MAX_INT:
+            raise self.error(f"{self._names(keys)} is {value}, must be between {least} and {MAX_INT}")
+        return int(value)
+
+    def number(self, *keys: str, default: float = _REQUIRED) -> float:
+        """Read a positive finite number under the first of several names that is present."""
+        value = self._value(keys, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong_type(keys, value, "a number")
+        if not 0 < value < math.inf:
+            raise self.error(f"{self._names(keys)} is {value}, must be positive and finite")
+        return float(value)
+
+    def string(self, *keys: str, default: str = _REQUIRED) -> str:
+        """Read a string under the first of several names that is present."""
+        value = self._value(keys, default)
+        if not isinstance(value, str):
+            raise self._wrong_type(keys, value, "a string")
+        return value
+
+    def boolean(self, *keys: str, default: bool = _REQUIRED) -> bool:
+        """Read a bool under the first of several names that is present."""
+        value = self._value(keys, default)
+        if not isinstance(value, bool):
+            raise self._wrong_type(keys, value, "true or false")
+        return value
+
+    def sequence(self, key: str) -> list[Any]:
+        """Read an array; a missing one is empty."""
+        value = self._value((key,), [])
+        if not isinstance(value, list):
+            raise self._wrong_type((key,), value, "an array")
+        return value
+
+    def object(self, key: str) -> Fields:
+        """Read an object; a missing one has no fields."""
+        return self.as_object(key, self._value((key,), {}))
+
+    def objects(self, key: str) -> list[Fields]:
+        """Read an array of objects; a missing one is empty."""
+        return [self.as_object(f"{key}[{i}]", value) for i, value in enumerate(self.sequence(key))]
+
+    def as_object(self, name: str, value: Any) -> Fields:
+        """Return a value of this object as an object."""
+        if not isinstance(value, dict):
+            raise self._wrong_type((name,), value, "an object")
+        return Fields(self.path, value, self.name(name))
+
+    def require(self, key: str, accepted: Sequence[Any], default: Any) -> None:
+        """Raise an UnsupportedModelError unless a field has one of the accepted values."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value not in accepted:
+            known = ", ".join(map(repr, accepted))
+            raise self.unsupported(f"{self.name(key)} is {value!r}; supported: {known}")
+
+    def _value(self, keys: Sequence[str], default: Any) -> Any:
+        for key in keys:
+            if self.has(key):
+                return self.values[key]
+        if default is _REQUIRED:
+            raise self.error(f"{self._names(keys)} is missing")
+        return default
+
+    def _names(self, keys: Sequence[str]) -> str:
+        present = next((key for key in keys if self.has(key)), keys[0])
+        return self.name(present)
+
+    def _wrong_type(self, keys: Sequence[str], value: Any, expected: str) -> GGUFError:
+        return self.error(f"{self._names(keys)} is {type(value).__name__}, expected {expected}")

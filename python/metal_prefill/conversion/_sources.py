@@ -1,0 +1,446 @@
+"""Model classes of transformers, and how each becomes an architecture of GGUF.
+
+The differences are data: one row of `SOURCES` each. Names of tensors in the body of a model are those of
+`gguf.TensorNameMap`; the rows add prefixes to remove and the names of heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.errors import UnsupportedModelError
+
+Task: TypeAlias = Literal["body", "causal", "sequence", "tokens"]
+Values: TypeAlias = npt.NDArray[np.float32]
+Change: TypeAlias = Callable[[Fields, str, Values], Values]
+
+# Ends of the names of model classes, and what the head after the body is for.
+TASKS: dict[str, Task] = {
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "tokens",
+    "ForCausalLM": "causal",
+    "ForMaskedLM": "body",
+    "ForPreTraining": "body",
+    "TextModel": "body",
+    "Model": "body",
+}
+
+
+class Key(NamedTuple):
+    """A number in ``config.json``, under the first of several names that is present.
+
+    Attributes
+    ----------
+    names : tuple of str
+    kind : {"integer", "float"}
+    default : int, float or None
+        Used if the field is missing; None requires the field, and 0 leaves the key out.
+    """
+
+    names: tuple[str, ...]
+    kind: Literal["integer", "float"] = "integer"
+    default: float | None = None
+
+
+def _integer(*names: str, default: int | None = None) -> Key:
+    return Key(names, "integer", default)
+
+
+def _float(*names: str, default: float | None = None) -> Key:
+    return Key(names, "float", default)
+
+
+SHAPE = {
+    "embedding_length": _integer("hidden_size", "n_embd"),
+    "block_count": _integer("num_hidden_layers", "n_layer"),
+    "feed_forward_length": _integer("intermediate_size", "n_inner"),
+    "attention.head_count": _integer("num_attention_heads", "n_head"),
+    "context_length": _integer("max_position_embeddings", "n_positions"),
+}
+LAYER_NORM = {"attention.layer_norm_epsilon": _float("layer_norm_eps", "layer_norm_epsilon", default=1e-12)}
+DECODER = {
+    "attention.head_count_kv": _integer("num_key_value_heads", default=0),
+    "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-6),
+    "rope.freq_base": _float("rope_theta", default=10000.0),
+    "attention.key_length": _integer("head_dim", default=0),
+    "attention.value_length": _integer("head_dim", default=0),
+}
+
+# Tensors without an effect on the results: positions that are counted, frequencies that are computed, the
+# pooler of BERT's next-sentence task, and heads that predict masked tokens.
+_UNUSED = (
+    r".*\bposition_ids",
+    r".*\brotary_emb\.inv_freq",
+    r"cls\.(predictions|seq_relationship)\..*",
+    r"lm_head\..*",
+    r"pooler\.dense\.(weight|bias)",
+)
+# A classifier that reads a hidden state or the output of another layer.
+_CLASSIFIER = {"classifier": "cls.output"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a model class becomes a GGUF file.
+
+    Attributes
+    ----------
+    architecture : str
+        ``general.architecture`` of the file.
+    prefixes : tuple of str
+        Beginnings of tensor names, of which the first that matches is removed.
+    added_prefix : str
+        Beginning of the names of `gguf.TensorNameMap`, which the folder may lack.
+    keys : mapping of str to Key
+        Metadata under the prefix of the architecture.
+    constants : mapping of str to bool, int or float
+        Metadata that are the same for all models of the class.
+    accepted : mapping of str to tuple
+        Values of fields that the architecture implies; the first is the default.
+    heads : mapping of str to mapping of str to str
+        Names in a GGUF file of the tensors of a head, by task.
+    unused : tuple of str
+        Patterns of tensors that are left out, unless they belong to a head.
+    changes : mapping of str to callable
+        Functions of configuration, name in the GGUF file and values that return the values to write, by a
+        pattern of the name.
+    more : callable
+        Function of the configuration that returns more metadata.
+    position_offset : bool
+        Whether positions start after the id of the padding token.
+    """
+
+    architecture: str
+    prefixes: tuple[str, ...] = ()
+    added_prefix: str = ""
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    unused: tuple[str, ...] = _UNUSED
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
+    position_offset: bool = False
+
+
+def _without_padding_positions(config: Fields, name: str, values: Values) -> Values:
+    return values[position_offset(config) :]
+
+
+def position_offset(config: Fields) -> int:
+    """Return the position of the first token in models of the RoBERTa family."""
+    return config.integer("pad_token_id", default=1, least=0) + 1
+
+
+def _interleaved(config: Fields, name: str, values: Values) -> Values:
+    """Reorder the rows of q or k, so that the two values of a rotated pair are next to each other."""
+    heads = config.integer("num_attention_heads")
+    if "attn_k" in name:
+        heads = config.integer("num_key_value_heads", default=heads)
+    if len(values) % (2 * heads):
+        raise config.error(f"{name} has {len(values)} rows, which {heads} heads do not divide")
+    pairs = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2)
+    return np.ascontiguousarray(pairs).reshape(values.shape)
+
+
+def _plus_one(config: Fields, name: str, values: Values) -> Values:
+    return values + 1
+
+
+def _rope_scaling(config: Fields) -> dict[str, Any]:
+    """Return the metadata of a scaled rotation; newer folders have it in ``rope_parameters``."""
+    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    found: dict[str, Any] = {}
+    if rope.has("rope_theta"):
+        found["rope.freq_base"] = rope.number("rope_theta")
+    kind = rope.string("rope_type", "type", default="default")
+    if kind in ("linear", "yarn"):
+        found["rope.scaling.type"] = kind
+        found["rope.scaling.factor"] = rope.number("factor")
+    elif kind != "default":
+        raise rope.unsupported(
+            f"{rope.name('rope_type')} is {kind!r}; supported: 'default', 'linear', 'yarn'"
+        )
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = rope.integer("original_max_position_embeddings")
+    return found
+
+
+def _eurobert(config: Fields) -> dict[str, Any]:
+    found = _rope_scaling(config)
+    if "rope.scaling.type" in found:
+        raise config.unsupported("the rotation of a eurobert model is scaled")
+    return {**found, "rope.scaling.type": "none"}
+
+
+def _nomic_bert(config: Fields) -> dict[str, Any]:
+    rope = config.object("rope_parameters")
+    base = rope.number("rope_theta", default=config.number("rotary_emb_base", "rope_theta", default=1000.0))
+    return {"rope.freq_base": base}
+
+
+def _modern_bert(config: Fields) -> dict[str, Any]:
+    """Return the windows and the bases of the rotation in layers with and without one."""
+    layers = config.integer("num_hidden_layers")
+    kinds = config.sequence("layer_types")
+    period = config.integer("global_attn_every_n_layers", default=3)
+    if kinds:
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        period = full[1] if len(full) > 1 else layers
+        if len(kinds) != layers or full != list(range(0, layers, period)):
+            raise config.unsupported(
+                "layer_types must have full_attention in every n-th layer from the first"
+            )
+    rope = config.object("rope_parameters")
+    bases = {}
+    for suffix, kind, name, default in (
+        ("rope.freq_base", "full_attention", "global_rope_theta", 160000.0),
+        ("rope.freq_base_swa", "sliding_attention", "local_rope_theta", 10000.0),
+    ):
+        base = rope.object(kind)
+        base.require("rope_type", ("default",), "default")
+        bases[suffix] = base.number("rope_theta", default=config.number(name, default=default))
+    activation = config.string("hidden_activation", default="gelu")
+    return {
+        **bases,
+        "attention.sliding_window": config.integer("local_attention"),
+        "attention.sliding_window_pattern": period,
+        "rope.scaling.type": "none",
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_activation": activation,
+    }
+
+
+def _gemma3(config: Fields) -> dict[str, Any]:
+    rope = config.object("rope_parameters")
+    full, local = rope.object("full_attention"), rope.object("sliding_attention")
+    kind = full.string("rope_type", default="default")
+    if kind not in ("default", "linear"):
+        raise full.unsupported(f"{full.name('rope_type')} is {kind!r}; supported: 'default', 'linear'")
+    scaling = config.object("rope_scaling")
+    factor = full.number("factor", default=1.0) if kind == "linear" else scaling.number("factor", default=1.0)
+    found: dict[str, Any] = {
+        "rope.freq_base": full.number("rope_theta", default=config.number("rope_theta", default=1000000.0)),
+        "rope.freq_base_swa": local.number(
+            "rope_theta", default=config.number("rope_local_base_freq", default=10000.0)
+        ),
+        "attention.sliding_window": config.integer("sliding_window"),
+    }
+    if factor != 1:
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+    key_dim = config.integer("head_dim", default=256)
+    if config.number("query_pre_attn_scalar", default=key_dim) != key_dim:
+        found["attention.scale"] = config.number("query_pre_attn_scalar") ** -0.5
+    return found
+
+
+_BERT = Source(
+    "bert",
+    prefixes=("bert.",),
+    keys=SHAPE | LAYER_NORM,
+    constants={"attention.causal": False},
+    accepted={
+        "hidden_act": ("gelu",),
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    },
+    heads={"sequence": {"pooler.dense": "cls", **_CLASSIFIER}, "tokens": _CLASSIFIER},
+)
+_ROBERTA = replace(
+    _BERT,
+    prefixes=("roberta.",),
+    heads={
+        "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
+        "tokens": _CLASSIFIER,
+    },
+    changes={r"position_embd\.weight": _without_padding_positions},
+    position_offset=True,
+)
+_LLAMA = Source(
+    "llama",
+    added_prefix="model.",
+    keys=SHAPE | DECODER,
+    accepted={"hidden_act": ("silu",)},
+    heads={
+        "causal": {"lm_head": "output"},
+        "sequence": {"score": "cls.output"},
+        "tokens": {"score": "cls.output"},
+    },
+    changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _interleaved},
+    more=_rope_scaling,
+)
+_QWEN = replace(_LLAMA, changes={}, accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)})
+_GEMMA3 = replace(
+    _LLAMA,
+    architecture="gemma3",
+    keys={**SHAPE, **DECODER, "attention.head_count_kv": _integer("num_key_value_heads")},
+    accepted={"hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,)},
+    changes={r".*norm\.weight": _plus_one},
+    more=_gemma3,
+)
+
+SOURCES: dict[str, Source] = {
+    "Bert": _BERT,
+    "Roberta": _ROBERTA,
+    "XLMRoberta": _ROBERTA,
+    "Camembert": _ROBERTA,
+    "NomicBert": Source(
+        "nomic-bert",
+        prefixes=("bert.", "nomic_bert."),
+        keys=SHAPE | LAYER_NORM,
+        constants={"attention.causal": False},
+        accepted={
+            "activation_function": ("swiglu",),
+            "hidden_act": ("silu",),
+            "prenorm": (False,),
+            "causal": (False,),
+            "qkv_proj_bias": (False,),
+            "mlp_fc1_bias": (False,),
+            "mlp_fc2_bias": (False,),
+            "rotary_emb_fraction": (1.0,),
+            "rotary_emb_interleaved": (False,),
+            "rotary_emb_scale_base": (None,),
+            "moe_every_n_layers": (0,),
+        },
+        more=_nomic_bert,
+    ),
+    "ModernBert": Source(
+        "modern-bert",
+        prefixes=("model.",),
+        keys={**SHAPE, "attention.layer_norm_epsilon": _float("norm_eps", default=1e-5)},
+        constants={"attention.causal": False},
+        accepted={"classifier_activation": ("gelu",)},
+        heads={
+            task: {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
+            for task in ("sequence", "tokens")
+        },
+        unused=(*_UNUSED, r"head\..*", r"decoder\..*"),
+        more=_modern_bert,
+    ),
+    "JinaBert": Source(
+        "jina-bert-v2",
+        prefixes=("bert.",),
+        keys=SHAPE | LAYER_NORM,
+        constants={"attention.causal": False},
+        accepted={"position_embedding_type": ("alibi",), "feed_forward_type": ("geglu",)},
+    ),
+    "EuroBert": Source(
+        "eurobert",
+        prefixes=("model.",),
+        keys=SHAPE | DECODER,
+        constants={"attention.causal": False},
+        accepted={"hidden_act": ("silu",)},
+        heads={"tokens": _CLASSIFIER},
+        more=_eurobert,
+    ),
+    "Llama": _LLAMA,
+    "Mistral": replace(_LLAMA, accepted={"hidden_act": ("silu",), "sliding_window": (None,)}),
+    "Qwen2": replace(_QWEN, architecture="qwen2"),
+    "Qwen3": replace(_QWEN, architecture="qwen3"),
+    "Gemma3": _GEMMA3,
+    "Gemma3Text": _GEMMA3,
+}
+
+
+def find_source(config: Fields) -> tuple[Source, Task]:
+    """Return the row for a folder's model class, and the task of its head.
+
+    Raises
+    ------
+    GGUFError
+        The configuration names no class.
+    UnsupportedModelError
+        The class is not in `SOURCES`, or its head has no task here.
+    """
+    classes = config.sequence("architectures")
+    name = classes[0] if classes and isinstance(classes[0], str) else None
+    if name is None:
+        raise config.error("architectures must name the class of the model, such as BertModel")
+    match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", name)
+    if match is None or match[1] not in SOURCES:
+        known = ", ".join(SOURCES)
+        raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
+    source, task = SOURCES[match[1]], TASKS[match[2]]
+    if source.architecture == "gemma3" and (match[2] == "TextModel" or _is_bidirectional(config)):
+        source = replace(source, architecture="gemma-embedding")
+    if source.architecture == "bert" and config.string("position_embedding_type", default="") == "alibi":
+        source = SOURCES["JinaBert"]  # whose folders also name the class BertModel
+    if task not in ("body", *source.heads):
+        raise config.unsupported(f"the head of {name} is not supported")
+    return source, task
+
+
+def _is_bidirectional(config: Fields) -> bool:
+    return config.boolean("use_bidirectional_attention", default=False)
+
+
+def metadata_of(source: Source, config: Fields) -> dict[str, Any]:
+    """Return the metadata of the architecture, without its prefix.
+
+    Raises
+    ------
+    GGUFError
+        A field is missing, or of a wrong type or value.
+    UnsupportedModelError
+        A field has a value that the architecture does not support.
+    """
+    for name, accepted in source.accepted.items():
+        config.require(name, accepted, accepted[0])
+    found: dict[str, Any] = dict(source.constants)
+    for suffix, key in source.keys.items():
+        default = {} if key.default is None else {"default": key.default or 1}
+        if key.default == 0 and not any(map(config.has, key.names)):
+            continue
+        if key.kind == "integer":
+            found[suffix] = config.integer(*key.names, **default)  # type: ignore[arg-type]
+        else:
+            found[suffix] = config.number(*key.names, **default)
+    if source.position_offset:
+        found["context_length"] -= position_offset(config)
+        if found["context_length"] < 1:
+            raise config.error(
+                f"max_position_embeddings is {config.integer('max_position_embeddings')}, must be more than "
+                f"{position_offset(config)}, the first position"
+            )
+    return {**found, **source.more(config)}
+
+
+def gguf_name(source: Source, task: Task, names: Any, name: str) -> str | None:
+    """Return the name of a tensor in a GGUF file, or None for a tensor that is left out.
+
+    Parameters
+    ----------
+    names
+        A `gguf.TensorNameMap`.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The tensor is not part of the architecture.
+    """
+    bare = name
+    for prefix in source.prefixes:
+        if bare.startswith(prefix):
+            bare = bare.removeprefix(prefix)
+            break
+    stem, _, suffix = bare.rpartition(".")
+    suffix = {"gamma": "weight", "beta": "bias"}.get(suffix, suffix)
+    head = source.heads.get(task, {}).get(stem)
+    if head is not None:
+        return f"{head}.{suffix}"
+    if any(re.fullmatch(pattern, bare) for pattern in source.unused):
+        return None
+    if source.added_prefix and not bare.startswith(source.added_prefix):
+        stem = source.added_prefix + stem
+    found: str | None = names.get_name(stem)
+    if found is None or suffix not in ("weight", "bias"):
+        raise UnsupportedModelError(f"tensor {name} is not part of a {source.architecture} model")
+    return f"{found}.{suffix}"

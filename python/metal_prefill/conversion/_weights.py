@@ -1,0 +1,139 @@
+"""Tensors of a model folder: one safetensors file, or several that an index lists.
+
+The library validates the headers. Values are then read with the offsets of the header, since NumPy has no
+bfloat16. No other format is read: files of pickled objects can execute code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
+MAX_SHARDS = 1000
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor in a safetensors file.
+
+    Attributes
+    ----------
+    file : pathlib.Path
+    name : str
+    dtype : str
+        Number type as the format names it, such as ``"BF16"``.
+    shape : tuple of int
+    start, end : int
+        Position of the first byte in the file, and of the byte after the last.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Read the tensor as float32."""
+        if self.dtype not in _DTYPES:
+            raise UnsupportedModelError(
+                f"{self.file}: tensor {self.name} has type {self.dtype}; supported are {', '.join(_DTYPES)}"
+            )
+        dtype = np.dtype(_DTYPES[self.dtype])
+        count = (self.end - self.start) // dtype.itemsize
+        raw = np.fromfile(self.file, dtype, count, offset=self.start).reshape(self.shape)
+        if self.dtype == "BF16":
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite
+            return raw.astype(np.float32, copy=False)
+
+
+def read_weights(folder: Path) -> dict[str, Weight]:
+    """List the tensors of a folder by name.
+
+    Raises
+    ------
+    GGUFError
+        A file is damaged or missing, or a tensor is in two files.
+    UnsupportedModelError
+        The folder has its weights in another format only.
+    """
+    weights: dict[str, Weight] = {}
+    for file in _files(folder):
+        for weight in _listed(file):
+            if weight.name in weights:
+                raise GGUFError(f"{file}: tensor {weight.name} is also in {weights[weight.name].file.name}")
+            weights[weight.name] = weight
+    return weights
+
+
+def read_module(folder: Path) -> Mapping[str, Weight]:
+    """List the tensors of a module of sentence-transformers, such as ``2_Dense``."""
+    file = folder / FILE
+    if not file.is_file():
+        raise _no_weights(folder)
+    return {weight.name: weight for weight in _listed(file)}
+
+
+def source_files(folder: Path) -> list[Path]:
+    """Return the files that contain the weights of a folder, in the order of their names."""
+    return _files(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / FILE).is_file():
+        return [folder / FILE]
+    if not (folder / INDEX).is_file():
+        raise _no_weights(folder)
+    index = Fields.read(folder / INDEX)
+    names = set(index.object("weight_map").values.values())
+    if not names or len(names) > MAX_SHARDS:
+        raise index.error(f"weight_map names {len(names)} files, must name 1 to {MAX_SHARDS}")
+    files = []
+    for name in sorted(map(str, names)):
+        if name != Path(name).name or not name.endswith(".safetensors"):
+            raise index.error(f"weight_map names {name!r}, must name safetensors files in this folder")
+        if not (folder / name).is_file():
+            raise index.error(f"weight_map names {name}, which is missing")
+        files.append(folder / name)
+    return files
+
+
+def _no_weights(folder: Path) -> GGUFError | UnsupportedModelError:
+    pickled = [name for name in PICKLED if (folder / name).exists()]
+    if pickled:
+        return UnsupportedModelError(
+            f"{folder}: has its weights in {pickled[0]}, a format that can execute code and is never loaded; "
+            "save them as safetensors: in transformers, model.save_pretrained(folder)"
+        )
+    return GGUFError(f"{folder}: has neither {FILE} nor {INDEX}")
+
+
+def _listed(file: Path) -> Iterator[Weight]:
+    try:
+        with safe_open(file, "np") as opened:
+            names = list(opened.keys())
+    except SafetensorError as error:
+        raise GGUFError(f"{file}: is not a valid safetensors file: {error}") from None
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))  # the library has parsed and checked it
+    for name in names:
+        entry = header[name]
+        first, last = entry["data_offsets"]
+        yield Weight(file, name, entry["dtype"], tuple(entry["shape"]), 8 + size + first, 8 + size + last)

@@ -1,0 +1,267 @@
+"""Conversion of a model folder of the Hugging Face Hub to a GGUF file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+from metal_prefill._support.atomic_write import replacing
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._modules import read_modules
+from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, position_offset
+from metal_prefill.conversion._vocabulary import FolderVocabulary, read_vocabulary
+from metal_prefill.conversion._weights import Weight, read_weights
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._architecture import ARCHITECTURES, collect_tensors, read_config
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._pooled_head import read_head
+
+AUTO = "auto"
+# Types that the gguf package can write; the last ones are for models that were trained for them.
+TENSOR_TYPES = (AUTO, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0")
+_FALLBACK = "F16"  # for rows that no whole number of blocks fits
+_OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUTO keeps; others become F32
+# Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
+_EXACT = ("position_embd.weight", "token_types.weight")
+_EXACT_PREFIXES = ("cls", "dense_")
+
+Progress = Callable[[int, int], None]
+
+
+class _Tensor(NamedTuple):
+    name: str
+    weight: Weight
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+
+    @property
+    def nbytes(self) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        return int(math.prod(self.shape) // block * size)
+
+
+def convert(
+    folder: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    tensor_type: str = AUTO,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a model folder of the Hugging Face Hub as a GGUF file, which llama.cpp can read, too.
+
+    Parameters
+    ----------
+    folder
+        Folder with ``config.json``, weights in ``model.safetensors`` or the files that
+        ``model.safetensors.index.json`` lists, and ``tokenizer.json`` or ``vocab.txt``. Pooling and dense
+        layers are those of ``modules.json``.
+    path
+        File to write. An existing file is replaced, atomically.
+    tensor_type
+        Type of the matrices, one of `TENSOR_TYPES`. ``"auto"`` keeps the 16-bit type of the weights, and
+        selects F32 for others. Rows that no whole number of blocks fits become F16. Vectors, positions and
+        heads stay in F32.
+    name
+        Name of the model in the file; by default that of the folder.
+    progress
+        Called with the number of bytes written and the number in total.
+
+    Returns
+    -------
+    pathlib.Path
+        `path`.
+
+    Raises
+    ------
+    GGUFError
+        A file of the folder is missing, damaged or contradicts another; or a tensor is missing, left over or
+        has a wrong shape.
+    UnsupportedModelError
+        The model class or one of its features is not supported, or the weights are in another format than
+        safetensors.
+    ValueError
+        `tensor_type` is unknown.
+    OSError
+        A file cannot be read or written.
+    """
+    if tensor_type not in TENSOR_TYPES:
+        raise ValueError(f"tensor_type must be one of {', '.join(TENSOR_TYPES)}, got {tensor_type!r}")
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise GGUFError(f"{folder}: is not a folder")
+    if not (folder / "config.json").is_file():
+        raise GGUFError(f"{folder}: has no config.json")
+    config = Fields.read(folder / "config.json")
+    source, task = find_source(config)
+    metadata = metadata_of(source, config)
+    modules = read_modules(folder, config, task)
+    metadata |= modules.metadata
+    weights = read_weights(folder)
+    names = gguf.get_tensor_name_map(_architecture(source), metadata["block_count"])
+    found: dict[str, Weight] = dict(modules.tensors)
+    for weight in weights.values():
+        try:
+            role = gguf_name(source, task, names, weight.name)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{weight.file}: {error}") from None
+        if role is None:
+            continue
+        if role in found:
+            raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
+        found[role] = weight
+    vocabulary = read_vocabulary(folder, config)
+    chosen = _type_of(weights) if tensor_type == AUTO else tensor_type
+    tensors = [_planned(source, config, role, weight, chosen) for role, weight in found.items()]
+    writer = GGUFWriter(None, source.architecture)
+    writer.add_name(name or folder.resolve().name)
+    writer.add_file_type(_file_type(chosen))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for suffix, value in metadata.items():
+        _add(writer, f"{source.architecture}.{suffix}", value)
+    add_vocabulary(writer, vocabulary, config)
+    _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)
+    return Path(path)
+
+
+def _architecture(source: Source) -> Any:
+    for architecture, name in gguf.MODEL_ARCH_NAMES.items():
+        if name == source.architecture:
+            return architecture
+    version = importlib.metadata.version("gguf")
+    known = f"the gguf package {version} does not know {source.architecture}"
+    raise UnsupportedModelError(f"{known}: pip install --upgrade gguf")
+
+
+def _type_of(weights: dict[str, Weight]) -> str:
+    """Return the type that holds the weights exactly: the one of most of their values."""
+    counts: dict[str, int] = {}
+    for weight in weights.values():
+        counts[weight.dtype] = counts.get(weight.dtype, 0) + math.prod(weight.shape)
+    return _OF_WEIGHTS.get(max(counts, key=lambda dtype: counts[dtype], default="F32"), "F32")
+
+
+def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: str) -> _Tensor:
+    shape = weight.shape
+    if len(shape) not in (1, 2) or 0 in shape:
+        where = f"{weight.file}: tensor {weight.name}"
+        raise GGUFError(f"{where} has shape {shape}, expected 1 or 2 dimensions, none of them 0")
+    if source.position_offset and name == "position_embd.weight":
+        shape = (max(shape[0] - position_offset(config), 1), *shape[1:])
+    exact = len(shape) == 1 or name in _EXACT or name.startswith(_EXACT_PREFIXES)
+    kind = GGMLQuantizationType["F32" if exact else chosen]
+    if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = GGMLQuantizationType[_FALLBACK]
+    return _Tensor(name, weight, shape, kind)
+
+
+def _values(source: Source, config: Fields, tensor: _Tensor) -> npt.NDArray[np.float32]:
+    values = tensor.weight.values()
+    for pattern, change in source.changes.items():
+        if re.fullmatch(pattern, tensor.name):
+            values = change(config, tensor.name, values)
+    return values
+
+
+def _write(
+    path: Path,
+    folder: Path,
+    writer: GGUFWriter,
+    tensors: list[_Tensor],
+    values_of: Callable[[_Tensor], npt.NDArray[np.float32]],
+    progress: Progress | None,
+) -> None:
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.kind
+        )
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    with replacing(path) as part:
+        try:
+            writer.write_header_to_file(part)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            _check(writer, part, folder, tensors)
+            for tensor in tensors:
+                values = np.ascontiguousarray(values_of(tensor))
+                if not np.isfinite(values).all():
+                    where = f"{tensor.weight.file}: tensor {tensor.weight.name}"
+                    raise GGUFError(f"{where} contains a value that is not finite")
+                writer.write_tensor_data(quants.quantize(values, tensor.kind))
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            writer.close()
+
+
+def _check(writer: GGUFWriter, part: Path, folder: Path, tensors: list[_Tensor]) -> None:
+    """Read the header as if the tensors were there, so that an error comes before the work."""
+    if writer.arch not in ARCHITECTURES:
+        return
+    assert writer.fout is not None
+    writer.flush()
+    alignment = writer.data_alignment
+    end = -(-writer.fout[0].tell() // alignment) * alignment
+    end += sum(-(-tensor.nbytes // alignment) * alignment for tensor in tensors)
+    os.truncate(part, end)
+    try:
+        with GGUFFile(part) as opened:
+            config = read_config(opened)
+            collect_tensors(opened, config)
+            read_head(opened, config.architecture, config.dim)
+    except (GGUFError, UnsupportedModelError) as error:
+        message = str(error).removeprefix(f"{part}: ")
+        raise type(error)(f"{folder}: {message}") from None
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _file_type(chosen: str) -> int:
+    kinds = gguf.LlamaFileType
+    names = (f"ALL_{chosen}", f"MOSTLY_{chosen}")
+    return int(next((kinds[name] for name in names if name in kinds.__members__), kinds.GUESSED))
+
+
+def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fields) -> None:
+    """Add the metadata of a tokenizer."""
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.merges is not None:
+        writer.add_token_merges(vocabulary.merges)
+    if vocabulary.charsmap:
+        writer.add_precompiled_charsmap(vocabulary.charsmap)
+    if config.has("type_vocab_size"):
+        writer.add_token_type_count(config.integer("type_vocab_size", least=0))
+    keys = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+    for name, i in vocabulary.ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{keys.get(name, name)}_token_id", i)
+    for name, value in vocabulary.flags.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)

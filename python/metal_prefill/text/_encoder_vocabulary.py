@@ -1,0 +1,94 @@
+"""Segmentation of text with the vocabularies of encoders: WordPiece, and SentencePiece's Unigram model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as Segmenter
+from tokenizers import models, normalizers, pre_tokenizers
+
+from metal_prefill.errors import GGUFError
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._charsmap import read_charsmap
+from metal_prefill.text._metadata import flag, numbers, special_id
+
+SPACE = "\u2581"  # begins a token at the beginning of a word
+MAX_WORD_CHARACTERS = 100  # of WordPiece; longer words become the unknown token, as in BERT's tokenizer
+_CONTINUATION = "##"
+_NO_WORD = " "  # a piece that no word contains, because words contain no white space
+
+
+def word_piece(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
+    """Build a WordPiece segmenter.
+
+    In a file, tokens at the beginning of a word begin with U+2581, and others, which BERT writes as
+    ``##ing``, have no mark.
+
+    Parameters
+    ----------
+    tokens
+        Text of each id.
+    plain
+        Whether text may produce each token.
+    """
+    vocabulary = {}
+    for i in map(int, np.flatnonzero(plain)):
+        text = tokens[i]
+        if text.startswith(SPACE) and text != SPACE:  # a single U+2581 is the character inside a word
+            vocabulary[text[1:]] = i
+        elif text:
+            vocabulary[_CONTINUATION + text] = i
+    vocabulary[_NO_WORD] = _unknown_id(gguf, tokens, "[UNK]")
+    segmenter = Segmenter(
+        models.WordPiece(vocabulary, unk_token=_NO_WORD, max_input_chars_per_word=MAX_WORD_CHARACTERS)
+    )
+    lowercase = flag(gguf, "normalizer.lowercase", default=True)
+    segmenter.normalizer = normalizers.BertNormalizer(
+        clean_text=flag(gguf, "normalizer.clean_text", default=True),
+        handle_chinese_chars=flag(gguf, "normalizer.handle_chinese_chars", default=True),
+        strip_accents=flag(gguf, "normalizer.strip_accents", default=lowercase),
+        lowercase=lowercase,
+    )
+    segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return segmenter
+
+
+def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
+    """Build a Unigram segmenter; its parameters are those of `word_piece`."""
+    scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(tokens))
+    if not np.isfinite(scores).all():
+        raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
+    unknown = _unknown_id(gguf, tokens, "<unk>")
+    # Tokens are numbered by their position, so those that text must not produce are renamed: U+2581 occurs in
+    # a word only at its beginning. The lowest score of the others sets the score of unknown characters.
+    highest = float(scores.max())
+    vocabulary = [
+        (token, float(score)) if is_plain and token else (f"{SPACE}{SPACE}{i}", highest)
+        for i, (token, score, is_plain) in enumerate(zip(tokens, scores, plain, strict=True))
+    ]
+    bytes_of_all = {f"<0x{byte:02X}>" for byte in range(256)} <= set(tokens)
+    segmenter = Segmenter(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=bytes_of_all))
+    charsmap = read_charsmap(gguf)
+    if charsmap is not None:
+        segmenter.normalizer = normalizers.Precompiled(charsmap)
+    prepends = flag(gguf, "add_space_prefix", default=True)
+    words: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Metaspace(SPACE, prepend_scheme="always" if prepends else "never")
+    ]
+    if flag(gguf, "remove_extra_whitespaces", default=True):
+        words.insert(0, pre_tokenizers.WhitespaceSplit())
+    segmenter.pre_tokenizer = pre_tokenizers.Sequence(words)
+    return segmenter
+
+
+def _unknown_id(gguf: GGUFFile, tokens: Sequence[str], spelling: str) -> int:
+    stated = special_id(gguf, "unknown", len(tokens))
+    if stated is not None:
+        return stated
+    if spelling not in tokens:
+        raise GGUFError(
+            f"{gguf.path}: tokenizer.ggml.unknown_token_id is missing, and no token is spelled {spelling}"
+        )
+    return tokens.index(spelling)

@@ -1,0 +1,49 @@
+"""Decoding of a stream of tokens, one at a time."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """Bytes and kind of a token."""
+
+    raw: bytes
+    special: bool  # a control token or the unknown token
+    spelled: bool  # recognized by its spelling, instead of by segmentation
+
+
+class TokenDecoder:
+    """Incremental decoder of a stream of token ids, which holds incomplete characters back.
+
+    Created by :meth:`Tokenizer.decoder`. With `strip_prefix`, the decoder removes the space that `encode`
+    inserts before each span of plain text.
+    """
+
+    def __init__(self, piece_of: Callable[[int], Piece], skip_special: bool, strip_prefix: bool) -> None:
+        self._piece_of = piece_of
+        self._skip_special = skip_special
+        self._strip_prefix = strip_prefix
+        self._prefix_next = strip_prefix
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> TokenDecoder:
+        """Return an independent decoder in the same state."""
+        other = TokenDecoder(self._piece_of, self._skip_special, self._strip_prefix)
+        other._prefix_next = self._prefix_next
+        other._utf8.setstate(self._utf8.getstate())
+        return other
+
+    def step(self, token_id: int) -> str:
+        """Add one token and return the text that it completes, which may be empty."""
+        raw, special, spelled = self._piece_of(token_id)
+        if self._prefix_next and not spelled:
+            raw = raw.removeprefix(b" ")
+        self._prefix_next = self._strip_prefix and spelled
+        return "" if special and self._skip_special else self._utf8.decode(raw)
+
+    def flush(self) -> str:
+        """End the stream and return the remaining text: U+FFFD for an incomplete character."""
+        return self._utf8.decode(b"", final=True)

@@ -1,0 +1,107 @@
+"""Tokenizers of encoders as transformers writes them, in the variants that a file can describe.
+
+The tool that records the ids of transformers, and the tests that compare with them, share these definitions.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFWriter
+
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._vocabulary import read_vocabulary
+from metal_prefill.conversion._writing import add_vocabulary
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._tokenizer import Tokenizer
+
+DATA = Path(__file__).parents[1] / "data"
+RECORD = DATA / "transformers_tokenizers.npz"
+WHOLE = 1000  # texts of which all ids are recorded; of the others a checksum is
+PAIRS = 200  # pairs of neighbouring texts
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tokenizer class of transformers with options.
+
+    Attributes
+    ----------
+    vocabulary : str
+        "wordpiece" or "unigram".
+    options : dict
+        Arguments of the class.
+    charsmap : bool
+        Whether a Unigram tokenizer normalizes text.
+    """
+
+    vocabulary: str
+    options: dict[str, Any] = field(default_factory=dict)
+    charsmap: bool = True
+
+
+VARIANTS = {
+    "uncased": Variant("wordpiece", {"do_lower_case": True}),
+    "cased": Variant("wordpiece", {"do_lower_case": False}),
+    "uncased with accents": Variant("wordpiece", {"do_lower_case": True, "strip_accents": False}),
+    "cased without accents": Variant("wordpiece", {"do_lower_case": False, "strip_accents": True}),
+    "ideographs together": Variant("wordpiece", {"tokenize_chinese_chars": False}),
+    "unigram": Variant("unigram"),
+    "unigram as written": Variant("unigram", charsmap=False),
+    "unigram, no prefix": Variant("unigram", {"add_prefix_space": False}),
+}
+
+
+def open_folder(folder: Path) -> Tokenizer:
+    """Convert the vocabulary of a folder, and open it."""
+    writer = GGUFWriter(None, "bert")
+    vocabulary = read_vocabulary(folder, Fields.read_if_present(folder / "config.json"))
+    add_vocabulary(writer, vocabulary, Fields(folder, {"type_vocab_size": 2}))
+    path = folder / "vocabulary.gguf"
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return Tokenizer.from_gguf(GGUFFile(path))
+
+
+def checksums(ids: Iterable[Sequence[int]]) -> npt.NDArray[np.uint32]:
+    """Return a checksum of each list of ids."""
+    return np.array([zlib.crc32(np.array(row, "<i4").tobytes()) for row in ids], np.uint32)
+
+
+def packed(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """Return lists of numbers as one array: each list after its length."""
+    return np.array([n for row in rows for n in (len(row), *row)], np.int32)
+
+
+def unpacked(array: npt.NDArray[np.int32]) -> list[list[int]]:
+    """Return the lists of `packed`."""
+    rows, at = [], 0
+    while at < len(array):
+        n = int(array[at])
+        rows.append(array[at + 1 : at + 1 + n].tolist())
+        at += n + 1
+    return rows
+
+
+def recorded() -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of the record."""
+    with np.load(io.BytesIO(RECORD.read_bytes())) as arrays:
+        return dict(arrays)
+
+
+def write_recorded(folder: Path, name: str, record: dict[str, npt.NDArray[Any]]) -> Path:
+    """Write the tokenizer of a variant as transformers wrote it."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes(record[f"{name}: {file}"].tobytes())
+    assert json.loads((folder / "tokenizer.json").read_bytes())["model"]
+    return folder

@@ -1,0 +1,62 @@
+"""Tokenizers of encoders: the ids of transformers for hostile texts, and what a file must contain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support import encoder_tokenizers as recorded
+from support.encoder_tokenizers import VARIANTS
+from support.hostile_texts import hostile_texts
+
+from metal_prefill.text._tokenizer import Tokenizer
+
+Record = dict[str, npt.NDArray[Any]]
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return recorded.recorded()
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return list(hostile_texts())
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def tokenizer(variant: str, record: Record, tmp_path: Path) -> Tokenizer:
+    return recorded.open_folder(recorded.write_recorded(tmp_path, variant, record))
+
+
+def test_ids_are_those_of_transformers(
+    tokenizer: Tokenizer, variant: str, record: Record, texts: list[str]
+) -> None:
+    made = [tokenizer.frame.text(tokenizer.encode(text, add_bos=False)) for text in texts]
+    expected = recorded.unpacked(record[f"{variant}: ids"])
+    for text, ids, wanted in zip(texts, made, expected, strict=False):
+        assert ids == wanted, repr(text)
+    different = np.flatnonzero(recorded.checksums(made) != record[f"{variant}: checksums"])
+    assert [repr(texts[i]) for i in different] == []
+
+
+def test_pairs_are_those_of_transformers(
+    tokenizer: Tokenizer, variant: str, record: Record, texts: list[str]
+) -> None:
+    made = [tokenizer.encode_pair(texts[i], texts[i + 1]) for i in range(recorded.PAIRS)]
+    assert [pair.ids for pair in made] == recorded.unpacked(record[f"{variant}: pairs"])
+    assert [pair.types for pair in made] == recorded.unpacked(record[f"{variant}: types"])
+
+
+def test_variants_differ_in_the_record(record: Record) -> None:
+    sums = {name: record[f"{name}: checksums"].tobytes() for name in VARIANTS}
+    assert len(set(sums.values())) == len(VARIANTS)
