@@ -82,6 +82,19 @@ def smollm2_path() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """Path of a real model folder, where its package is installed."""
+    try:
+        path = packaged_model("minilm")
+    except MissingExtraError as error:
+        if os.environ.get("METAL_PREFILL_REQUIRE_MODEL"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    assert path is not None
+    return path
+
+
 @pytest.fixture(scope="module")
 def short_demo_path(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Path of the first two of the bundled model's eight layers."""

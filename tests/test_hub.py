@@ -81,11 +81,14 @@ def client(server: Hub, tmp_path: Path) -> Client:
     return Client(tmp_path, server.url)
 
 
-def test_a_repository_without_a_file_is_told_how_to_name_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        HubError, match=r"no such file: owner/repo; to name a file on the Hub, write owner/repo:"
-    ):
-        _hub.resolve_model("owner/repo")
+def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp_path: Path) -> None:
+    messages = {
+        "tiny/model": "tiny/model does not have config.json and model.safetensors; write tiny/model:FILE for "
+        "one of more/tiny.F16.gguf, tiny.Q4_0.gguf, tiny.Q8_0.gguf",
+        "tiny/empty": "tiny/empty does not have config.json and model.safetensors, and no GGUF files",
+        "tiny/absent": "repository tiny/absent does not exist on the Hub, or is private",
+    }
+    assert [answer.get("error") for answer in client.ask(*messages)] == list(messages.values())
     assert _hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
 
 

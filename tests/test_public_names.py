@@ -17,8 +17,16 @@ PUBLIC = {
     "metal_prefill.bench": ["BenchError", "BenchResults", "Row", "ServingResults", "run", "run_serving"],
     "metal_prefill.chat": ["Conversation"],
     "metal_prefill.cli": ["main"],
+    "metal_prefill.conversion": ["TENSOR_TYPES", "convert"],
     "metal_prefill.errors": [name for name in metal_prefill.__all__ if name.endswith("Error")],
-    "metal_prefill.files": ["GGUFFile", "ModelConfig", "TensorInfo", "fetch", "resolve_model"],
+    "metal_prefill.files": [
+        "GGUFFile",
+        "ModelConfig",
+        "TensorInfo",
+        "fetch",
+        "fetch_folder",
+        "resolve_model",
+    ],
     "metal_prefill.generation": ["Beam", "Options", "Sampler", "Scheduler", "Stream"],
     "metal_prefill.gpu": [],
     "metal_prefill.integrations": [

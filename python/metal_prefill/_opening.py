@@ -10,10 +10,10 @@ from pathlib import Path
 from metal_prefill import _core
 from metal_prefill._engine import Engine
 from metal_prefill._support.cache_folder import pipeline_folder, remove_old_pipelines
+from metal_prefill.conversion._local_file import local_file
 from metal_prefill.errors import DeviceError, GGUFError, MetalPrefillError
 from metal_prefill.files import _pack_cache
 from metal_prefill.files._architecture import ModelConfig, collect_tensors, core_config, read_config
-from metal_prefill.files._bundled_models import packaged_model
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._pooled_head import read_head
 
@@ -81,7 +81,7 @@ def open_engine(
         options.metal.pipeline_folder = pipeline_folder(_core.has_emulator)
         if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
             options.metal.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
-    gguf = GGUFFile(default_model_path() if path is None else packaged_model(path) or Path(path), mmap=mmap)
+    gguf = GGUFFile(default_model_path() if path is None else local_file(path), mmap=mmap)
     config = read_config(gguf)
     if max_context is not None:
         options.max_context = min(max_context, config.context_length)

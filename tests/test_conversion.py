@@ -1,0 +1,173 @@
+"""Model folders of the Hub: the file that is written, what a folder must contain, and how it is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, quants
+from support import model_folders
+from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, with_head
+
+from metal_prefill.conversion import TENSOR_TYPES, convert
+
+CLASSES = {
+    "BertForSequenceClassification": {
+        "bert.pooler.dense.weight": (DIM, DIM),
+        "bert.pooler.dense.bias": (DIM,),
+        "classifier.weight": (3, DIM),
+        "classifier.bias": (3,),
+    },
+    "BertForTokenClassification": {"classifier.weight": (3, DIM), "classifier.bias": (3,)},
+    "XLMRobertaForSequenceClassification": {
+        "classifier.dense.weight": (DIM, DIM),
+        "classifier.dense.bias": (DIM,),
+        "classifier.out_proj.weight": (1, DIM),
+        "classifier.out_proj.bias": (1,),
+    },
+}
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Folder:
+    return model_folders.bert(tmp_path / "bert")
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata and the dequantized tensors of a file, as the gguf package reads them."""
+    reader = GGUFReader(path)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {
+        t.name: quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors
+    }
+    return fields, tensors
+
+
+def test_weights_and_shape_of_bert_are_written(bert: Folder, tmp_path: Path) -> None:
+    fields, tensors = read(convert(bert.write(), tmp_path / "bert.gguf"))
+    source = bert.tensors
+    assert np.array_equal(tensors["token_embd.weight"], source["embeddings.word_embeddings.weight"])
+    assert np.array_equal(tensors["position_embd.weight"], source["embeddings.position_embeddings.weight"])
+    assert np.array_equal(tensors["token_types.weight"], source["embeddings.token_type_embeddings.weight"])
+    for ours, theirs in {
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    }.items():
+        for end in ("weight", "bias"):
+            values = source[f"encoder.layer.1.{theirs}.{end}"]
+            assert np.array_equal(tensors[f"blk.1.{ours}.{end}"], values), ours
+    assert len(tensors) == len(source)
+    expected = {
+        "general.architecture": "bert",
+        "general.name": "bert",
+        "bert.block_count": LAYERS,
+        "bert.embedding_length": DIM,
+        "bert.feed_forward_length": FFN,
+        "bert.attention.head_count": HEADS,
+        "bert.context_length": CONTEXT,
+        "bert.attention.layer_norm_epsilon": np.float32(1e-12),
+        "bert.attention.causal": False,
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.token_type_count": 2,
+        "tokenizer.ggml.normalizer.lowercase": True,
+    }
+    assert {key: fields.get(key) for key in expected} == expected
+    assert "bert.pooling_type" not in fields
+
+
+def test_positions_of_xlm_r_begin_after_the_padding_token(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m", "XLMRobertaModel", "unigram")
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    positions = folder.tensors["embeddings.position_embeddings.weight"]
+    assert np.array_equal(tensors["position_embd.weight"], positions[2:])
+    assert fields["bert.context_length"] == CONTEXT - 2
+    assert fields["tokenizer.ggml.model"] == "t5"
+    assert fields["tokenizer.ggml.add_sep_token"] is True
+    assert len(fields["tokenizer.ggml.precompiled_charsmap"]) > 100_000
+
+
+@pytest.mark.parametrize(("mode", "number"), [("mean_tokens", 1), ("cls_token", 2), ("lasttoken", 3)])
+def test_pooling_and_dense_layers_are_those_of_the_modules(
+    bert: Folder, tmp_path: Path, mode: str, number: int
+) -> None:
+    bert.pool(mode, dense=16)
+    fields, tensors = read(convert(bert.write(), tmp_path / "m.gguf"))
+    assert fields["bert.pooling_type"] == number
+    assert (fields["bert.dense_2_feat_in"], fields["bert.dense_2_feat_out"]) == (DIM, 16)
+    assert np.array_equal(tensors["dense_2.weight"], model_folders.values((16, DIM)))
+    assert fields["bert.embedding_normalize"] is True
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_heads_are_written_under_their_names_in_gguf(tmp_path: Path, name: str) -> None:
+    count = next(
+        shape[0] for key, shape in CLASSES[name].items() if key.endswith(("classifier.bias", "proj.bias"))
+    )
+    labels = {str(i): f"label {i}" for i in range(count)}
+    variant = "unigram" if "Roberta" in name else "uncased"
+    folder = with_head(model_folders.bert(tmp_path / "m", name, variant, id2label=labels), CLASSES[name])
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    sources = [key for key in CLASSES[name] if key.endswith("weight")]
+    assert np.array_equal(tensors["cls.output.weight"], folder.tensors[sources[-1]])
+    if len(sources) == 2:
+        assert np.array_equal(tensors["cls.weight"], folder.tensors[sources[0]])
+    assert ("cls.weight" in tensors) == (len(sources) == 2)
+    assert fields["bert.pooling_type"] == (0 if "Token" in name else 4)
+    assert fields["bert.classifier.output_labels"] == list(labels.values())
+
+
+def test_labels_without_names_and_unused_tensors_are_left_out(tmp_path: Path) -> None:
+    shapes = {
+        "classifier.weight": (2, DIM),
+        "bert.embeddings.position_ids": (1, CONTEXT),
+        "cls.predictions.bias": (7,),
+        "bert.pooler.dense.weight": (DIM, DIM),
+        "bert.pooler.dense.bias": (DIM,),
+    }
+    labels = {"0": "LABEL_0", "1": "LABEL_1"}
+    folder = model_folders.bert(tmp_path / "m", "BertForTokenClassification", id2label=labels)
+    fields, tensors = read(convert(with_head(folder, shapes).write(), tmp_path / "m.gguf"))
+    assert "bert.classifier.output_labels" not in fields
+    assert len(tensors) == len(folder.tensors) - 4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TENSOR_TYPES if not kind.startswith("TQ")])
+def test_matrices_have_the_type_asked_for(bert: Folder, tmp_path: Path, kind: str) -> None:
+    path = convert(bert.write(), tmp_path / "m.gguf", tensor_type=kind)
+    types = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    wanted = "F32" if kind == "auto" else kind
+    assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == wanted
+    others = ("position_embd.weight", "token_types.weight", "blk.0.attn_q.bias", "token_embd_norm.weight")
+    assert {types[name] for name in others} == {"F32"}
+    _, tensors = read(path)
+    error = tensors["blk.0.ffn_up.weight"] - bert.tensors["encoder.layer.0.intermediate.dense.weight"]
+    bound = {"F32": 0, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 8e-3}.get(wanted, 0.3)
+    assert np.sqrt(np.mean(error**2)) <= bound * 0.1
+
+
+def test_rows_that_no_block_fits_become_16_bit(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    path = convert(folder.write(), tmp_path / "m.gguf", tensor_type="TQ2_0")
+    types = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    assert types["blk.0.attn_q.weight"] == "F16"
+
+
+def test_bfloat16_weights_stay_as_they_are(bert: Folder, tmp_path: Path) -> None:
+    bert.write()
+    model_folders.save_bfloat16(bert.tensors, bert.path / "model.safetensors")
+    path = convert(bert.path, tmp_path / "m.gguf")
+    _, tensors = read(path)
+    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    assert kinds["blk.1.ffn_down.weight"] == "BF16"
+    stored = tensors["blk.1.ffn_down.weight"].view(np.uint32)
+    assert np.array_equal(
+        stored, bert.tensors["encoder.layer.1.output.dense.weight"].view(np.uint32) >> 16 << 16
+    )
