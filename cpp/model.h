@@ -41,7 +41,8 @@ struct Config {
   RopeScaling rope_scaling = RopeScaling::kNone;
   float rope_factor = 1.0f;       // context extension factor
   int rope_original_context = 0;  // YaRN: context length before extension
-  float rope_attn_factor = 1.0f;  // YaRN: multiplies the magnitude
+  float rope_attn_factor = 1.0f;  // multiplies the magnitude
+  bool rope_long = false;         // LongRoPE: rope_long divides the frequencies, otherwise rope_short
   float rope_beta_fast = 32.0f;   // YaRN
   float rope_beta_slow = 1.0f;    // YaRN
 

@@ -18,7 +18,13 @@ float yarn_dimension(const Config& c, float base, float rotations) {
          (2.0f * std::log(base));
 }
 
-// Scaling and rope_freqs applied.
+// Divisors of the frequencies; an absent tensor if the model has none.
+const Tensor& factors_of(const Model& model) {
+  if (model.rope_freqs) return model.rope_freqs;
+  return model.config.rope_long ? model.rope_long : model.rope_short;
+}
+
+// Scaling and factors applied.
 Rope rope_of(const Model& model, int layer) {
   const Config& c = model.config;
   const float base = c.layer_rope_base.empty() ? c.rope_base : c.layer_rope_base[std::size_t(layer)];
@@ -29,19 +35,19 @@ Rope rope_of(const Model& model, int layer) {
     low = std::max(0.0f, std::floor(yarn_dimension(c, base, c.rope_beta_fast)));
     high = std::min(float(c.rope_dim - 1), std::ceil(yarn_dimension(c, base, c.rope_beta_slow)));
   }
-  const auto* freq_factors = reinterpret_cast<const float*>(model.rope_freqs.data);
+  const Tensor& factors = factors_of(model);
+  const auto* values = reinterpret_cast<const float*>(factors.data);
 
-  for (std::size_t i = 0; freq_factors && i < std::size_t(model.rope_freqs.cols); ++i)
-    if (const bool usable = freq_factors[i] > 0 && std::isfinite(freq_factors[i]); !usable)
-      throw std::invalid_argument("tensor " + model.rope_freqs.name + " has the value " +
-                                  std::to_string(freq_factors[i]) + " at index " + std::to_string(i) +
-                                  ", it must be positive and finite");
+  for (std::size_t i = 0; values && i < std::size_t(factors.cols); ++i)
+    if (const bool usable = values[i] > 0 && std::isfinite(values[i]); !usable)
+      throw std::invalid_argument("tensor " + factors.name + " has the value " + std::to_string(values[i]) +
+                                  " at index " + std::to_string(i) + ", it must be positive and finite");
 
   Rope rope;
   rope.frequencies.resize(std::size_t(c.rope_dim / 2));
   for (std::size_t i = 0; i < rope.frequencies.size(); ++i) {
     double frequency = std::pow(double(base), -2.0 * double(i) / double(c.rope_dim));
-    if (freq_factors) frequency /= double(freq_factors[i]);
+    if (values) frequency /= double(values[i]);
     if (yarn) {
       // Fast dimensions keep their frequency, slow ones are interpolated, those between are blended.
       const double ramp = std::clamp((double(i) - low) / std::max(0.001, double(high) - low), 0.0, 1.0);

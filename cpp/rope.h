@@ -1,4 +1,4 @@
-// Rotary position embedding on the host: how far each pair of dimensions turns, layer by layer.
+// Rotary position embedding on the host: the rotation of each pair of dimensions, for each layer.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +12,19 @@ struct Rotation {
   float cos, sin;
 };
 
-// The turns of a layer.
+// The rotations of a layer.
 struct Rope {
   std::vector<float> frequencies;  // [rope_dim / 2] radians per position
-  float magnitude = 1;             // multiplies cos and sin; 1 but for YaRN
+  float magnitude = 1;             // multiplies cos and sin
 
-  // Of a pair at a position. The angle is taken in double precision: in float32, one of many thousand radians
-  // would be off by more than the weights' own error.
+  // The rotation of a pair at a position. The angle is computed in double precision: the error of an angle of
+  // many thousand radians in float32 would exceed the quantization error of the weights.
   Rotation at(std::size_t position, std::size_t pair) const;
 
   bool operator==(const Rope&) const = default;
 };
 
-// Layers that turn alike share a rope.
+// Layers with the same rotations share a rope.
 struct Ropes {
   explicit Ropes(const Model& model);
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -329,6 +329,50 @@ def test_every_layer_of_phi3_has_the_window_that_the_file_states(open_model: Ope
     config = read_config(open_model(metadata, architecture="phi3"))
     assert config.layer_window == (8,) * LAYERS
     assert config.rope_style == "neox"
+
+
+def test_a_window_of_zero_is_none(open_model: Open) -> None:
+    config = read_config(open_model({"phi3.attention.sliding_window": integer(0)}, architecture="phi3"))
+    assert config.layer_window == ()
+
+
+@pytest.fixture
+def long_rope(tmp_path: Path) -> Iterator[GGUFFile]:
+    """Model with factors for long and for short contexts: 64 positions, extended to 1,024."""
+    with GGUFFile(small_models.write(tmp_path / "m.gguf", small_models.MODELS["phi3, long rope"])) as gguf:
+        yield gguf
+
+
+@pytest.mark.parametrize(
+    ("max_context", "long", "context"),
+    [(None, True, 1024), (65, True, 1024), (64, False, 64), (2048, True, 1024)],
+)
+def test_the_context_that_a_model_is_opened_for_selects_the_factors_of_long_rope(
+    long_rope: GGUFFile, max_context: int | None, long: bool, context: int
+) -> None:
+    config = read_config(long_rope, max_context)
+    assert (config.rope_long, config.context_length, config.rope_original_context) == (long, context, 64)
+    assert config.rope_attn_factor == pytest.approx(math.sqrt(1 + math.log(16) / math.log(64)))
+
+
+def test_long_rope_requires_both_tensors(long_rope: GGUFFile) -> None:
+    long_rope.tensors.pop("rope_factors_short.weight")
+    with pytest.raises(GGUFError, match=r"tensor rope_factors_short\.weight is missing, which LongRoPE"):
+        read_config(long_rope)
+
+
+def test_the_type_of_long_rope_requires_its_tensors(open_model: Open) -> None:
+    metadata = {"phi3.rope.scaling.type": string("longrope")}
+    with pytest.raises(GGUFError, match=r"tensor rope_factors_long\.weight is missing, which LongRoPE"):
+        read_config(open_model(metadata, architecture="phi3"))
+    metadata["phi3.rope.scaling.factor"] = number(4.0)
+    with pytest.raises(UnsupportedModelError, match=r"scaling\.factor 4\.0 together with LongRoPE"):
+        read_config(open_model(metadata, architecture="phi3"))
+
+
+def test_the_attention_factor_needs_no_type_of_scaling(open_model: Open) -> None:
+    config = read_config(open_model({SCALING + "attn_factor": number(1.25)}))
+    assert config == replace(PLAIN, rope_attn_factor=1.25)
 
 
 @pytest.fixture(scope="module")

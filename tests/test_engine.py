@@ -69,6 +69,19 @@ def test_logits_match_the_reference_on_every_kind_of_model(
         assert_close(device, logits, reference(path).forward([*ids, 3]).logits[-1])
 
 
+def test_a_model_opened_for_its_original_context_has_the_short_factors_of_long_rope(
+    device: str, model_path: Callable[[str], Path]
+) -> None:
+    path = model_path("phi3, long rope")
+    ids = prompt(64, MODELS["phi3, long rope"].vocab)
+    expected = ReferenceModel(path, context=64).forward(ids).logits[-1]
+    with Model(path, device=device, compute="f32", kv_dtype="f32", max_context=64) as model:
+        assert_close(device, model.forward_prompt_logits(ids), expected)
+        with pytest.raises(ValueError, match="max_context 65 is outside 1 to 64"):
+            model.session(max_context=65)
+    assert nmse(reference(path).forward(ids).logits[-1], expected) > 1e-3  # those of long contexts
+
+
 @pytest.mark.parametrize("name", [n for n in MODELS if n.startswith("type ")])
 def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callable[[str], Path]) -> None:
     path = model_path(name)

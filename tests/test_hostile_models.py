@@ -103,18 +103,26 @@ def test_frequencies_that_are_not_finite_are_refused(device: str, tmp_path: Path
         Model(write(tmp_path / "m.gguf", model), device=device)
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "max_context"),
+    [
+        ("rope frequency factors", "rope_freqs.weight", None),
+        ("phi3, long rope", "rope_factors_long.weight", None),
+        ("phi3, long rope", "rope_factors_short.weight", 64),
+    ],
+)
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_frequency_factors_are_positive_numbers(device: str, tmp_path: Path, value: float) -> None:
-    llama3 = write(tmp_path / "plain.gguf", MODELS["rope frequency factors"])
+def test_frequency_factors_are_positive_numbers(
+    device: str, tmp_path: Path, value: float, model: str, name: str, max_context: int | None
+) -> None:
+    plain = write(tmp_path / "plain.gguf", MODELS[model])
 
     def change(values: Any) -> None:
         values[1] = value
 
-    path = with_tensor(tmp_path / "m.gguf", llama3, "rope_freqs.weight", change)
-    with pytest.raises(
-        GGUFError, match=rf"{path.name}: tensor rope_freqs.weight has the value .* at index 1"
-    ):
-        Model(path, device=device)
+    path = with_tensor(tmp_path / "m.gguf", plain, name, change)
+    with pytest.raises(GGUFError, match=rf"{path.name}: tensor {name} has the value .* at index 1"):
+        Model(path, device=device, max_context=max_context)
 
 
 def test_more_layers_than_an_engine_takes_are_the_files_error(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_recorded(tmp_path / "model.gguf", IN_FLOAT32[name], recorded, name, TRANSFORMERS_TOLERANCE)
 
 
+def test_short_texts_have_other_factors_of_long_rope(tmp_path: Path) -> None:
+    tokens = comparison.short_tokens()
+    path = small_models.write(tmp_path / "model.gguf", IN_FLOAT32[comparison.LONG_ROPE])
+    logits = ReferenceModel(path, context=len(tokens)).forward(tokens).logits[-1]
+    with np.load(comparison.TRANSFORMERS_LOGITS) as recorded:
+        expected = recorded[comparison.LONG_ROPE_SHORT].astype(np.float64)
+    assert np.abs(logits - expected).max() <= TRANSFORMERS_TOLERANCE * np.abs(expected).max()
+
+
 def assert_vectors(path: Path, model: SmallModel, expected: npt.NDArray[np.float64], within: float) -> None:
     """Hold the reference to vectors of another program, one for each text."""
     reference = ReferenceModel(small_models.write(path, model))
@@ -83,7 +92,7 @@ def test_every_architecture_was_recorded_by_both() -> None:
     assert architectures == set(ARCHITECTURES)
     with np.load(comparison.LOGITS) as llama_cpp, np.load(comparison.TRANSFORMERS_LOGITS) as transformers:
         assert set(llama_cpp) == set(COMPARED)
-        assert set(transformers) == set(IN_FLOAT32)
+        assert set(transformers) == {*IN_FLOAT32, comparison.LONG_ROPE_SHORT}
 
 
 def test_log_probs_are_normalized_and_of_the_next_token(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from support.small_models import MODELS, write
 
 from metal_prefill import (
     ClosedError,
@@ -264,6 +265,21 @@ def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path)
         copy.write_bytes(content)
         seen.add(_session_file.fingerprint(GGUFFile(copy)))
     assert len(seen) == 1 + len(places)
+
+
+def test_a_state_belongs_to_the_factors_of_long_rope_that_it_was_computed_with(
+    device: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["phi3, long rope"])
+    with Model(path, device=device, max_context=64) as short:
+        session = short.session()
+        session.forward_prompt(np.arange(9))
+        session.save(tmp_path / "state")
+    with (
+        Model(path, device=device) as model,
+        pytest.raises(StateError, match=r"another model, 'm\.gguf' .* 'm\.gguf for long contexts'"),
+    ):
+        model.load_session(tmp_path / "state")
 
 
 def test_another_cache_dtype_is_refused(device: str, demo_path: Path, saved: Path) -> None:

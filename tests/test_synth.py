@@ -178,6 +178,21 @@ def test_yarn_rope_scaling_is_stated(tmp_path: Path) -> None:
     assert value(reader, "llama.rope.scaling.original_context_length") == 256 // 4
 
 
+def test_long_rope_has_two_tensors_and_the_published_factor_of_magnitude(tmp_path: Path) -> None:
+    path = synth.synthesize(
+        tmp_path / "m.gguf", preset="tiny", architecture="phi3", rope_scaling="longrope", rope_factor=4.0
+    )
+    reader = GGUFReader(path)
+    assert value(reader, "phi3.rope.scaling.original_context_length") == 256 // 4
+    magnitude = math.sqrt(1 + math.log(4) / math.log(64))
+    assert value(reader, "phi3.rope.scaling.attn_factor") == pytest.approx(magnitude)
+    long, short = (weights(path)[f"rope_factors_{name}.weight"] for name in ("long", "short"))
+    assert (long[0], long[-1], short[0]) == (1.0, 4.0, 1.0)
+    assert 1.0 < short[-1] < 2.0
+    with Model(path, device="cpu") as model:
+        assert 0 <= model.forward_prompt(np.arange(3)) < model.config.vocab_size
+
+
 def test_llama3_rope_factors_leave_short_waves_and_stretch_long_ones(tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf",
@@ -287,6 +302,7 @@ def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
         ({"rope_dims": 34}, "rope_dims 34"),
         ({"rope_dims": 7}, "rope_dims 7"),
         ({"rope_scaling": "dynamic"}, "rope_scaling 'dynamic'"),
+        ({"rope_scaling": "longrope"}, "rope_scaling 'longrope': architecture llama with"),
         ({"rope_base": math.inf}, "rope_base inf"),
         ({"rope_factor": 0.0}, "rope_factor 0.0"),
         ({"seed": -1}, "seed -1"),

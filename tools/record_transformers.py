@@ -67,11 +67,22 @@ ARCHITECTURE_NAMES = {
 }
 
 
-def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
+def tensor(path: Path, name: str) -> npt.NDArray[np.float32]:
+    """Return a tensor of a file, in float32."""
+    return np.array(next(t.data for t in GGUFReader(path).tensors if t.name == name))
+
+
+def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
     """Convert the file's metadata to a transformers configuration."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_scaling in ("linear", "yarn"):
         rope |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling == "longrope":
+        rope |= {
+            "rope_type": "longrope",
+            "long_factor": tensor(path, "rope_factors_long.weight").tolist(),
+            "short_factor": tensor(path, "rope_factors_short.weight").tolist(),
+        }
     if model.rope_scaling == "yarn":
         rope |= {"original_max_position_embeddings": model.original_context}
     settings: dict[str, Any] = {
@@ -89,6 +100,8 @@ def config_of(model: SmallModel) -> transformers.PreTrainedConfig:
         "attn_implementation": "eager",
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
+    if model.rope_scaling == "longrope":
+        settings["original_max_position_embeddings"] = model.original_context
     if model.architecture in ("llama", "granite"):
         settings["attention_bias"] = model.qkv_bias
     if model.architecture == "granite":
@@ -118,7 +131,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
     for tensor in GGUFReader(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
         *layer, part = stem.split(".")
-        if part == "rope_freqs" or stem.startswith(("dense_", "cls")):
+        if part.startswith("rope_f") or stem.startswith(("dense_", "cls")):
             continue
         prefix = f"model.layers.{layer[1]}." if layer else ""
         data = np.array(tensor.data, dtype=np.float32)
@@ -133,7 +146,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
 
 def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     """Create the transformers model of a file; every weight on either side has a counterpart."""
-    made = transformers.AutoModelForCausalLM.from_config(config_of(model)).float().eval()
+    made = transformers.AutoModelForCausalLM.from_config(config_of(path, model)).float().eval()
     weights = dict(weights_of(path, model))
     if model.output is None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -142,14 +155,13 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
             weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(model.dim)
     made.load_state_dict(weights, strict=True)
     if model.rope_scaling == "freqs":
-        factors = next(t.data for t in GGUFReader(path).tensors if t.name == "rope_freqs.weight")
-        made.model.rotary_emb.inv_freq /= torch.from_numpy(np.array(factors))
+        made.model.rotary_emb.inv_freq /= torch.from_numpy(tensor(path, "rope_freqs.weight"))
     return made
 
 
 def vectors(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
     """Compute the pooled vector of each text, after dense layers where the model has them, or its classes."""
-    config = config_of(model)
+    config = config_of(path, model)
     if model.architecture == "gemma-embedding":
         # The class takes half of the window that it is given, and the token itself.
         config = transformers.AutoConfig.for_model(
@@ -178,10 +190,10 @@ def vectors(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
     return np.array(results)
 
 
-def last_logits(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
-    """Compute the logits after the last token of the common prompt."""
+def last_logits(path: Path, model: SmallModel, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Compute the logits after the last token of a prompt."""
     with torch.inference_mode():
-        ids = torch.from_numpy(comparison.tokens_for(model))[None]
+        ids = torch.from_numpy(tokens)[None]
         logits: npt.NDArray[np.float32] = load(path, model)(ids).logits[0, -1].numpy()
     return logits
 
@@ -202,7 +214,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, model in comparison.models_in_float32():
             path = small_models.write(Path(folder) / "model.gguf", model)
-            recorded[name] = last_logits(path, model)
+            recorded[name] = last_logits(path, model, comparison.tokens_for(model))
+            if name == comparison.LONG_ROPE:
+                short = last_logits(path, model, comparison.short_tokens())
+                recorded[comparison.LONG_ROPE_SHORT] = short
             print(f"{name}: {recorded[name].std():.3f}")
     np.savez_compressed(comparison.TRANSFORMERS_LOGITS, allow_pickle=False, **recorded)
     with tempfile.TemporaryDirectory() as folder:

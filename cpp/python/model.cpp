@@ -129,6 +129,7 @@ void bind_model(nb::module_& m) {
       .def_rw("rope_factor", &Config::rope_factor)
       .def_rw("rope_original_context", &Config::rope_original_context)
       .def_rw("rope_attn_factor", &Config::rope_attn_factor)
+      .def_rw("rope_long", &Config::rope_long)
       .def_rw("rope_beta_fast", &Config::rope_beta_fast)
       .def_rw("rope_beta_slow", &Config::rope_beta_slow)
       .def_rw("activation", &Config::activation)

@@ -97,8 +97,12 @@ class Engine:
     @cached_property
     def state_owner(self) -> _session_file.Owner:
         """Identity of the model in saved sessions."""
+        variant = "long contexts" if self.config.rope_long else ""
         return _session_file.Owner(
-            self.config, self.kv_dtype, _session_file.fingerprint(self.gguf), self.path.name
+            self.config,
+            self.kv_dtype,
+            _session_file.fingerprint(self.gguf, variant),
+            f"{self.path.name} for {variant}" if variant else self.path.name,
         )
 
     def session(self, max_context: int | None = None, prefix_namespace: str = "") -> _core.Session:

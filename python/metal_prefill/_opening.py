@@ -82,7 +82,7 @@ def open_engine(
         if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
             options.metal.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
     gguf = GGUFFile(default_model_path() if path is None else local_file(path), mmap=mmap)
-    config = read_config(gguf)
+    config = read_config(gguf, max_context)
     if max_context is not None:
         options.max_context = min(max_context, config.context_length)
     head = read_head(gguf, config.architecture, config.dim)

@@ -53,7 +53,8 @@ class Model(GenerationMethods, TaskMethods):
         fraction of a second; if it computes wrong results, ``"auto"`` takes the CPU and logs a warning.
     max_context
         Limit of the position, in tokens; at most, and by default, the model's context length. Memory grows
-        by use.
+        by use. A model with LongRoPE uses its factors for short contexts if the limit is at most its original
+        context.
     threads
         CPU threads; by default one per core available to the process.
     compute

@@ -146,6 +146,13 @@ SHARED = (
         (_MODELS, "-k", "yarn and cpu"),
     ),
     Mutant(
+        "cpp/rope.cpp",
+        "model.config.rope_long ? model.rope_long : model.rope_short",
+        "model.config.rope_long ? model.rope_short : model.rope_long",
+        "LongRoPE uses the factors of short contexts for long ones",
+        (_MODELS, "-k", "long and cpu"),
+    ),
+    Mutant(
         "cpp/sampling.cpp",
         "if (before + half >= target) {",
         "if (before + half > target + 1) {",

@@ -235,6 +235,10 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerV
     return path
 
 
+LONG_ROPE = "phi3, long rope"  # its factors depend on the length of a text, or on the context
+LONG_ROPE_SHORT = f"{LONG_ROPE}, short text"
+
+
 def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
     """Models of the catalogue that others take; those whose point is not a tensor type are in float32.
 
@@ -251,9 +255,12 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
 
 
 def compared_models() -> Iterator[tuple[str, SmallModel]]:
-    """Models that are compared with llama.cpp, which knows windows of exaone4 only in models of 64 layers."""
+    """Models that are compared with llama.cpp.
+
+    It supports windows of exaone4 only in models of 64 layers. LongRoPE is compared with transformers alone.
+    """
     for name, model in _comparable_models():
-        if not (model.architecture == "exaone4" and model.window):
+        if not (model.architecture == "exaone4" and model.window) and name != LONG_ROPE:
             yield name, model
 
 
@@ -270,6 +277,11 @@ def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the tokens of the texts whose vectors are recorded."""
     for n in VECTOR_LENGTHS:
         yield np.random.default_rng(n).integers(0, model.vocab, n)
+
+
+def short_tokens() -> npt.NDArray[np.int64]:
+    """Return a prompt as long as the original context of the model with LongRoPE."""
+    return tokens_for(MODELS[LONG_ROPE])[: MODELS[LONG_ROPE].original_context]
 
 
 def tokens_for(model: SmallModel) -> npt.NDArray[np.int64]:

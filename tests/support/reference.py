@@ -61,11 +61,19 @@ class ReferenceModel:
     kv_dtype
         Type that keys and values are rounded to before attention reads them, as in a KV cache of that type;
         ``"q8_0"`` for blocks of that format.
+    context
+        Number of positions, which decides between the factors of LongRoPE; None selects that of the file.
     """
 
-    def __init__(self, path: str | Path, kv_dtype: npt.DTypeLike | Literal["q8_0"] = np.float64) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        kv_dtype: npt.DTypeLike | Literal["q8_0"] = np.float64,
+        context: int | None = None,
+    ) -> None:
         reader = GGUFReader(path)
         self.kv_dtype = kv_dtype
+        self._context = context
         self.metadata = {key: field.contents() for key, field in reader.fields.items()}
         self.tensors: dict[str, Array] = {
             t.name: quants.dequantize(t.data, t.tensor_type).astype(np.float64) for t in reader.tensors
@@ -194,6 +202,11 @@ class ReferenceModel:
         frequencies: Array = base ** (-2.0 * pairs / self.rope_dim)
         if "rope_freqs.weight" in self.tensors:
             frequencies = frequencies / self.tensors["rope_freqs.weight"]
+        if "rope_factors_long.weight" in self.tensors:  # LongRoPE, arXiv:2402.13753
+            context = self._context or self._key("context_length")
+            long = context > self._key("rope.scaling.original_context_length")
+            factors = self.tensors[f"rope_factors_{'long' if long else 'short'}.weight"]
+            return frequencies / factors, self._key("rope.scaling.attn_factor")
         kind = "none" if windowed else self._key("rope.scaling.type", "none")
         factor = self._key("rope.scaling.factor", 1.0)
         if kind == "linear":

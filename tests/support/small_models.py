@@ -51,7 +51,8 @@ class SmallModel:
     value_dim
         None stands for `key_dim`.
     rope_scaling
-        "none", "linear", "yarn", or "freqs" for a tensor that divides the frequencies, as Llama 3 has.
+        "none", "linear", "yarn", "freqs" for a tensor that divides the frequencies, as Llama 3 has, or
+        "longrope" for a tensor for long and one for short contexts, as Phi 3 has.
     scales
         Keys of the metadata, after the architecture, and their values.
     qkv_bias
@@ -172,6 +173,9 @@ MODELS: dict[str, SmallModel] = {
     "exaone4, windows": SmallModel(architecture="exaone4", layers=5, dim=128, window=16),
     "ernie4_5": SmallModel(architecture="ernie4_5", key_dim=64),
     "phi3": SmallModel(architecture="phi3", dim=128, kv_heads=4),
+    "phi3, long rope": SmallModel(
+        architecture="phi3", dim=128, kv_heads=4, rope_scaling="longrope", original_context=64
+    ),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
 }
@@ -272,7 +276,10 @@ def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
 
 # Norms in the order in which numbers are drawn for them.
 _NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
-_OUTSIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
+_OUTSIDE = (
+    *("token_embd.weight", "output_norm.weight", "output.weight"),
+    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
+)
 _ROLES = (Role.MATRIX, Role.NORM, Role.BIAS)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
@@ -293,7 +300,8 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
         return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
-        return np.geomspace(1.0, 8.0, tensor.count, dtype=np.float32).view(np.uint8)
+        last = 2.0 if "short" in tensor.name else 8.0
+        return np.geomspace(1.0, last, tensor.count, dtype=np.float32).view(np.uint8)
     return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
 
 

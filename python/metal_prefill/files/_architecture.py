@@ -58,10 +58,13 @@ class ModelConfig:
     rope_factor : float
         Factor by which the scaling extends the context.
     rope_original_context : int
-        YaRN: context length before the extension; 0 otherwise.
-    rope_attn_factor, rope_beta_fast, rope_beta_slow : float
-        YaRN: factor of the magnitude, and the rotations within the original context between which frequencies
-        are blended (arXiv:2309.00071).
+        YaRN and LongRoPE: context length before the extension; 0 otherwise.
+    rope_attn_factor : float
+        Factor of the magnitude of rotated values.
+    rope_long : bool
+        LongRoPE: whether the factors of long contexts divide the frequencies, or those of short ones.
+    rope_beta_fast, rope_beta_slow : float
+        YaRN: rotations within the original context between which frequencies are blended (arXiv:2309.00071).
     activation : {"silu", "gelu"}
         Activation of the feed-forward gate; ``"gelu"`` is the tanh approximation.
     embedding_scale : float
@@ -105,6 +108,7 @@ class ModelConfig:
     rope_factor: float = 1.0
     rope_original_context: int = 0
     rope_attn_factor: float = 1.0
+    rope_long: bool = False
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
     activation: Activation = "silu"
@@ -132,9 +136,10 @@ class Architecture:
 
     Attributes
     ----------
-    qkv_bias, qk_norm, pre_norms, post_norms : {"required", "optional", "absent"}
+    qkv_bias, qk_norm, pre_norms, post_norms, long_rope : {"required", "optional", "absent"}
         Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: biases of q, k and v;
-        RMSNorm of q and k; RMSNorm of the inputs of attention and feed-forward; and RMSNorm of their outputs.
+        RMSNorm of q and k; RMSNorm of the inputs of attention and feed-forward; RMSNorm of their outputs; and
+        the factors of LongRoPE.
     rope_free_every : int
         Every n-th layer does not rotate; 0 means that every layer rotates.
     window : {"required", "optional", "absent"}
@@ -164,6 +169,7 @@ class Architecture:
     qk_norm: Presence = "absent"
     pre_norms: Presence = "required"
     post_norms: Presence = "absent"
+    long_rope: Presence = "absent"
     rope_free_every: int = 0
     window: Presence = "absent"
     window_period: int = 0
@@ -210,6 +216,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture(qkv_bias="optional"),
     "phi3": Architecture(
         rope_style="neox",
+        long_rope="optional",
         window="optional",
         fused={"attn_qkv": ("wq", "wk", "wv"), "ffn_up": ("w_gate", "w_up")},
     ),
@@ -260,8 +267,16 @@ def core_config(config: ModelConfig) -> _core.Config:
     return core
 
 
-def read_config(gguf: GGUFFile) -> ModelConfig:
+def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     """Read and check the hyperparameters of a file.
+
+    Parameters
+    ----------
+    gguf
+        The file.
+    max_context
+        Largest position that the model is opened for; None selects that of the file. It decides which factors
+        of LongRoPE a model uses. With those of short contexts, its context length is the original one.
 
     Raises
     ------
@@ -328,6 +343,8 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
         attention_scale=keys.positive_float("attention.scale", default=0.0),
     )
     config = _with_rope_scaling(config, keys)
+    if traits.long_rope != "absent":
+        config = _with_long_rope(config, keys, max_context)
     config = _with_layer_kinds(config, keys, traits)
     return (
         config if config.attention_scale else replace(config, attention_scale=traits.attention_scale(config))
@@ -464,10 +481,16 @@ def _vocab_size(keys: Keys) -> int:
 
 
 def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
+    attn_factor = keys.positive_float("rope.scaling.attn_factor", default=1.0)
     # A factor without a type means linear scaling. Files from before the type existed use another key for the
     # factor.
     factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
     kind = keys.string("rope.scaling.type", default="linear" if keys.has(factor_key) else "none")
+    config = replace(config, rope_attn_factor=attn_factor)
+    if kind == "longrope" and ARCHITECTURES[config.architecture].long_rope != "absent":
+        if (factor := keys.positive_float(factor_key, default=1.0)) != 1:
+            raise keys.unsupported(f"{factor_key} {factor} together with LongRoPE is not supported")
+        return config
     if kind == "none":
         return config
     if kind not in ("linear", "yarn"):
@@ -481,7 +504,6 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
         raise keys.error(
             f"{keys.architecture}.rope.freq_base is {config.rope_base}, must be greater than 1 for YaRN"
         )
-    attn_factor = keys.positive_float("rope.scaling.attn_factor", default=1.0)
     return replace(
         config,
         rope_scaling="yarn",
@@ -493,14 +515,37 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
     )
 
 
+LONG_ROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def _with_long_rope(config: ModelConfig, keys: Keys, max_context: int | None) -> ModelConfig:
+    """Choose the factors of LongRoPE by the positions that the model is opened for.
+
+    All keys in a cache must have the same rotation, so the choice is made once per model and not, for
+    instance, when a session exceeds the original context.
+    """
+    missing = [name for name in LONG_ROPE_TENSORS if name not in keys.gguf.tensors]
+    if len(missing) == 2 and keys.string("rope.scaling.type", default="none") != "longrope":
+        return config
+    if missing:
+        raise keys.error(f"tensor {missing[0]} is missing, which LongRoPE requires")
+    original = keys.positive("rope.scaling.original_context_length")
+    long = min(config.context_length, max_context or config.context_length) > original
+    return replace(
+        config,
+        rope_original_context=original,
+        rope_long=long,
+        context_length=config.context_length if long else min(original, config.context_length),
+    )
+
+
 def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
     layers = range(config.n_layers)
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
         return replace(config, layer_uses_rope=uses_rope)
-    if traits.window == "absent" or (
-        traits.window == "optional" and not keys.has("attention.sliding_window")
-    ):
+    stated = keys.number(f"{keys.architecture}.attention.sliding_window", default=0)
+    if traits.window == "absent" or (traits.window == "optional" and stated == 0):
         return config
     window = keys.positive("attention.sliding_window")
     windowed = (True,) * config.n_layers

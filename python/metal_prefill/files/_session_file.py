@@ -76,13 +76,14 @@ def sample_starts(nbytes: int, count: int, size: int) -> list[int]:
     return sorted({last * i // (count - 1) for i in range(count)})
 
 
-def fingerprint(gguf: GGUFFile) -> str:
+def fingerprint(gguf: GGUFFile, variant: str = "") -> str:
     """Return a hash that identifies a model file, 32 hexadecimal digits.
 
     The hash covers the file size, the whole header (metadata, vocabulary, and names, shapes and types of
     tensors) and four samples of 1 KiB of every tensor, from its first byte to its last. It takes milliseconds
     regardless of the file size. Training, conversion and quantization change it; an edit of a few bytes
-    inside a tensor may not.
+    inside a tensor may not. `variant` distinguishes models whose caches differ although they are
+    read from the same file.
     """
     data = gguf.mapping.data
     digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
@@ -91,6 +92,7 @@ def fingerprint(gguf: GGUFFile) -> str:
         for start in sample_starts(tensor.nbytes, _SAMPLES, _SAMPLE_BYTES):
             begin = tensor.offset + start
             digest.update(data[begin : min(begin + _SAMPLE_BYTES, tensor.offset + tensor.nbytes)])
+    digest.update(variant.encode())
     return digest.hexdigest()
 
 

@@ -26,6 +26,7 @@ from metal_prefill.synth._model import (
     Tensor,
     check,
     llama3_rope_factors,
+    long_rope_factors,
     stacked,
     tensors,
     with_types,
@@ -97,6 +98,8 @@ class _Weights:
 
     def __call__(self, tensor: Tensor) -> NDArray[Any]:
         shape = self.shape
+        if tensor.role is Role.FACTORS and shape.rope_scaling == "longrope":
+            return long_rope_factors(tensor.name, tensor.count, shape.rope_factor)
         if tensor.role is Role.FACTORS:
             return llama3_rope_factors(
                 shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,11 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_rope_scaling_factor(shape.rope_factor)
     if shape.rope_scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(shape.context_before)
+    if shape.rope_scaling == "longrope":  # the factor as published in Phi-3
+        scale, original = shape.context / shape.context_before, shape.context_before
+        attn_factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(attn_factor)
     if shape.pooling is not None:
         writer.add_pooling_type(PoolingType(POOLINGS.index(shape.pooling)))
     if not ARCHITECTURES.get(shape.architecture, Architecture()).causal:

@@ -19,7 +19,8 @@ from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_byte
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
 TIED = "tied"  # output type without an output tensor: the embedding is the head
-ROPE_SCALINGS = ("none", "linear", "yarn", "llama3")
+_FACTORS = ("rope_freqs", "rope_long", "rope_short")
+ROPE_SCALINGS = ("none", "linear", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class ModelShape:
         Number of leading dimensions of a head that RoPE rotates. None selects all of them, the only setting
         that llama.cpp supports.
     rope_scaling
-        "none", "linear", "yarn", or "llama3": the frequency factors of Llama 3 as a tensor `rope_freqs`.
+        "none", "linear", "yarn", "llama3": the frequency factors of Llama 3 as a tensor `rope_freqs`, or
+        "longrope": factors for long and for short contexts, in architectures that support them.
     rope_factor
         Factor by which the scaling extends the context.
     original_context
@@ -176,6 +178,13 @@ def check(shape: ModelShape) -> None:
     for name in ("rope_base", "rope_factor", "norm_eps"):
         if not (math.isfinite(getattr(shape, name)) and getattr(shape, name) > 0):
             raise ValueError(f"{name} {getattr(shape, name)}: must be finite and above 0")
+    if shape.rope_scaling == "longrope":
+        traits = ARCHITECTURES.get(shape.architecture, Architecture())
+        if traits.long_rope == "absent" or shape.context_before < 2:
+            raise ValueError(
+                f"rope_scaling 'longrope': architecture {shape.architecture} with an original context of "
+                f"{shape.context_before}; must be phi3, with at least 2"
+            )
     if shape.tokenizer not in VOCABULARIES:
         raise ValueError(f"tokenizer {shape.tokenizer!r}: must be one of {', '.join(VOCABULARIES)}")
 
@@ -216,7 +225,7 @@ def tensors(
 
     def tensor(spec: _core.TensorSpec, layer: int | None = None) -> Tensor:
         name = spec.name.format(layer=layer)
-        if spec.role == "rope_freqs":
+        if spec.role in _FACTORS:
             return Tensor(name, spec.shape, "F32", Role.FACTORS)
         if spec.role == "output_norm":
             return Tensor(name, spec.shape, "F32", Role.OUTPUT_NORM)
@@ -229,7 +238,7 @@ def tensors(
 
     specs = [spec for spec in _core.tensors(_core_config(shape)) if _is_present(spec, shape)]
     whole = {spec.role: spec for spec in specs if not spec.per_layer}
-    yield from (tensor(whole[role]) for role in ("rope_freqs", "token_embedding") if role in whole)
+    yield from (tensor(whole[role]) for role in (*_FACTORS, "token_embedding") if role in whole)
     for layer in range(shape.layers):
         yield from (tensor(spec, layer) for spec in specs if spec.per_layer)
     yield from (tensor(whole[role]) for role in ("output_norm", "output") if role in whole)
@@ -281,6 +290,8 @@ def _core_config(shape: ModelShape) -> _core.Config:
 def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
     if spec.presence == "optional":  # the frequency factors
         return shape.rope_scaling == "llama3"
+    if spec.presence == "long_rope":
+        return shape.rope_scaling == "longrope"
     if spec.presence == "tied":
         return shape.output_type != TIED
     if spec.presence == "required":
@@ -326,3 +337,16 @@ def llama3_rope_factors(
     turns = original_context / wavelength
     smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
     return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float32]:
+    """Return divisors of the RoPE frequencies, as LongRoPE has them for long and for short contexts.
+
+    Those of published models were found by a search. These grow in a similar way: from 1 for the fastest pair
+    to `factor` for the slowest, or to 1.1 for short contexts.
+
+    Returns
+    -------
+    float32 [count]
+    """
+    return np.geomspace(1.0, factor if "long" in name else 1.1, count, dtype=np.float32)
