@@ -243,7 +243,7 @@ def test_an_error_of_a_draft_is_none_of_the_text(model: Model, monkeypatch: pyte
     )
     texts.compile("regex", "abc", 0, trial=False)
     expected = texts.advance(0, [], [a], 0, 9)
-    assert expected.startswith(b'[1, false, [], ""]\n')
+    assert expected.startswith(b'[1, false, [], "", false]\n')
 
     class Failing:
         """Does what llguidance does where masks become too complex."""
@@ -260,7 +260,7 @@ def test_an_error_of_a_draft_is_none_of_the_text(model: Model, monkeypatch: pyte
     texts._texts[0] = Failing(), taken
     assert texts.ahead(0, None, [b, a]) == b"[0]\n"
     assert texts.advance(0, None, [], 0, 9) == expected.replace(b"[1,", b"[0,", 1)
-    assert texts.advance(0, None, [b], 0, 9).startswith(b'[1, false, [], ""]\n')
+    assert texts.advance(0, None, [b], 0, 9).startswith(b'[1, false, [], "", false]\n')
 
 
 def test_random_schemas_are_met(model: Model) -> None:

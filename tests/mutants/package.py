@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 _P = "python/metal_prefill"
 _SPACES = "tests/serve/test_prefix_namespaces.py"
+_SLOW = "tests/test_slow_constraints.py"
 _SCHEDULER = "tests/test_scheduler.py"
 
 FILES = (
@@ -71,6 +72,20 @@ FILES = (
         "if False:",
         "a state of another model is read",
         ("tests/test_state.py", "-k", "cpu"),
+    ),
+    Mutant(
+        f"{_P}/_engine.py",
+        '"long contexts" if self.config.rope_long else ""',
+        '""',
+        "a state is continued with other factors of LongRoPE",
+        ("tests/test_state.py", "-k", "long_rope and cpu"),
+    ),
+    Mutant(
+        f"{_P}/files/_architecture.py",
+        "max_context or config.context_length) > original",
+        "max_context or config.context_length) >= original",
+        "a model that is opened for its original context has the factors of long ones",
+        ("tests/test_architecture.py", "-k", "long_rope"),
     ),
     Mutant(
         f"{_P}/_support/atomic_write.py",
@@ -312,6 +327,27 @@ TEXT = (
         "self.core.rewind(len(self.ids) - 2)",
         "a further answer computes two tokens of the prompt again",
         ("tests/test_scheduler.py",),
+    ),
+    Mutant(
+        f"{_P}/generation/_constraint.py",
+        "answer.add_done_callback(lambda _: self._forget())",
+        "self._forget()",
+        "a text is forgotten by the worker that is computing for it",
+        (f"{_SLOW}::test_a_text_that_is_cancelled_while_its_constraint_computes_is_forgotten_afterwards",),
+    ),
+    Mutant(
+        f"{_P}/generation/_constraint.py",
+        "0.0 if wait is not None and self._compiled.slow else wait",
+        "wait",
+        "each pass waits for a source that is known to be slow",
+        (f"{_SLOW}::test_a_source_whose_last_answer_was_late_is_not_waited_for",),
+    ),
+    Mutant(
+        f"{_P}/generation/_scheduler.py",
+        "if s.writing and s not in self._results]",
+        "if s.writing]",
+        "a text whose constraint has not answered is in the next pass",
+        (f"{_SLOW}::test_other_texts_continue_while_a_constraint_is_slow",),
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",

@@ -10,12 +10,15 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, finalize, proxy
 
+from metal_prefill._support.threads import in_thread
 from metal_prefill.errors import ConstraintError, MissingExtraError
 from metal_prefill.generation._constraint_check import check_source
 from metal_prefill.generation._constraint_process import (
@@ -35,9 +38,11 @@ MOST_COMPILING = 2  # at a time
 COMPILE_SECONDS = 5.0  # of processor time for a source; large published schemas take less than one
 # To compile it again, or to replay a text, after the worker was ended by another text or from outside.
 AGAIN_SECONDS = 1.0
-# Of processor time for a request of a text; all texts of a batch wait for it. A mask usually takes less than
-# 0.01 s, and 0.1 s where it is as complex as llguidance's limits allow.
+# Of processor time for a request of a text. A mask usually takes less than 0.01 s, and 0.1 s where it is as
+# complex as llguidance's limits allow.
 STEP_SECONDS = 0.25
+# That a batch waits for requests of its texts. Longer ones leave their texts out of passes.
+BATCH_PATIENCE = 0.02
 STEP_PATIENCE = 10.0  # seconds on the clock for such a request, should the worker hang without computing
 # Bytes of a worker, for a constraint and its texts. Within llguidance's limits sources take up to 100 MB.
 MEMORY = 256 << 20
@@ -45,6 +50,10 @@ MEMORY = 256 << 20
 # in another worker, since a text differs from them in its tokens; after the second one they fail.
 MOST_STRIKES = 2
 _SHOWN = 200  # characters of a message
+
+
+class ConstraintPending(Exception):
+    """A request has no answer yet. The same call continues to wait for it; nothing has changed."""
 
 
 class _Vocabulary:
@@ -108,11 +117,14 @@ class _Compiled:
         Of the first token.
     refusal : ConstraintError or None
         Why no further text can have it: a request of one exceeded a limit.
+    slow : bool
+        Whether the latest request took longer than a batch waits.
     """
 
     def __init__(self, server: ForkServer, encode: Any, kind: str, source: str) -> None:
         self.kind = kind
         self.refusal: ConstraintError | None = None
+        self.slow = False
         self._server, self._encode, self._source = server, encode, source
         self._strikes = 0
         self.begin()
@@ -160,6 +172,7 @@ class _Compiled:
             It exceeded a limit.
         """
         error = None
+        begin = time.monotonic()
         for last in (False, True):
             worker = self._live_worker()
             replayed = None if text.worker is worker else text.taken
@@ -172,10 +185,12 @@ class _Compiled:
                     break
             else:
                 text.be_in(worker)
+                self.slow = time.monotonic() - begin > BATCH_PATIENCE
                 return answer
         assert error is not None
-        self.refusal = error
-        self._strikes += 1
+        with self._lock:
+            self.refusal = error
+            self._strikes += 1
         raise ConstraintError(*error.args)
 
     def _live_worker(self) -> Worker:
@@ -228,12 +243,15 @@ class Step:
     ----------
     forced : list of int
         Tokens that must come next: at each of them the mask allows no other. The first ones are taken.
+    met : bool
+        Whether the text may end after the tokens, if it can have no more.
     """
 
-    def __init__(self, taken: int, complete: bool, forced: list[int], error: str) -> None:
+    def __init__(self, taken: int, complete: bool, forced: list[int], error: str, met: bool) -> None:
         self._taken, self._complete, self._error = taken, complete, error
         self._position = 0
         self.forced = forced
+        self.met = met
 
     def take(self) -> bool:
         """Take the next token, and return whether the constraint is met then and nothing can follow.
@@ -252,6 +270,12 @@ class Step:
         """Raise the error that follows the last token, if there is one."""
         if self._error:
             raise ConstraintError(self._error)
+
+
+class _Request(NamedTuple):
+    pid: int  # of the process that sent it
+    action: str
+    arguments: tuple[Any, ...]
 
 
 class Constraint:
@@ -276,6 +300,12 @@ class Constraint:
         It cannot be read, takes too much time, memory or depth, or nothing satisfies it.
     MissingExtraError
         llguidance is not installed.
+
+    Attributes
+    ----------
+    deadline : float or None
+        Until when requests wait for an answer, on the clock of :func:`time.monotonic`; after that they raise
+        `ConstraintPending`. None waits as long as the limits on time allow.
     """
 
     def __init__(
@@ -299,6 +329,9 @@ class Constraint:
         self.number = next(_numbers)
         self.taken: list[int] = []
         self.worker: Worker | None = None
+        self.deadline: float | None = None
+        self._request: _Request | None = None  # whose answer is not taken
+        self._answer: futures.Future[tuple[list[Any], bytes]] | None = None
         self._release: Any = None
         self._step: Step | None = None  # the latest one
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
@@ -306,16 +339,28 @@ class Constraint:
     def be_in(self, worker: Worker) -> None:
         """Note the worker that has the text's matcher."""
         if worker is not self.worker:
-            self.close()
+            self._forget()
             self.worker = worker
             self._release = finalize(self, worker.release, self.number)
             self._release.atexit = False
 
     def close(self) -> None:
         """Let the worker forget the text. It is told again where the text continues after all."""
+        if self._answer is not None:  # the worker still needs it
+            answer, self._request, self._answer = self._answer, None, None
+            answer.add_done_callback(lambda _: self._forget())
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
         if self._release is not None:
             self._release()
         self.worker = self._release = None
+
+    def send_advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> None:
+        """Send the request of :meth:`advance`, which takes its answer."""
+        if self._answer is None:
+            self._send(_Request(os.getpid(), "advance", _advance_arguments(tokens, most_forced, room)))
 
     def advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> Step:
         """Continue with tokens, as far as the mask allows them, and with those that must follow.
@@ -333,19 +378,32 @@ class Constraint:
         ------
         ConstraintError
             It took too much time, memory or depth.
+        ConstraintPending
+            There is no answer yet.
         """
-        room = len(tokens) + most_forced + 1 if room is None else room
-        arguments = (list(map(int, tokens)), most_forced, room)
-        (taken, complete, forced, error), self._mask = self._compiled.ask(self, "advance", *arguments)
+        arguments = _advance_arguments(tokens, most_forced, room)
+        request = _Request(os.getpid(), "advance", arguments)
+        self._drop_other(request)
+        (taken, complete, forced, error, met), self._mask = self._ask(request)
         self.taken += [*arguments[0], *forced][:taken]
-        self._step = Step(taken, complete, forced, self._compiled.message(error) if error else "")
+        message = self._compiled.message(error) if error else ""
+        self._step = Step(taken, complete, forced, message, met)
         return self._step
 
     def ahead(self, drafts: Sequence[int]) -> list[bytes]:
-        """Return the mask after each draft, up to one that is not allowed or ends the text."""
+        """Return the mask after each draft, up to one that is not allowed or ends the text.
+
+        Raises
+        ------
+        ConstraintError, ConstraintPending
+            As for :meth:`advance`.
+        """
+        request = _Request(os.getpid(), "ahead", (list(map(int, drafts)),))
+        if self._drop_other(request):
+            return []
         if not drafts:
             return []
-        (count,), masks = self._compiled.ask(self, "ahead", list(map(int, drafts)))
+        (count,), masks = self._ask(request)
         size = len(masks) // count if count else 0
         return [masks[i * size : (i + 1) * size] for i in range(count)]
 
@@ -356,7 +414,47 @@ class Constraint:
         return self._mask
 
     @property
-    def met(self) -> bool:
-        """Whether the text may end here."""
-        (met,), _ = self._compiled.ask(self, "met")
-        return bool(met)
+    def pending(self) -> futures.Future[Any] | None:
+        """The answer that the text waits for; None if it waits for none."""
+        return self._answer
+
+    def _drop_other(self, request: _Request) -> bool:
+        """Discard the answer to an earlier request, such as about drafts that are no longer proposed."""
+        if self._request is None or self._request == request:
+            return False
+        if self._request.pid == request.pid:
+            self._take_answer()
+        self._request = self._answer = None
+        return True
+
+    def _ask(self, request: _Request) -> tuple[list[Any], bytes]:
+        """Send a request, unless it was sent before, and return its answer."""
+        if self.deadline is None and self._answer is None:
+            return self._compiled.ask(self, request.action, *request.arguments)
+        if self._answer is None:
+            self._send(request)
+        return self._take_answer()
+
+    def _send(self, request: _Request) -> None:
+        self._request = request
+        self._answer = in_thread(self._compiled.ask, self, request.action, *request.arguments)
+
+    def _take_answer(self) -> tuple[list[Any], bytes]:
+        assert self._answer is not None
+        wait = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+        try:
+            answer = self._answer.result(0.0 if wait is not None and self._compiled.slow else wait)
+        except futures.TimeoutError:
+            raise ConstraintPending from None
+        except Exception:
+            self._request = self._answer = None
+            raise
+        self._request = self._answer = None
+        return answer
+
+
+def _advance_arguments(
+    tokens: Sequence[int], most_forced: int, room: int | None
+) -> tuple[list[int], int, int]:
+    room = len(tokens) + most_forced + 1 if room is None else room
+    return list(map(int, tokens)), most_forced, room

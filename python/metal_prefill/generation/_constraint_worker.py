@@ -155,7 +155,8 @@ class _Texts:
             mask = matcher.compute_bitmask()
         error = matcher.get_error()[:MOST_SHOWN] if matcher.is_error() else ""
         complete = not error and matcher.is_stopped()
-        return _answer([len(taken) - before, complete, forced, error], b"" if error else mask)
+        met = complete or (not error and room <= 0 and matcher.is_accepting())
+        return _answer([len(taken) - before, complete, forced, error, met], b"" if error else mask)
 
     def ahead(self, text: int, replayed: list[int] | None, drafts: list[int]) -> bytes:
         """Return the masks after drafts; see :meth:`Constraint.ahead`."""
@@ -176,18 +177,12 @@ class _Texts:
             self._matcher(text, taken)
         return _answer([len(masks)], b"".join(masks))
 
-    def met(self, text: int, replayed: list[int] | None) -> bytes:
-        """Return whether a text may end here."""
-        matcher, _ = self._matcher(text, replayed)
-        return _answer([bool(matcher.is_accepting())])
-
     def answer(self, requests: Connection) -> None:
         """Answer requests until there are no more."""
         actions: dict[str, Callable[..., bytes]] = {
             "compile": self.compile,
             "advance": self.advance,
             "ahead": self.ahead,
-            "met": self.met,
         }
         while True:
             try:

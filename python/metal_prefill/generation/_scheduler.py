@@ -8,14 +8,17 @@ the others.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metal_prefill._engine import EngineOwner
 from metal_prefill._support.arguments import TokenIds, integer
 from metal_prefill.errors import ConstraintError, KVMemoryError
 from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
 from metal_prefill.generation._pending_calls import PendingCall, PendingCalls, rows_of
 from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._stream import Stream, make_streams
@@ -102,6 +105,8 @@ class Scheduler:
         self._ends = 0  # streams that ended since `_max_streams` changed
         self._waiting: deque[Stream] = deque()
         self._active: deque[Stream] = deque()
+        self._results: dict[Stream, Any] = {}  # of passes, which the streams have not taken
+        self._made: list[tuple[Stream, Piece]] = []  # which `step_pieces` has not returned
         self._calls = PendingCalls()
         self._calls_first = False
         self.passes = 0
@@ -190,15 +195,19 @@ class Scheduler:
     def step_pieces(self) -> list[tuple[Stream, Piece]]:
         """Compute one pass and return the tokens it added, by stream; without streams, return an empty list.
 
-        A stream that ended has its `finish_reason`. An exception that is not a stream's own, such as
-        KeyboardInterrupt, leaves every stream as it was before the pass or after it.
+        A stream whose constraint takes long is left out of passes until there is an answer; if all streams
+        wait for one, the list is empty after a moment. A stream that ended has its `finish_reason`. An
+        exception that is not a stream's own, such as KeyboardInterrupt, leaves every stream as it was before
+        the pass or after it.
         """
+        self._drop_ended()
+        self._take_results(0.0)  # to which constraints have answered in the meantime
         self._drop_ended()
         while self._waiting and len(self._active) < self._max_streams:
             stream = self._waiting.popleft()
             stream.core = self._engine.session(prefix_namespace=stream.prefix_namespace)
             self._active.append(stream)
-        writing = [s for s in self._active if s.writing]
+        writing = [s for s in self._active if s.writing and s not in self._results]
         room = max(self._core.pass_rows - len(writing), LEAST_PROMPT_ROWS)
         # In turn, so that neither keeps the other waiting.
         self._calls_first = not self._calls_first
@@ -209,7 +218,10 @@ class Scheduler:
             calls = self._calls.fitting(room, prompt_rows)
         chosen = self._next_tokens(writing, prompt_rows + rows_of(calls)) + pieces
         if not chosen and not calls:
-            return []
+            waited_for = [s.text.pending for s in self._active if s.text.pending is not None]
+            if waited_for and not self._made:
+                futures.wait(waited_for, BATCH_PATIENCE, futures.FIRST_COMPLETED)
+            return self._delivered()
         continues = self._ahead.begin(
             not pieces and not calls and all(s.text.can_run_ahead for s, _ in chosen)
         )
@@ -223,23 +235,47 @@ class Scheduler:
         self.passes += 1
         self._calls.take_results(calls, results[len(chosen) :])
         self.last_pass = PassRows(len(writing), prompt_rows, rows_of(calls), seconds)
-        made: list[tuple[Stream, Piece]] = []
+        self._results.update(zip((s for s, _ in chosen), results[: len(chosen)], strict=True))
         alone = len(self._active) == 1 and not calls and not len(self._calls)
-        for (stream, _), result in zip(chosen, results[: len(chosen)], strict=True):
-            made += self._take(stream, result, alone)
+        self._take_results(BATCH_PATIENCE, alone=alone)
         self._drop_ended()
+        return self._delivered()
+
+    def _delivered(self) -> list[tuple[Stream, Piece]]:
+        made, self._made = self._made, []
         return made
+
+    def _take_results(self, patience: float, *, alone: bool = False) -> None:
+        """Let streams take results of passes, unless their constraints take longer than `patience`.
+
+        All constraints compute at the same time, and the streams wait for them together.
+        """
+        for stream, result in self._results.items():
+            if isinstance(result, list):
+                stream.text.send(result)
+        deadline = time.monotonic() + patience
+        for stream in list(self._results):
+            stream.text.wait_until(deadline)
+            try:
+                self._made += self._take(stream, self._results[stream], alone)
+            except ConstraintPending:
+                continue
+            self._results.pop(stream, None)
 
     def _next_tokens(self, writing: list[Stream], prompt_rows: int) -> list[tuple[Stream, NextTokens]]:
         """Choose the next tokens of each stream, and guesses while there is room for them in the pass."""
         chosen = []
         rows, expected = prompt_rows + len(writing), float(len(writing))
+        deadline = time.monotonic() + BATCH_PATIENCE
         for stream in writing:
+            stream.text.wait_until(deadline if stream.text.pending is None else 0.0)
             most = min(self._engine.exact_rows, self._core.pass_rows - rows + 1)
             try:
                 tokens = stream.text.next_tokens(
                     most, self._engine.row_cost, rows, expected, sent=self._ahead.sent
                 )
+            except ConstraintPending:  # about the drafts; the stream is left out of the pass
+                continue
             except Exception as error:  # of the user's function
                 stream.fail(error)
                 continue
@@ -315,6 +351,7 @@ class Scheduler:
     def _drop_ended(self) -> None:
         for stream in [s for s in self._active if s.finish_reason is not None]:
             self._active.remove(stream)
+            self._results.pop(stream, None)
             stream.core = None
             stream.text.release()
             self._note_end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
@@ -203,6 +204,14 @@ class NextTokens(NamedTuple):
         return len(self.ids) - self.drafts - 1
 
 
+class _AdvanceRequest(TypedDict):
+    """Arguments of :meth:`Constraint.advance`."""
+
+    tokens: list[int]
+    most_forced: int
+    room: int
+
+
 class Continuation:
     """The text after one prompt, token by token.
 
@@ -379,11 +388,13 @@ class Continuation:
         ------
         ConstraintError
             The context is full, and the constraint is not met, or following it exceeded a limit.
+        ConstraintPending
+            The constraint has not answered yet, and nothing has changed.
         """
         free = chosen[max(len(self._given) - self._made, 0) :]
+        self._step = self._advance(chosen, free)
         if self._speculation is not None and free:
             self._speculation.learn(free)
-        self._step = self._advance(chosen, free)
         for row, token in enumerate(chosen):
             yield self._take(token, row)
             if self.ended is not None:
@@ -402,33 +413,63 @@ class Continuation:
                 break
         if self.ended is None:
             self._allow()
-        elif self.ended == "context" and not self._guide.met:
+        elif self.ended == "context" and not (self._step is not None and self._step.met):
             raise ConstraintError(
                 f"the context of {self._context} tokens is full before the text meets its constraint"
             )
         if self.ended is not None:
             self.release()
 
-    def _advance(self, chosen: Sequence[int], free: Sequence[int]) -> Step | None:
-        """Advance the constraint by the tokens of a pass that were not given, and by forced tokens.
+    def send(self, chosen: Sequence[int]) -> None:
+        """Send what a pass chose to the constraint, whose answer :meth:`take` waits for."""
+        request = self._request(chosen, chosen[max(len(self._given) - self._made, 0) :])
+        if request is not None and self._guide is not None:
+            self._guide.send_advance(**request)
+
+    def wait_until(self, deadline: float) -> None:
+        """Let :meth:`take` and :meth:`next_tokens` wait for the constraint until then, see `Constraint`."""
+        if self._guide is not None:
+            self._guide.deadline = deadline
+
+    @property
+    def pending(self) -> Future[Any] | None:
+        """The answer of the constraint that the text waits for."""
+        return None if self._guide is None else self._guide.pending
+
+    def _request(self, chosen: Sequence[int], free: Sequence[int]) -> _AdvanceRequest | None:
+        """Return what to advance the constraint by: tokens of a pass that were not given, and forced ones.
 
         New forced tokens are computed once the text has taken the earlier ones.
         """
         if self._guide is None or not free:
             return None
         n = len(chosen)
-        self._forced = self._forced[n:] if self._forced[:n] == list(chosen) else []
         most = min(self._most, self._context - len(self.ids) + 1)
         room = most - self._made - (n - len(free))
         if stops := [i for i, token in enumerate(free) if token in self._stop_ids]:
             room = min(room, stops[0])
         if room <= 0:
             return None
-        asks = not self._forced and not self._reports
-        step = self._guide.advance(
-            [*free, *self._forced[:MOST_FORCED]], most_forced=MOST_FORCED if asks else 0, room=room
-        )
-        self._forced = self._forced or step.forced
+        forced = self._forced_after(chosen)
+        asks = not forced and not self._reports
+        return {
+            "tokens": [*free, *forced[:MOST_FORCED]],
+            "most_forced": MOST_FORCED if asks else 0,
+            "room": room,
+        }
+
+    def _forced_after(self, chosen: Sequence[int]) -> list[int]:
+        """Return the forced tokens that are left after those of a pass."""
+        n = len(chosen)
+        return self._forced[n:] if self._forced[:n] == list(chosen) else []
+
+    def _advance(self, chosen: Sequence[int], free: Sequence[int]) -> Step | None:
+        request = self._request(chosen, free)
+        step = None
+        if request is not None and self._guide is not None:
+            step = self._guide.advance(**request)
+        if self._guide is not None and free:
+            self._forced = self._forced_after(chosen) or (step.forced if step is not None else [])
         return step
 
     def release(self) -> None:

@@ -1,0 +1,218 @@
+"""A constraint whose answers are late leaves its text out of passes, and the other texts continue."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.forked import in_child
+
+from metal_prefill import Model, Scheduler
+from metal_prefill._support import threads
+from metal_prefill.generation import _constraint
+from metal_prefill.generation._constraint import Constraint, _Compiled
+from metal_prefill.generation._stream import Stream
+
+pytest.importorskip("llguidance", reason="needs the extra guide")
+
+SLOW: dict[str, Any] = {"regex": "[ab]{12}", "seed": 5, "temperature": 1.0}
+
+
+@pytest.fixture
+def model(demo_path: Any) -> Iterator[Model]:
+    """Open the bundled model, which has no constraint yet."""
+    with Model(demo_path, device="cpu", threads=1) as model:
+        yield model
+
+
+class Gate:
+    """Holds back answers of constraints, and counts the requests that arrive."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, action: str = "advance") -> None:
+        self.open = threading.Event()
+        self.arrived = 0
+        real = _Compiled.ask
+
+        def ask(compiled: _Compiled, text: Constraint, asked: str, *arguments: Any) -> Any:
+            if asked == action:
+                self.arrived += 1
+                assert self.open.wait(60)
+            return real(compiled, text, asked, *arguments)
+
+        monkeypatch.setattr(_Compiled, "ask", ask)
+
+
+def finish(scheduler: Scheduler, texts: dict[Stream, str]) -> None:
+    while scheduler.busy:
+        for stream, text in scheduler.step():
+            texts[stream] += text
+
+
+def test_other_texts_continue_while_a_constraint_is_slow(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ["".join(model.generate("A:", 20, **SLOW)), "".join(model.generate("ROMEO:\n", 20))]
+    gate = Gate(monkeypatch)
+    scheduler = Scheduler(model)
+    slow, other = scheduler.submit("A:", 20, **SLOW), scheduler.submit("ROMEO:\n", 20)
+    texts = {slow: "", other: ""}
+    while other.finish_reason is None:
+        for stream, text in scheduler.step():
+            texts[stream] += text
+    assert texts == {slow: "", other: expected[1]}
+    assert gate.arrived == 1
+    gate.open.set()
+    finish(scheduler, texts)
+    assert list(texts.values()) == expected
+
+
+def test_a_pass_is_not_computed_while_every_text_waits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    scheduler = Scheduler(model)
+    stream = scheduler.submit("A:", 20, **SLOW)
+    scheduler.step()
+    passes = scheduler.passes
+    begin = time.perf_counter()
+    for _ in range(3):
+        assert scheduler.step() == []
+    assert time.perf_counter() - begin >= 2 * _constraint.BATCH_PATIENCE  # the loop does not spin
+    assert (scheduler.passes, scheduler.busy) == (passes, True)
+    gate.open.set()
+    finish(scheduler, {stream: ""})
+    assert stream.finish_reason == "stop"
+
+
+def test_a_source_whose_last_answer_was_late_is_not_waited_for(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Constraint(model.tokenizer, regex="[ab]{9}")
+    a = model.tokenizer.encode("a", add_bos=False)
+    gate = Gate(monkeypatch)
+    text._compiled.slow = True
+    text.deadline = time.monotonic() + 60
+    with pytest.raises(_constraint.ConstraintPending):
+        text.advance(a)
+    gate.open.set()
+    assert text.pending is not None
+    text.pending.result(60)
+    assert not text.advance(a).take()
+    assert not text._compiled.slow
+    assert text.taken == a
+
+
+def test_late_masks_of_drafts_change_no_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def proposed(so_far: list[int]) -> list[int]:
+        return [*so_far[-1:], *ab]
+
+    ab = [model.tokenizer.encode(letter, add_bos=False)[0] for letter in "ab"]
+    expected = "".join(model.generate("A:", 20, **SLOW, speculate="off"))
+    aheads, real = 0, _Compiled.ask
+
+    def late(compiled: _Compiled, text: Constraint, action: str, *arguments: Any) -> Any:
+        nonlocal aheads
+        if action == "ahead":
+            aheads += 1
+            time.sleep(2 * _constraint.BATCH_PATIENCE)
+        return real(compiled, text, action, *arguments)
+
+    monkeypatch.setattr(_Compiled, "ask", late)
+    monkeypatch.setattr("metal_prefill.generation._speculation.Speculation._best_count", lambda *_: 2)
+    scheduler = Scheduler(model)
+    texts = {scheduler.submit("A:", 20, **SLOW, speculate=proposed): ""}
+    finish(scheduler, texts)
+    assert list(texts.values()) == [expected]
+    assert aheads > 1
+
+
+def test_a_text_that_is_cancelled_while_its_constraint_computes_is_forgotten_afterwards(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker would otherwise look for a text that it has forgotten, and end."""
+    gate = Gate(monkeypatch)
+    scheduler = Scheduler(model)
+    streams = [scheduler.submit("A:", 20, **SLOW) for _ in range(2)]
+    gate.open.set()
+    while not streams[0].text.sampler or streams[0]._made == []:
+        scheduler.step()
+    gate.open.clear()
+    scheduler.step()
+    guide = streams[0].text._guide
+    assert guide is not None
+    assert guide.pending is not None
+    pending, worker = guide.pending, guide.worker
+    streams[0].cancel()
+    scheduler.step()
+    assert guide.worker is worker
+    gate.open.set()
+    pending.result(60)
+    while guide.worker is not None:
+        time.sleep(0.001)
+    finish(scheduler, dict.fromkeys(streams, ""))
+    assert streams[1].finish_reason == "stop"
+    assert guide._compiled.refusal is None
+    assert guide._compiled._worker is worker
+
+
+def test_results_that_ctrl_c_left_are_taken_by_the_next_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ["A:", "ROMEO:\n", "B:"]
+    expected = ["".join(model.generate(prompt, 12)) for prompt in prompts]
+    scheduler = Scheduler(model)
+    texts = {scheduler.submit(prompt, 12): "" for prompt in prompts}
+    real, calls = Stream.take, 0
+
+    def interrupted(stream: Stream, chosen: list[int]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 2:
+            raise KeyboardInterrupt
+        return real(stream, chosen)
+
+    monkeypatch.setattr(Stream, "take", interrupted)
+    interrupts = 0
+    while scheduler.busy:
+        try:
+            for stream, text in scheduler.step():
+                texts[stream] += text
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert list(texts.values()) == expected
+    assert interrupts > 3
+
+
+def test_jobs_do_not_wait_for_each_other_and_threads_are_kept() -> None:
+    gate = threading.Event()
+    blocked = [threads.in_thread(gate.wait, 60) for _ in range(3)]
+    assert threads.in_thread(threading.get_ident).result(60) != threading.get_ident()
+    gate.set()
+    assert all(future.result(60) for future in blocked)
+    before = threading.active_count()
+    for _ in range(20):
+        threads.in_thread(int).result(60)
+    assert threading.active_count() == before
+
+
+def test_an_exception_of_a_job_is_that_of_its_future() -> None:
+    with pytest.raises(ZeroDivisionError):
+        threads.in_thread(divmod, 1, 0).result(60)
+
+
+def test_a_forked_process_has_threads_of_its_own_and_asks_again(model: Model) -> None:
+    threads.in_thread(int).result(60)
+    text = Constraint(model.tokenizer, regex="[ab]{9}")
+    a = model.tokenizer.encode("a", add_bos=False)
+    text.deadline = time.monotonic() + 60
+    gate = threading.Event()
+    text.send_advance(a)
+    text._answer = threads.in_thread(gate.wait, 60)  # never in the child, where its thread does not exist
+
+    def work() -> bool:
+        assert threads.in_thread(int).result(60) == 0
+        return text.advance(a).take()
+
+    assert in_child(work) == "False"
+    gate.set()
