@@ -255,12 +255,9 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
 
 
 def compared_models() -> Iterator[tuple[str, SmallModel]]:
-    """Models that are compared with llama.cpp.
-
-    It supports windows of exaone4 only in models of 64 layers. LongRoPE is compared with transformers alone.
-    """
+    """Models that are compared with llama.cpp, which knows windows of exaone4 only in models of 64 layers."""
     for name, model in _comparable_models():
-        if not (model.architecture == "exaone4" and model.window) and name != LONG_ROPE:
+        if not (model.architecture == "exaone4" and model.window):
             yield name, model
 
 
