@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-emulator test-ray sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-emulator test-ray test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -120,7 +120,29 @@ $(VENV)/.ray: pyproject.toml build/.plain
 	@touch $@
 
 test-ray: $(VENV)/.ray
-	$(BIN)/python -m pytest tests/test_ray.py tests/test_ray_serve.py tests/test_guide.py tests/serve/test_langchain.py
+	$(BIN)/python -m pytest tests/test_ray.py tests/test_ray_serve.py tests/test_ray_example.py \
+	  tests/test_guide.py tests/serve/test_langchain.py
+
+# The site, in build/site: from docs/, the examples and the docstrings. A broken link is an error.
+$(VENV)/.docs: pyproject.toml $(VENV)/.ready
+	$(PIP) install --group docs
+	@touch $@
+
+# Not with --quiet: mkdocs would count no warnings.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "the site is in build/site"
+
+# Wheels for Linux (x86-64, Arm) and macOS, in build/wheels/dist.
+wheels: $(VENV)/.ready
+	$(PIP) install --group cross
+	$(BIN)/python tools/build_wheels.py
+
+# Those for this machine, installed by each Python in an environment without a compiler.
+test-wheels: $(VENV)/.ready
+	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
+	$(PIP) install "pytest>=8" "pytest-timeout>=2"
+	METAL_PREFILL_WHEELS=build/wheels/dist $(BIN)/python -m pytest tests/test_wheels.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench

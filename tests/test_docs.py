@@ -17,6 +17,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "emulator/README.md",
+    ROOT / "examples/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 

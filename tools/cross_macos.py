@@ -12,14 +12,15 @@ import argparse
 import importlib.util
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import zig
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_MACOS = (13, 0)
@@ -126,14 +127,11 @@ def check_extension(data: bytes) -> list[str]:
 
 def write_tools(folder: Path) -> None:
     """Write the commands that CMake calls: zig's compiler and archiver under the names of Apple's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    zig = f'exec "{sys.executable}" -m ziglang'
     target = "aarch64-macos.{}.{}".format(*MINIMUM_MACOS)
     # Zig's linker knows no response files and no bundles: Python's symbols are found at load time, and
     # Python loads a dynamic library as well. Architectures are versions of a generic processor to it. CMake
     # preprocesses with "-o -", which zig takes for the name of a file: without it, it prints as well.
     compiler = (
-        "#!/bin/bash\n"
         "arguments=(); linking=-Wl,-undefined,dynamic_lookup\n"
         'for argument in "$@"; do\n'
         '  case "$argument" in\n'
@@ -145,17 +143,9 @@ def write_tools(folder: Path) -> None:
         '    *) arguments+=("$argument") ;;\n'
         "  esac\n"
         "done\n"
-        f'{zig} c++ -target {target} "${{arguments[@]}}" $linking\n'
+        f'{zig.command()} c++ -target {target} "${{arguments[@]}}" $linking\n'
     )
-    for name, text in {
-        "c++": compiler,
-        "ar": f'#!/bin/bash\n{zig} ar "$@"\n',
-        "ranlib": f'#!/bin/bash\n{zig} ranlib "$@"\n',
-        "unused": "#!/bin/bash\nexit 1\n",
-    }.items():
-        path = folder / name
-        path.write_text(text)
-        path.chmod(0o755)
+    zig.write_commands(folder, cxx=compiler, unused="exit 1\n")
 
 
 def native_stub() -> Path:
@@ -168,22 +158,7 @@ def native_stub() -> Path:
     return Path(spec.origin).with_name("_core.pyi")
 
 
-def python_headers(copy: Path) -> Path:
-    """Return the folder of Python's headers.
-
-    In a Debian system's Python, pyconfig.h only includes that of the host's processor, and fails for any
-    other target. A copy gets that one in its place.
-    """
-    headers = Path(sysconfig.get_path("include"))
-    config = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
-    if not config.exists():
-        return headers
-    shutil.copytree(headers, copy, dirs_exist_ok=True)
-    shutil.copy(config, copy / "pyconfig.h")
-    return copy
-
-
-def build(folder: Path) -> Path:
+def build(folder: Path, stub: Path) -> Path:
     """Build the wheel and give it the tag of the system that it is for."""
     write_tools(folder / "tools")
     wheels = folder / "wheels"
@@ -205,8 +180,8 @@ def build(folder: Path) -> Path:
     command += ["-C", f"build-dir={folder / 'build'}"]
     command += ["-C", f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/cross_macos.cmake'}"]
     command += ["-C", f"cmake.define.SKBUILD_SOABI={soabi}"]
-    command += ["-C", f"cmake.define.Python_INCLUDE_DIR={python_headers(folder / 'include')}"]
-    command += ["-C", f"cmake.define.METAL_PREFILL_STUB={native_stub()}"]
+    command += ["-C", f"cmake.define.Python_INCLUDE_DIR={zig.python_headers(folder / 'include')}"]
+    command += ["-C", f"cmake.define.METAL_PREFILL_STUB={stub}"]
     subprocess.run(command, check=True, env=environment, cwd=folder)
     (built,) = wheels.glob("*.whl")
     tag = ["--platform-tag", PLATFORM_TAG, "--remove"]
@@ -226,8 +201,11 @@ def main() -> int:
         "--folder", type=Path, default=ROOT / "build/cross-macos", help="folder for all output"
     )
     parser.add_argument("--check", type=Path, help="only check this wheel")
+    parser.add_argument(
+        "--stub", type=Path, help="_core.pyi of a build for this machine (default: installed)"
+    )
     options = parser.parse_args()
-    wheel = options.check or build(options.folder.resolve())
+    wheel = options.check or build(options.folder.resolve(), options.stub or native_stub())
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if re.search(r"/_core\..*so$", name)]
         if len(names) != 1:

@@ -1,0 +1,38 @@
+"""Commands that CMake calls to compile for another system, made of the PyPI package ziglang."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def command() -> str:
+    """Return the shell command that runs zig."""
+    return f'exec "{sys.executable}" -m ziglang'
+
+
+def write_commands(folder: Path, **scripts: str) -> None:
+    """Write an archiver, and commands with the given names and bodies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tools = {name: f'{command()} {name} "$@"\n' for name in ("ar", "ranlib")}
+    for name, body in (tools | scripts).items():
+        path = folder / name.replace("cxx", "c++")
+        path.write_text(f"#!/bin/bash\n{body}")
+        path.chmod(0o755)
+
+
+def python_headers(copy: Path) -> Path:
+    """Return the folder of Python's headers.
+
+    In a Debian system's Python, pyconfig.h only includes that of the host's processor, and fails for any
+    other target. A copy gets that one in its place.
+    """
+    headers = Path(sysconfig.get_path("include"))
+    config = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
+    if not config.exists():
+        return headers
+    shutil.copytree(headers, copy, dirs_exist_ok=True)
+    shutil.copy(config, copy / "pyconfig.h")
+    return copy
