@@ -30,14 +30,12 @@ PAGES = {
     **{f"examples/{name}": f"examples/{name.removesuffix('.py')}.md" for name in EXAMPLES},
 }
 ORIGINS = {page: origin for origin, page in PAGES.items()}
+PACKAGES = ("generation", "text", "tasks", "files", "conversion", "serve", "integrations", "bench", "synth")
 # Modules whose public names a page of the reference documents.
 REFERENCE = {
     "index": ("Models and sessions", "metal_prefill"),
     "errors": ("Errors", "metal_prefill"),
-    **{
-        name: (name.capitalize(), f"metal_prefill.{name}")
-        for name in ("generation", "text", "tasks", "files", "conversion", "serve", "integrations", "bench", "synth")
-    },
+    **{name: (name.capitalize(), f"metal_prefill.{name}") for name in PACKAGES},
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # the tag says which test runs the snippet
