@@ -35,7 +35,7 @@ class Batch {
     bool reuses() const { return request.prefix == Prefix::kReuse; }
   };
 
-  static void check_rows(const Output& output);
+  void check_output(const Output& output) const;
   void begin(Item& item) const;
   void follow_leaders();
   bool is_waiting(Item& item) const;
@@ -65,7 +65,7 @@ Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* cal
     sessions.push_back(request->session);
     if (const auto* sampled = std::get_if<SampledOutput>(&request->output))
       samplers.push_back(sampled->sampler);
-    check_rows(request->output);
+    check_output(request->output);
   }
   // Locked in the order of addresses, so that two batches never wait for each other.
   std::sort(sessions.begin(), sessions.end(), std::less<>());
@@ -78,8 +78,12 @@ Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* cal
   for (Item& item : items_) item.before = item.session().tokens_.size();
 }
 
-void Batch::check_rows(const Output& output) {
+void Batch::check_output(const Output& output) const {
   if (std::holds_alternative<NoOutput>(output)) return;
+  if (!engine_.config().has_head && !std::holds_alternative<HiddenOutput>(output))
+    throw std::invalid_argument(
+        "this model is an encoder: it has no output projection, and so no logits and "
+        "no next token; use its hidden states, as embed, rerank and classify do");
   const int rows = rows_of(output);
   const auto* sampled = std::get_if<SampledOutput>(&output);
   if (rows < 1 || (rows > 1 && sampled && sampled->choices.drafts.empty()))

@@ -19,11 +19,12 @@ std::vector<Dispatch> SessionInspector::plan(int tokens) const {
 
 PromptResult SessionInspector::trace(std::span<const TokenId> tokens, Trace& trace,
                                      const Progress& progress) {
+  const Config& config = session_.engine().config();
   TokenId chosen = -1;
-  return session_.run(
-      "trace",
-      {.tokens = tokens, .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}}, .trace = &trace},
-      progress);
+  std::vector<float> hidden(config.has_head ? 0 : std::size_t(config.dim));
+  const Output output = config.has_head ? Output(GreedyOutput{.choices = {.chosen = {&chosen, 1}}})
+                                        : Output(HiddenOutput{hidden.data(), 1, config.dim, true});
+  return session_.run("trace", {.tokens = tokens, .output = output, .trace = &trace}, progress);
 }
 
 std::vector<float> SessionInspector::intermediate(const std::string& name) const {

@@ -70,6 +70,11 @@ void validate(const Model& model) {
   require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&
               per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers),
           "per-layer lists must name every layer");
+  require(c.token_types >= 0 && c.separator_id >= -1, "token types and the separator must not be negative");
+  require(bool(model.output) == c.has_head, "the output projection must be there where the model has logits");
+  require(bool(model.output_norm) || !c.has_head, "logits need the output norm");
+  require(c.token_types == 0 || (model.token_types && !c.causal),
+          "token types need their embedding, and a text that enters as a whole");
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
 
   for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) { check_tensor(model, row, t); });

@@ -6,16 +6,20 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "quants.h"
+#include "token.h"
 
 namespace metal_prefill {
 
 enum class RopeStyle { kInterleaved, kNeox };  // pairs (2i, 2i+1), or (i, i + rope_dim/2)
 enum class RopeScaling { kNone, kLinear, kYarn };
-enum class Activation { kSilu, kGelu };  // gelu: the tanh approximation
+// kGelu is the tanh approximation, kGeluErf the exact function.
+enum class Activation { kSilu, kGelu, kGeluErf };
+enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts the mean first
 // What the norms of q and k take: each head, before or after its rotation, or all heads of a token together,
 // before the rotation.
 enum class QkNormPlace { kHeads, kRotatedHeads, kRows };
@@ -33,6 +37,7 @@ struct Config {
   int ffn_dim = 0;     // feed_forward_length
   int vocab_size = 0;
   int context_length = 0;  // positions that the model was made for
+  NormKind norm_kind = NormKind::kRms;
   float norm_eps = 1e-5f;
 
   int rope_dim = 0;  // rotated leading dimensions of a head
@@ -51,9 +56,14 @@ struct Config {
   float residual_scale = 1.0f;  // of what a block adds to the residual stream
   float logit_scale = 1.0f;
   bool causal = true;            // false: a token sees also those after it
+  bool has_head = true;          // false: there are no logits, as in an encoder
   float attention_scale = 0.0f;  // of score_scale(); 0 stands for 1/sqrt(key_dim)
 
   QkNormPlace qk_norm_place = QkNormPlace::kHeads;
+
+  // Segments of a text: the type of a token is the number of separators before it, at most token_types - 1.
+  int token_types = 0;        // rows of the embedding of types; 0: there is none
+  TokenId separator_id = -1;  // -1: every token has type 0
 
   // Per layer; empty stands for "the same in every layer".
   std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
@@ -75,6 +85,29 @@ struct Config {
     return attention_scale != 0.0f ? attention_scale : 1.0f / std::sqrt(float(key_dim));
   }
 };
+
+// Counts the types of the tokens of a sequence, from its first one on.
+class TokenTypes {
+ public:
+  explicit TokenTypes(const Config& config) : config_(config) {}
+  int next(TokenId token) {
+    const int type = type_;
+    if (token == config_.separator_id && type_ + 1 < config_.token_types) ++type_;
+    return type;
+  }
+
+ private:
+  const Config& config_;
+  int type_ = 0;
+};
+
+// Of a whole sequence.
+inline std::vector<TokenId> token_types(const Config& config, std::span<const TokenId> tokens) {
+  TokenTypes types(config);
+  std::vector<TokenId> all;
+  for (const TokenId token : tokens) all.push_back(types.next(token));
+  return all;
+}
 
 // A tensor in the mapped file. Rows are contiguous; a matrix is [rows][cols] with `cols` the inner (input)
 // dimension.

@@ -10,6 +10,10 @@ Groups groups_of(Extent extent, const Config& c) {
       return {1, 1};
     case Extent::kVocabulary:
       return {1, c.vocab_size};
+    case Extent::kContext:
+      return {1, c.context_length};
+    case Extent::kTokenTypes:
+      return {1, c.token_types};
     case Extent::kDim:
       return {1, c.dim};
     case Extent::kFfn:

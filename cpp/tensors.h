@@ -11,7 +11,7 @@ namespace metal_prefill {
 
 enum class TensorKind {
   kMatrix,  // of any type
-  kNorm,    // weights of an RMSNorm over `cols` values, F32
+  kNorm,    // weights of a norm over `cols` values, F32
   kVector,  // F32
 };
 
@@ -19,6 +19,8 @@ enum class TensorKind {
 enum class Extent {
   kOne,
   kVocabulary,    // vocab_size
+  kContext,       // context_length
+  kTokenTypes,    // token_types
   kDim,           // dim
   kFfn,           // ffn_dim
   kQueries,       // n_heads * key_dim
@@ -42,13 +44,13 @@ struct TensorRow {
   std::string_view name;  // in the file; of a layer, after its "blk.N."
   TensorKind kind;
   Extent rows, cols;
-  // Whether a file has it: "required", "optional", "tied" (the token embedding takes its place), or the name
-  // of the trait of the architecture that decides, a field of Architecture in Python.
+  // Whether a file has it: "required", "optional", or the name of the trait of the architecture that decides,
+  // a field of Architecture in Python.
   std::string_view presence;
   std::string_view what;  // in messages
 
   // Whether the engines rely on it. A tensor that depends on a trait may be absent.
-  bool needed() const { return presence == "required" || presence == "tied"; }
+  bool needed() const { return presence == "required"; }
 };
 
 struct ModelTensor {

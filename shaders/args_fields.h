@@ -10,15 +10,16 @@ ARGS_STRUCT(StackedWeights)
   ARGS_FIELD(u32_t, row_bytes)
 ARGS_END(StackedWeights, 40)
 
-// x[t] = scale * table[ids[t * id_stride]]
+// x[t] (+)= scale * table[ids[t * id_stride]]
 ARGS_STRUCT(EmbedArgs)
   ARGS_FIELD(u32_t, dim)
   ARGS_FIELD(u32_t, row_bytes)  // of the table
   ARGS_FIELD(u32_t, tokens)
   ARGS_FIELD(u32_t, vocab_size)
-  ARGS_FIELD(u32_t, id_stride)  // 1; 2 where the ids are those of Candidates
+  ARGS_FIELD(u32_t, id_stride)  // 1; 2 where the ids are those of Candidates; 4 for positions of PassRows
+  ARGS_FIELD(u32_t, accumulate)
   ARGS_FIELD(float, scale)
-ARGS_END(EmbedArgs, 24)
+ARGS_END(EmbedArgs, 28)
 
 // y[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, or x[t]
 ARGS_STRUCT(RmsnormArgs)
@@ -27,6 +28,19 @@ ARGS_STRUCT(RmsnormArgs)
   ARGS_FIELD(u32_t, has_weight)  // false: no norm
   ARGS_FIELD(float, eps)
 ARGS_END(RmsnormArgs, 16)
+
+// y[t] = (x[t] - mean(x[t])) / sqrt(variance(x[t]) + eps) * weight + bias
+ARGS_STRUCT(LayernormArgs)
+  ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, has_bias)
+  ARGS_FIELD(u32_t, has_addend)  // layernorm_stream: x[t] + addend takes the place of x[t]
+  ARGS_FIELD(float, eps)
+ARGS_END(LayernormArgs, 16)
+
+// x[t] += bias
+ARGS_STRUCT(AddBiasArgs)
+  ARGS_FIELD(u32_t, dim)
+ARGS_END(AddBiasArgs, 4)
 
 // y[t][row] (+)= w[row] . x[t]
 ARGS_STRUCT(MatvecArgs)
@@ -110,12 +124,15 @@ ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(AttentionArgs, attention)
 ARGS_END(RopeAttentionArgs, 96)
 
-// out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input is [gate | up]
+// out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input, and the bias that is added to it, is
+// [gate | up]. Without a gate: activation(up[t][i]).
 ARGS_STRUCT(SwigluArgs)
   ARGS_FIELD(u32_t, ffn_dim)
   ARGS_FIELD(u32_t, tokens)
   ARGS_FIELD(u32_t, activation)
-ARGS_END(SwigluArgs, 12)
+  ARGS_FIELD(u32_t, gated)
+  ARGS_FIELD(u32_t, has_bias)
+ARGS_END(SwigluArgs, 20)
 
 ARGS_STRUCT(ArgmaxArgs)
   ARGS_FIELD(u32_t, n)  // of a row: values of the first stage, candidates of the second

@@ -1,4 +1,4 @@
-// Embedding lookup: one row of the table for each token, dequantized.
+// Embedding lookup: one row of the table for each token, dequantized, stored or added.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -20,8 +20,10 @@ kernel void embed(device const uchar* table [[buffer(0)]],  // [vocab_size][dim]
   const uint id = min(ids[token * args.id_stride], args.vocab_size - 1);
   W::load(table + ulong(id) * args.row_bytes, item, a, b);
   device float4* out = (device float4*)(x + token * args.dim + W::first(item));
-  out[0] = args.scale * a;
-  out[W::kSecond / 4] = args.scale * b;
+  const float4 first = args.accumulate ? out[0] : float4(0.0f);
+  const float4 second = args.accumulate ? out[W::kSecond / 4] : float4(0.0f);
+  out[0] = first + args.scale * a;
+  out[W::kSecond / 4] = second + args.scale * b;
 }
 
 typedef decltype(embed<F32>) embed_t;

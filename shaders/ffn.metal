@@ -1,4 +1,4 @@
-// SwiGLU of projections that were computed separately: out = activation(gate) * up.
+// Activation of projections that were computed separately: out = activation(gate) * up, or activation(up).
 #include <metal_stdlib>
 
 #include "args.h"
@@ -8,13 +8,17 @@ using namespace metal;
 
 // Grid: (ffn_dim, tokens) in threads. T is half where a matmul reads the result, float where a matvec does.
 template <typename T>
-kernel void swiglu(device const float* gate_up [[buffer(0)]],  // [tokens][2 * ffn_dim]
-                   device T* out [[buffer(1)]],                // [tokens][ffn_dim]
-                   constant SwigluArgs& args [[buffer(2)]], uint2 position [[thread_position_in_grid]]) {
+kernel void swiglu(device const float* bias [[buffer(0)]],     // [gate | up]
+                   device const float* gate_up [[buffer(1)]],  // [tokens][gate | up]
+                   device T* out [[buffer(2)]],                // [tokens][ffn_dim]
+                   constant SwigluArgs& args [[buffer(3)]], uint2 position [[thread_position_in_grid]]) {
   const uint i = position.x, token = position.y;
   if (i >= args.ffn_dim || token >= args.tokens) return;
-  device const float* gate = gate_up + token * 2 * args.ffn_dim + i;
-  const float value = activate(gate[0], args.activation) * gate[args.ffn_dim];
+  const uint up = args.gated ? i + args.ffn_dim : i;
+  device const float* row = gate_up + token * (args.gated ? 2 : 1) * args.ffn_dim;
+  const float2 biases = args.has_bias ? float2(bias[i], bias[up]) : float2(0.0f);
+  float value = activate(row[i] + biases[0], args.activation);
+  if (args.gated) value *= row[up] + biases[1];
   out[token * args.ffn_dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
 }
 

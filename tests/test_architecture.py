@@ -401,7 +401,9 @@ def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(phi3_path: Path)
         with pytest.raises(GGUFError, match=r"qkv.weight has shape \(383, 128\), .* requires \(384, 128\)"):
             collect_tensors(gguf, config)
         del gguf.tensors[name]
-        with pytest.raises(GGUFError, match=r"tensor blk\.1\.attn_qkv\.weight is missing"):
+        with pytest.raises(
+            GGUFError, match=r"tensor blk\.1\.attn_q\.weight is missing, as is blk\.1\.attn_qkv\.weight"
+        ):
             collect_tensors(gguf, config)
 
 

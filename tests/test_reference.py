@@ -87,8 +87,20 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert_vectors(tmp_path / "model.gguf", POOLED[name], vectors[name], TRANSFORMERS_TOLERANCE)
 
 
+@pytest.mark.parametrize("name", dict(comparison.encoders_in_float32()))
+def test_states_of_encoders_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    model = dict(comparison.encoders_in_float32())[name]
+    reference = ReferenceModel(small_models.write(tmp_path / "model.gguf", model))
+    with np.load(comparison.TRANSFORMERS_ENCODERS) as recorded:
+        for tokens in comparison.encoder_tokens(model):
+            expected = recorded[f"{name}/{len(tokens)}"]
+            states = reference.forward(tokens).hidden
+            assert np.abs(states - expected).max() <= TRANSFORMERS_TOLERANCE * np.abs(expected).max()
+
+
 def test_every_architecture_was_recorded_by_both() -> None:
-    architectures = {model.architecture for model in (IN_FLOAT32 | POOLED).values()}
+    encoders = dict(comparison.encoders_in_float32())
+    architectures = {model.architecture for model in (IN_FLOAT32 | POOLED | encoders).values()}
     assert architectures == set(ARCHITECTURES)
     with np.load(comparison.LOGITS) as llama_cpp, np.load(comparison.TRANSFORMERS_LOGITS) as transformers:
         assert set(llama_cpp) == set(COMPARED)

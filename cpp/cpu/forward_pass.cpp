@@ -54,11 +54,13 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       weights_(model, options.compute, kernels, team),
       ropes_(model),
       scratch_(std::size_t(team.size())) {
-  const auto* norm = floats(model.output_norm);
-  scaled_norm_.assign(norm, norm + config_.dim);
-  for (float& weight : scaled_norm_) weight *= config_.logit_scale;
-  head_norm_ = model.output_norm;
-  head_norm_.data = reinterpret_cast<const std::byte*>(scaled_norm_.data());
+  if (config_.has_head) {
+    const auto* norm = floats(model.output_norm);
+    scaled_norm_.assign(norm, norm + config_.dim);
+    for (float& weight : scaled_norm_) weight *= config_.logit_scale;
+    head_norm_ = model.output_norm;
+    head_norm_.data = reinterpret_cast<const std::byte*>(scaled_norm_.data());
+  }
   for (Scratch& scratch : scratch_) {
     scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
     scratch.rows = reserve_normed(config_, weights_, rows_of_own(team.size()), scratch.normed);
@@ -97,9 +99,11 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   project_qkv(c, w, step, items, wanted);
   if (n == 0) return;
   attend(c, step, items, work_.splits, work_.att);
-  add_residual(c, w.wo, work_.att, m.post_attn_norm, n);
-  gate_and_up(c, w, m.ffn_norm, n);
-  add_residual(c, w.w_down, work_.ffn, m.post_ffn_norm, n);
+  add_residual(c, {w.wo, m.bo, m.post_attn_norm}, work_.att, n);
+  normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, n);
+  gate_and_up(c, w, m, n);
+  add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm}, work_.ffn, n);
+  normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, n);
 }
 
 AttentionStep ForwardPass::attention_step(int layer) const {
@@ -141,17 +145,22 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
 }
 
 // x += w * in; where the model has a norm after the block, x += norm(w * in).
-void ForwardPass::add_residual(const Context& c, const Linear& w, const Activations& in,
-                               const Tensor& post_norm, int rows) {
-  if (!post_norm) return multiply(c, {{.weight = w, .out = work_.x, .add = true}}, NormedRows(in), rows);
-  multiply(c, {{w, work_.block}}, NormedRows(in), rows);
-  add_normalized(c, work_.block, {post_norm, config_.dim, config_.norm_eps}, rows, work_.x);
+void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const Activations& in, int rows) {
+  const bool add = !w.norm;
+  multiply(c, {{.weight = w.weight, .out = add ? work_.x : work_.block, .bias = &w.bias, .add = add}},
+           NormedRows(in), rows);
+  if (!add) add_normalized(c, work_.block, norm(w.norm, kNoTensor, config_.norm_eps), rows, work_.x);
 }
 
-// The feed-forward block up to its down projection: activation(gate * norm(x)) * (up * norm(x)).
-void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const Tensor& norm, int rows) {
-  const NormedRows normed = normalize(c, work_.x, stream_norm(norm), 0, rows, work_.normed);
-  multiply_gated(c, w.w_gate, w.w_up, config_.activation, normed, rows, work_.ffn);
+// x = norm(x), where the model norms the residual stream itself.
+void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, int rows) {
+  if (weight) normalize_in_place(c, norm(weight, bias, config_.stream_eps()), rows, work_.x);
+}
+
+// The feed-forward block up to its down projection.
+void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, int rows) {
+  const NormedRows normed = normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
+  multiply_gated(c, {w.w_gate, w.w_up, m.b_gate, m.b_up, config_.activation}, normed, rows, work_.ffn);
 }
 
 void ForwardPass::head(const Context& c) {
@@ -172,7 +181,7 @@ void ForwardPass::deliver_hidden(const Context& c) {
     const float* x = work_.x.row(first + i);
     float* out = hidden.states + std::ptrdiff_t(row) * config_.dim;
     if (hidden.normed)
-      c.kernels.rms_norm(x, floats(model_.output_norm), config_.stream_eps(), config_.dim, out);
+      apply(c.kernels, stream_norm(model_.output_norm), x, out);
     else
       std::transform(x, x + config_.dim, out, [&](float value) { return value * config_.residual_scale; });
   });
@@ -236,8 +245,11 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     const int count = int(chunk.tokens.size()), count_wanted = rows_of(chunk.output);
     const auto* logits = std::get_if<LogitsOutput>(&chunk.output);
     cache_.addresses(chunk.cache->pages(), pages);
-    for (int i = 0; i < count; ++i)
-      all_.rows.push_back({chunk.tokens[std::size_t(i)], chunk.position + i, first + i, pages});
+    TokenTypes types(config_);
+    for (int i = 0; i < count; ++i) {
+      const TokenId token = chunk.tokens[std::size_t(i)];
+      all_.rows.push_back({token, types.next(token), chunk.position + i, first + i, pages});
+    }
     const auto rows = std::span<const Row>(all_.rows).subspan(std::size_t(first));
     add_tiles(all_.tiles, rows, first, tile_rows(n));
     add_key_blocks(key_blocks_, rows, first);

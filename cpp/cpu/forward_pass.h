@@ -49,7 +49,17 @@ class ForwardPass {
     int row;  // of those of the chunk with an output
   };
 
-  Norm stream_norm(const Tensor& weight) const { return {weight, config_.dim, config_.stream_eps()}; }
+  // The projection with which a block ends, its bias, and the norm of the block's output.
+  struct BlockOutput {
+    const Linear& weight;
+    const Tensor& bias;
+    const Tensor& norm;
+  };
+
+  Norm norm(const Tensor& weight, const Tensor& bias, float eps) const {
+    return {weight, bias, config_.dim, eps, config_.norm_kind};
+  }
+  Norm stream_norm(const Tensor& weight) const { return norm(weight, kNoTensor, config_.stream_eps()); }
 
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
@@ -57,9 +67,9 @@ class ForwardPass {
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& wanted);
-  void add_residual(const Context& c, const Linear& w, const Activations& in, const Tensor& post_norm,
-                    int rows);
-  void gate_and_up(const Context& c, const CpuLayer& w, const Tensor& norm, int rows);
+  void add_residual(const Context& c, const BlockOutput& w, const Activations& in, int rows);
+  void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, int rows);
+  void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, int rows);
   void head(const Context& c);
   void deliver_hidden(const Context& c);
   void use_logits(const Context& c, std::span<const Wanted> wanted);

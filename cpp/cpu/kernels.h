@@ -194,10 +194,14 @@ struct Kernels {
                    ActivationTile* out);
   // out = x / rms(x) * weight. out may be x.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // out = (x - mean(x)) / deviation(x) * weight + bias. Without a bias it is null. out may be x.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
   // Turns each pair by its angle; cos_sin is [pairs] cosines, then [pairs] sines.
   void (*rope)(float* head, const float* cos_sin, int pairs, RopeStyle style);
   // out = activation(gate) * up.
   void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
+  // out = activation(x). out may be x.
+  void (*activate)(const float* x, Activation activation, int n, float* out);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
   // The key, or the value, of a position of a page into the keys, or the values, of a head there; `stride` is

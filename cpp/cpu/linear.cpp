@@ -190,10 +190,10 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
       multiply_group(c, p->weight, group, x.rows(), range, tile[0], kGroupRows);
       for (int t = 0; t < range.count; ++t) {
         float* out = first_out + std::size_t(t) * p->out.stride;
+        if (bias)
+          for (int r = 0; r < n_rows; ++r) tile[t][r] += bias[r];
         if (p->add) {
           for (int r = 0; r < n_rows; ++r) out[r] += tile[t][r];
-        } else if (bias) {
-          for (int r = 0; r < n_rows; ++r) out[r] = tile[t][r] + bias[r];
         } else {
           std::copy_n(tile[t], n_rows, out);
         }
@@ -203,17 +203,28 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
   });
 }
 
-void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const NormedRows& x, int rows, const Activations& h) {
-  const TokenBlocks blocks = blocks_of(rows, gate.packed.groups(), c.worker.count());
-  for_each_of(c, gate.packed.groups() * blocks.count, x, [&](int item) {
+void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, int rows,
+                    const Activations& h) {
+  const TokenBlocks blocks = blocks_of(rows, w.up.packed.groups(), c.worker.count());
+  for_each_of(c, w.up.packed.groups() * blocks.count, x, [&](int item) {
     const int group = item / blocks.count;
-    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, gate.packed.rows - row);
+    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
     const RowRange range = blocks.range(item % blocks.count);
     alignas(64) Tile gates, ups;
-    multiply_group(c, gate, group, x.rows(), range, gates[0], kGroupRows);
-    multiply_group(c, up, group, x.rows(), range, ups[0], kGroupRows);
-    c.kernels.gated(gates[0], ups[0], activation, range.count * kGroupRows, gates[0]);
+    const auto multiply_half = [&](const Linear& half, const Tensor& bias, Tile& out) {
+      multiply_group(c, half, group, x.rows(), range, out[0], kGroupRows);
+      if (!bias) return;
+      for (int t = 0; t < range.count; ++t)
+        for (int r = 0; r < n_rows; ++r) out[t][r] += floats(bias)[row + r];
+    };
+    if (w.gate.tensor) {
+      multiply_half(w.gate, w.gate_bias, gates);
+      multiply_half(w.up, w.up_bias, ups);
+      c.kernels.gated(gates[0], ups[0], w.activation, range.count * kGroupRows, gates[0]);
+    } else {
+      multiply_half(w.up, w.up_bias, gates);
+      c.kernels.activate(gates[0], w.activation, range.count * kGroupRows, gates[0]);
+    }
     if (h.forms.f32) {
       for (int t = 0; t < range.count; ++t) std::copy_n(gates[t], n_rows, h.f32.row(range.first + t) + row);
     }

@@ -7,14 +7,28 @@ namespace metal_prefill::cpu {
 namespace {
 
 void normalize_row(const Context& c, const float* x, const Norm& norm, int row, const Activations& out) {
-  if (norm.weight)
-    c.kernels.rms_norm(x, floats(norm.weight), norm.eps, norm.dim, out.f32.row(row));
-  else
-    std::copy_n(x, norm.dim, out.f32.row(row));
+  apply(c.kernels, norm, x, out.f32.row(row));
   round_row(c, out, row, 0, norm.dim);
 }
 
+// out += row `row` of a table.
+void add_embedding(const Tensor& table, int row, std::span<float> scratch, float* out) {
+  dequantize_row(table.type, table.row(row), scratch.data(), scratch.size());
+  for (std::size_t d = 0; d < scratch.size(); ++d) out[d] += scratch[d];
+}
+
 }  // namespace
+
+void apply(const Kernels& kernels, const Norm& norm, const float* x, float* out) {
+  if (!norm.weight) {
+    if (x != out) std::copy_n(x, norm.dim, out);
+  } else if (norm.kind == NormKind::kRms) {
+    kernels.rms_norm(x, floats(norm.weight), norm.eps, norm.dim, out);
+  } else {
+    kernels.layer_norm(x, floats(norm.weight), norm.bias ? floats(norm.bias) : nullptr, norm.eps, norm.dim,
+                       out);
+  }
+}
 
 void round_row(const Context& c, const Activations& a, int row, int first, int columns) {
   const float* from = a.f32.row(row) + first;
@@ -26,12 +40,19 @@ void round_row(const Context& c, const Activations& a, int row, int first, int c
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x) {
   const Config& config = model.config;
+  const std::size_t dim = std::size_t(config.dim);
+  const Norm norm = {model.embedding_norm, model.embedding_norm_bias, config.dim, config.stream_eps(),
+                     config.norm_kind};
   c.worker.for_each(int(rows.size()), [&](int i) {
-    float* row = x.row(i);
-    dequantize_row(model.token_embedding.type, model.token_embedding.row(rows[std::size_t(i)].token), row,
-                   std::size_t(config.dim));
+    const Row& row = rows[std::size_t(i)];
+    float* out = x.row(i);
+    dequantize_row(model.token_embedding.type, model.token_embedding.row(row.token), out, dim);
     if (const float scale = config.stream_embedding_scale(); scale != 1.0f)
-      for (int d = 0; d < config.dim; ++d) row[d] *= scale;
+      for (std::size_t d = 0; d < dim; ++d) out[d] *= scale;
+    const std::span scratch(c.scratch.normed.f32.row(0), dim);
+    if (model.token_types) add_embedding(model.token_types, row.type, scratch, out);
+    if (model.position_embedding) add_embedding(model.position_embedding, row.position, scratch, out);
+    apply(c.kernels, norm, out, out);
   });
 }
 
@@ -52,9 +73,13 @@ void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int 
   c.worker.for_each(rows, [&](int i) {
     float* from = y.row(i);
     float* to = x.row(i);
-    c.kernels.rms_norm(from, floats(norm.weight), norm.eps, norm.dim, from);
+    apply(c.kernels, norm, from, from);
     for (int d = 0; d < norm.dim; ++d) to[d] += from[d];
   });
+}
+
+void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x) {
+  c.worker.for_each(rows, [&](int i) { apply(c.kernels, norm, x.row(i), x.row(i)); });
 }
 
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept) {

@@ -45,12 +45,18 @@ struct Context {
   }
 };
 
-// RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
+inline const Tensor kNoTensor;
+
+// The norm of rows of `dim` values; without a weight it leaves them as they are.
 struct Norm {
   const Tensor& weight;
+  const Tensor& bias;  // of a LayerNorm
   int dim;
   float eps;
+  NormKind kind;
 };
+// out = norm(x). out may be x.
+void apply(const Kernels& kernels, const Norm& norm, const float* x, float* out);
 
 // Rows that a step multiplies: activations, or the norm of few rows of x, which each thread computes for
 // itself. To wait until others have done it takes longer.
@@ -77,6 +83,7 @@ class NormedRows {
 // A row of a pass: one token of one sequence.
 struct Row {
   TokenId token;
+  int type;                 // Config::token_types
   int position;             // in its sequence
   int index;                // among all rows of the pass: its row in the rotation tables
   std::byte* const* pages;  // of the sequence, by position / kPagePositions
@@ -105,6 +112,7 @@ void add_key_blocks(std::vector<RowRange>& blocks, std::span<const Row> rows, in
 // The most splits of positions (kSplitPositions) that a tile sees, where threads share positions; else 1.
 int attention_splits(const Config& config, int window, std::span<const QueryTile> tiles, int threads);
 
+// The embedding of tokens, with those of their positions and types where the model has them.
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);
 
 // Kernels::multiply_int8 with blocks of either kind; `scratch` has room for a widened group.
@@ -125,9 +133,17 @@ class CacheWriter;
 // What `fetch` reads is asked for meanwhile, where it is given. `cache` hears of what is to go there.
 void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch = nullptr, const CacheWriter* cache = nullptr);
-// h = activation(gate * x) * (up * x), in the forms that h asks for.
-void multiply_gated(const Context& c, const Linear& gate, const Linear& up, Activation activation,
-                    const NormedRows& x, int rows, const Activations& h);
+// The first half of a feed-forward block. Biases that a model does not have are null.
+struct GateAndUp {
+  const Linear& gate;  // without a tensor: activation(up * x)
+  const Linear& up;
+  const Tensor& gate_bias;
+  const Tensor& up_bias;
+  Activation activation;
+};
+// h = activation(gate * x + gate_bias) * (up * x + up_bias), in the forms that h asks for.
+void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, int rows,
+                    const Activations& h);
 // Logits of rows [0, rows) of x. `logits` names where each goes, null where only the largest is wanted, which
 // the scratch of each thread collects from best[first_best] on.
 void multiply_head(const Context& c, const Linear& head, const NormedRows& x, int rows, float* const* logits,
@@ -148,6 +164,8 @@ NormedRows normalize(const Context& c, const FloatRows& x, const Norm& norm, int
                      const Activations& out);
 // x += norm(y).
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x);
+// x = norm(x).
+void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x);
 // Row kept[i].index, which is i or a later one, becomes row i.
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 

@@ -223,6 +223,29 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   }
 }
 
+// The deviation is taken around the mean, not from the sum of squares, which would cancel where the mean is
+// large.
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
+  F sums = Simd::set(0);
+  for (int i = 0; i < n; i += Simd::kLanes) sums = Simd::add(sums, load_part(x + i, n - i));
+  const float mean = Simd::reduce_add(sums) / float(n);
+  F squares = Simd::set(0);
+  float rest = 0;  // of values after the last full vector
+  int i = 0;
+  for (; i + Simd::kLanes <= n; i += Simd::kLanes) {
+    const F d = Simd::sub(Simd::load(x + i), Simd::set(mean));
+    squares = Simd::fma(d, d, squares);
+  }
+  for (; i < n; ++i) rest += (x[i] - mean) * (x[i] - mean);
+  const float variance = (Simd::reduce_add(squares) + rest) / float(n);
+  const F scale = Simd::set(1.0f / std::sqrt(variance + eps));
+  for (i = 0; i < n; i += Simd::kLanes) {
+    const F v = Simd::mul(Simd::sub(load_part(x + i, n - i), Simd::set(mean)), scale);
+    const F offset = bias ? load_part(bias + i, n - i) : Simd::set(0);
+    store_part(out + i, Simd::fma(v, load_part(weight + i, n - i), offset), n - i);
+  }
+}
+
 // One style of pairs, so that the compiler sees the strides and makes vectors of it.
 template <int kStep>
 inline void rotate(float* __restrict a, float* __restrict b, const float* __restrict cosines,
@@ -253,12 +276,44 @@ inline F gelu(F x) {
   return Simd::mul(x, sigmoid(Simd::mul(Simd::set(1.59576912f), cubic)));
 }
 
+// x Phi(x), with erf(z) = 1 - p(t) exp(-z^2) for z >= 0 and t = 1 / (1 + 0.3275911 z): Abramowitz and Stegun,
+// 7.1.26, which is within 1.5e-7. Half of p(t) exp(-z^2) is what is missing to x on the positive side.
+inline F gelu_erf(F x) {
+  const F size = Simd::max(x, Simd::sub(Simd::set(0.0f), x));
+  const F z = Simd::mul(size, Simd::set(0.707106781f));
+  const F t = Simd::div(Simd::set(1.0f), Simd::fma(z, Simd::set(0.3275911f), Simd::set(1.0f)));
+  F p = Simd::set(1.061405429f);
+  p = Simd::fma(p, t, Simd::set(-1.453152027f));
+  p = Simd::fma(p, t, Simd::set(1.421413741f));
+  p = Simd::fma(p, t, Simd::set(-0.284496736f));
+  p = Simd::fma(p, t, Simd::set(0.254829592f));
+  const F tail = Simd::mul(Simd::mul(p, t), exp2(Simd::mul(Simd::mul(z, z), Simd::set(-kLog2E))));
+  const F missing = Simd::mul(Simd::mul(size, tail), Simd::set(0.5f));
+  return Simd::sub(Simd::max(Simd::set(0.0f), x), missing);  // NaN, which max() keeps, stays
+}
+
+inline F activated(F x, Activation activation) {
+  switch (activation) {
+    case Activation::kSilu:
+      return Simd::mul(x, sigmoid(x));
+    case Activation::kGelu:
+      return gelu(x);
+    case Activation::kGeluErf:
+      break;
+  }
+  return gelu_erf(x);
+}
+
 void gated(const float* gate, const float* up, Activation activation, int n, float* out) {
   for (int i = 0; i < n; i += Simd::kLanes) {
-    const F g = load_part(gate + i, n - i);
-    const F activated = activation == Activation::kSilu ? Simd::mul(g, sigmoid(g)) : gelu(g);
-    store_part(out + i, Simd::mul(activated, load_part(up + i, n - i)), n - i);
+    const F g = activated(load_part(gate + i, n - i), activation);
+    store_part(out + i, Simd::mul(g, load_part(up + i, n - i)), n - i);
   }
+}
+
+void activate(const float* x, Activation activation, int n, float* out) {
+  for (int i = 0; i < n; i += Simd::kLanes)
+    store_part(out + i, activated(load_part(x + i, n - i), activation), n - i);
 }
 
 double sum_exp(const float* x, float shift, int n) {

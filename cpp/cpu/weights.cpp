@@ -73,7 +73,7 @@ Forms& Weights::input_of(Extent cols) {
 }
 
 // In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
-// gate and up are multiplied in turns, and so they lie in turns.
+// gate and up are multiplied in turns, so they alternate.
 std::size_t Weights::lay_out(std::byte* base) {
   std::size_t bytes = 0;
   const auto place = [&](std::initializer_list<Linear*> in_turns) {
@@ -89,8 +89,9 @@ std::size_t Weights::lay_out(std::byte* base) {
   };
   for (CpuLayer& layer : layers) {
     for (const LayerLinear& of : kLayerLinears) {
-      if (of.linear == &CpuLayer::w_up) continue;  // lies with the gate
-      if (of.linear == &CpuLayer::w_gate)
+      const bool gated = bool(layer.w_gate.tensor);
+      if (gated && of.linear == &CpuLayer::w_up) continue;  // placed together with the gate
+      if (gated && of.linear == &CpuLayer::w_gate)
         place({&layer.w_gate, &layer.w_up});
       else
         place({&(layer.*of.linear)});
@@ -120,6 +121,7 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   layers.resize(model.layers.size());
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
+    if (!tensor) return;
     linear.tensor = tensor;
     linear.packed = packed_matrix(tensor);
     if (compute != Compute::kInt8) linear.packed.packing = Packing::kNone;

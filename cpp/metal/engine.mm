@@ -43,7 +43,8 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
 }
 
 std::vector<Dispatch> MetalEngine::plan(int tokens, int position) const {
-  return record_prompt(forward_, tokens, position, RowOutput::kGreedy);
+  return record_prompt(forward_, tokens, position,
+                       config().has_head ? RowOutput::kGreedy : RowOutput::kHidden);
 }
 
 std::vector<float> MetalEngine::intermediate(const Cache& cache, const std::string& name) const {

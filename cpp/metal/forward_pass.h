@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -46,6 +47,7 @@ enum class Path {
 // What the host writes for a pass; null where the list is empty.
 struct PassTables {
   View ids;      // [rows] int32
+  View types;    // [rows] int32, where the model has types of tokens
   View rows;     // as PassRows::rows
   View tiles;    // as PassRows::tiles
   View pages;    // block tables of the chunks, int32
@@ -87,14 +89,22 @@ class ForwardPass {
   std::vector<Intermediate> intermediates(const PassRows& rows) const;
 
  private:
+  // How a block ends.
+  struct BlockOutput {
+    Projection w;
+    View bias;           // null: there is none
+    Norm norm;           // of the block's output; no weight: it joins the residual stream as it is
+    Norm residual_norm;  // of the residual stream after that; no weight: it stays as it is
+  };
   struct Layer {
-    Norm attn_norm, ffn_norm;            // no weight: the block reads the residual stream as it is
-    Norm post_attn_norm, post_ffn_norm;  // no weight: the block's output joins the residual stream as it is
-    Norm q_norm, k_norm;                 // of a head, or of all together
-    View bias;                           // null: the model has none
-    std::vector<Projection> qkv;         // merged as far as the weights allow
-    std::vector<Projection> gate_up;     // one, merged, or two
-    Projection wo, w_down;
+    Norm attn_norm, ffn_norm;         // no weight: the block reads the residual stream as it is
+    Norm q_norm, k_norm;              // of a head, or of all together
+    View bias;                        // of q, k and v; null: the model has none
+    std::vector<Projection> qkv;      // merged as far as the weights allow
+    std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up
+    bool gated;
+    View gate_up_bias;  // null: the model has none
+    BlockOutput attn_output, ffn_output;
   };
   // The rows of a pass that a step works on.
   struct Rows {
@@ -122,6 +132,7 @@ class ForwardPass {
     Activations a;
   };
 
+  Norm norm_of(const Tensor& weight, const Tensor& bias, float eps, const WeightViews& weights) const;
   Layer layer_of(const LayerWeights& w, WeightViews& weights) const;
   Rows all_rows(const PassRows& rows) const;
   Rows wanted_rows(const PassRows& rows) const;
@@ -134,6 +145,7 @@ class ForwardPass {
   AttentionArgs attention_args(int layer) const;
 
   void encode_layer(Pass& pass, int layer, const Part& wanted) const;
+  void embed(const Pass& pass) const;
   // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
   void norm_rows_of_qk(const Pass& pass, const Layer& w) const;
@@ -141,9 +153,9 @@ class ForwardPass {
                           const View& x, const View& normed, const StridedRows& y, const Rows& rows) const;
   void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,
                Write write) const;
-  // Adds a block's output, w x, to the residual stream.
-  void add_residual(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
-                    const View& residual, const Rows& rows) const;
+  // Adds a block's output to the residual stream.
+  void add_residual(const Pass& pass, const BlockOutput& output, const View& x, const View& residual,
+                    const Rows& rows) const;
   void feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
   void head(const Pass& pass, const Rows& rows, const View& logits) const;
   void score(const Pass& pass) const;
@@ -157,10 +169,13 @@ class ForwardPass {
   const CacheShape cache_shape_;
   const PageLayout page_layout_;
   Projection embedding_;
-  std::vector<Projection> output_;  // one
+  std::optional<Projection> position_embedding_, token_types_;
+  Norm embedding_norm_;
+  std::vector<Projection> output_;  // one; none in an encoder
   Norm output_norm_;
   Norm head_norm_;  // the same with the scale of the logits
   std::vector<Layer> layers_;
+  bool norms_stream_;  // layernorm_stream leaves a copy in `normed` that products read
   int qkv_dim_, att_dim_;
   u32_t activation_;
 };

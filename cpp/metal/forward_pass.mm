@@ -28,9 +28,7 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
                .wanted = {wanted_rows(rows), sequences_of(rows, rows.wanted, tables)},
                .a = activations(rows, buffers)};
 
-  const View choices = buffers.choices();
-  const TokenIds ids = choices ? ids_of(choices) : TokenIds{tables.ids};
-  ops::embed(e, embedding_, ids, pass.a.x, pass.all.rows.count, config_.stream_embedding_scale());
+  embed(pass);
   for (int layer = 0; layer < config_.n_layers; ++layer) {
     // The last layer writes K and V of every row, and continues only with rows whose output is wanted.
     const bool last = layer == config_.n_layers - 1;
@@ -42,6 +40,21 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
   find_largest(pass);
   deliver_logits(pass);
   deliver_hidden(pass);
+}
+
+void ForwardPass::embed(const Pass& pass) const {
+  const int count = pass.all.rows.count;
+  const auto add = [&](const Projection& table, const TokenIds& ids, float scale, Write write) {
+    ops::embed(pass.e, table, ids, pass.a.x, count, scale, write);
+  };
+  const View choices = pass.buffers.choices();
+  const TokenIds ids = choices ? ids_of(choices) : TokenIds{pass.tables.ids};
+  add(embedding_, ids, config_.stream_embedding_scale(), Write::kStore);
+  if (token_types_) add(*token_types_, {pass.tables.types}, 1.0f, Write::kAccumulate);
+  if (position_embedding_)
+    add(*position_embedding_, positions_of(pass.tables.rows), 1.0f, Write::kAccumulate);
+  if (embedding_norm_.weight)
+    ops::layernorm_stream(pass.e, embedding_norm_, {}, pass.a.x, pass.a.normed, count);
 }
 
 void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
@@ -71,7 +84,7 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
     ops::attention_prefill(pass.e, q, wanted.sequences, cache, a.att, attention);
   else
     ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
-  add_residual(pass, w.wo, a.att, w.post_attn_norm, x, rows);
+  add_residual(pass, w.attn_output, a.att, x, rows);
   feed_forward(pass, w, x, rows);
 }
 
@@ -93,20 +106,23 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
     else
       ops::matmul_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
   } else {
-    normed_projections(e, w.ffn_norm, w.gate_up, x, a.normed, {a.gate_up, 2 * config_.ffn_dim}, rows);
+    const int columns = (w.gated ? 2 : 1) * config_.ffn_dim;
+    normed_projections(e, w.ffn_norm, w.gate_up, x, a.normed, {a.gate_up, columns}, rows);
     if (few && fuses_silu(w)) {
-      ops::silu_matvec_q4_0_accumulate(e, w.w_down, a.gate_up, x, rows.count, activation_);
+      ops::silu_matvec_q4_0_accumulate(e, w.ffn_output.w, a.gate_up, x, rows.count, activation_);
       return;
     }
-    ops::swiglu(e, a.gate_up, a.ffn, config_.ffn_dim, rows.count, activation_, rows.precision());
+    ops::swiglu(e, {w.gate_up_bias, a.gate_up, config_.ffn_dim, w.gated, activation_}, a.ffn, rows.count,
+                rows.precision());
   }
-  add_residual(pass, w.w_down, a.ffn, w.post_ffn_norm, x, rows);
+  add_residual(pass, w.ffn_output, a.ffn, x, rows);
 }
 
 View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const View& normed,
                              const Rows& rows) const {
+  if (!norm.weight && norms_stream_) return normed;
   if (!norm.weight && rows.precision() == Precision::kF32) return x;
-  ops::rmsnorm(e, norm, x, normed, rows.count, rows.precision());
+  ops::norm(e, norm, x, normed, rows.count, rows.precision());
   return normed;
 }
 
@@ -132,11 +148,18 @@ void ForwardPass::project(Encoder& e, const Projection& w, const View& x, const 
     ops::matmul(e, w, x, y, rows.count, write);
 }
 
-void ForwardPass::add_residual(const Pass& pass, const Projection& w, const View& x, const Norm& post_norm,
+void ForwardPass::add_residual(const Pass& pass, const BlockOutput& output, const View& x,
                                const View& residual, const Rows& rows) const {
-  if (!post_norm.weight) return project(pass.e, w, x, {residual, config_.dim}, rows, Write::kAccumulate);
-  project(pass.e, w, x, {pass.a.block, config_.dim}, rows, Write::kStore);
-  ops::rmsnorm_add(pass.e, post_norm, pass.a.block, residual, rows.count);
+  if (output.norm.weight) {
+    project(pass.e, output.w, x, {pass.a.block, config_.dim}, rows, Write::kStore);
+    ops::rmsnorm_add(pass.e, output.norm, pass.a.block, residual, rows.count);
+    return;
+  }
+  project(pass.e, output.w, x, {residual, config_.dim}, rows, Write::kAccumulate);
+  if (output.residual_norm.weight)
+    ops::layernorm_stream(pass.e, output.residual_norm, output.bias, residual, pass.a.normed, rows.count);
+  else if (output.bias)
+    ops::add_bias(pass.e, output.bias, residual, config_.dim, rows.count);
 }
 
 void ForwardPass::head(const Pass& pass, const Rows& rows, const View& logits) const {
@@ -184,11 +207,11 @@ void ForwardPass::deliver_hidden(const Pass& pass) const {
   const View out = pass.buffers.get(BufferName::kHidden, count * std::size_t(config_.dim) * sizeof(float));
   const auto deliver = [&](const Norm& norm, const PassRows::Range& rows, int at) {
     if (rows.count > 0)
-      ops::rmsnorm(pass.e, norm, pass.a.x.row(std::size_t(rows.first), config_.dim),
-                   out.row(std::size_t(at), config_.dim), rows.count, Precision::kF32);
+      ops::norm(pass.e, norm, pass.a.x.row(std::size_t(rows.first), config_.dim),
+                out.row(std::size_t(at), config_.dim), rows.count, Precision::kF32);
   };
   deliver(output_norm_, hidden, 0);
-  deliver({.weight = {}, .dim = config_.dim, .eps = 0.0f}, residual, hidden.count);  // a copy
+  deliver({.weight = {}, .bias = {}, .dim = config_.dim, .eps = 0.0f}, residual, hidden.count);  // a copy
 }
 
 }  // namespace metal_prefill::metal

@@ -74,42 +74,68 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       cache_shape_{options.kv_type, std::max(model.config.key_dim, model.config.value_dim)},
       page_layout_(model.config, options.kv_type),
       embedding_(projection(model.token_embedding, weights)),
-      output_{projection(model.output, weights)},
-      output_norm_{weights.view(model.output_norm), config_.dim, config_.stream_eps()},
+      embedding_norm_(
+          norm_of(model.embedding_norm, model.embedding_norm_bias, config_.stream_eps(), weights)),
+      output_norm_(norm_of(model.output_norm, {}, config_.stream_eps(), weights)),
       head_norm_(output_norm_),
+      norms_stream_(bool(model.layers[0].attn_residual_norm)),
       qkv_dim_(config_.n_heads * config_.key_dim +
                config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
-      activation_(config_.activation == Activation::kGelu ? ACTIVATION_GELU : ACTIVATION_SILU) {
+      activation_(config_.activation == Activation::kSilu   ? ACTIVATION_SILU
+                  : config_.activation == Activation::kGelu ? ACTIVATION_GELU
+                                                            : ACTIVATION_GELU_ERF) {
   if (options.kv_type == KvType::kQ8_0)
     throw UnsupportedModelError(
         "the Metal engine has no KV cache in q8_0: use kv_dtype='f16', or device='cpu'");
   static_cast<void>(cache_shape_.decode_size());  // throws for heads that are too large
+  if (embedding_norm_.weight && (config_.causal || config_.norm_kind != NormKind::kLayer))
+    throw UnsupportedModelError("the Metal engine norms embeddings with LayerNorm, in encoders alone");
+  if (model.output) output_.push_back(projection(model.output, weights));
+  if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
+  if (model.token_types) token_types_ = projection(model.token_types, weights);
   if (config_.logit_scale != 1.0f)
     head_norm_.weight = weights.concatenate(BufferName::kHeadNorm, {{{&model.output_norm, config_.dim}}},
                                             config_.logit_scale);
   for (const LayerWeights& w : model.layers) layers_.push_back(layer_of(w, weights));
 }
 
+Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
+                          const WeightViews& weights) const {
+  const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
+  return {view(weight), view(bias), weight ? weight.cols : config_.dim, eps, config_.norm_kind};
+}
+
 ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& weights) const {
-  const auto norm = [&](const Tensor& t, int length, float eps) {
-    return Norm{t ? weights.view(t) : View{}, length, eps};
+  const float eps = config_.norm_eps, stream_eps = config_.stream_eps();
+  const auto norm = [&](const Tensor& weight, float e) { return norm_of(weight, {}, e, weights); };
+  const auto output = [&](const Tensor& weight, const Tensor& bias, const Tensor& block_norm,
+                          const Tensor& residual_norm, const Tensor& residual_bias) {
+    return BlockOutput{.w = projection(weight, weights),
+                       .bias = bias ? weights.view(bias) : View{},
+                       .norm = norm(block_norm, eps),
+                       .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
   };
-  const int dim = config_.dim;
-  Layer layer = {.attn_norm = norm(w.attn_norm, dim, config_.stream_eps()),
-                 .ffn_norm = norm(w.ffn_norm, dim, config_.stream_eps()),
-                 .post_attn_norm = norm(w.post_attn_norm, dim, config_.norm_eps),
-                 .post_ffn_norm = norm(w.post_ffn_norm, dim, config_.norm_eps),
-                 .q_norm = norm(w.q_norm, w.q_norm.cols, config_.norm_eps),
-                 .k_norm = norm(w.k_norm, w.k_norm.cols, config_.norm_eps),
-                 .bias = {},
-                 .qkv = merge({&w.wq, &w.wk, &w.wv}, weights),
-                 .gate_up = merge({&w.w_gate, &w.w_up}, weights),
-                 .wo = projection(w.wo, weights),
-                 .w_down = projection(w.w_down, weights)};
+  const bool gated = bool(w.w_gate);
+  Layer layer = {
+      .attn_norm = norm(w.attn_norm, stream_eps),
+      .ffn_norm = norm(w.ffn_norm, stream_eps),
+      .q_norm = norm(w.q_norm, eps),
+      .k_norm = norm(w.k_norm, eps),
+      .bias = {},
+      .qkv = merge({&w.wq, &w.wk, &w.wv}, weights),
+      .gate_up = gated ? merge({&w.w_gate, &w.w_up}, weights) : merge({&w.w_up}, weights),
+      .gated = gated,
+      .gate_up_bias = {},
+      .attn_output = output(w.wo, w.bo, w.post_attn_norm, w.attn_residual_norm, w.attn_residual_norm_bias),
+      .ffn_output =
+          output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm, w.ffn_residual_norm_bias)};
   if (w.bq || w.bk || w.bv)
     layer.bias = weights.concatenate(BufferName::kQkvBias,
                                      {{{&w.bq, w.wq.rows}, {&w.bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
+  if (w.b_gate || w.b_up)
+    layer.gate_up_bias = weights.concatenate(
+        BufferName::kFfnBias, {{{&w.b_gate, gated ? w.w_gate.rows : 0}, {&w.b_up, w.w_up.rows}}}, 1.0f);
   return layer;
 }
 
@@ -125,6 +151,7 @@ PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const
   };
   const std::size_t n = buffered_tokens(rows.all.count);
   return {.ids = list(BufferName::kIds, n, 1, sizeof(TokenId)),
+          .types = list(BufferName::kTypes, token_types_ ? n : 0, 1, sizeof(TokenId)),
           .rows = list(BufferName::kRows, n, 1, sizeof(PassRow)),
           .tiles = list(BufferName::kTiles, rows.tiles.size(), 64, sizeof(AttentionTile)),
           .pages = list(BufferName::kPages, rows.first_page.back(), 256, sizeof(PageId)),
@@ -141,18 +168,20 @@ ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
 }
 
 bool ForwardPass::fuses_norm(const Norm& norm, const std::vector<Projection>& projections) const {
-  return options_.metal.fused_norm && norm.weight &&
+  return options_.metal.fused_norm && norm.weight && norm.kind == NormKind::kRms &&
          std::all_of(projections.begin(), projections.end(), [](const Projection& w) {
            return w.type == TensorType::kQ4_0 || w.type == TensorType::kF32;
          });
 }
 
 bool ForwardPass::fuses_silu(const Layer& w) const {
-  return options_.metal.fused_silu && w.w_down.type == TensorType::kQ4_0 && !w.post_ffn_norm.weight;
+  const BlockOutput& output = w.ffn_output;
+  return options_.metal.fused_silu && output.w.type == TensorType::kQ4_0 && !output.norm.weight &&
+         !output.bias && w.gated && !w.gate_up_bias;
 }
 
 bool ForwardPass::gate_up_separate(const Layer& w, Path path) const {
-  return w.gate_up.size() > 1 ||
+  return w.gate_up.size() > 1 || !w.gated || w.gate_up_bias ||
          (path == Path::kFewTokens && (fuses_norm(w.ffn_norm, w.gate_up) || fuses_silu(w)));
 }
 
@@ -210,7 +239,7 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   a.qkv = buffers.get(BufferName::kQkv, floats(qkv_dim_, n));
   a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
   a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
-  if (any_layer([](const Layer& w) { return w.post_attn_norm.weight || w.post_ffn_norm.weight; }))
+  if (any_layer([](const Layer& w) { return w.attn_output.norm.weight || w.ffn_output.norm.weight; }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
   if (any_layer([&](const Layer& w) {
         return gate_up_separate(w, all.path) || gate_up_separate(w, Path::kFewTokens);
@@ -262,9 +291,10 @@ KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   RecordedBuffers buffers;
   for (const int tokens : lengths)
     for (const int position : {0, config_.context_length - tokens})
-      for (const RowOutput output : {RowOutput::kNone, RowOutput::kGreedy, RowOutput::kLogits,
-                                     RowOutput::kLogProbs, RowOutput::kHidden})
-        encode(collector, rows_of({{last_rows(tokens, position, output)}}), buffers);
+      for (const RowOutput output : {RowOutput::kNone, RowOutput::kHidden, RowOutput::kGreedy,
+                                     RowOutput::kLogits, RowOutput::kLogProbs})
+        if (config_.has_head || output <= RowOutput::kNone || output >= RowOutput::kHidden)
+          encode(collector, rows_of({{last_rows(tokens, position, output)}}), buffers);
   return collector.kernels();
 }
 

@@ -87,6 +87,14 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "rmsnorm_add";
     case Kernel::kRmsnormInPlace:
       return "rmsnorm_in_place";
+    case Kernel::kLayernormF32:
+      return "layernorm_f32";
+    case Kernel::kLayernormF16:
+      return "layernorm_f16";
+    case Kernel::kLayernormStream:
+      return "layernorm_stream";
+    case Kernel::kAddBias:
+      return "add_bias";
     case Kernel::kRopeAppend:
       return cached("rope_append_");
     case Kernel::kRopeAttentionDecode:

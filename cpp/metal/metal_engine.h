@@ -80,7 +80,8 @@ class MetalEngine final : public Engine, private PassInspector {
   std::vector<RequestedPass> passes_for(std::span<Chunk* const> chunks, KvPages::Hold& pages);
   std::shared_ptr<SentPass> send_after(std::span<Chunk* const> chunks, KvPages::Hold& pages,
                                        const SentPass& before);
-  static void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks);
+  static void fill(const Config& config, const PassTables& tables, const PassRows& rows,
+                   std::span<Chunk* const> chunks);
   void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
   void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
 

@@ -25,11 +25,17 @@ inline TokenIds ids_of(const View& candidates) {
   return {candidates.at(offsetof(Candidate, index)), sizeof(Candidate) / sizeof(u32_t)};
 }
 
-// RMSNorm of rows of `dim` values; without a weight it leaves them as they are.
+inline TokenIds positions_of(const View& rows) {
+  return {rows.at(offsetof(PassRow, position)), sizeof(PassRow) / sizeof(u32_t)};
+}
+
+// The norm of rows of `dim` values; without a weight it leaves them as they are.
 struct Norm {
   View weight;
+  View bias;  // null: there is none
   int dim;
   float eps;
+  NormKind kind = NormKind::kRms;
 };
 
 // Inputs of rope other than q, k and v. For one that the model does not have, any buffer will do.
@@ -61,9 +67,14 @@ enum class Write { kStore, kAccumulate };  // y = w x, or y += w x
 
 namespace ops {
 
-void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View& x, int tokens, float scale);
+void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View& x, int tokens, float scale,
+           Write write);
 
-void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision);
+void norm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision);
+// x = norm(x + addend), a LayerNorm; `copy` gets x in half.
+void layernorm_stream(Encoder& e, const Norm& norm, const View& addend, const View& x, const View& copy,
+                      int tokens);
+void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens);
 // Norms rows where they are.
 void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens);
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
@@ -100,8 +111,15 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
 // Tiles of attention_prefill.
 TileShape tile_shape(const CacheShape& cache, int heads_per_kv_head);
 
-void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int tokens, u32_t activation,
-            Precision precision);
+// The projections that swiglu activates.
+struct GateUp {
+  View bias;  // null: there is none
+  View rows;
+  int ffn_dim;
+  bool gated;
+  u32_t activation;
+};
+void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision);
 
 // Both stages, of each row of `n` logits; `candidates` holds candidates_bytes.
 std::size_t candidates_bytes(const Tuning& tuning, int rows);

@@ -75,12 +75,14 @@ View output_of(const Projection& w, const View& y) {
 
 }  // namespace
 
-void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View& x, int tokens, float scale) {
+void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View& x, int tokens, float scale,
+           Write write) {
   const EmbedArgs args = {.dim = u32_t(table.in_dim),
                           .row_bytes = table.stack.row_bytes,
                           .tokens = u32_t(tokens),
                           .vocab_size = u32_t(table.out_dim),
                           .id_stride = ids.stride,
+                          .accumulate = write == Write::kAccumulate,
                           .scale = scale};
   e.dispatch(
       {Kernel::kEmbed, table.type}, {table.weights, ids.view, x}, args,
@@ -89,21 +91,46 @@ void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View&
 
 namespace {
 
+// Four values a thread: a row is then read in one go.
+std::size_t norm_threads(const Encoder& e, Kernel kernel, int dim) {
+  return allowed_threads(e, kernel, round_up(std::size_t(dim) / 4, kSimd));
+}
+
 // Rows of the buffers begin `stride` elements apart.
 void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, std::initializer_list<View> buffers,
                    int stride, int tokens) {
-  // Four values a thread: a row is then read in one go.
-  const std::size_t threads = allowed_threads(e, kernel, round_up(std::size_t(norm.dim) / 4, kSimd));
   e.dispatch(kernel, buffers, RmsnormArgs{u32_t(norm.dim), u32_t(stride), bool(norm.weight), norm.eps},
-             {.x = std::size_t(tokens), .threads = threads});
+             {.x = std::size_t(tokens), .threads = norm_threads(e, kernel, norm.dim)});
 }
 
 }  // namespace
 
-void rmsnorm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision) {
+void norm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision) {
+  const bool half = precision == Precision::kF16;
+  if (norm.weight && norm.kind == NormKind::kLayer) {
+    const Kernel kernel = half ? Kernel::kLayernormF16 : Kernel::kLayernormF32;
+    e.dispatch(kernel, {norm.weight, norm.bias ? norm.bias : norm.weight, x, y},
+               LayernormArgs{u32_t(norm.dim), bool(norm.bias), false, norm.eps},
+               {.x = std::size_t(tokens), .threads = norm_threads(e, kernel, norm.dim)});
+    return;
+  }
   // Without a weight any buffer that is not written will do.
-  dispatch_norm(e, precision == Precision::kF16 ? Kernel::kRmsnormF16 : Kernel::kRmsnormF32, norm,
+  dispatch_norm(e, half ? Kernel::kRmsnormF16 : Kernel::kRmsnormF32, norm,
                 {norm.weight ? norm.weight : x, x, y}, norm.dim, tokens);
+}
+
+void layernorm_stream(Encoder& e, const Norm& norm, const View& addend, const View& x, const View& copy,
+                      int tokens) {
+  e.dispatch(Kernel::kLayernormStream,
+             {norm.weight, norm.bias ? norm.bias : norm.weight, addend ? addend : norm.weight, x, copy},
+             LayernormArgs{u32_t(norm.dim), bool(norm.bias), bool(addend), norm.eps},
+             {.x = std::size_t(tokens), .threads = norm_threads(e, Kernel::kLayernormStream, norm.dim)});
+}
+
+void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens) {
+  const std::size_t columns = std::size_t(dim) / 4, threads = allowed_threads(e, Kernel::kAddBias, 256);
+  e.dispatch(Kernel::kAddBias, {bias, x}, AddBiasArgs{u32_t(dim)},
+             {.x = ceil_div(columns, threads), .y = std::size_t(tokens), .threads = threads});
 }
 
 void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens) {
@@ -395,12 +422,14 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
   }
 }
 
-void swiglu(Encoder& e, const View& gate_up, const View& out, int ffn_dim, int tokens, u32_t activation,
-            Precision precision) {
+void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision) {
   const Kernel kernel = precision == Precision::kF16 ? Kernel::kSwigluF16 : Kernel::kSwigluF32;
   const std::size_t threads = allowed_threads(e, kernel, 256);
-  e.dispatch(kernel, {gate_up, out}, SwigluArgs{u32_t(ffn_dim), u32_t(tokens), activation},
-             {.x = ceil_div(std::size_t(ffn_dim), threads), .y = std::size_t(tokens), .threads = threads});
+  e.dispatch(
+      kernel, {gate_up.bias ? gate_up.bias : gate_up.rows, gate_up.rows, out},
+      SwigluArgs{u32_t(gate_up.ffn_dim), u32_t(tokens), gate_up.activation, gate_up.gated,
+                 bool(gate_up.bias)},
+      {.x = ceil_div(std::size_t(gate_up.ffn_dim), threads), .y = std::size_t(tokens), .threads = threads});
 }
 
 std::size_t candidates_bytes(const Tuning& tuning, int rows) {

@@ -96,6 +96,10 @@ bool fits_kernels(const Config& c) {
 Model pad_model(const Model& original) {
   Model model = original;
   const Config& own = original.config;
+  if (own.norm_kind == NormKind::kLayer)
+    throw UnsupportedModelError("LayerNorm over " + std::to_string(own.dim) +
+                                " values, or heads and a feed-forward that are not multiples of 8: the Metal "
+                                "engine pads dimensions with zeros, which would change means");
   Config& c = model.config;
   for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::key_dim, &Config::value_dim})
     c.*dimension = round_up(own.*dimension, kItem);

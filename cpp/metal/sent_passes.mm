@@ -79,7 +79,7 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
       encoder_(device_, engine.kernels_, label_of(rows_, chunks),
                choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
   MetalPassBuffers buffers(device_, *lease_, pages, rope_tables_, choices);
-  fill(engine.forward_.tables(rows_, buffers), rows_, chunks);
+  fill(engine.config(), engine.forward_.tables(rows_, buffers), rows_, chunks);
   engine.forward_.encode(encoder_, rows_, buffers);
   last_ = encoder_.send();
   pages.sent(last_);
@@ -147,7 +147,7 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
   pages.settle();
   MetalPassBuffers buffers(device, *lease, pages, rope_tables_.by_layer(), nil);
   const PassRows rows = forward_.rows_of(shapes_of(chunks));
-  fill(forward_.tables(rows, buffers), rows, chunks);
+  fill(config(), forward_.tables(rows, buffers), rows, chunks);
   TracingEncoder encoder(device, kernels_, *chunks[0]->trace);
   forward_.encode(encoder, rows, buffers);
   if (device.debug()) keep_intermediates(rows, chunks, *lease);
@@ -176,7 +176,8 @@ std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* 
   }
 }
 
-void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks) {
+void MetalEngine::fill(const Config& config, const PassTables& tables, const PassRows& rows,
+                       std::span<Chunk* const> chunks) {
   copy(std::span(rows.rows), tables.rows);
   copy(std::span(rows.tiles), tables.tiles);
   for (std::size_t i = 0; i < chunks.size(); ++i) {
@@ -188,6 +189,12 @@ void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span
   };
   for (const RowRun& run : rows.all.runs)
     copy(tokens_of(run, chunks[std::size_t(run.chunk)]->tokens), tables.ids, std::size_t(run.row));
+  if (tables.types) {
+    for (const RowRun& run : rows.all.runs) {
+      const std::vector<TokenId> types = token_types(config, chunks[std::size_t(run.chunk)]->tokens);
+      copy(tokens_of(run, types), tables.types, std::size_t(run.row));
+    }
+  }
   for (const RowRun& run : rows.wanted.runs)
     if (const auto* scored = std::get_if<LogProbsOutput>(&chunks[std::size_t(run.chunk)]->output))
       copy(scored->targets, tables.targets, std::size_t(run.row - rows.scored.first));

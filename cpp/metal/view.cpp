@@ -9,6 +9,8 @@ BufferTraits traits_of(BufferName name) {
   switch (name) {
     case BufferName::kIds:
       return {"ids", true};
+    case BufferName::kTypes:
+      return {"types", true};
     case BufferName::kRows:
       return {"rows", true};
     case BufferName::kTiles:
@@ -49,6 +51,8 @@ BufferTraits traits_of(BufferName name) {
       return {"weights", true};
     case BufferName::kQkvBias:
       return {"qkv_bias", true};
+    case BufferName::kFfnBias:
+      return {"ffn_bias", true};
     case BufferName::kHeadNorm:
       return {"head_norm", true};
     case BufferName::kKeys:

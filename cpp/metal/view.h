@@ -8,6 +8,7 @@ namespace metal_prefill::metal {
 // docs/kernels.md lists the sizes of the activation buffers.
 enum class BufferName {
   kIds,         // [tokens] int32, from the host
+  kTypes,       // [tokens] int32, from the host
   kRows,        // [tokens] PassRow, from the host
   kTiles,       // [tiles] AttentionTile, from the host
   kPages,       // block tables, int32, from the host
@@ -30,6 +31,7 @@ enum class BufferName {
 
   kWeights = kActivationCount,  // of the file
   kQkvBias,
+  kFfnBias,   // of gate and up
   kHeadNorm,  // weights of the output norm, times the scale of the logits
   kKeys,      // pages of the pool, from the keys of a layer in the first one on
   kValues,

@@ -98,7 +98,11 @@ void bind_model(nb::module_& m) {
       .value("NONE", RopeScaling::kNone)
       .value("LINEAR", RopeScaling::kLinear)
       .value("YARN", RopeScaling::kYarn);
-  nb::enum_<Activation>(m, "Activation").value("SILU", Activation::kSilu).value("GELU", Activation::kGelu);
+  nb::enum_<Activation>(m, "Activation")
+      .value("SILU", Activation::kSilu)
+      .value("GELU", Activation::kGelu)
+      .value("GELU_ERF", Activation::kGeluErf);
+  nb::enum_<NormKind>(m, "NormKind").value("RMS", NormKind::kRms).value("LAYER", NormKind::kLayer);
   nb::enum_<QkNormPlace>(m, "QkNormPlace")
       .value("HEADS", QkNormPlace::kHeads)
       .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads)
@@ -121,6 +125,7 @@ void bind_model(nb::module_& m) {
       .def_rw("ffn_dim", &Config::ffn_dim)
       .def_rw("vocab_size", &Config::vocab_size)
       .def_rw("context_length", &Config::context_length)
+      .def_rw("norm_kind", &Config::norm_kind)
       .def_rw("norm_eps", &Config::norm_eps)
       .def_rw("rope_dim", &Config::rope_dim)
       .def_rw("rope_base", &Config::rope_base)
@@ -138,6 +143,9 @@ void bind_model(nb::module_& m) {
       .def_rw("logit_scale", &Config::logit_scale)
       .def_rw("qk_norm_place", &Config::qk_norm_place)
       .def_rw("causal", &Config::causal)
+      .def_rw("has_head", &Config::has_head)
+      .def_rw("token_types", &Config::token_types)
+      .def_rw("separator_id", &Config::separator_id)
       .def_rw("attention_scale", &Config::attention_scale)
       .def_rw("layer_uses_rope", &Config::layer_uses_rope)
       .def_rw("layer_window", &Config::layer_window)
@@ -156,7 +164,7 @@ void bind_model(nb::module_& m) {
       .def_prop_ro("role", [](const TensorSpec& self) { return std::string(self.row->role); })
       .def_prop_ro(
           "presence", [](const TensorSpec& self) { return std::string(self.row->presence); },
-          "required, optional, tied, or the trait of an architecture that says which.")
+          "required, optional, or the trait of an architecture that decides.")
       .def_ro("name", &TensorSpec::name, "In the file, with {layer} where every layer has one.")
       .def_prop_ro(
           "shape", [](const TensorSpec& self) { return self.shape; },

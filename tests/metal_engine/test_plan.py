@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from metal_kernels import KernelLibrary
 from support import small_models
 from support.small_models import TYPES
@@ -17,7 +18,7 @@ from metal_prefill._support.dispatches import Dispatch, decode_args
 from metal_prefill.files._architecture import ModelConfig
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.gpu._cost_model import plan, shape_of, uniform_shape
-from metal_prefill.gpu._cost_model.shapes import Shape
+from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 
 pytestmark = pytest.mark.emulator
 
@@ -280,7 +281,11 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         config = replace(SMALL, architecture=other, qk_norm_place=place)
         shape = uniform_shape(config, "f16", "f16")
         found |= {d.kernel for d in plan(shape, 9)}
+    encoder = replace(SMALL, causal=False, has_head=False, norm_kind="layer", architecture="modern-bert")
+    found |= {d.kernel for d in plan(uniform_shape(encoder, "f16", "f16"), 9, output="hidden")}
     mixed = uniform_shape(SMALL, "q4_0", "q4_0")
+    bias = TensorShape("bo", 0, GGMLQuantizationType.F32, (SMALL.dim,))
+    found |= {d.kernel for d in plan(Shape(SMALL, (*mixed.tensors, bias)), 9)}
     up = [replace(t, type=8) if t.role == "w_up" else t for t in mixed.tensors]
     for tokens in (1, 300):
         found |= {d.kernel for d in plan(Shape(SMALL, tuple(up)), tokens)}
@@ -331,6 +336,7 @@ def test_arguments_are_read_by_name() -> None:
         "tokens": 7,
         "vocab_size": SMALL.vocab_size,
         "id_stride": 1,
+        "accumulate": 0,
         "scale": 1.0,
     }
     assert first.buffers == ("weights", "ids", "x")

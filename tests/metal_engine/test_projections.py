@@ -257,8 +257,8 @@ def test_swiglu_stays_finite_in_half(run: Run) -> None:
 
     gate_up = np.full((1, 8), 300.0, np.float32)  # 300 * 300 is more than half precision has
     y = Output([1, 4], np.float16)
-    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU)
-    run("swiglu_f16", gate_up, y.buffer, args, groups=(1,), threads=(32,))
+    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU, gated=1, has_bias=0)
+    run("swiglu_f16", gate_up, gate_up, y.buffer, args, groups=(1,), threads=(32,))
     assert (y.check() == 65504).all()
 
 
@@ -268,8 +268,8 @@ def test_swiglu_in_half_does_not_hide_what_is_not_a_number(run: Run) -> None:
     gate_up = np.zeros((1, 8), np.float32)
     gate_up[0, 2] = np.nan
     y = Output([1, 4], np.float16)
-    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU)
-    run("swiglu_f16", gate_up, y.buffer, args, groups=(1,), threads=(32,))
+    args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU, gated=1, has_bias=0)
+    run("swiglu_f16", gate_up, gate_up, y.buffer, args, groups=(1,), threads=(32,))
     assert np.isnan(y.check()).tolist() == [[False, False, True, False]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from support.head_cases import ROPE_CASES, rms, rotate
@@ -42,6 +44,7 @@ def test_embed(run: Run, kind: str, scale: float, stride: int) -> None:
         tokens=9,
         vocab_size=19,
         id_stride=stride,
+        accumulate=0,
         scale=scale,
     )
     items = dim // 8
@@ -63,7 +66,14 @@ def test_embed_reads_a_row_of_the_table_whatever_the_id(run: Run) -> None:
     ids = np.array([CONSTANTS["ARGMAX_NONE"], 3], np.uint32)
     x = Output([2, 8])
     args = make_args(
-        "EmbedArgs", dim=8, row_bytes=table.row_bytes, tokens=2, vocab_size=19, id_stride=1, scale=1.0
+        "EmbedArgs",
+        dim=8,
+        row_bytes=table.row_bytes,
+        tokens=2,
+        vocab_size=19,
+        id_stride=1,
+        accumulate=0,
+        scale=1.0,
     )
     run("embed_f32", table.bytes[table.offsets[0] :], ids, x.buffer, args, groups=(1, 2), threads=(32, 1))
     np.testing.assert_array_equal(x.check()[1], table.values[3].astype(np.float32))
@@ -204,22 +214,111 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
     np.testing.assert_array_equal(out.check(), qkv)
 
 
-@pytest.mark.parametrize("act", [SILU, CONSTANTS["ACTIVATION_GELU"]], ids=["silu", "gelu"])
-@pytest.mark.parametrize(("tokens", "ffn_dim"), [(1, 1536), (33, 72)])
-def test_swiglu(run: Run, tokens: int, ffn_dim: int, act: int) -> None:
-    rng = np.random.default_rng(4)
-    gate_up = (4 * rng.standard_normal((tokens, 2 * ffn_dim))).astype(np.float32)
-    gate_up[0, :2] = 200, -200
-    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
-    if act == SILU:
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_embed_adds_rows_of_a_table_to_what_is_there(run: Run, kind: str) -> None:
+    """Positions of rows are the ids of the position embedding."""
+    rng = np.random.default_rng(2)
+    table = Weights(rng, kind, [19], 64)
+    rows = rng.integers(0, 19, (9, 4)).astype(np.uint32)  # PassRow, of which the position comes first
+    before = rng.standard_normal((9, 64)).astype(np.float32)
+    x = Output([9, 64], initial=before)
+    args = make_args(
+        *("EmbedArgs",),
+        dim=64,
+        row_bytes=table.row_bytes,
+        tokens=9,
+        vocab_size=19,
+        id_stride=4,
+        accumulate=1,
+        scale=1.0,
+    )
+    name, weights = f"embed_{kind.lower()}", table.bytes[table.offsets[0] :]
+    run(name, weights, rows, x.buffer, args, groups=(1, 9), threads=(32, 1))
+    close(x.check(), before.astype(np.float64) + table.values[rows[:, 0]])
+
+
+def layer_norm(x: Array, weight: Array, bias: Array | float, eps: float) -> Array:
+    x = x.astype(np.float64)
+    d = x - x.mean(axis=1, keepdims=True)
+    normed: Array = d / np.sqrt((d * d).mean(axis=1, keepdims=True) + eps) * weight + bias
+    return normed
+
+
+@pytest.mark.parametrize("offset", [0, 1000], ids=["around 0", "around 1000"])
+@pytest.mark.parametrize("has_bias", [0, 1])
+@pytest.mark.parametrize(("dim", "threads"), [(64, 32), (384, 96), (768, 192), (1024, 64), (72, 1024)])
+def test_layernorm(run: Run, dim: int, threads: int, has_bias: int, offset: int) -> None:
+    rng = np.random.default_rng(dim)
+    x = (offset + 10 * rng.standard_normal((9, dim))).astype(np.float32)
+    weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
+    args = make_args("LayernormArgs", dim=dim, has_bias=has_bias, has_addend=0, eps=1e-5)
+    expected = layer_norm(x, weight, bias * has_bias, 1e-5)
+    # A mean of 1000 leaves values of 10 with 13 bits.
+    check = close if offset == 0 else near
+    y = Output([9, dim])
+    run("layernorm_f32", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
+    check(y.check(), expected)
+    y = Output([9, dim], np.float16)
+    run("layernorm_f16", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
+    near(y.check(), expected)
+    for has_addend in (0, 1):
+        args = make_args("LayernormArgs", dim=dim, has_bias=has_bias, has_addend=has_addend, eps=1e-5)
+        expected = layer_norm(x + has_addend * addend, weight, bias * has_bias, 1e-5)
+        stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
+        run(
+            *("layernorm_stream", weight, bias, addend, stream.buffer, copy.buffer, args),
+            groups=(9,),
+            threads=(threads,),
+        )
+        check(stream.check(), expected)
+        near(copy.check(), expected)
+
+
+def test_add_bias(run: Run) -> None:
+    rng = np.random.default_rng(3)
+    before, bias = rng.standard_normal((5, 72)).astype(np.float32), rng.standard_normal(72).astype(np.float32)
+    x = Output([5, 72], initial=before)
+    run("add_bias", bias, x.buffer, make_args("AddBiasArgs", dim=72), groups=(1, 5), threads=(32, 1))
+    close(x.check(), before.astype(np.float64) + bias)
+
+
+ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf")}
+
+
+def activated(x: Array, name: str) -> Array:
+    if name == "silu":
         with np.errstate(over="ignore"):
-            expected = gate / (1 + np.exp(-gate)) * up
-    else:
-        expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-    args = make_args("SwigluArgs", ffn_dim=ffn_dim, tokens=tokens, activation=act)
+            silu: Array = x / (1 + np.exp(-x))
+            return silu
+    if name == "gelu":
+        approximate: Array = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return approximate
+    exact: Array = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    return exact
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("has_bias", [0, 1])
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize(("tokens", "ffn_dim"), [(1, 1536), (33, 72)])
+def test_swiglu(run: Run, tokens: int, ffn_dim: int, gated: int, has_bias: int, act: str) -> None:
+    rng = np.random.default_rng(4)
+    gate_up = (4 * rng.standard_normal((tokens, (1 + gated) * ffn_dim))).astype(np.float32)
+    gate_up[0, :2] = 200, -200
+    bias = rng.standard_normal((1 + gated) * ffn_dim).astype(np.float32)
+    biased = gate_up.astype(np.float64) + has_bias * bias
+    expected = activated(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
+    args = make_args(
+        *("SwigluArgs",),
+        ffn_dim=ffn_dim,
+        tokens=tokens,
+        activation=ACTIVATIONS[act],
+        gated=gated,
+        has_bias=has_bias,
+    )
     for name, dtype, check in (("swiglu_f32", np.float32, close), ("swiglu_f16", np.float16, near)):
         out = Output([tokens, ffn_dim], dtype)
-        run(name, gate_up, out.buffer, args, groups=(ceil_div(ffn_dim, 64), tokens), threads=(64, 1))
+        run(name, bias, gate_up, out.buffer, args, groups=(ceil_div(ffn_dim, 64), tokens), threads=(64, 1))
         check(out.check(), expected)
 
 
@@ -231,9 +330,9 @@ def test_swiglu_is_as_accurate_as_the_fast_exponential_lets_it_be(run: Run) -> N
     gate = np.linspace(-40, 40, 6400).astype(np.float32)
     x = gate.astype(np.float64)
     out = Output([1, len(gate)])
-    args = make_args("SwigluArgs", ffn_dim=len(gate), tokens=1, activation=SILU)
+    args = make_args("SwigluArgs", ffn_dim=len(gate), tokens=1, activation=SILU, gated=1, has_bias=0)
     gate_up = np.stack([gate, np.ones_like(gate)])
-    run("swiglu_f32", gate_up, out.buffer, args, groups=(len(gate) // 64, 1), threads=(64, 1))
+    run("swiglu_f32", gate_up, gate_up, out.buffer, args, groups=(len(gate) // 64, 1), threads=(64, 1))
     power = np.exp(-x)
     allowed = (3 + 2 * np.abs(x)) * 2.0**-23 * np.abs(x) * power / (1 + power) ** 2
     allowed += 3 * 2.0**-24 * np.abs(x / (1 + power))

@@ -318,8 +318,8 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/linear.cpp",
-        "for (int r = 0; r < n_rows; ++r) out[r] = tile[t][r] + bias[r];",
-        "for (int r = 0; r < n_rows; ++r) out[r] = tile[t][r];",
+        "for (int r = 0; r < n_rows; ++r) tile[t][r] += bias[r];",
+        "for (int r = 0; r < n_rows; ++r) tile[t][r] += 0;",
         "biases of q, k and v are left out",
         (_MODELS, "-k", "biases and cpu"),
     ),
@@ -343,6 +343,20 @@ CPU = (
         "pairs += visible.end - visible.begin - 1;",
         "multiply-adds of attention are counted without the token itself",
         ("tests/test_work_counts.py",),
+    ),
+    Mutant(
+        "cpp/cpu/linear.cpp",
+        "multiply_half(w.up, w.up_bias, gates);",
+        "multiply_half(w.up, w.gate_bias, gates);",
+        "a feed-forward without a gate has no bias",
+        ("tests/test_encoders.py", "-k", "reference and bert and cpu"),
+    ),
+    Mutant(
+        "cpp/model.h",
+        "if (token == config_.separator_id && type_ + 1 < config_.token_types) ++type_;",
+        "if (token == config_.separator_id) ++type_;",
+        "a third segment reads beyond the token types",
+        ("tests/test_encoders.py", "-k", "separator"),
     ),
     Mutant(
         "cpp/cpu/ops.cpp",
@@ -508,8 +522,8 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/forward_pass.mm",
-        "project(pass.e, w, x, {pass.a.block, config_.dim}, rows, Write::kStore);",
-        "project(pass.e, w, x, {pass.a.block, config_.dim}, rows, Write::kAccumulate);",
+        "project(pass.e, output.w, x, {pass.a.block, config_.dim}, rows, Write::kStore);",
+        "project(pass.e, output.w, x, {pass.a.block, config_.dim}, rows, Write::kAccumulate);",
         "a block with a norm after it adds to what the last one left",
         (_MODELS, "-k", "gemma3 and metal"),
     ),

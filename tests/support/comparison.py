@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
 
-from support.small_models import MODELS, SmallModel
+from support.small_models import ENCODERS, MODELS, SmallModel
 
 DATA = Path(__file__).parents[1] / "data"
 TOKENS = DATA / "llama_cpp_tokens.json"
@@ -25,6 +25,7 @@ PERPLEXITY = DATA / "llama_cpp_perplexity.json"
 TRANSFORMERS_LOGITS = DATA / "transformers_logits.npz"
 VECTORS = DATA / "llama_cpp_vectors.npz"
 TRANSFORMERS_VECTORS = DATA / "transformers_vectors.npz"
+TRANSFORMERS_ENCODERS = DATA / "transformers_encoders.npz"
 
 BYTE_LEVEL_SPECIALS = {
     "<|endoftext|>": 3,
@@ -279,6 +280,30 @@ def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
 def short_tokens() -> npt.NDArray[np.int64]:
     """Return a prompt as long as the original context of the model with LongRoPE."""
     return tokens_for(MODELS[LONG_ROPE])[: MODELS[LONG_ROPE].original_context]
+
+
+SEPARATOR = 3  # in the vocabularies of small encoders
+
+
+def encoders_in_float32() -> Iterator[tuple[str, SmallModel]]:
+    """Yield encoders that are compared with transformers, whose nomic-bert has no biases."""
+    for name, model in ENCODERS.items():
+        if not model.qkv_bias and name == model.architecture:
+            yield name, replace(model, types={"*": "F32"}, embedding="F32")
+
+
+def encoder_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield texts for an encoder: some are shorter, some longer than windows and pages, one is a pair."""
+    for n in VECTOR_LENGTHS:
+        tokens = np.random.default_rng(n).integers(5, model.vocab, n)
+        tokens[n // 2] = SEPARATOR
+        yield tokens
+
+
+def segments_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the segment of each token, 0 or 1: the first one ends with a separator."""
+    before = np.concatenate([[0], np.cumsum(tokens == SEPARATOR)[:-1]])
+    return (before > 0).astype(np.int64)
 
 
 def tokens_for(model: SmallModel) -> npt.NDArray[np.int64]:

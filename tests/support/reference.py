@@ -18,7 +18,14 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 Array: TypeAlias = npt.NDArray[np.float64]
 
 GEMMA = ("gemma3", "gemma-embedding")
-ROTATES_HALVES = ("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", *GEMMA)
+BERT = ("bert", "nomic-bert")
+ENCODERS = (*BERT, "modern-bert", "eurobert")
+LAYER_NORM = (*BERT, "modern-bert")
+EXACT_GELU = ("bert", "modern-bert")
+ROTATES_HALVES = (
+    *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4"),
+    *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
+)
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,10 @@ class ReferenceModel:
         self.n_kv_heads: int = self._key("attention.head_count_kv", self.n_heads)
         self.key_dim: int = self._key("attention.key_length", self.dim // self.n_heads)
         self.value_dim: int = self._key("attention.value_length", self.dim // self.n_heads)
-        self.norm_eps: float = self._key("attention.layer_norm_rms_epsilon")
+        layer_norm = self.architecture in LAYER_NORM
+        self.norm_eps: float = self._key(f"attention.layer_norm_{'' if layer_norm else 'rms_'}epsilon")
         self.rope_dim: int = self._key("rope.dimension_count", self.key_dim)
-        if self.architecture == "phi3":
-            self._split()
+        self._split()
 
     def forward(self, tokens: npt.ArrayLike) -> Result:
         """Run all of `tokens` from position 0."""
@@ -101,29 +108,46 @@ class ReferenceModel:
         x = x * self.scale["embedding_scale"]
         if self.architecture in GEMMA:
             x = x * math.sqrt(self.dim)
+        x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
         keys, values = [], []
         for layer in range(self.n_layers):
             q, k, v = self._project(layer, x)
             keys.append(k)
             values.append(v)
             attended = self._attention(layer, q, self._cached(k), self._cached(v))
-            projected = attended @ self._weight(layer, "attn_output").T
+            projected = self._linear(layer, "attn_output", attended)
             added = self.scale["residual_scale"]
             x = x + added * self._normed(layer, "post_attention_norm", projected)
+            x = self._normed(layer, "attn_output_norm", x)
             x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
+            x = self._normed(layer, "layer_output_norm", x)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
-        hidden = self._rms_norm(x, self.tensors["output_norm.weight"])
-        return Result(hidden @ head.T / self.scale["logit_scale"], x, hidden, keys, values)
+        hidden = self._norm("output_norm", x)
+        logits = hidden @ head.T / self.scale["logit_scale"]
+        return Result(
+            logits if self.architecture not in ENCODERS else np.empty((len(x), 0)), x, hidden, keys, values
+        )
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
         """Vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
         states = self.forward(tokens).hidden
-        mean = self._key("pooling_type") == 1  # else the last one
-        x: Array = states.mean(axis=0) if mean else states[-1]
+        pooling = self._key("pooling_type")
+        x: Array = {1: states.mean(axis=0), 2: states[0], 3: states[-1], 4: states[-1]}[pooling]
         for name in ("dense_2.weight", "dense_3.weight", "cls.output.weight"):
             if name in self.tensors:
                 x = self.tensors[name] @ x
         return x
+
+    def _positions_and_types(self, ids: npt.NDArray[Any]) -> Array | float:
+        """Embeddings of positions and of segments, which end with a separator, ``[n, dim]``."""
+        added: Array | float = 0.0
+        if "position_embd.weight" in self.tensors:
+            added = added + self.tensors["position_embd.weight"][: len(ids)]
+        if "token_types.weight" in self.tensors:
+            table = self.tensors["token_types.weight"]
+            separators = np.cumsum(ids == self.metadata.get("tokenizer.ggml.seperator_token_id", -1))
+            added = added + table[np.minimum(np.concatenate([[0], separators[:-1]]), len(table) - 1)]
+        return added
 
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``."""
@@ -134,7 +158,7 @@ class ReferenceModel:
             ("attn_k", self.n_kv_heads, self.key_dim),
             ("attn_v", self.n_kv_heads, self.value_dim),
         ):
-            projected = h @ self._weight(layer, name).T + self.tensors.get(f"blk.{layer}.{name}.bias", 0.0)
+            projected = self._linear(layer, name, h)
             if self.architecture == "olmo2":  # a norm of all heads of a token together
                 projected = self._normed(layer, f"{name}_norm", projected)
             heads.append(projected.reshape(len(x), count, width))
@@ -166,18 +190,27 @@ class ReferenceModel:
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
         h = self._normed(layer, "ffn_norm", x)
-        gate, up = h @ self._weight(layer, "ffn_gate").T, h @ self._weight(layer, "ffn_up").T
-        if self.architecture in GEMMA:
-            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-            gate = 0.5 * gate * (1 + np.tanh(inner))
+        up = self._linear(layer, "ffn_up", h)
+        if f"blk.{layer}.ffn_gate.weight" in self.tensors:
+            up = self._activated(self._linear(layer, "ffn_gate", h)) * up
         else:
-            gate = gate / (1 + np.exp(-gate))
-        down: Array = (gate * up) @ self._weight(layer, "ffn_down").T
-        return down
+            up = self._activated(up)
+        return self._linear(layer, "ffn_down", up)
+
+    def _activated(self, x: Array) -> Array:
+        if self.architecture in EXACT_GELU:
+            exact: Array = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+            return exact
+        if self.architecture in GEMMA:
+            inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+            approximate: Array = 0.5 * x * (1 + np.tanh(inner))
+            return approximate
+        silu: Array = x / (1 + np.exp(-x))
+        return silu
 
     def _rotated(self, layer: int, x: Array) -> Array:
         """Rotary embedding of ``[n, heads, key_dim]`` at positions 0 to n."""
-        if self.architecture == "smollm3" and layer % 4 == 3:
+        if self.architecture == "bert" or (self.architecture == "smollm3" and layer % 4 == 3):
             return x
         if self.architecture == "exaone4" and self._window and not self._is_windowed(layer):
             return x
@@ -196,7 +229,7 @@ class ReferenceModel:
 
     def _frequencies(self, layer: int) -> tuple[Array, float]:
         """Radians per position of each pair, ``[rope_dim / 2]``, and the factor of cos and sin."""
-        windowed = self.architecture in GEMMA and self._is_windowed(layer)
+        windowed = self.architecture in (*GEMMA, "modern-bert") and self._is_windowed(layer)
         base: float = 10000.0 if windowed else self._key("rope.freq_base", 10000.0)
         pairs = np.arange(self.rope_dim // 2)
         frequencies: Array = base ** (-2.0 * pairs / self.rope_dim)
@@ -231,6 +264,8 @@ class ReferenceModel:
     def _is_windowed(self, layer: int) -> bool:
         if self.architecture == "exaone4":
             return self._window > 0 and layer % 4 != 3
+        if self.architecture == "modern-bert":
+            return layer % 3 != 0
         return self.architecture in GEMMA and layer % 6 != 5
 
     @property
@@ -243,13 +278,15 @@ class ReferenceModel:
         return scale
 
     def _split(self) -> None:
-        """Take the matrices apart that phi3 stacks: q, k and v, and gate and up."""
+        """Take stacked matrices apart: q, k and v, and gate and up."""
         q, k = self.n_heads * self.key_dim, self.n_kv_heads * self.key_dim
+        ffn = self._key("feed_forward_length")
         for layer in range(self.n_layers):
-            qkv = self.tensors.pop(f"blk.{layer}.attn_qkv.weight")
-            gate_up = self.tensors.pop(f"blk.{layer}.ffn_up.weight")
-            parts = dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv, [q, q + k]), strict=True))
-            parts |= dict(zip(("ffn_gate", "ffn_up"), np.split(gate_up, 2), strict=True))
+            parts: dict[str, Array] = {}
+            if (qkv := self.tensors.pop(f"blk.{layer}.attn_qkv.weight", None)) is not None:
+                parts |= dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv, [q, q + k]), strict=True))
+            if len(gate_up := self.tensors[f"blk.{layer}.ffn_up.weight"]) == 2 * ffn:
+                parts |= dict(zip(("ffn_gate", "ffn_up"), np.split(gate_up, 2), strict=True))
             for name, weight in parts.items():
                 self.tensors[f"blk.{layer}.{name}.weight"] = weight
 
@@ -261,13 +298,21 @@ class ReferenceModel:
         return rows.astype(self.kv_dtype).astype(np.float64)
 
     def _normed(self, layer: int, name: str, x: Array) -> Array:
-        """RMSNorm where the model has one of that name."""
-        weight = self.tensors.get(f"blk.{layer}.{name}.weight")
-        return x if weight is None else self._rms_norm(x, weight)
+        return self._norm(f"blk.{layer}.{name}", x)
 
-    def _rms_norm(self, x: Array, weight: Array) -> Array:
+    def _norm(self, name: str, x: Array) -> Array:
+        """Norm where the model has one of that name."""
+        weight = self.tensors.get(f"{name}.weight")
+        if weight is None:
+            return x
+        if self.architecture in LAYER_NORM:
+            x = x - x.mean(axis=-1, keepdims=True)
         normed: Array = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.norm_eps) * weight
-        return normed
+        return normed + self.tensors.get(f"{name}.bias", 0.0)
+
+    def _linear(self, layer: int, name: str, x: Array) -> Array:
+        y: Array = x @ self._weight(layer, name).T
+        return y + self.tensors.get(f"blk.{layer}.{name}.bias", 0.0)
 
     def _weight(self, layer: int, name: str) -> Array:
         return self.tensors[f"blk.{layer}.{name}.weight"]

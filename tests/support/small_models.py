@@ -7,7 +7,7 @@ catalogue; `write` makes the file of one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -192,6 +192,19 @@ EMBEDDERS: dict[str, SmallModel] = {
     "gemma-embedding": replace(_GEMMA_EMBEDDING, pooling="mean", dense=96),
     "gemma-embedding, without dense layers": replace(_GEMMA_EMBEDDING, pooling="mean"),
 }
+# Models without an output projection, whose tokens see both ways.
+_ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, dim=96, heads=3, kv_heads=3)
+_MODERN_BERT = replace(_ENCODER, architecture="modern-bert", tokenizer="gpt2", layers=5, window=32)
+ENCODERS: dict[str, SmallModel] = {
+    "bert": replace(_ENCODER, architecture="bert"),
+    "bert, float32": replace(_ENCODER, architecture="bert", types={"*": "F32"}, embedding="F32"),
+    "bert, 16-bit floats": replace(_ENCODER, architecture="bert", types={"*": "F16", "*.ffn_up.*": "BF16"}),
+    "bert, cls": replace(_ENCODER, architecture="bert", pooling="cls", layers=3),
+    "nomic-bert": replace(_ENCODER, architecture="nomic-bert", rope_base=1000.0),
+    "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True),
+    "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
+    "eurobert": replace(_ENCODER, architecture="eurobert", tokenizer="gpt2", kv_heads=1),
+}
 CLASSIFIERS: dict[str, SmallModel] = {
     "qwen3, three classes": replace(
         _IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="rank", labels=("low", "middle", "high")
@@ -216,17 +229,24 @@ def write(path: str | Path, model: SmallModel) -> Path:
     # first to the tensors outside the layers, then to each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
     data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
-    if model.architecture == "phi3":
-        tensors = _fused(tensors, data)
+    tensors = _fused(tensors, data, FUSED.get(model.architecture, ()))
     _file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
     return Path(path)
 
 
-def _fused(tensors: list[Tensor], data: dict[str, npt.NDArray[np.uint8]]) -> list[Tensor]:
-    """Put q, k and v of a layer into one tensor, and gate and up into another, as phi3 has them."""
+_QKV, _GATE_UP = ("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))
+FUSED = {"phi3": (_QKV, _GATE_UP), "nomic-bert": (_QKV,), "modern-bert": (_QKV, _GATE_UP)}
+
+
+def _fused(
+    tensors: list[Tensor],
+    data: dict[str, npt.NDArray[np.uint8]],
+    fused: Sequence[tuple[str, tuple[str, ...]]],
+) -> list[Tensor]:
+    """Put matrices of a layer into one tensor, as files of some architectures have them."""
     found = {tensor.name: tensor for tensor in tensors}
     for layer in sorted({name.split(".")[1] for name in found if name.startswith("blk.")}):
-        for name, parts in (("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))):
+        for name, parts in fused:
             names = [f"blk.{layer}.{part}.weight" for part in parts]
             rows = sum(found[part].shape[0] for part in names)
             first = found[names[0]]
@@ -275,10 +295,14 @@ def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
 
 
 # Norms in the order in which numbers are drawn for them.
-_NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
+_NORMS = (
+    *("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
+    *("attn_output_norm", "layer_output_norm"),
+)
 _OUTSIDE = (
     *("token_embd.weight", "output_norm.weight", "output.weight"),
     *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
+    *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
 )
 _ROLES = (Role.MATRIX, Role.NORM, Role.BIAS)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")

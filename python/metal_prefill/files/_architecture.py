@@ -20,7 +20,8 @@ from metal_prefill.files._pooled_head import HEAD_TENSORS
 
 RopeStyle: TypeAlias = Literal["interleaved", "neox"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
-Activation: TypeAlias = Literal["silu", "gelu"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf"]
+NormKind: TypeAlias = Literal["rms", "layer"]
 QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
 WindowRope: TypeAlias = Literal["same", "own", "only"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
@@ -45,7 +46,7 @@ class ModelConfig:
     context_length : int
         Maximum number of positions that the model was trained for.
     norm_eps : float
-        Added to the mean square in RMSNorm.
+        Added to the mean square in RMSNorm, or to the variance in LayerNorm.
     rope_dim : int
         Number of leading dimensions of each head that are rotated; even.
     rope_base : float
@@ -65,8 +66,11 @@ class ModelConfig:
         LongRoPE: whether the factors of long contexts divide the frequencies, or those of short ones.
     rope_beta_fast, rope_beta_slow : float
         YaRN: rotations within the original context between which frequencies are blended (arXiv:2309.00071).
-    activation : {"silu", "gelu"}
-        Activation of the feed-forward gate; ``"gelu"`` is the tanh approximation.
+    norm_kind : {"rms", "layer"}
+        RMSNorm or LayerNorm.
+    activation : {"silu", "gelu", "gelu_erf"}
+        Activation of the feed-forward gate, or of its inner layer in models without a gate. ``"gelu"`` is the
+        tanh approximation, ``"gelu_erf"`` the exact function.
     embedding_scale : float
         Factor of the embeddings.
     residual_scale : float
@@ -76,6 +80,13 @@ class ModelConfig:
     causal : bool
         If True, a token attends to itself and the tokens before it. If False, it attends to the whole text,
         or to half of a window on either side.
+    has_head : bool
+        Whether the model has logits. If False, as in an encoder, its outputs are hidden states.
+    token_types : int
+        Number of token types (segments) with embeddings; 0 means that the model has none.
+    separator_id : int
+        Token that ends a segment: the type of a token is the number of separators before it, at most
+        ``token_types - 1``. With -1, every token has type 0.
     attention_scale : float
         Factor of q.k; 0 selects ``1 / sqrt(key_dim)``.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
@@ -111,11 +122,15 @@ class ModelConfig:
     rope_long: bool = False
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
+    norm_kind: NormKind = "rms"
     activation: Activation = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     causal: bool = True
+    has_head: bool = True
+    token_types: int = 0
+    separator_id: int = -1
     attention_scale: float = 0.0
     qk_norm_place: QkNormPlace = "heads"
     layer_uses_rope: tuple[bool, ...] = ()
@@ -136,10 +151,29 @@ class Architecture:
 
     Attributes
     ----------
-    qkv_bias, qk_norm, pre_norms, post_norms, long_rope : {"required", "optional", "absent"}
-        Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: biases of q, k and v;
-        RMSNorm of q and k; RMSNorm of the inputs of attention and feed-forward; RMSNorm of their outputs; and
-        the factors of LongRoPE.
+    qkv_bias, output_bias, gate_bias, up_bias : {"required", "optional", "absent"}
+        Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: biases of q, k and v, of the
+        projections with which attention and feed-forward end, of the gate, and of the up projection.
+    qk_norm, pre_norms, post_norms, residual_norms : {"required", "optional", "absent"}
+        Presence of norms: of q and k; of the inputs of attention and feed-forward; of their outputs; and of
+        the residual stream after each addition to it.
+    attn_norm : {"required", "optional", "absent"} or None
+        Presence of the norm of the inputs of attention, if it differs from `pre_norms`.
+    long_rope : {"required", "optional", "absent"}
+        Presence of the factors of LongRoPE.
+    embedding_norm, embedding_norm_bias, output_norm : {"required", "optional", "absent"}
+        Presence of the norms of the embedding and of the last layer's output.
+    positions, token_types : {"required", "optional", "absent"}
+        Presence of embeddings of positions and of token types.
+    gate : {"required", "optional", "absent"}
+        Presence of the gate of the feed-forward.
+    head : {"tied", "absent"}
+        ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace
+        it.
+    norm_kind : {"rms", "layer"}
+        Same as in `ModelConfig`.
+    rope : bool
+        Whether any layer rotates q and k.
     rope_free_every : int
         Every n-th layer does not rotate; 0 means that every layer rotates.
     window : {"required", "optional", "absent"}
@@ -147,6 +181,8 @@ class Architecture:
     window_period : int
         Every n-th layer attends to all positions despite the window; 0 means that none does. The metadata may
         set another period, or list the layers.
+    window_free_first : bool
+        Whether the first layer of each period attends to all positions instead of the last one.
     window_rope : {"same", "own", "only"}
         Rotation of the layers with a window: the same as the other layers; with a separate base and without
         scaling; or the only layers that rotate. Without a window, all layers rotate in the same way.
@@ -160,19 +196,34 @@ class Architecture:
     qk_norm_place : {"heads", "rotated_heads", "rows"}
         Same as in `ModelConfig`.
     fused : mapping of str to tuple of str
-        Layer tensors that hold the rows of several matrices in sequence, and the roles of those matrices.
+        Layer tensors that may hold the rows of several tensors in sequence, and the roles of those tensors.
     """
 
     rope_style: RopeStyle = "interleaved"
     activation: Activation = "silu"
+    norm_kind: NormKind = "rms"
     qkv_bias: Presence = "absent"
+    output_bias: Presence = "absent"
+    gate_bias: Presence = "absent"
+    up_bias: Presence = "absent"
     qk_norm: Presence = "absent"
     pre_norms: Presence = "required"
+    attn_norm: Presence | None = None
     post_norms: Presence = "absent"
     long_rope: Presence = "absent"
+    residual_norms: Presence = "absent"
+    embedding_norm: Presence = "absent"
+    embedding_norm_bias: Presence = "absent"
+    output_norm: Presence = "required"
+    positions: Presence = "absent"
+    token_types: Presence = "absent"
+    gate: Presence = "required"
+    head: Literal["tied", "absent"] = "tied"
+    rope: bool = True
     rope_free_every: int = 0
     window: Presence = "absent"
     window_period: int = 0
+    window_free_first: bool = False
     window_rope: WindowRope = "same"
     scale_embedding: bool = False
     scales: bool = False
@@ -192,6 +243,26 @@ _GEMMA3 = Architecture(
     window_rope="own",
     scale_embedding=True,
     attention_scale=_gemma3_attention_scale,
+)
+
+# An encoder that norms the residual stream after each block.
+_BERT = Architecture(
+    norm_kind="layer",
+    activation="gelu_erf",
+    qkv_bias="required",
+    output_bias="required",
+    up_bias="required",
+    pre_norms="absent",
+    residual_norms="required",
+    embedding_norm="required",
+    embedding_norm_bias="required",
+    output_norm="absent",
+    positions="required",
+    token_types="optional",
+    gate="absent",
+    head="absent",
+    rope=False,
+    causal=False,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -218,10 +289,38 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_style="neox",
         long_rope="optional",
         window="optional",
-        fused={"attn_qkv": ("wq", "wk", "wv"), "ffn_up": ("w_gate", "w_up")},
+        fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
     ),
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
+    "bert": _BERT,
+    "nomic-bert": replace(
+        _BERT,
+        rope_style="neox",
+        activation="silu",
+        qkv_bias="optional",
+        output_bias="optional",
+        up_bias="absent",
+        positions="absent",
+        gate="required",
+        rope=True,
+        fused={"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")},
+    ),
+    "modern-bert": Architecture(
+        norm_kind="layer",
+        rope_style="neox",
+        activation="gelu_erf",
+        attn_norm="optional",  # the first layer has none, as the embedding is normed
+        embedding_norm="required",
+        head="absent",
+        window="required",
+        window_period=3,
+        window_free_first=True,
+        window_rope="own",
+        causal=False,
+        fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
+    ),
+    "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
 }
 
 # Small models that users may expect to be supported, and the reason why they are not.
@@ -243,6 +342,11 @@ UNSUPPORTED_KEYS: dict[str, float] = {
     "rope.scaling.yarn_log_multiplier": 0,
 }
 
+NORM_EPS_KEYS: dict[NormKind, str] = {
+    "rms": "attention.layer_norm_rms_epsilon",
+    "layer": "attention.layer_norm_epsilon",
+}
+
 # Keys that are valid only for architectures with the trait `scales`.
 SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
 
@@ -251,6 +355,7 @@ _ENUMS = {
     "rope_scaling": _core.RopeScaling,
     "activation": _core.Activation,
     "qk_norm_place": _core.QkNormPlace,
+    "norm_kind": _core.NormKind,
 }
 
 
@@ -330,12 +435,16 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers),
         vocab_size=_vocab_size(keys),
         context_length=keys.positive("context_length"),
-        norm_eps=keys.positive_float("attention.layer_norm_rms_epsilon"),
+        norm_kind=traits.norm_kind,
+        norm_eps=keys.positive_float(NORM_EPS_KEYS[traits.norm_kind]),
         rope_dim=rope_dim,
         rope_base=keys.positive_float("rope.freq_base", default=10000.0),
         rope_style=traits.rope_style,
         activation=traits.activation,
         causal=keys.boolean("attention.causal", default=traits.causal),
+        has_head=traits.head != "absent",
+        token_types=_token_types(keys, traits),
+        separator_id=_separator_id(keys) if traits.token_types != "absent" else -1,
         embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],
         residual_scale=scales["residual_scale"],
         logit_scale=1 / scales["logit_scale"],
@@ -387,42 +496,61 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, in
     specs = _core.tensors(core_config(config))
     for layer in range(-1, config.n_layers):
         for spec in specs:
-            stated = spec.presence in ("required", "optional", "tied")
-            presence = spec.presence if stated else getattr(traits, spec.presence)
+            presence = presence_of(spec.presence, traits)
             if spec.per_layer == (layer >= 0) and presence != "absent":
                 yield spec, layer, presence
+
+
+def presence_of(stated: str, traits: Architecture) -> str:
+    """Return "required", "optional", "absent" or "tied" for the presence that a row of the table states."""
+    if stated in ("required", "optional"):
+        return stated
+    if stated == "attn_norm" and traits.attn_norm is None:
+        stated = "pre_norms"
+    presence = getattr(traits, stated)
+    assert isinstance(presence, str)
+    return presence
 
 
 def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
     specs = _core.tensors(core_config(config))
     embedding = next(s.name for s in specs if s.role == "token_embedding")
     shapes = {spec.role: spec.shape for spec in specs}
+    names = {spec.role: spec.name for spec in specs}
     fused = ARCHITECTURES[config.architecture].fused
     parts = {role: (name, roles) for name, roles in fused.items() for role in roles}
     for spec, layer, presence in expected_tensors(config):
         if spec.role in parts:
-            name, roles = parts[spec.role]
-            name = f"blk.{layer}.{name}.weight"
-            yield spec.role, layer, _part(gguf, name, {role: shapes[role] for role in roles}, spec.role)
-            continue
+            whole, roles = parts[spec.role]
+            whole = f"blk.{layer}.{whole}"
+            own = {names[role].format(layer=layer) for role in roles}
+            if whole in gguf.tensors and not (own - {whole}) & gguf.tensors.keys():
+                yield spec.role, layer, _part(gguf, whole, {role: shapes[role] for role in roles}, spec.role)
+                continue
         name = spec.name.format(layer=layer)
         tensor = gguf.tensors.get(name)
         if tensor is not None:
+            if spec.shape[0] == 1 and tensor.shape == spec.shape[1:]:  # a matrix of one row, as a vector
+                tensor = replace(tensor, shape=spec.shape)
             _check_tensor(gguf, tensor, spec.shape)
             yield spec.role, layer, tensor
         elif presence == "required":
-            raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+            raise GGUFError(f"{gguf.path}: tensor {name} is missing{_or_part(parts, spec.role, layer, name)}")
         elif presence == "tied":
             yield spec.role, layer, gguf.tensors[embedding]
 
 
+def _or_part(parts: Mapping[str, tuple[str, tuple[str, ...]]], role: str, layer: int, name: str) -> str:
+    """Return, for messages, the other tensor that may hold the rows of a role."""
+    whole = f"blk.{layer}.{parts[role][0]}" if role in parts else name
+    return f", as is {whole}, which may contain it" if whole != name else ""
+
+
 def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role: str) -> TensorInfo:
     """Return the rows of one role in a fused tensor that holds several roles in the order of `shapes`."""
-    tensor = gguf.tensors.get(name)
-    if tensor is None:
-        raise GGUFError(f"{gguf.path}: tensor {name} is missing")
+    tensor = gguf.tensors[name]
     rows = {other: shape[0] for other, shape in shapes.items()}
-    _check_tensor(gguf, tensor, (sum(rows.values()), shapes[role][1]))
+    _check_tensor(gguf, tensor, (sum(rows.values()), *shapes[role][1:]))
     row_bytes = tensor.nbytes // sum(rows.values())
     before = sum(rows[other] for other in list(rows)[: list(rows).index(role)])
     return replace(
@@ -478,6 +606,27 @@ def _vocab_size(keys: Keys) -> int:
     if not 0 < stated <= MAX_INT:
         raise keys.error(f"{tokens} lists {stated} tokens")
     return stated
+
+
+def _token_types(keys: Keys, traits: Architecture) -> int:
+    tensor = keys.gguf.tensors.get("token_types.weight")
+    if traits.token_types == "absent" or tensor is None:
+        return 0
+    key = "tokenizer.ggml.token_type_count"
+    # A single row is stored as a vector by some converters.
+    rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
+    stated = keys.number(key, default=rows)
+    if stated != rows:
+        raise keys.error(f"{key} is {stated}, but token_types.weight has {rows} rows")
+    return rows
+
+
+def _separator_id(keys: Keys) -> int:
+    key = "tokenizer.ggml.seperator_token_id"  # the format's spelling
+    value = keys.number(key, default=-1)
+    if not -1 <= value <= MAX_INT:
+        raise keys.error(f"{key} is {value}, must be between 0 and {MAX_INT}")
+    return int(value)
 
 
 def _with_rope_scaling(config: ModelConfig, keys: Keys) -> ModelConfig:
@@ -541,6 +690,8 @@ def _with_long_rope(config: ModelConfig, keys: Keys, max_context: int | None) ->
 
 def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
     layers = range(config.n_layers)
+    if not traits.rope:
+        return replace(config, layer_uses_rope=(False,) * config.n_layers)
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
         return replace(config, layer_uses_rope=uses_rope)
@@ -551,7 +702,9 @@ def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> 
     windowed = (True,) * config.n_layers
     if traits.window_period:
         pattern = "attention.sliding_window_pattern"
-        windowed = keys.each_layer_but_every_nth(pattern, config.n_layers, default=traits.window_period)
+        windowed = keys.each_layer_but_every_nth(
+            pattern, config.n_layers, default=traits.window_period, first=traits.window_free_first
+        )
     config = replace(config, layer_window=tuple(window if w else 0 for w in windowed))
     if traits.window_rope == "same":
         return config

@@ -61,12 +61,17 @@ class Keys:
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         return self._positive(key, int(values[0]))
 
-    def each_layer_but_every_nth(self, suffix: str, n_layers: int, default: int) -> tuple[bool, ...]:
-        """Read a bool per layer, stored as a list, or as the n for which every n-th layer has false."""
+    def each_layer_but_every_nth(
+        self, suffix: str, n_layers: int, default: int, *, first: bool = False
+    ) -> tuple[bool, ...]:
+        """Read a bool per layer, stored as a list, or as the n for which one of n layers has false.
+
+        It is the last of each n layers, or the `first` one.
+        """
         key = self._key(suffix)
         if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
             n = self.positive(suffix, default)
-            return tuple((layer + 1) % n != 0 for layer in range(n_layers))
+            return tuple((layer + (not first)) % n != 0 for layer in range(n_layers))
         values = self.gguf.metadata[key]
         if not isinstance(values, np.ndarray) or values.dtype != np.bool_:
             raise self._wrong_type(key, ("an integer", "array[bool]"))

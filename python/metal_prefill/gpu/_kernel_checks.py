@@ -7,6 +7,7 @@ CPU engine's code unpacks the weights. For matrix products, only some rows are c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ Expected = Iterator[tuple[Values, Values]]  # actual and expected results
 
 _PAGE = _core.shader_constants["PAGE_POSITIONS"]
 _SILU = _core.shader_constants["ACTIVATION_SILU"]
+_GELU_ERF = _core.shader_constants["ACTIVATION_GELU_ERF"]
 _INTERLEAVED = _core.shader_constants["ROPE_INTERLEAVED"]
 _NAMES = _core.tensor_types()
 _TYPES = {t.name.lower(): number for number, t in TENSOR_TYPES.items() if t.name in _NAMES}
@@ -83,6 +85,9 @@ def _some(n: int, most: int) -> npt.NDArray[np.int64]:
 
 
 def _activate(x: Values, activation: int) -> Values:
+    if activation == _GELU_ERF:
+        exact: Values = 0.5 * x * (1.0 + np.array([math.erf(value) for value in x.ravel() / math.sqrt(2.0)]))
+        return exact
     argument = x if activation == _SILU else 1.5957691216057308 * (x + 0.044715 * x**3)
     result: Values = x / (1.0 + np.exp(-argument))
     return result
@@ -132,8 +137,9 @@ def _embed(d: Captured) -> Expected:
         row = _core.dequantize(
             _TYPES[_type_of(d.kernel)], np.ascontiguousarray(table[start : start + row_bytes]), dim
         )
-        got = d.after(2, np.float32)[token * dim : (token + 1) * dim]
-        yield got, row.astype(np.float64) * d.args["scale"]
+        where = slice(token * dim, (token + 1) * dim)
+        before = d.before(2, np.float32)[where] if d.args["accumulate"] else 0.0
+        yield d.after(2, np.float32)[where], row.astype(np.float64) * d.args["scale"] + before
 
 
 def _rmsnorm(d: Captured) -> Expected:
@@ -148,6 +154,31 @@ def _rmsnorm(d: Captured) -> Expected:
         if d.args["has_weight"]:  # else a copy
             expected = _normed(expected, weight, d.args["eps"])
         yield d.after(y_binding, out)[row], expected + (d.before(y_binding, out)[row] if adds else 0.0)
+
+
+def _layernorm(d: Captured) -> Expected:
+    dim, stream = d.args["dim"], d.kernel == "layernorm_stream"
+    weight, bias = (d.before(binding, np.float32)[:dim].astype(np.float64) for binding in (0, 1))
+    addend = d.before(2, np.float32)[:dim] if stream and d.args["has_addend"] else 0.0
+    x_binding, y_binding = (3, 3) if stream else (2, 3)
+    x = d.before(x_binding, np.float32)
+    out = np.float16 if d.kernel.endswith("f16") else np.float32
+    for token in _some(d.grid[0], _SAMPLED_TOKENS):
+        row = slice(token * dim, (token + 1) * dim)
+        values = x[row].astype(np.float64) + addend
+        expected = _normed(values - values.mean(), weight, d.args["eps"])
+        expected = expected + (bias if d.args["has_bias"] else 0.0)
+        yield d.after(y_binding, out)[row], expected
+        if stream:
+            yield d.after(4, np.float16)[row], expected
+
+
+def _add_bias(d: Captured) -> Expected:
+    dim = d.args["dim"]
+    bias = d.before(0, np.float32)[:dim].astype(np.float64)
+    for token in _some(d.grid[1], _SAMPLED_TOKENS):
+        row = slice(token * dim, (token + 1) * dim)
+        yield d.after(1, np.float32)[row], d.before(1, np.float32)[row] + bias
 
 
 def _product(d: Captured) -> Expected:
@@ -186,11 +217,12 @@ def _product(d: Captured) -> Expected:
 def _swiglu(d: Captured) -> Expected:
     n = d.args["ffn_dim"]
     out = np.float16 if d.kernel.endswith("f16") else np.float32
+    columns = 2 * n if d.args["gated"] else n
+    bias = d.before(0, np.float32)[:columns] if d.args["has_bias"] else 0.0
     for token in _some(d.args["tokens"], _SAMPLED_TOKENS):
-        gate, up = (
-            d.before(0, np.float32)[token * 2 * n : (token + 1) * 2 * n].astype(np.float64).reshape(2, n)
-        )
-        yield d.after(1, out)[token * n : (token + 1) * n], _activate(gate, d.args["activation"]) * up
+        row = d.before(1, np.float32)[token * columns : (token + 1) * columns].astype(np.float64) + bias
+        expected = _activate(row[:n], d.args["activation"]) * (row[n:] if d.args["gated"] else 1.0)
+        yield d.after(2, out)[token * n : (token + 1) * n], expected
 
 
 def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> tuple[Values, Values, Values]:
@@ -371,6 +403,8 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "embed_": _embed,
     "rmsnorm_matvec_": _product,
     "rmsnorm_": _rmsnorm,
+    "layernorm_": _layernorm,
+    "add_bias": _add_bias,
     "silu_matvec_": _product,
     "matvec_": _product,
     "multi_token_matvec_": _product,

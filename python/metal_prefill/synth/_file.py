@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._pooled_head import POOLINGS
-from metal_prefill.synth._model import ModelShape, Tensor
+from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
 
 _FILE_TYPES = {  # the rest: MOSTLY_<type>
@@ -44,7 +44,10 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    (writer.add_layer_norm_rms_eps if traits.norm_kind == "rms" else writer.add_layer_norm_eps)(
+        shape.norm_eps
+    )
     if shape.head_dim * shape.heads != shape.dim or shape.value_width != shape.head_dim:
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.value_width)
@@ -52,8 +55,9 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_sliding_window(shape.window)
     for key, value in shape.scales:
         writer.add_float32(f"{shape.architecture}.{key}", value)
-    writer.add_rope_dimension_count(shape.rotated)
-    writer.add_rope_freq_base(shape.rope_base)
+    if traits.rope:
+        writer.add_rope_dimension_count(shape.rotated)
+        writer.add_rope_freq_base(shape.rope_base)
     if shape.rope_scaling in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType(shape.rope_scaling))
         writer.add_rope_scaling_factor(shape.rope_factor)
@@ -66,8 +70,10 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_rope_scaling_attn_factors(attn_factor)
     if shape.pooling is not None:
         writer.add_pooling_type(PoolingType(POOLINGS.index(shape.pooling)))
-    if not ARCHITECTURES.get(shape.architecture, Architecture()).causal:
+    if not traits.causal:
         writer.add_causal_attention(False)
+    if traits.token_types != "absent":
+        writer.add_token_type_count(TOKEN_TYPES)
     if shape.dense is not None:
         for name, end, width in (
             ("dense_2", "in", shape.dim),
@@ -83,7 +89,7 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
     """Add the metadata of a tokenizer's vocabulary."""
     writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre("smollm" if vocabulary.merges else "default")
+    writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
     if vocabulary.merges:
@@ -92,6 +98,11 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
         writer.add_token_scores(vocabulary.scores)
     writer.add_bos_token_id(vocabulary.bos)
     writer.add_eos_token_id(vocabulary.eos)
+    if vocabulary.model == "bert":
+        writer.add_unk_token_id(vocabulary.tokens.index("[UNK]"))
+        writer.add_sep_token_id(vocabulary.eos)
+        writer.add_pad_token_id(vocabulary.tokens.index("[PAD]"))
+        writer.add_mask_token_id(vocabulary.tokens.index("[MASK]"))
 
 
 def write(
@@ -125,7 +136,7 @@ def write(
     writer = GGUFWriter(None, shape.architecture)
     _add_metadata(writer, name, shape, tensor_type)
     add_vocabulary(writer, vocabulary)
-    writer.add_add_bos_token(vocabulary.model == "llama")
+    writer.add_add_bos_token(vocabulary.model != "gpt2")
     if shape.pooling is not None:
         writer.add_add_eos_token(True)
     writer.add_add_space_prefix(vocabulary.model == "llama")

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
-from metal_prefill.files._architecture import ARCHITECTURES, Architecture
+from metal_prefill.files._architecture import ARCHITECTURES, Architecture, presence_of
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._pooled_head import POOLINGS
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
 TIED = "tied"  # output type without an output tensor: the embedding is the head
+TOKEN_TYPES = 2  # of an encoder that has them, as in BERT
 _FACTORS = ("rope_freqs", "rope_long", "rope_short")
 ROPE_SCALINGS = ("none", "linear", "yarn", "llama3", "longrope")
 
@@ -38,11 +39,11 @@ class ModelShape:
     window
         Size of the sliding attention window in positions; None if the architecture has none.
     qkv_bias
-        Whether q, k and v have biases, in architectures where they are optional.
+        Whether q, k and v, and other projections, have biases, in architectures where they are optional.
     output_type
         Tensor type of a separate output head, or "tied".
     tokenizer
-        "gpt2" (byte-level BPE) or "llama" (SentencePiece).
+        "gpt2" (byte-level BPE), "llama" (SentencePiece) or "bert" (WordPiece).
     rope_base
         Base of RoPE's frequencies.
     rope_dims
@@ -56,7 +57,7 @@ class ModelShape:
     original_context
         Context before the extension; None selects context / rope_factor.
     norm_eps
-        Added to the mean square in RMSNorm.
+        Added to the mean square in RMSNorm, or to the variance in LayerNorm.
     pooling
         Pooling of an embedding model, one of `POOLINGS`; None for a generative model.
     dense
@@ -233,15 +234,22 @@ def tensors(
             return Tensor(name, spec.shape, "F32", Role.NORM)
         if spec.kind == "vector":
             return Tensor(name, spec.shape, "F32", Role.BIAS, 0.5)
+        if spec.role in ("token_types", "position_embedding"):  # which llama.cpp never quantizes
+            return Tensor(name, spec.shape, "F32", Role.MATRIX, embedding)
         std = embedding if spec.role in kinds else spec.shape[1] ** -0.5 * sizes.get(spec.role, 1.0)
         return Tensor(name, spec.shape, kinds.get(spec.role, tensor_type), Role.MATRIX, std)
 
     specs = [spec for spec in _core.tensors(_core_config(shape)) if _is_present(spec, shape)]
-    whole = {spec.role: spec for spec in specs if not spec.per_layer}
-    yield from (tensor(whole[role]) for role in (*_FACTORS, "token_embedding") if role in whole)
+    whole = [spec for spec in specs if not spec.per_layer]
+    after = ("output_norm", "output")
+    yield from (tensor(spec) for spec in whole if spec.role in _FACTORS)
+    yield from (tensor(spec) for spec in whole if spec.role not in (*after, *_FACTORS))
     for layer in range(shape.layers):
-        yield from (tensor(spec, layer) for spec in specs if spec.per_layer)
-    yield from (tensor(whole[role]) for role in ("output_norm", "output") if role in whole)
+        for spec in specs:
+            # An optional norm of the first layer would repeat the norm of the embedding.
+            if spec.per_layer and (layer or spec.role != "attn_norm" or _traits(shape).attn_norm is None):
+                yield tensor(spec, layer)
+    yield from (tensor(spec) for spec in whole if spec.role in after)
     yield from _heads(shape)
 
 
@@ -250,18 +258,18 @@ def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
 
     The combined tensor has the position, type and standard deviation of the first matrix.
     """
-    fused = ARCHITECTURES.get(shape.architecture, Architecture()).fused
+    fused = _traits(shape).fused
     names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
     found = {tensor.name: tensor for tensor in listed}
     result = dict(found)
     for layer in range(shape.layers):
         for name, roles in fused.items():
             parts = [names[role].format(layer=layer) for role in roles]
+            if parts[0] not in found:
+                continue
             rows = sum(found[part].shape[0] for part in parts)
             first = found[parts[0]]
-            result[parts[0]] = replace(
-                first, name=f"blk.{layer}.{name}.weight", shape=(rows, *first.shape[1:])
-            )
+            result[parts[0]] = replace(first, name=f"blk.{layer}.{name}", shape=(rows, *first.shape[1:]))
             for part in parts[1:]:
                 del result[part]
     return list(result.values())
@@ -277,27 +285,33 @@ def _heads(shape: ModelShape) -> Iterator[Tensor]:
         yield Tensor("cls.output.weight", size, "F32", Role.HEAD, shape.dim**-0.5)
 
 
+def _traits(shape: ModelShape) -> Architecture:
+    return ARCHITECTURES.get(shape.architecture, Architecture())
+
+
 def _core_config(shape: ModelShape) -> _core.Config:
-    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    traits = _traits(shape)
     config = _core.Config()
     config.qk_norm_place = _core.QkNormPlace[traits.qk_norm_place.upper()]
     config.vocab_size, config.dim, config.ffn_dim = shape.vocab, shape.dim, shape.ffn
+    config.context_length = shape.context
+    config.token_types = TOKEN_TYPES if traits.token_types != "absent" else 0
     config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
     config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
     return config
 
 
 def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
-    if spec.presence == "optional":  # the frequency factors
+    if spec.role == "rope_freqs":
         return shape.rope_scaling == "llama3"
     if spec.presence == "long_rope":
         return shape.rope_scaling == "longrope"
-    if spec.presence == "tied":
+    presence = presence_of(spec.presence, _traits(shape))
+    if presence == "tied":
         return shape.output_type != TIED
-    if spec.presence == "required":
-        return True
-    traits = ARCHITECTURES.get(shape.architecture, Architecture())
-    return getattr(traits, spec.presence) == "required" or (spec.presence == "qkv_bias" and shape.qkv_bias)
+    return presence == "required" or (
+        presence == "optional" and (shape.qkv_bias or not spec.presence.endswith("bias"))
+    )
 
 
 def with_types(tensor: Tensor, overrides: Mapping[str, str]) -> Tensor:

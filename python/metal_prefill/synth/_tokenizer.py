@@ -17,6 +17,7 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"  # by frequency in English
 _LONGEST = 12  # letters in a piece
 _GPT2_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _SPM_SPECIALS = ("<unk>", "<s>", "</s>")
 
 
@@ -27,13 +28,15 @@ class Vocabulary:
     Attributes
     ----------
     model
-        "gpt2" (byte-level BPE with merges) or "llama" (SentencePiece with scores).
+        "gpt2" (byte-level BPE with merges), "llama" (SentencePiece with scores) or "bert" (WordPiece).
+    pre
+        Rule by which texts are divided before they are tokenized.
     tokens, types
         Text and GGUF token type of each id.
     merges
-        Pairs "left right" in order of rank; empty for "llama".
+        Pairs "left right" in order of rank; empty except for "gpt2".
     scores
-        Score of each id; empty for "gpt2".
+        Score of each id; empty except for "llama".
     bos, eos
         Ids of the tokens that begin and end a text.
     """
@@ -43,6 +46,7 @@ class Vocabulary:
     types: list[int]
     bos: int
     eos: int
+    pre: str = "default"
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
 
@@ -88,6 +92,7 @@ def gpt2_vocabulary(size: int) -> Vocabulary:
         model="gpt2",
         tokens=fixed + [left + right for left, right in merges],
         types=types,
+        pre="smollm",
         merges=[f"{left} {right}" for left, right in merges],
         bos=0,
         eos=0,
@@ -123,5 +128,33 @@ def llama_vocabulary(size: int) -> Vocabulary:
     )
 
 
-VOCABULARIES = {"gpt2": gpt2_vocabulary, "llama": llama_vocabulary}
+def bert_vocabulary(size: int) -> Vocabulary:
+    """WordPiece: five control tokens, then pieces that begin a word and pieces that continue one.
+
+    Raises
+    ------
+    ValueError
+        If `size` leaves no room for the control tokens and the characters.
+    """
+    characters = [*_LETTERS, *"0123456789.,:;!?'-"]
+    fixed = [
+        *_BERT_SPECIALS,
+        *(f"\u2581{character}" for character in characters),  # as GGUF marks pieces that begin a word
+        *characters,
+    ]
+    if size < len(fixed):
+        raise ValueError(f"vocab {size}: a WordPiece vocabulary needs at least {len(fixed)} tokens")
+    joined = (left + right for left, right in _merges("\u2581"))
+    known = set(fixed)
+    pieces = list(islice((piece for piece in joined if piece not in known), size - len(fixed)))
+    return Vocabulary(
+        model="bert",
+        tokens=fixed + pieces,
+        types=[CONTROL] * len(_BERT_SPECIALS) + [NORMAL] * (size - len(_BERT_SPECIALS)),
+        bos=_BERT_SPECIALS.index("[CLS]"),
+        eos=_BERT_SPECIALS.index("[SEP]"),
+    )
+
+
+VOCABULARIES = {"gpt2": gpt2_vocabulary, "llama": llama_vocabulary, "bert": bert_vocabulary}
 """Functions that generate a vocabulary of a given size, by the tokenizer model's name in GGUF."""

@@ -243,8 +243,31 @@ def _embed(d: Dispatch) -> Work:
         ops=dequantize + Ops(alu=8, memory=3) + _LOOP,
         trips=2,
         dram=table,
-        cached=out,
+        cached=out * (2 if a["accumulate"] else 1),
     )
+
+
+def _layernorm(d: Dispatch) -> Work:
+    rounds = ceil(d.args["dim"] / 4 / d.threads)
+    row, stream = d.args["dim"] * _FLOAT, d.kernel.endswith("stream")
+    moved = d.groups * row * (5 / 2 if stream else 3 / 2 if d.kernel.endswith("f16") else 2)
+    shared = row * (1 + d.args["has_bias"] + d.args["has_addend"])
+    simdgroups = d.threads // SIMD
+    reduce = Ops(alu=5, shuffle=5) * (1 if simdgroups == 1 else 2)
+    ops = (Ops(alu=20, memory=6 if stream else 4) + _LOOP * 3) * rounds + reduce * 2
+    return _work(
+        d,
+        ops=ops + Ops(alu=4, rcp=2, rsqrt=1),
+        trips=3 * rounds,
+        dram=shared,
+        cached=moved,
+        core=moved + 2 * d.groups * row + d.groups * shared,
+    )
+
+
+def _add_bias(d: Dispatch) -> Work:
+    row = d.args["dim"] * _FLOAT
+    return _work(d, ops=Ops(alu=4, memory=3) + _LOOP, trips=1, dram=row, cached=2 * d.grid[1] * row)
 
 
 def _rmsnorm(d: Dispatch) -> Work:
@@ -461,12 +484,14 @@ def _attention_prefill(d: Dispatch) -> Work:
 
 
 def _swiglu(d: Dispatch) -> Work:
-    values = d.args["ffn_dim"] * d.args["tokens"]
-    moved = values * (2 * _FLOAT + (_HALF if d.kernel.endswith("f16") else _FLOAT))
+    values, inputs = d.args["ffn_dim"] * d.args["tokens"], 2 if d.args["gated"] else 1
+    moved = values * (inputs * _FLOAT + (_HALF if d.kernel.endswith("f16") else _FLOAT))
+    biases = d.args["ffn_dim"] * inputs * _FLOAT if d.args["has_bias"] else 0
     return _work(
         d,
         ops=Ops(alu=6, exp=1, rcp=1, memory=3) + _LOOP,
         trips=1,
+        dram=biases,
         cached=moved,
     )
 
@@ -505,6 +530,8 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "multi_token_matvec": _matvec,
     "matmul": _matmul,
     "rmsnorm": _rmsnorm,
+    "layernorm": _layernorm,
+    "add_bias": _add_bias,
     "rope_append": _rope,
     "rope_attention_decode": _rope_attention_decode,
     "attention_decode": _attention_decode,

@@ -1,0 +1,144 @@
+"""Encoders: models of the BERT family on both engines, next to the float64 reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.gguf_mutator import take_apart
+from support.reference import ReferenceModel
+from support.small_models import ENCODERS, SmallModel, with_tensor, write
+
+from metal_prefill import GGUFError, Model, UnsupportedModelError
+
+# Normalized squared errors, as in test_hidden_states.py: sums in float32, and half precision on Metal.
+NMSE = {"cpu": 1e-9, "metal": 5e-6}
+COSINE_INT8 = 0.9995
+SEPARATOR = 3  # of the WordPiece vocabulary
+
+
+def ids_of(model: SmallModel, n: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Return random tokens with a separator in the middle."""
+    ids = np.random.default_rng(seed).integers(5, model.vocab, n)
+    ids[n // 2] = SEPARATOR
+    return ids
+
+
+def hidden(model: Model, ids: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    with model.session() as session:
+        result: npt.NDArray[np.float32] = model.forward_batch([session], [ids], output="hidden", rows="all")[
+            0
+        ]
+        return result
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_hidden_states_are_those_of_the_reference(device: str, tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name])
+    reference = ReferenceModel(path)
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        for n in (1, 2, 8, 9, 70):
+            ids = ids_of(ENCODERS[name], n)
+            expected = reference.forward(ids).hidden
+            error = np.square(hidden(model, ids) - expected).sum() / np.square(expected).sum()
+            assert error <= NMSE[device]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name])
+    reference = ReferenceModel(path)
+    with Model(path, device="cpu") as model:
+        ids = ids_of(ENCODERS[name], 70)
+        states, expected = hidden(model, ids).astype(np.float64), reference.forward(ids).hidden
+        norms = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
+        assert ((states * expected).sum(axis=1) / norms).min() >= COSINE_INT8
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_text_gets_the_same_bits_alone_and_in_any_company(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name])
+    texts = [ids_of(ENCODERS[name], n, seed=n) for n in (5, 70, 1, 33, 16, 130)]
+    with Model(path, device="cpu", threads=1) as one, Model(path, device="cpu", threads=2) as two:
+        alone = [hidden(one, ids) for ids in texts]
+        for order in (slice(None), slice(None, None, -1)):
+            sessions = [two.session() for _ in texts]
+            together = two.forward_batch(sessions, texts[order], output="hidden", rows="all")
+            for got, wanted in zip(together, alone[order], strict=True):
+                np.testing.assert_array_equal(got, wanted)
+
+
+def test_tokens_after_a_separator_have_the_next_type(device: str, tmp_path: Path) -> None:
+    """The second segment of a pair has the second row of the table, however many separators follow."""
+    model = ENCODERS["bert, float32"]
+
+    def change(values: Any) -> None:
+        values[model.dim :] += 1  # of type 1
+
+    plain = write(tmp_path / "model.gguf", model)
+    changed = with_tensor(tmp_path / "changed.gguf", plain, "token_types.weight", change)
+    one = np.array([2, 9, 10, SEPARATOR])
+    pair = np.array([2, 9, SEPARATOR, 11, SEPARATOR, 12])
+    with Model(plain, device=device) as a, Model(changed, device=device) as b:
+        np.testing.assert_array_equal(hidden(a, one), hidden(b, one))
+        assert not np.array_equal(hidden(a, pair), hidden(b, pair))
+    reference = ReferenceModel(changed)
+    with Model(changed, device=device, compute="f32", kv_dtype="f32") as b:
+        expected = reference.forward(pair).hidden
+        error = np.square(hidden(b, pair) - expected).sum() / np.square(expected).sum()
+        assert error <= NMSE[device]
+
+
+def test_an_encoder_has_no_logits(device: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS["bert"])
+    with Model(path, device=device) as model, model.session() as session:
+        for call in (model.forward_prompt, model.forward_prompt_logits, session.forward_prompt, model.score):
+            with pytest.raises(ValueError, match="this model is an encoder: it has no output projection"):
+                call([2, 9, 3])
+        assert session.position == 0
+        model.forward_batch([session], [[2, 9, 3]], output="hidden")
+        with pytest.raises(ValueError, match="see those after them"):
+            model.forward_batch([session], [[2, 9, 3]], output="hidden")
+
+
+def without_tensor(path: Path, whole: Path, name: str) -> Path:
+    parts = take_apart(whole)
+    parts.tensors = [t for t in parts.tensors if t[0] != name]
+    path.write_bytes(parts.assemble())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor"),
+    [
+        ("bert", "position_embd.weight"),
+        ("bert", "token_embd_norm.bias"),
+        ("bert", "blk.1.attn_output.bias"),
+        ("bert", "blk.1.ffn_up.bias"),
+        ("bert", "blk.0.attn_output_norm.weight"),
+        ("bert", "blk.0.layer_output_norm.bias"),
+        ("nomic-bert", "blk.1.ffn_gate.weight"),
+        ("nomic-bert", "blk.1.attn_qkv.weight"),
+        ("modern-bert", "output_norm.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str, tensor: str) -> None:
+    whole = write(tmp_path / "whole.gguf", ENCODERS[architecture])
+    path = without_tensor(tmp_path / "model.gguf", whole, tensor)
+    with pytest.raises(GGUFError, match=rf"tensor.* {tensor}.* missing|is missing, as is {tensor}"):
+        Model(path, device="cpu")
+
+
+def test_an_output_projection_is_not_part_of_an_encoder(tmp_path: Path) -> None:
+    parts = take_apart(write(tmp_path / "whole.gguf", ENCODERS["bert"]))
+    parts.tensors = [
+        ("output.weight" if name == "token_types.weight" else name, dims, kind, offset)
+        for name, dims, kind, offset in parts.tensors
+    ]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(parts.assemble())
+    with pytest.raises(UnsupportedModelError, match=r"tensor output\.weight is not part of a bert model"):
+        Model(path, device="cpu")
