@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from gguf import GGUFReader, quants
 from support import model_folders
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, with_head
 
-from metal_prefill.conversion import TENSOR_TYPES, convert
+from metal_prefill import GGUFError, Model
+from metal_prefill._commands.convert import TYPES
+from metal_prefill.cli import main
+from metal_prefill.conversion import TENSOR_TYPES, _local_file, convert
+from metal_prefill.conversion._local_file import local_file
 
 CLASSES = {
     "BertForSequenceClassification": {
@@ -33,6 +38,12 @@ CLASSES = {
 @pytest.fixture
 def bert(tmp_path: Path) -> Folder:
     return model_folders.bert(tmp_path / "bert")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,3 +182,104 @@ def test_bfloat16_weights_stay_as_they_are(bert: Folder, tmp_path: Path) -> None
     assert np.array_equal(
         stored, bert.tensors["encoder.layer.1.output.dense.weight"].view(np.uint32) >> 16 << 16
     )
+
+
+def test_a_llama_folder_opens_as_it_is(tmp_path: Path, cache: Path) -> None:
+    folder = model_folders.llama(tmp_path / "llama").write()
+    with Model(folder, device="cpu") as model, Model(str(folder), device="cpu") as again:
+        assert model.path == again.path
+        assert model.path.parent == cache / "converted"
+        ids = model.tokenizer.encode("Our revels now are ended")
+        assert ids[0] == model.tokenizer.bos_id == 0
+        assert model.tokenizer.eos_id == 1
+        assert np.array_equal(model.forward_prompt_logits(ids), again.forward_prompt_logits(ids))
+    assert [path.suffix for path in (cache / "converted").iterdir()] == [".gguf"]
+
+
+def test_rotated_pairs_of_llama_are_next_to_each_other(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "llama")
+    _, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    half = DIM // HEADS // 2
+    for ours, theirs, heads in (("attn_q", "q_proj", HEADS), ("attn_k", "k_proj", HEADS // 2)):
+        source = folder.tensors[f"model.layers.0.self_attn.{theirs}.weight"]
+        for head in range(heads):
+            first = 2 * half * head
+            rows = [first + i + half * part for i in range(half) for part in (0, 1)]
+            assert np.array_equal(tensors[f"blk.0.{ours}.weight"][first : first + 2 * half], source[rows])
+
+
+def test_weights_in_several_files_are_the_same_model(tmp_path: Path) -> None:
+    whole = convert(model_folders.llama(tmp_path / "m").write(), tmp_path / "whole.gguf")
+    split = model_folders.llama(tmp_path / "split" / "m")
+    parts = convert(split.write(shards=3), tmp_path / "parts.gguf")
+    one, other = read(whole)[1], read(parts)[1]
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_changed_folder_is_converted_again(tmp_path: Path, cache: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    first = local_file(folder.write())
+    folder.tensors["model.norm.weight"] = folder.tensors["model.norm.weight"] + 1
+    second = local_file(folder.write())
+    folder.config["rope_theta"] = 5000.0
+    third = local_file(folder.write())
+    assert len({first, second, third}) == 3
+    assert read(second)[1]["output_norm.weight"][0] == folder.tensors["model.norm.weight"][0]
+    assert read(third)[0]["llama.rope.freq_base"] == 5000.0
+
+
+def test_the_least_recently_used_conversions_make_room(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [model_folders.llama(tmp_path / name).write() for name in "abc"]
+    size = local_file(folders[0]).stat().st_size
+    monkeypatch.setattr(_local_file, "LIMIT", 2 * size)
+    local_file(folders[1])
+    local_file(folders[0])
+    local_file(folders[2])
+    assert sorted(path.name[0] for path in (cache / "converted").iterdir()) == ["a", "c"]
+
+
+def test_a_failed_conversion_leaves_no_file(tmp_path: Path, cache: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    folder.tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    with pytest.raises(GGUFError, match=r"layers\.1\.mlp\.up_proj\.weight contains a value that is"):
+        Model(folder.write())
+    assert list((cache / "converted").iterdir()) == []
+
+
+def test_a_vocabulary_in_lines_is_the_same(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    first, _ = read(convert(folder.write(), tmp_path / "a.gguf"))
+    ids = json.loads((folder.path / "tokenizer.json").read_text())["model"]["vocab"]
+    (folder.path / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)) + "\n")
+    (folder.path / "tokenizer.json").unlink()
+    second, _ = read(convert(folder.path, tmp_path / "b.gguf"))
+    assert {k: v for k, v in first.items() if k.startswith("tokenizer.")} == {
+        k: v for k, v in second.items() if k.startswith("tokenizer.")
+    }
+
+
+def test_the_command_writes_a_file(bert: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.gguf"
+    assert main(["convert", str(bert.write()), str(path), "--type", "q8_0", "--name", "Bert"]) == 0
+    fields, _ = read(path)
+    assert (fields["general.name"], fields["general.file_type"]) == ("Bert", 7)
+    assert f"{path.stat().st_size:,} bytes" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "none"), str(path)]) == 1
+    assert "none: is not a folder" in capsys.readouterr().err
+
+
+def test_the_cache_command_lists_and_deletes_conversions(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = local_file(model_folders.llama(tmp_path / "shakespeare").write())
+    assert main(["cache"]) == 0
+    assert path.name in "".join(capsys.readouterr().out.split())
+    assert main(["cache", "--clear"]) == 0
+    assert not path.exists()
+
+
+def test_types_of_the_command_are_those_of_the_library() -> None:
+    assert TYPES == TENSOR_TYPES

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import model_folders
 from support.hub_server import Hub, Repo, serve
 
 from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model
@@ -90,6 +91,44 @@ def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp
     }
     assert [answer.get("error") for answer in client.ask(*messages)] == list(messages.values())
     assert _hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
+
+
+def test_a_model_folder_is_fetched_whole(client: Client, server: Hub, tmp_path: Path) -> None:
+    wanted = {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors": b"weights",
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
+    }
+    others = {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", "model-1-of-2.safetensors": b"x"}
+    server.repos["tiny/folder"] = Repo({**wanted, **others})
+    (answer,) = client.ask("tiny/folder")
+    folder = Path(answer["path"])
+    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert files == wanted
+    server.requests.clear()
+    assert client.ask("tiny/folder", env={"HF_HUB_OFFLINE": "1"}) == [answer]
+    assert server.requests == []
+
+
+def test_a_model_opens_a_repository_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    folder = model_folders.llama(tmp_path / "made").write()
+    files = {p.name: p.read_bytes() for p in folder.iterdir()}
+    script = (
+        "from metal_prefill import Model\n"
+        "with Model('bard/plays', device='cpu') as model:\n"
+        "    print(model.path.name.rpartition('-')[0], model.forward_prompt([1, 2, 3]))"
+    )
+    with serve({"bard/plays": Repo(files)}) as hub_server:
+        client = Client(tmp_path, hub_server.url)
+        child = subprocess.run(
+            [sys.executable, "-c", script], env=client.env, capture_output=True, text=True, check=False
+        )
+    assert child.returncode == 0, child.stderr
+    with Model(folder, device="cpu") as model:
+        assert child.stdout.split() == ["plays", str(model.forward_prompt([1, 2, 3]))]
 
 
 def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:

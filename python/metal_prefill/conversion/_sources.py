@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.errors import UnsupportedModelError
+from metal_prefill.files._metadata_keys import MAX_INT
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens"]
 Values: TypeAlias = npt.NDArray[np.float32]
@@ -113,6 +114,8 @@ class Source:
         pattern of the name.
     more : callable
         Function of the configuration that returns more metadata.
+    computed : callable
+        Function of the configuration that returns tensors that the folder does not contain.
     position_offset : bool
         Whether positions start after the id of the padding token.
     """
@@ -127,6 +130,7 @@ class Source:
     unused: tuple[str, ...] = _UNUSED
     changes: Mapping[str, Change] = field(default_factory=dict)
     more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
+    computed: Callable[[Fields], Mapping[str, Values]] = lambda config: {}
     position_offset: bool = False
 
 
@@ -161,16 +165,43 @@ def _rope_scaling(config: Fields) -> dict[str, Any]:
     if rope.has("rope_theta"):
         found["rope.freq_base"] = rope.number("rope_theta")
     kind = rope.string("rope_type", "type", default="default")
+    if kind == "llama3":  # its factors are a tensor
+        return found
     if kind in ("linear", "yarn"):
         found["rope.scaling.type"] = kind
         found["rope.scaling.factor"] = rope.number("factor")
     elif kind != "default":
         raise rope.unsupported(
-            f"{rope.name('rope_type')} is {kind!r}; supported: 'default', 'linear', 'yarn'"
+            f"{rope.name('rope_type')} is {kind!r}; supported: 'default', 'linear', 'llama3', 'yarn'"
         )
     if kind == "yarn":
         found["rope.scaling.original_context_length"] = rope.integer("original_max_position_embeddings")
     return found
+
+
+def _rope_factors(config: Fields) -> dict[str, Values]:
+    """Return the tensor of Llama 3, divisors of the frequencies by the length of their waves.
+
+    Waves of at most the original context divided by ``high_freq_factor`` are kept, those of at least the
+    context divided by ``low_freq_factor`` are stretched by ``factor``, and those between are interpolated.
+    """
+    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    if rope.string("rope_type", "type", default="default") != "llama3":
+        return {}
+    base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
+    dims = config.integer(
+        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads")
+    )
+    factor = rope.number("factor")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.error(f"{rope.name('low_freq_factor')} is {low}, must be less than {high}")
+    turns = rope.integer("original_max_position_embeddings") / (
+        2 * np.pi * base ** (np.arange(0, dims, 2) / dims)
+    )
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    factors = 1 / ((1 - kept) / factor + kept)
+    return {"rope_freqs.weight": factors.astype(np.float32)}
 
 
 def _eurobert(config: Fields) -> dict[str, Any]:
@@ -183,7 +214,10 @@ def _eurobert(config: Fields) -> dict[str, Any]:
 def _nomic_bert(config: Fields) -> dict[str, Any]:
     rope = config.object("rope_parameters")
     base = rope.number("rope_theta", default=config.number("rotary_emb_base", "rope_theta", default=1000.0))
-    return {"rope.freq_base": base}
+    # Longer texts would need another rotation, which depends on their length.
+    trained = config.integer("max_trained_positions", default=MAX_INT)
+    context = min(config.integer("max_position_embeddings", "n_positions"), trained)
+    return {"rope.freq_base": base, "context_length": context}
 
 
 def _modern_bert(config: Fields) -> dict[str, Any]:
@@ -276,6 +310,7 @@ _LLAMA = Source(
     },
     changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _interleaved},
     more=_rope_scaling,
+    computed=_rope_factors,
 )
 _QWEN = replace(_LLAMA, changes={}, accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)})
 _GEMMA3 = replace(

@@ -408,7 +408,7 @@ def _frame(found: FolderVocabulary, json: Fields, settings: Fields) -> None:
                     "post_processor separates pairs by tokens other than the end of a text"
                 )
             found.flags["add_sep_token"] = False
-        elif middle[: len(end)] == end and len(middle) - len(end) in (0, 1):
+        elif middle != begin and middle[: len(end)] == end and len(middle) - len(end) in (0, 1):
             found.flags["add_sep_token"] = len(middle) > len(end)
             found.ids["sep"] = middle[-1] if middle else found.ids.get("sep", found.ids.get("eos", 0))
 

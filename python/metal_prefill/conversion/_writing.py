@@ -40,7 +40,7 @@ Progress = Callable[[int, int], None]
 
 class _Tensor(NamedTuple):
     name: str
-    weight: Weight
+    weight: Weight | npt.NDArray[np.float32]
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
 
@@ -123,6 +123,10 @@ def convert(
     vocabulary = read_vocabulary(folder, config)
     chosen = _type_of(weights) if tensor_type == AUTO else tensor_type
     tensors = [_planned(source, config, role, weight, chosen) for role, weight in found.items()]
+    tensors += [
+        _Tensor(role, values, values.shape, GGMLQuantizationType.F32)
+        for role, values in source.computed(config).items()
+    ]
     writer = GGUFWriter(None, source.architecture)
     writer.add_name(name or folder.resolve().name)
     writer.add_file_type(_file_type(chosen))
@@ -166,7 +170,12 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: 
 
 
 def _values(source: Source, config: Fields, tensor: _Tensor) -> npt.NDArray[np.float32]:
+    if isinstance(tensor.weight, np.ndarray):
+        return tensor.weight
     values = tensor.weight.values()
+    if not np.isfinite(values).all():
+        where = f"{tensor.weight.file}: tensor {tensor.weight.name}"
+        raise GGUFError(f"{where} contains a value that is not finite")
     for pattern, change in source.changes.items():
         if re.fullmatch(pattern, tensor.name):
             values = change(config, tensor.name, values)
@@ -194,9 +203,6 @@ def _write(
             _check(writer, part, folder, tensors)
             for tensor in tensors:
                 values = np.ascontiguousarray(values_of(tensor))
-                if not np.isfinite(values).all():
-                    where = f"{tensor.weight.file}: tensor {tensor.weight.name}"
-                    raise GGUFError(f"{where} contains a value that is not finite")
                 writer.write_tensor_data(quants.quantize(values, tensor.kind))
                 done += tensor.nbytes
                 if progress is not None:

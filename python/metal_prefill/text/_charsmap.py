@@ -48,6 +48,8 @@ def _problem_of(content: bytes) -> str | None:
     except UnicodeDecodeError as error:
         return f"replacement at byte {error.start} is not valid UTF-8"
     nodes = np.flatnonzero(units < 2**31)
+    if units[0] >= 2**31:
+        return "the root of its trie is a value"
     children = nodes ^ ((units[nodes] >> 10) << np.where(units[nodes] & 0x200, 8, 0))
     outside = np.flatnonzero(children >= len(units))
     if outside.size:

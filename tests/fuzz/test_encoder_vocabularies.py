@@ -1,0 +1,124 @@
+"""Vocabularies of encoders: hostile texts, and files whose metadata are wrong.
+
+A text becomes tokens that say where they come from, and none of them is a control token. A file opens, or
+raises an error of the package; the tokenizers library ends with a panic on some that are not checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+from support import encoder_tokenizers as recorded
+from support.encoder_tokenizers import VARIANTS
+from support.fuzzing import TIMEOUT, kept, regressions, rounds
+from support.gguf_mutator import Parts, mutate, take_apart
+from support.hostile_texts import hostile_texts
+
+from metal_prefill import MetalPrefillError
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._tokenizer import Tokenizer
+
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+CHARSMAP = b"tokenizer.ggml.precompiled_charsmap"
+TEXT = "Hello, wörld \u212b \u1e9b\u0323 ﬁ 漢字 \U0001f600 </s> [SEP]"
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    record = recorded.recorded()
+    folders = {name: tmp_path_factory.mktemp("vocabulary") for name in VARIANTS}
+    return {
+        name: recorded.open_folder(recorded.write_recorded(folder, name, record))
+        for name, folder in folders.items()
+    }
+
+
+def test_texts_become_tokens_with_their_places(tokenizers: dict[str, Tokenizer]) -> None:
+    def run(name: str, text: str) -> None:
+        tokenizer = tokenizers[name]
+        with kept("encoder-text", text.encode()):
+            ids = tokenizer.encode(text, add_bos=False)
+            spans = tokenizer.encode_spans(text)
+            assert [span.id for span in spans] == ids
+            assert all(0 <= span.start <= span.end <= len(text) for span in spans)
+            assert all(a.start <= b.start for a, b in pairwise(spans))
+            assert not any(tokenizer.is_special(i) for i in ids if i != tokenizer.unk_id)
+            tokenizer.decode(ids)
+            pair = tokenizer.frame.pair(ids, ids)
+            assert len(pair.ids) == len(pair.types) == 2 * len(ids) + tokenizer.frame.pair_tokens
+
+    for content in regressions("encoder-text"):
+        for name in VARIANTS:
+            run(name, content.decode())
+    for random in rounds(300):
+        for text in hostile_texts(2, random.randrange(2**32)):
+            run(random.choice(tuple(VARIANTS)), text)
+
+
+@pytest.fixture(scope="module")
+def files(tokenizers: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Parts]:
+    folder = tmp_path_factory.mktemp("parts")
+    record = recorded.recorded()
+    found = {}
+    for name in ("uncased", "unigram"):
+        recorded.open_folder(recorded.write_recorded(folder, name, record))
+        parts = take_apart(folder / "vocabulary.gguf")
+        found[name] = Parts(parts.metadata, [("t", [32], 0, 0)], bytes(128))
+    return found
+
+
+def use(path: Path) -> None:
+    with suppress(MetalPrefillError), GGUFFile(path) as opened:
+        tokenizer = Tokenizer.from_gguf(opened)
+        ids = tokenizer.encode(TEXT)
+        tokenizer.decode(ids)
+        tokenizer.encode_spans(TEXT)
+        tokenizer.encode_pair(TEXT, "x")
+
+
+def damaged_charsmap(parts: Parts, random: Random) -> Parts:
+    """Change bytes of the character map, most often in its trie, or its length."""
+    metadata = []
+    for key, kind, value in parts.metadata:
+        if key == CHARSMAP:
+            content = bytearray(value)
+            for _ in range(random.choice((1, 1, 3, 50))):
+                end = random.choice((16, 64, 2048, len(content)))
+                content[random.randrange(12, end)] = random.randrange(256)
+            value = bytes(content)
+        metadata.append((key, kind, value))
+    return Parts(metadata, parts.tensors, parts.data)
+
+
+@contextmanager
+def replaced(path: Path, content: bytes) -> Iterator[None]:
+    with kept("encoder-vocabulary", content):
+        path.write_bytes(content)
+        yield
+    os.unlink(path)
+
+
+def test_files_open_or_raise_an_error(files: dict[str, Parts], tmp_path: Path) -> None:
+    path = tmp_path / "v.gguf"
+    for content in regressions("encoder-vocabulary"):
+        with replaced(path, content):
+            use(path)
+    for random in rounds(120):
+        parts = files[random.choice(tuple(files))]
+        changed = mutate(parts, random)
+        with replaced(path, changed):
+            use(path)
+
+
+def test_damaged_character_maps_raise_an_error(files: dict[str, Parts], tmp_path: Path) -> None:
+    path = tmp_path / "v.gguf"
+    for random in rounds(120):
+        with replaced(path, damaged_charsmap(files["unigram"], random).assemble()):
+            use(path)

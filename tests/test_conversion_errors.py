@@ -1,0 +1,180 @@
+"""Model folders that cannot be converted: the error names the file, the value and what is supported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import model_folders
+from support.model_folders import DIM, FFN, Folder
+
+from metal_prefill import GGUFError, UnsupportedModelError
+from metal_prefill.conversion import convert
+
+BAD, NOT = GGUFError, UnsupportedModelError
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Folder:
+    return model_folders.bert(tmp_path / "bert")
+
+
+def lose(name: str) -> Callable[[Folder], None]:
+    return lambda folder: folder.tensors.pop(name)
+
+
+def put(name: str, *shape: int) -> Callable[[Folder], None]:
+    return lambda folder: folder.tensors.update({name: model_folders.values(shape)})
+
+
+def setting(**fields: Any) -> Callable[[Folder], None]:
+    return lambda folder: folder.config.update(fields)
+
+
+def tokenizer_with(**fields: Any) -> Callable[[Folder], None]:
+    def change(folder: Folder) -> None:
+        content = json.loads((folder.path / "tokenizer.json").read_text())
+        folder.json("tokenizer.json", {**content, **fields})
+
+    return change
+
+
+LOST = "model.layers.1.mlp.down_proj.weight"
+WRONG = [
+    (lose(LOST), BAD, "tensor blk.1.ffn_down.weight is missing"),
+    (lose("model.embed_tokens.weight"), BAD, "tensor token_embd.weight is missing"),
+    (put(LOST, DIM, FFN + 1), BAD, r"ffn_down.weight has shape \(32, 65\), .* requires \(32, 64\)"),
+    (put("extra.weight", 3, 3), NOT, "tensor extra.weight is not part of a llama model"),
+    (put("model.layers.2.mlp.up_proj.weight", FFN, DIM), NOT, "model.layers.2.mlp.up_proj"),
+    (put("model.norm.scale", DIM), NOT, "tensor model.norm.scale is not part"),
+    (put(LOST, 2, 2, 2), BAD, r"has shape \(2, 2, 2\), expected 1 or 2 dimensions"),
+    (put("norm.weight", DIM), BAD, "tensors .* are both output_norm.weight"),
+    (setting(hidden_size="many"), BAD, "config.json: hidden_size is str, expected an integer"),
+    (setting(hidden_size=0), BAD, "hidden_size is 0, must be between 1 and"),
+    (setting(rms_norm_eps=-1), BAD, "rms_norm_eps is -1, must be positive"),
+    (setting(num_attention_heads=None), BAD, "num_attention_heads is missing"),
+    (setting(hidden_act="relu"), NOT, "hidden_act is 'relu'; supported: 'silu'"),
+    (setting(architectures=["GPT2LMHeadModel"]), NOT, "class GPT2LMHeadModel is not"),
+    (setting(architectures=["LlamaForQuestionAnswering"]), NOT, "ForQuestionAnswering"),
+    (setting(architectures=[]), BAD, "architectures must name the class"),
+    (setting(rope_scaling={"rope_type": "dynamic"}), NOT, "rope_type is 'dynamic'"),
+    (setting(rope_scaling=[1]), BAD, "rope_scaling is list, expected an object"),
+    (setting(vocab_size=7), BAD, "vocab_size is 7, but the tokenizer has"),
+    (setting(vocab_size=10**9), BAD, "vocab_size is 1000000000, far more than"),
+    (tokenizer_with(model={"type": "WordLevel"}), NOT, "model.type is 'WordLevel'"),
+    (tokenizer_with(model={"type": "BPE", "vocab": {"a": "b"}}), BAD, "model.vocab has no id for 'a'"),
+    (tokenizer_with(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["x"]}), BAD, r"merges\[0\] must"),
+    (tokenizer_with(pre_tokenizer={"type": "Whitespace"}), NOT, "Whitespace is not"),
+    (tokenizer_with(normalizer={"type": "Lowercase"}), NOT, "normalizer is Lowercase"),
+    (
+        tokenizer_with(added_tokens=[{"id": 5, "content": "x", "special": True}]),
+        BAD,
+        r"added_tokens\[0\].content is 'x', but token 5 is",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), WRONG)
+def test_what_is_wrong_with_a_folder_is_named(
+    tmp_path: Path, change: Callable[[Folder], None], kind: type[Exception], message: str
+) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    change(folder)
+    with pytest.raises(kind, match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    for name, message in {
+        "tokenizer.json": "has neither tokenizer.json nor vocab.txt",
+        "model.safetensors": "has neither model.safetensors nor model.safetensors.index.json",
+        "config.json": "has no config.json",
+    }.items():
+        folder.write()
+        model_folders.byte_level_tokenizer(folder.path)
+        (folder.path / name).unlink()
+        with pytest.raises(GGUFError, match=message):
+            convert(folder.path, tmp_path / "m.gguf")
+    with pytest.raises(GGUFError, match="is not a folder"):
+        convert(tmp_path / "none", tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=r"tensor_type must be one of auto, F32, .* got 'Q9'"):
+        convert(folder.path, tmp_path / "m.gguf", tensor_type="Q9")
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m").write()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    message = r"weights in pytorch_model.bin, a format that can execute code and is never loaded; save"
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert(folder, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"a": "../m.safetensors"}, "weight_map names '../m.safetensors', must name safetensors files"),
+        ({"a": "weights.bin"}, "weight_map names 'weights.bin'"),
+        ({"a": "model-1.safetensors"}, "weight_map names model-1.safetensors, which is missing"),
+        ({}, "weight_map names 0 files"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(tmp_path: Path, names: dict[str, str], message: str) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    path = folder.write()
+    (path / "model.safetensors").unlink()
+    folder.json("model.safetensors.index.json", {"weight_map": names})
+    with pytest.raises(GGUFError, match=message):
+        convert(path, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a valid safetensors file"),
+        (b"\xff" * 8 + b"{}", "is not a valid safetensors file"),
+        (b"\2\0\0\0\0\0\0\0{]", "is not a valid safetensors file"),
+    ],
+)
+def test_damaged_weights_are_an_error(tmp_path: Path, content: bytes, message: str) -> None:
+    folder = model_folders.llama(tmp_path / "m").write()
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(GGUFError, match=message):
+        convert(folder, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "\ud800", "[" * 100_000])
+def test_damaged_settings_are_an_error(tmp_path: Path, content: str) -> None:
+    folder = model_folders.llama(tmp_path / "m").write()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
+        with pytest.raises(GGUFError, match=name):
+            convert(folder, tmp_path / "m.gguf")
+        (folder / name).write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("modules.json", {}, "modules is dict, expected an array"),
+        ("modules.json", [{"type": "a.Pooling", "path": "../x"}], r"path is '../x', must be a folder"),
+        ("modules.json", [{"type": "a.Pooling", "path": "x\0"}], r"path is 'x\\x00', must be a folder"),
+        ("modules.json", [{"type": "a.CNN", "path": "x"}], r"modules\[0\].type CNN is not supported"),
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "sets pooling_mode_max_tokens;"),
+        ("1_Pooling/config.json", {}, "sets no pooling_mode"),
+        ("2_Dense/config.json", {"activation_function": "torch.nn.Tanh"}, "activation_function is Tanh"),
+        ("2_Dense/config.json", {"in_features": 5, "out_features": 16}, r"\(16, 32\), expected \(16, 5\)"),
+    ],
+)  # fmt: skip
+def test_modules_that_cannot_be_written_are_named(
+    bert: Folder, tmp_path: Path, file: str, content: Any, message: str
+) -> None:
+    bert.pool(dense=16)
+    bert.json(file, content)
+    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
+        convert(bert.write(), tmp_path / "m.gguf")
