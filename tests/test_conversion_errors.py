@@ -22,11 +22,11 @@ def bert(tmp_path: Path) -> Folder:
     return model_folders.bert(tmp_path / "bert")
 
 
-def lose(name: str) -> Callable[[Folder], None]:
+def lose(name: str) -> Callable[[Folder], object]:
     return lambda folder: folder.tensors.pop(name)
 
 
-def put(name: str, *shape: int) -> Callable[[Folder], None]:
+def put(name: str, *shape: int) -> Callable[[Folder], object]:
     return lambda folder: folder.tensors.update({name: model_folders.values(shape)})
 
 
@@ -79,7 +79,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("change", "kind", "message"), WRONG)
 def test_what_is_wrong_with_a_folder_is_named(
-    tmp_path: Path, change: Callable[[Folder], None], kind: type[Exception], message: str
+    tmp_path: Path, change: Callable[[Folder], object], kind: type[Exception], message: str
 ) -> None:
     folder = model_folders.llama(tmp_path / "m")
     change(folder)

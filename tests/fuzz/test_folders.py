@@ -30,7 +30,8 @@ VALUES: list[Any] = [
 def changed(content: Any, random: Random) -> Any:
     """Return a copy with another value, or without one, at a random place."""
     content = copy.deepcopy(content)
-    place, key = None, None
+    place: Any = None
+    key: Any = None
     node = content
     while isinstance(node, (dict, list)) and node and random.random() < 0.8:
         place, key = node, random.choice(list(node) if isinstance(node, dict) else range(len(node)))
