@@ -55,3 +55,19 @@ def test_tags_say_that_it_takes_texts_and_learns_nothing(path: Path) -> None:
         False,
     )
     assert not tags.requires_fit
+
+
+@pytest.mark.filterwarnings("ignore:1 of 2 texts did not fit")
+def test_texts_are_truncated_and_normalized_as_by_the_model(path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from metal_prefill.integrations._sklearn import EmbeddingTransformer
+
+    texts, options = ["to be " * 600, "to be"], {"device": "cpu", "threads": 1}
+    transformer = EmbeddingTransformer(path, truncate="end", unicode="NFC", model_options=options)
+    with Model(path, device="cpu", threads=1) as model:
+        expected = model.embed(texts, truncate="end", unicode="NFC")
+    np.testing.assert_array_equal(transformer.fit_transform(texts), expected)
+    with pytest.raises(ValueError, match="context"):
+        EmbeddingTransformer(path, model_options=options).transform(texts)
+    with pytest.raises(ValueError, match="unicode"):
+        EmbeddingTransformer(path, unicode="NFX", model_options=options).transform(texts[1:])

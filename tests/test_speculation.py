@@ -12,6 +12,7 @@ import pytest
 from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, SessionBusyError, _core
+from metal_prefill._engine import Engine
 from metal_prefill._support.row_cost import RowCost
 from metal_prefill.generation._speculation import (
     MOST_DRAFTS,
@@ -19,6 +20,7 @@ from metal_prefill.generation._speculation import (
     LookupDrafter,
     Speculation,
 )
+from metal_prefill.generation._stream import make_streams
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "repeat_penalty": 1.1, "seed": 3}
 LENGTH = 12  # of a text
@@ -235,6 +237,27 @@ def test_guesses_that_cannot_be_are_errors_of_that_text_alone(
     )
     assert isinstance(results[0], error)
     assert isinstance(results[1], str)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_draft_model_finds_prefixes_in_the_namespace_of_the_text(
+    tiny: Model, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    real = Engine.session
+
+    def noted(engine: Engine, max_context: int | None = None, prefix_namespace: str = "") -> Any:
+        used.append(prefix_namespace)
+        return real(engine, max_context, prefix_namespace)
+
+    monkeypatch.setattr(Engine, "session", noted)
+    if many:
+        make_streams(tiny.engine, [1, 2, 3], 2, 9, speculate=tiny, prefix_namespace="key")
+        assert used == ["key", "key"]
+    else:
+        with tiny.session(prefix_namespace="key") as session, session.fork() as fork:
+            "".join(fork.generate([1, 2, 3], 9, speculate=tiny))
+        assert used == ["key", "key"]
 
 
 def test_a_draft_model_needs_the_same_vocabulary(shakespeare: Model, tiny: Model) -> None:

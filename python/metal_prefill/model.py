@@ -226,7 +226,8 @@ class Model(GenerationMethods, TaskMethods):
         TypeError
             If `prefix_namespace` is not a str.
         """
-        return Session(self.engine, self.engine.session(max_context, prefix_namespace))
+        native = self.engine.session(max_context, prefix_namespace)
+        return Session(self.engine, native, prefix_namespace)
 
     def load_session(
         self, path: str | os.PathLike[str], *, max_context: int | None = None, prefix_namespace: str = ""

@@ -45,8 +45,9 @@ class Session:
         The user's own; saved and loaded with the session.
     """
 
-    def __init__(self, engine: Engine, core: _core.Session) -> None:
+    def __init__(self, engine: Engine, core: _core.Session, prefix_namespace: str = "") -> None:
         self._engine = engine
+        self._prefix_namespace = prefix_namespace
         self._core: _core.Session | None = core
         self.notes = ""
 
@@ -200,7 +201,7 @@ class Session:
 
     def fork(self) -> Session:
         """Return a new session with a copy of this one's cache and position."""
-        return Session(self._engine, self.native.fork())
+        return Session(self._engine, self.native.fork(), self._prefix_namespace)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache and its tokens to a file, which :meth:`metal_prefill.Model.load_session` continues.
@@ -395,6 +396,7 @@ logit_bias
             self.max_context,
             prompt=prompt if isinstance(prompt, str) else None,
             logprobs=logprobs,
+            prefix_namespace=self._prefix_namespace,
             **options,
         )
 

@@ -546,8 +546,8 @@ COMMANDS = (
     ),
     Mutant(
         f"{_P}/serve/_prefix_store.py",
-        "for space, other in self._recent if space == namespace]",
-        "for space, other in self._recent]",
+        "others = self._recent.pop(namespace, deque())",
+        "others = self._recent.pop(next(iter(self._recent), namespace), deque())",
         "the common prefix of prompts with different API keys is stored",
         (f"{_SPACES}::test_prompts_of_different_keys_have_nothing_in_common_to_store",),
     ),

@@ -8,6 +8,20 @@ _P = "python/metal_prefill"
 
 MUTANTS = (
     Mutant(
+        "python/metal_prefill/serve/_prefix_store.py",
+        "namespace = max(self._recent, key=lambda space: len(self._recent[space]))",
+        "namespace = next(iter(self._recent))",
+        "prompts of one key displace those of another, with which later prompts are compared",
+        ("tests/serve/test_prefix_namespaces.py", "-k", "displaced"),
+    ),
+    Mutant(
+        "python/metal_prefill/generation/_engine_loop.py",
+        "writing = self._writing if self._running else 0",
+        "writing = 0",
+        "vectors fill passes next to texts that are written",
+        ("tests/serve/test_vectors.py", "-k", "few_rows"),
+    ),
+    Mutant(
         f"{_P}/serve/_tools.py",
         "moved[key] = root + item[1:]",
         "moved[key] = item",

@@ -17,6 +17,7 @@ from support.running_server import Gate, Running, running, wait_until
 from metal_prefill import Model
 from metal_prefill.serve import Settings
 from metal_prefill.serve._keys import prefix_key, prefix_namespace
+from metal_prefill.serve._prefix_store import RECENT_PROMPTS, PrefixStore
 
 PROMPT = [7 * i % 250 for i in range(200)]
 KEYS = ["the first key", "the second key"]
@@ -166,3 +167,21 @@ def test_a_file_without_a_namespace_stays_valid_for_a_server_without_keys(
     (stored,) = tmp_path.glob("*/*.session")
     digest = hashlib.blake2b(np.array(PROMPT[:192], "<i4").tobytes(), digest_size=16).hexdigest()
     assert stored.name == f"192-{digest}.session"
+
+
+def test_prompts_of_a_namespace_are_not_displaced_by_those_of_another(
+    demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that was sent once is stored when it comes again, however much another key sends meanwhile."""
+    ids = np.arange(200, dtype=np.int32)
+    saved: list[str] = []
+    with Model(demo_path, device="cpu") as model:
+        store = PrefixStore(model, tmp_path, 1 << 20)
+        monkeypatch.setattr(store, "_save", lambda ids, n, digest, namespace: saved.append(namespace))
+        store.note(ids, "one")
+        for i in range(3 * RECENT_PROMPTS):
+            store.note(np.full(100, i, np.int32), "two")
+        assert sum(map(len, store._recent.values())) == RECENT_PROMPTS
+        store.note(ids, "one")
+        store.close()
+    assert saved == ["one"]

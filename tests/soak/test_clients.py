@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from support.running_server import running
+from support.hostile_constraints import hostile_requests
+from support.running_server import Running, read_all, request_bytes, running
 from support.server_requests import alone, answers, request
 from support.small_models import EMBEDDERS, write
 
@@ -18,12 +26,33 @@ CLIENTS = 1000
 Request = tuple[str, dict[str, Any]]
 
 
-def check_each(path: Path, requests: list[Request], **options: Any) -> None:
-    """Compare what clients get at the same time with each request alone, on a model with these options."""
+def check_each(
+    path: Path,
+    requests: list[Request],
+    others: Callable[[Running], Iterable[Callable[[], object]]] = lambda server: (),
+    **options: Any,
+) -> None:
+    """Compare what clients get at the same time with each request alone, on a model with these options.
+
+    `others` returns functions that further clients call meanwhile, each in a thread, again and again.
+    """
     with Model(path, device="cpu", **options) as model:
         limits: dict[str, Any] = {"max_queue": len(requests), "max_connections": 2 * len(requests)}
         with running(model, max_streams=256, **limits) as server:
-            found = answers(server, requests)
+            done = threading.Event()
+
+            def repeat(call: Callable[[], object]) -> None:
+                while not done.is_set():
+                    call()
+
+            with ThreadPoolExecutor(64) as threads:
+                repeated = [threads.submit(repeat, call) for call in others(server)]
+                try:
+                    found = answers(server, requests)
+                finally:
+                    done.set()
+            for future in repeated:
+                future.result()
         assert found == [alone(model, *r) for r in requests]
 
 
@@ -67,3 +96,48 @@ def test_long_prompts_change_no_short_text(demo_path: Path) -> None:
     how = {"max_tokens": 8, "stream": True, "temperature": 0}
     long: list[Request] = [("/v1/completions", {"prompt": f"{i} is long. " * 60, **how}) for i in range(32)]
     check_each(demo_path, long + texts(100))
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.skipif("SOAK_SECONDS" not in os.environ, reason="minutes: part of make soak")
+def test_grammar_bombs_change_no_other_text(demo_path: Path) -> None:
+    """Each is a new source whenever it is sent: spaces at its end make it another one."""
+    pytest.importorskip("llguidance", reason="needs the extra guide")
+    sent = 0
+
+    def bombs(server: Running) -> Iterable[Callable[[], object]]:
+        def send(body: dict[str, Any]) -> None:
+            nonlocal sent
+            sent += 1
+            kind = "grammar" if "grammar" in body else "regex"
+            source = body[kind] + (" " * sent if kind == "grammar" else f"z{sent}")
+            answer = httpx.post(f"{server.url}/v1/completions", json={**body, kind: source}, timeout=300)
+            assert answer.status_code in (200, 400, 500), answer.text
+
+        return [partial(send, body) for body in hostile_requests(server.service.model)]
+
+    constrained = {"max_tokens": 12, "stream": True, "temperature": 0, "regex": "[A-Z]{4} [a-z]{6}"}
+    requests = [("/v1/completions", {"prompt": f"{i}. ROMEO:", **constrained}) for i in range(40)]
+    check_each(demo_path, texts(200) + requests, bombs)
+    assert sent > 10
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.skipif("SOAK_SECONDS" not in os.environ, reason="minutes: part of make soak")
+def test_clients_that_close_one_direction_get_their_texts(demo_path: Path) -> None:
+    body = {"prompt": "ROMEO:", "max_tokens": 9, "temperature": 0}
+    found: list[str] = []
+
+    def half_closing(server: Running) -> Iterable[Callable[[], object]]:
+        def send() -> None:
+            with server.connect() as connection:
+                connection.sendall(request_bytes(body))
+                connection.shutdown(socket.SHUT_WR)
+                (text,) = re.findall(rb'"text":"((?:[^"\\]|\\.)*)"', read_all(connection))
+                found.append(text.decode())
+
+        return [send] * 16
+
+    check_each(demo_path, texts(400), half_closing)
+    assert len(found) >= 16
+    assert len(set(found)) == 1

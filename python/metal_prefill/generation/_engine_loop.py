@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from metal_prefill._engine import EngineOwner
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._pending_calls import PendingCall
-from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING, Scheduler
 from metal_prefill.generation._stream import Stream, make_streams
 from metal_prefill.generation._text_generation import Piece
 
@@ -125,6 +125,7 @@ class EngineLoop:
         self._new: list[Texts] = []
         self._new_calls: list[_Call] = []
         self._running = False
+        self._writing = 0  # streams whose prompts are computed
 
     def _add(self, new: Texts | _Call) -> None:
         if self._process != os.getpid():  # a forked process has neither the thread nor who waits for it
@@ -153,6 +154,16 @@ class EngineLoop:
         self._add(_Call(call, future))
         return future
 
+    @property
+    def call_rows(self) -> int:
+        """Number of rows that a call to :meth:`submit` should have.
+
+        While streams are writing, it is that of long prompts, so that calls do not delay their tokens more.
+        """
+        pass_rows = self._model.engine.core.pass_rows
+        writing = self._writing if self._running else 0
+        return min(pass_rows, LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing) if writing else pass_rows
+
     async def generate(self, prompt: Any, max_tokens: int, **options: Any) -> AsyncIterator[str]:
         """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
         import asyncio
@@ -175,7 +186,9 @@ class EngineLoop:
             scheduler = Scheduler(self._model, max_streams=self._max_streams)
             while self._admit(scheduler, entered, calls):
                 passes = scheduler.passes
-                _deliver(_sort(entered, scheduler.step_pieces()))
+                pieces = scheduler.step_pieces()
+                self._writing = scheduler.writing
+                _deliver(_sort(entered, pieces))
                 entered = [texts for texts in entered if any(s.finish_reason is None for s in texts.streams)]
                 for pending in [p for p in calls if p.results is not None]:
                     _resolve(calls.pop(pending), pending.results)

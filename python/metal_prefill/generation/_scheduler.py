@@ -127,6 +127,11 @@ class Scheduler:
         return len(self._waiting) + len(self._active)
 
     @property
+    def writing(self) -> int:
+        """Number of streams whose prompts are computed."""
+        return sum(s.writing for s in self._active)
+
+    @property
     def waiting(self) -> int:
         """Streams that wait for their turn."""
         return len(self._waiting)

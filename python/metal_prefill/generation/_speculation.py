@@ -135,14 +135,14 @@ class CallableDrafter(_TextDrafter):
 class ModelDrafter(_TextDrafter):
     """Takes the greedy tokens of another model with the same vocabulary."""
 
-    def __init__(self, engine: Engine, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, vocab_size: int, prefix_namespace: str) -> None:
         super().__init__()
         if engine.config.vocab_size != vocab_size:
             raise ValueError(
                 f"the draft model of speculate has a vocabulary of {engine.config.vocab_size} tokens, "
                 f"this model one of {vocab_size}"
             )
-        self._session = engine.session()
+        self._session = engine.session(prefix_namespace=prefix_namespace)
 
     def draft(self, count: int) -> list[int]:
         count = min(count, self._session.max_context - len(self._tokens))
@@ -154,8 +154,12 @@ class ModelDrafter(_TextDrafter):
         return drafts
 
 
-def make_drafter(speculate: Speculate, vocab_size: int, constrained: bool) -> Drafter | None:
-    """Return what makes guesses at a text, which may be constrained; None for ``"off"``.
+def make_drafter(
+    speculate: Speculate, vocab_size: int, constrained: bool, prefix_namespace: str = ""
+) -> Drafter | None:
+    """Return what drafts tokens of a text, which may be constrained; None for ``"off"``.
+
+    A draft model finds prefixes of the text only in `prefix_namespace`.
 
     Raises
     ------
@@ -169,7 +173,7 @@ def make_drafter(speculate: Speculate, vocab_size: int, constrained: bool) -> Dr
             raise ValueError(f"speculate must be 'lookup', 'off', a model or a function, got {speculate!r}")
         return LookupDrafter(constrained) if speculate == "lookup" else None
     if isinstance(speculate, EngineOwner):
-        return ModelDrafter(speculate.engine, vocab_size)
+        return ModelDrafter(speculate.engine, vocab_size, prefix_namespace)
     if callable(speculate):
         return CallableDrafter(speculate, vocab_size)
     kind = type(speculate).__name__

@@ -180,6 +180,7 @@ def make_streams(
             prompt=prompt if isinstance(prompt, str) else None,
             logprobs=logprobs,
             answer=answer,
+            prefix_namespace=prefix_namespace,
             **options,
         )
         # Of a prompt with log probabilities every token is computed for each.

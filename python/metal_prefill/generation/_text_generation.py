@@ -233,6 +233,8 @@ class Continuation:
         How many of the most probable tokens each piece has; None: none, and no log probabilities at all.
     answer
         Number of the text among those of one prompt and seed.
+    prefix_namespace
+        Namespace of the session, for a draft model.
     seed
         Of the random numbers, see :class:`metal_prefill.generation.Sampler`.
     stop
@@ -278,6 +280,7 @@ class Continuation:
         prompt: str | None = None,
         logprobs: int | None = None,
         answer: int = 0,
+        prefix_namespace: str = "",
         seed: int | None = None,
         stop: str | int | Sequence[str | int] = (),
         min_tokens: int = 0,
@@ -328,7 +331,7 @@ class Continuation:
             if min_tokens:
                 self.sampler.forbid(sorted(self._stop_ids), len(ids) + min_tokens)
             self._allow()
-        drafter = make_drafter(speculate, vocab_size, self._guide is not None)
+        drafter = make_drafter(speculate, vocab_size, self._guide is not None, prefix_namespace)
         guesses = drafter is not None and max_tokens > 2
         self._speculation = Speculation(drafter, ids) if drafter is not None and guesses else None
         self._next: list[int] = []  # tokens of the text that are not computed

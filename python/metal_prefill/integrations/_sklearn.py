@@ -40,7 +40,7 @@ class EmbeddingTransformer(
     ----------
     path
         GGUF file, as for :class:`metal_prefill.Model`.
-    normalize, dimensions, pooling, instruction
+    normalize, dimensions, pooling, instruction, truncate, unicode
         See :meth:`metal_prefill.Model.embed`.
     model_options
         Options of :class:`metal_prefill.Model`, such as ``{"threads": 2}``.
@@ -54,6 +54,8 @@ class EmbeddingTransformer(
         dimensions: int | None = None,
         pooling: str | None = None,
         instruction: str | None = None,
+        truncate: str = "error",
+        unicode: str | None = None,
         model_options: dict[str, Any] | None = None,
     ) -> None:
         self.path = path
@@ -61,6 +63,8 @@ class EmbeddingTransformer(
         self.dimensions = dimensions
         self.pooling = pooling
         self.instruction = instruction
+        self.truncate = truncate
+        self.unicode = unicode
         self.model_options = model_options
 
     def fit(self, texts: Any = None, y: Any = None) -> EmbeddingTransformer:
@@ -76,6 +80,8 @@ class EmbeddingTransformer(
             dimensions=self.dimensions,
             pooling=self.pooling,  # type: ignore[arg-type]  # embed checks it
             instruction=self.instruction,
+            truncate=self.truncate,
+            unicode=self.unicode,  # type: ignore[arg-type]
         )
         return vectors
 

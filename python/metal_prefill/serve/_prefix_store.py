@@ -28,7 +28,7 @@ from metal_prefill.serve._errors import log
 Ids = npt.NDArray[np.int32]
 
 PAGE = 64  # tokens; prefixes are truncated to whole pages
-RECENT_PROMPTS = 64  # that a prompt is compared with; the oldest are dropped
+RECENT_PROMPTS = 64  # of all namespaces, with which later prompts are compared
 MOST_PENDING = 4  # prefixes queued for writing; further ones are left to a later prompt
 _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.session")
 
@@ -62,7 +62,7 @@ class PrefixStore:
         self._limit = limit
         self._lock = threading.Lock()  # guards what follows
         self._names: dict[int, set[str]] = {}  # hashes by number of tokens
-        self._recent: deque[tuple[str, Ids]] = deque(maxlen=RECENT_PROMPTS)
+        self._recent: dict[str, deque[Ids]] = {}  # by namespace, the one that was used last at the end
         self._pending = 0
         self._loading = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metal_prefill prefix store")
@@ -89,15 +89,25 @@ class PrefixStore:
         shares no prefix in this sense: no other prompt would use it.
         """
         with self._lock:
-            others = [other for space, other in self._recent if space == namespace]
+            others = self._recent.pop(namespace, deque())
             shared = max((_shared(ids, other) for other in others), default=0)
-            self._recent.append((namespace, ids))
+            others.append(ids)
+            self._recent[namespace] = others
+            self._drop_recent()
             n = min(shared, len(ids) - 1) // PAGE * PAGE
             digest = _digest(ids[:n], namespace)
             if n == 0 or digest in self._names.get(n, ()) or self._pending == MOST_PENDING:
                 return
             self._pending += 1
         self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)
+
+    def _drop_recent(self) -> None:
+        """Drop the oldest prompt of the namespace with the most, so that none displaces those of others."""
+        if sum(map(len, self._recent.values())) > RECENT_PROMPTS:
+            namespace = max(self._recent, key=lambda space: len(self._recent[space]))
+            self._recent[namespace].popleft()
+            if not self._recent[namespace]:
+                del self._recent[namespace]
 
     def close(self) -> None:
         """Wait for pending writes."""

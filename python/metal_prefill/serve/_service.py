@@ -186,7 +186,7 @@ class SharedPasses(TextPasses):
     """
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:
-        super().__init__(engine, self._run)
+        super().__init__(engine, self._run, lambda: loop.call_rows)
         self._loop = loop
         self._lock = threading.Lock()
         self._cancelled = False

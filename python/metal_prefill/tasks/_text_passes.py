@@ -68,12 +68,18 @@ class TextPasses:
     Parameters
     ----------
     engine
+        Engine that computes.
     run
-        Computes a batch; by default at once. A server shares the passes of its engine loop instead.
+        Function that computes a batch; by default at once. A server shares the passes of its engine loop.
+    rows
+        Function that returns how many rows the next batch should have; by default as many as a pass.
     """
 
-    def __init__(self, engine: Engine, run: RunBatch | None = None) -> None:
+    def __init__(
+        self, engine: Engine, run: RunBatch | None = None, rows: Callable[[], int] | None = None
+    ) -> None:
         self.engine = engine
+        self.rows: Callable[[], int] = rows or (lambda: engine.core.pass_rows)
         self.run: RunBatch = run or (lambda call: engine.core.forward_batch(call.take_requests(reuse=False)))
 
 
@@ -86,7 +92,6 @@ def compute(passes: TextPasses, jobs: Sequence[TextJob]) -> Iterator[TextJob]:
     whole = (
         not passes.engine.config.causal
     )  # every token sees all others: they go through the layers together
-    pass_rows = passes.engine.core.pass_rows
     for job in jobs:
         if job.parent is not None:
             job.parent.heirs += 1
@@ -94,7 +99,9 @@ def compute(passes: TextPasses, jobs: Sequence[TextJob]) -> Iterator[TextJob]:
     try:
         while waiting:
             chosen: list[tuple[TextJob, int]] = []
-            room = pass_rows
+            room = passes.rows()
+            if whole:  # it is not divided
+                room = max(room, waiting[0].computed)
             for job in waiting:
                 n = min(job.computed - job.done, room)
                 cut = n < job.computed - job.done
