@@ -1,4 +1,4 @@
-"""What spares the whole suite processor time. Fixtures are in the conftest of each folder."""
+"""Settings that save the whole suite processor time. Fixtures are in the conftest of each folder."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Batch {
 
   Engine& engine_;
   std::vector<Item> items_;
-  std::vector<Item*> order_;  // in which they are computed: those that begin alike follow each other
+  std::vector<Item*> order_;  // in which they are computed: items with a common prefix follow each other
   std::deque<SessionLock::Hold> locks_;
 };
 

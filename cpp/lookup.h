@@ -1,9 +1,9 @@
-// Guesses at the tokens that follow a text, looked up in the text itself: two places of it that may continue.
+// Drafts of the tokens that follow a text, found in the text itself, at two places that may continue.
 //
-// The first is where the longest end of the text occurred before. Where a text repeats another with changes,
-// such as the rows of a table, nothing matches just after a change. So the place that a long match led to is
-// the second: it is taken to continue, with a token in place of another, while enough of the latest tokens
-// were the same there.
+// The first is where the longest suffix of the text occurred before. If a text repeats a part with changes,
+// such as the rows of a table, nothing matches right after a change. The second is therefore the place of an
+// earlier long match: it is assumed to continue, with one token replaced by another, as long as enough of the
+// latest tokens agree.
 #pragma once
 
 #include <cstdint>

@@ -57,7 +57,7 @@ struct Config {
   float logit_scale = 1.0f;
   bool causal = true;            // false: a token sees also those after it
   bool has_head = true;          // false: there are no logits, as in an encoder
-  float attention_scale = 0.0f;  // of score_scale(); 0 stands for 1/sqrt(key_dim)
+  float attention_scale = 0.0f;  // of score_scale(); 0 selects 1/sqrt(key_dim)
 
   QkNormPlace qk_norm_place = QkNormPlace::kHeads;
 
@@ -65,7 +65,7 @@ struct Config {
   int token_types = 0;        // rows of the embedding of types; 0: there is none
   TokenId separator_id = -1;  // -1: every token has type 0
 
-  // Per layer; empty stands for "the same in every layer".
+  // Per layer; empty if all layers have the same value.
   std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
   // Attention window in positions: those up to a token's own, or, where it sees both ways, half before it and
   // half after it. 0 = all; empty: all.

@@ -1,8 +1,8 @@
-// K and V in pages: who holds which page. What a page looks like inside is the engine's business.
+// Ownership of the pages of K and V. The engine defines the layout of a page.
 //
 // A page holds K and V of every layer for kPagePositions positions. A session is a block table: the pages of
-// its positions in order. Sessions that begin alike share pages; whoever is about to write to a page that
-// others hold too takes a copy first.
+// its positions in order. Sessions with a common prefix share pages. A session copies a shared page before it
+// writes to it.
 #pragma once
 
 #include <cstddef>
@@ -57,9 +57,9 @@ class PagePool {
 
   // Throws KvMemoryError naming the limit, or DeviceError, without a change.
   std::vector<PageId> take(std::size_t n);
-  // Throws KvMemoryError where so many positions of one session would not fit if nobody else held a page.
+  // Throws KvMemoryError if so many positions of one session would not fit even if all pages were free.
   void check_fits(int positions) const;
-  // Asked for pages that nobody needs when there is no room; false: there are none. Set before the first
+  // Asked for pages that are not needed when there is no room; false: there are none. Set before the first
   // take.
   std::function<bool()> reclaim;
   // Asked to release a page that is kept for later prompts, so that its only user need not copy it; false: it
@@ -97,7 +97,7 @@ class BlockTable {
   // Makes positions [kept, end) writable and keeps what lies before them. Throws as PagePool::take, without a
   // change.
   void reserve(int kept, int end);
-  // Lets go of the pages that hold none of the first `positions`.
+  // Releases the pages that hold none of the first `positions`.
   void truncate(int positions);
   // Holds the pages of another table's first `positions` too, instead of its own.
   void share(const BlockTable& from, int positions);

@@ -41,7 +41,7 @@ class PrefixTree {
   // from now on writes to a copy. False if memory ran out before all of them were added.
   [[nodiscard]] bool insert(std::string_view name_space, std::span<const TokenId> tokens,
                             std::span<const PageId> pages) noexcept;
-  // Releases the least recently used page that nobody else holds, of those that no other page of the tree
+  // Releases the least recently used page that only the tree holds, of those that no other page of the tree
   // follows. False if there is none. A page that a session holds counts as used at this moment.
   bool evict();
   // Releases a page where no others follow it; false: there is no such page.

@@ -187,7 +187,7 @@ struct block_mxfp4 {  // as Q4_0: x = 2^(e - 128) * value[q]. Rows of an odd num
 // 2 exponent bits and 1 of fraction, doubled.
 #define IQ4_VALUES -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 #define MXFP4_VALUES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
-// Magnitudes that the levels in a grid stand for.
+// Magnitudes of the levels in a grid.
 #define IQ2_MAGNITUDES 8, 25, 43
 #define IQ3_XXS_MAGNITUDES 4, 12, 20, 28, 36, 44, 52, 62
 #define IQ3_S_MAGNITUDES 1, 3, 5, 7, 9, 11, 13, 15

@@ -237,7 +237,7 @@ def test_reuse_without_memory_keeps_what_it_knows_and_never_wrong_rows(inputs: I
 
 
 def test_sessions_end_without_memory(inputs: Inputs) -> None:
-    """What others may reuse is forgotten then; nothing else happens."""
+    """Their prefixes are forgotten then; nothing else happens."""
     for nth in count(1):
         sessions = Sessions(inputs, "cpu")
         sessions.used.forward_prompt(SECOND, reuse=True)

@@ -78,7 +78,7 @@ def test_with_enough_beams_every_text_is_found_in_order(length_penalty: float, m
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_a_stop_string_ends_a_text_as_a_token_does(length_penalty: float) -> None:
-    """What trying all texts gives, of which one that spells "012" ends there."""
+    """The result equals that of trying all texts, where a text that contains "012" ends there."""
     rng, most = np.random.default_rng(9), 4
     stopped = (0, 1, 2)
     table: dict[tuple[int, ...], Any] = {}

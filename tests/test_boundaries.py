@@ -1,4 +1,4 @@
-"""Who may know whom: imports of the Python package, includes of the engines and the shaders.
+"""Allowed dependencies: imports of the Python package, includes of the engines and the shaders.
 
 Each rule is a function of all sources that returns what breaks it, one line for each. It is applied to the
 sources as they are, and to sources with a planted mistake.
@@ -55,7 +55,7 @@ def sources() -> dict[str, str]:
 
 
 def includes(sources: Sources, within: str) -> Iterator[tuple[str, str]]:
-    """Yield each file of a folder and each file that it includes: a path, or a name where it is not ours."""
+    """Yield each file of a folder and each file that it includes: a path, or a name if it is foreign."""
     for path, text in sources.items():
         if not path.startswith(within):
             continue

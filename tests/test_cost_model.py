@@ -250,7 +250,7 @@ def test_a_prompt_of_many_chunks_takes_the_sum_of_its_dispatches(smollm: Shape) 
 
 
 def test_the_goals_on_an_m4(smollm: Shape) -> None:
-    """What the design aims at: two of three by the lowest values, decode by the middle."""
+    """Goals of the design: two of three by the lowest values, decode by the middle."""
     m4 = find_chip("m4")
     assert predict(m4, plan(smollm, 512), 512, waits=1).tokens_per_second_range[0] > 10_000
     assert predict(m4, plan(smollm, 32), 32, waits=1).tokens_per_second_range[0] > 5_000

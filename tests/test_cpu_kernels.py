@@ -52,7 +52,7 @@ def normal(*shape: int, seed: int = 0) -> Floats:
 
 @cache
 def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8], Floats]:
-    """Random blocks of a type, every code in use, and the values that they stand for."""
+    """Random blocks of a type, every code in use, and the values that they represent."""
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows * cols // block_values, block_bytes), dtype=np.uint8)

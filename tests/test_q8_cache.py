@@ -96,7 +96,7 @@ def test_logits_are_exact_where_codes_become_float32(
 
 @pytest.mark.parametrize("head_dim", [32, 256])
 def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head_dim: int) -> None:
-    """What the first layer caches depends on no cache: it is that of float32, rounded."""
+    """K and V of the first layer depend on no cache: they are those of float32, rounded."""
     path = write(tmp_path / "m.gguf", SmallModel(layers=1, key_dim=head_dim))
     ids = prompt(70)
     with opened(path) as model, Model(path, device="cpu", kv_dtype="f32") as exact:

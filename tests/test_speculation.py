@@ -1,4 +1,4 @@
-"""Guesses at the next tokens make texts sooner, and never another text."""
+"""Drafts of the next tokens save passes, and never change a text."""
 
 from __future__ import annotations
 

@@ -568,7 +568,7 @@ def test_closed_models_and_sessions_say_so(
 
 
 def test_wrong_arrays_never_reach_the_cache(demo: Model) -> None:
-    """The native import checks what it is given, whoever calls it."""
+    """The native import checks its arguments itself."""
     session = demo.session()
     session.forward_prompt(PROMPT)
     tokens, rows = session.native.export_state()

@@ -181,7 +181,7 @@ def test_what_python_or_jinja_cannot_take_is_the_templates_error(source: str) ->
 
 
 def test_the_limits_grow_with_the_messages() -> None:
-    """What templates of published models do to each message is far within them."""
+    """The work of published templates for each message is far below them."""
     source = (
         "{% set ns = namespace(last=0) %}"
         "{% for m in messages[::-1] %}{% if m.role == 'user' and ns.last == 0 %}"

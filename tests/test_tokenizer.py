@@ -97,7 +97,7 @@ def test_text_comes_back_unchanged(open_variant: Open, name: str) -> None:
     variant = comparison.TOKENIZERS[name]
     tokenizer = open_variant(variant)
     for string in comparison.texts():
-        if variant.kind == "llama" and "\u2581" in string:  # stands for a space there
+        if variant.kind == "llama" and "\u2581" in string:  # a space there
             continue
         ids = tokenizer.encode(string, parse_special=variant.parse_special)
         assert tokenizer.decode(ids[tokenizer.add_bos :], skip_special=False) == string

@@ -1,4 +1,4 @@
-"""What a call of the CPU engine multiplies, counted: no row, layer, token or logit too many.
+"""Counts of multiplications of the CPU engine: no row, layer, token or logit too many.
 
 The expected numbers are computed here, from the hyperparameters alone.
 """

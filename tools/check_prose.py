@@ -1,25 +1,20 @@
 """Report phrases that stop a native reader, in documents, docstrings and comments.
 
     python tools/check_prose.py            # part of make lint
-    python tools/check_prose.py --prune    # removes clean files from the list
 
-``tools/prose_to_edit.txt`` lists the files that still contain such phrases. They are not checked, and the
-list can only shrink: a listed file without a finding is an error. Text in backticks is not checked, so that a
-document can quote a phrase.
+Text in backticks is not checked, so that a document can quote a phrase.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TO_EDIT = ROOT / "tools" / "prose_to_edit.txt"
 PATTERNS = ("*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "Makefile")
 PHRASES = {  # each has no good use in this project, whatever the sentence
     r"\bto be had\b": "available",
@@ -42,7 +37,7 @@ PHRASES = {  # each has no good use in this project, whatever the sentence
     r"\bguess(es)? at\b": "draft",
     r"\bis (its|their) turn\b": "in time",
     r"\bis not (yours|ours)\b": "is reserved",
-    r"\bsisters?\b": "related",
+    r"(?<!her )\bsisters?\b": "related",
     r"\bfor want of\b": "for lack of",
     r"(?<!there )\bis no (file|integer|number|text|JSON|power|name|token|multiple|str)\b": "is not a ...",
     r'"""(What|Who) ': "begin with a verb or a noun phrase",
@@ -85,39 +80,20 @@ def find(path: str, text: str) -> Iterator[Finding]:
                 yield Finding(path, number, match[0], hint)
 
 
-def check(texts: dict[str, str], to_edit: Iterable[str]) -> tuple[list[Finding], list[str]]:
-    """Return the findings in unlisted files, and the listed files that have none or do not exist."""
-    listed = set(to_edit)
-    findings = {path: list(find(path, text)) for path, text in texts.items()}
-    clean = sorted(path for path in listed if not findings.get(path))
-    return [finding for path, found in findings.items() if path not in listed for finding in found], clean
-
-
 def main() -> int:
     """Print what is wrong and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--prune", action="store_true", help="remove files that are clean from the list of files to edit"
-    )
-    prune = parser.parse_args().prune
     names = subprocess.run(
         ["git", "ls-files", "--", *PATTERNS], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    texts = {
-        name: (ROOT / name).read_text(encoding="utf-8")
+    findings = [
+        finding
         for name in names
         if name != "tools/check_prose.py" and (ROOT / name).is_file()
-    }
-    to_edit = TO_EDIT.read_text(encoding="utf-8").splitlines()
-    findings, clean = check(texts, to_edit)
-    if prune:
-        TO_EDIT.write_text("".join(f"{path}\n" for path in to_edit if path not in clean), encoding="utf-8")
-        clean = []
+        for finding in find(name, (ROOT / name).read_text(encoding="utf-8"))
+    ]
     for finding in findings:
         print(finding, file=sys.stderr)
-    for path in clean:
-        print(f"{path}: no findings; remove it from {TO_EDIT.relative_to(ROOT)} (--prune)", file=sys.stderr)
-    return 1 if findings or clean else 0
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ struct PrefetchRange {
 
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
 // Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
-// same steps whoever else is in the pass.
+// same steps for any other rows of the pass.
 constexpr int kKeySpan = kPagePositions;
 // Positions of a split, which has a softmax of its own. Splits begin at fixed positions and are added up in
 // their order: whichever threads compute them, the result has the same bits.

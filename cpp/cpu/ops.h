@@ -214,9 +214,9 @@ class AttentionItems {
   const int threads_;
   int splits_, heads_, group_;  // heads of a group share those of keys
 };
-// Keys, normed and rotated, and values of a pass on their way to the cache. Whoever computes the last columns
-// of a head stores it where rows are few, which saves a phase. Many rows have a phase for it: one thread
-// would take longer, as half of the columns lie in the caches of other cores.
+// Stores normed and rotated keys, and values, of a pass in the cache. With few rows, the thread that computes
+// the last columns of a head stores it, which saves a phase. Many rows have a separate phase: one thread
+// would take longer, since half of the columns are in the caches of other cores.
 class CacheWriter {
  public:
   // `blocks` are add_key_blocks() of the rows. `done`, [2][n_kv_heads], counts products of a head of keys or

@@ -23,7 +23,7 @@ constexpr int kGroupRows = 32;
 constexpr int kPanelRows = 16;
 constexpr int kBlockCols = 32;   // columns that share a scale of the activations
 constexpr int kSuperSpans = 8;   // spans of 32 columns in a super-block
-constexpr int kTableCodes = 16;  // integers that a code of 4 bits or fewer may stand for
+constexpr int kTableCodes = 16;  // integers that codes of 4 bits or fewer may represent
 
 enum class Packing {
   kNone,

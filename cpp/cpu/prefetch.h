@@ -8,8 +8,8 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// The nearest cache that lines come to. A core waits for a few lines on their way into L1 only, and more of
-// them hold up its loads: with the weights of 3 to 8 tokens of Q8_0 that took twice the time on Zen 4.
+// The nearest cache that lines are fetched into. A core can have only a few lines in flight into L1, and more
+// of them delay its loads: with the weights of 3 to 8 tokens of Q8_0 this doubled the time on Zen 4.
 enum class CacheLevel { kL2 = 2, kL1 = 3 };
 
 template <CacheLevel kLevel>

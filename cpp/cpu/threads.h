@@ -63,7 +63,7 @@ class Worker {
 
 class Team {
  public:
-  // 0 stands for one thread per core that this process may use. Throws DeviceError when a thread cannot be
+  // 0 selects one thread per core that this process may use. Throws DeviceError if a thread cannot be
   // started.
   explicit Team(int threads);
   ~Team();

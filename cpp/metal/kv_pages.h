@@ -28,8 +28,8 @@ class KvPages final : public PageStore {
   void copy(PageId from, PageId to, int positions) override;
   void taken(PageId page) override;
 
-  // The buffer belongs to the holder: it does not move, and nobody else reads or writes it, but for command
-  // buffers that an earlier holder left on the GPU. So passes over the pages of one engine follow each other.
+  // The holder owns the buffer: it does not move, and only the holder and command buffers that an earlier
+  // holder left on the GPU read or write it. Passes over the pages of one engine thus run one after another.
   class Hold {
    public:
     explicit Hold(KvPages& pages);

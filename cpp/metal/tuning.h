@@ -8,7 +8,7 @@
 namespace metal_prefill::metal {
 
 struct Tuning {
-  int family;              // of Apple's GPUs: 7 stands for MTLGPUFamilyApple7
+  int family;              // of Apple's GPUs: 7 is MTLGPUFamilyApple7
   int cores;               // of the chip itself, such as M4; for M4 Pro and others see tuned_for
   int wide_groups;         // wide matmul tiles where there are at least so many threadgroups of them
   int matvec_threads;      // threads that a matvec needs in total: more lanes share a row until it has them

@@ -7,18 +7,18 @@
 
 namespace metal_prefill::python {
 
-// Hyperparameters, the table of tensors, and what collects a model's weights.
+// Hyperparameters, the table of tensors, and the builder that collects a model's weights.
 void bind_model(nanobind::module_& m);
-// Samplers, guesses at tokens, random numbers.
+// Samplers, drafts by lookup, random numbers.
 void bind_sampling(nanobind::module_& m);
 // Engines and their batches.
 void bind_engines(nanobind::module_& m);
-// Sessions, and what looks into their passes.
+// Sessions, and inspection of their passes.
 void bind_sessions(nanobind::module_& m);
 
-// Raises the class of metal_prefill.errors that stands for a C++ exception, where there is one.
+// Raises the class of metal_prefill.errors for a C++ exception, if there is one.
 void translate(const std::exception_ptr& pointer, void*);
-// The Python exception that stands for a C++ one.
+// The Python exception for a C++ one.
 nanobind::object exception_of(const std::exception_ptr& error);
 
 }  // namespace metal_prefill::python

@@ -86,7 +86,7 @@ void bind_sampling(nb::module_& m) {
           },
           "Of each choice of the last call: its log probability, and ids and log probabilities of the most "
           "probable tokens.");
-  nb::class_<Lookup>(m, "Lookup", "Guesses at what follows a text, looked up in the text.")
+  nb::class_<Lookup>(m, "Lookup", "Drafts of what follows a text, found in the text itself.")
       .def(nb::init<>())
       .def(
           "append", [](Lookup& self, TokenArray tokens, bool forced) { self.append(view(tokens), forced); },

@@ -267,7 +267,7 @@ abi::Fiber& ThreadgroupRunner::bind_fiber(unsigned thread) {
   return fiber;
 }
 
-// Null stands for the host's own stack.
+// Null selects the host's own stack.
 void ThreadgroupRunner::switch_to(abi::Fiber* from, abi::Fiber* to) {
   void** save = from ? &from->stack_pointer : &host_stack_;
   void* target = to ? to->stack_pointer : host_stack_;

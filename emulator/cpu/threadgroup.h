@@ -124,7 +124,7 @@ class ThreadgroupRunner {
 
   AccessRecorder accesses_;
 
-  struct alignas(64) SyncPoint {  // an address that stands for an order between fibers
+  struct alignas(64) SyncPoint {  // an address that represents an order between fibers
     char byte;
   };
   // Successive barriers use them in turns: the first thread arrives at a barrier before the last has left the

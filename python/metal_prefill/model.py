@@ -75,8 +75,8 @@ class Model(GenerationMethods, TaskMethods):
         memory, and on a GPU at most half of what the weights leave of its recommended working set. Beyond it
         calls raise :class:`KVMemoryError`.
     prefix_memory
-        Bytes of K and V that are kept after their sessions ended, so that prompts which begin alike find them
-        (`reuse`, :meth:`generate`, :meth:`generate_many`). 0 keeps nothing.
+        Bytes of K and V that are kept after their sessions ended, so that prompts with the same prefix find
+        them (`reuse`, :meth:`generate`, :meth:`generate_many`). 0 keeps nothing.
     mmap
         Map the file, so that opening it reads what is needed and processes share it. Another program that
         truncates it in place then ends the process (SIGBUS). False reads all of it into memory instead, for
@@ -337,7 +337,7 @@ class Model(GenerationMethods, TaskMethods):
         rows
             For all sessions, or for each: of how many of the last tokens the output is wanted, or ``"all"``.
             Hidden states are then ``[rows, dim]``, greedy ids int32 ``[rows]``, log probabilities those of
-            the last tokens. None stands for the last token, and for log probabilities of all. Logits are of
+            the last tokens. None selects the last token, or all for log probabilities. Logits are those of
             the last token only.
         reuse
             Take `tokens` as the whole context of each session, as in :meth:`forward_prompt`.

@@ -317,11 +317,11 @@ logit_bias
         echo
             Let the text begin with the prompt.
         speculate
-            What guesses at the next tokens: ``"lookup"`` finds what followed the same tokens before,
-            ``"off"`` nothing; a :class:`metal_prefill.Model` with the same vocabulary writes them; a function
-            takes all ids so far and returns some. Guesses are checked together in one pass, and only as many
-            are made as pay. They never change the text: token for token it is the one that ``"off"`` makes,
-            greedy and sampled. Between pieces the session may be ahead by guesses that were right.
+            Source of drafts of the next tokens: ``"lookup"`` finds what followed the same tokens before, a
+            :class:`metal_prefill.Model` with the same vocabulary generates them, and a function takes all ids
+            so far and returns some. ``"off"`` makes none. One pass verifies several drafts, and only as many
+            are made as save time. They never change the text, greedy or sampled: token for token it equals
+            that of ``"off"``. Between pieces the session may be ahead by accepted drafts.
         json_schema, regex, grammar
             A constraint, one at most: the text is JSON that the schema (a mapping, or its JSON) describes;
             the whole of it matches a regular expression; a Lark grammar makes it from its rule `start`.

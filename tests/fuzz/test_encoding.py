@@ -21,7 +21,7 @@ from metal_prefill.text._tokenizer import Tokenizer
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 NAMES = tuple(comparison.TOKENIZERS)
-SPACE = "\u2581"  # stands for a space in SentencePiece's vocabularies
+SPACE = "\u2581"  # a space in SentencePiece's vocabularies
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ NAMES = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Linked-Size", "Content-Typ
 
 
 def odd_listing(random: Random) -> bytes:
-    """Make a listing with odd values in odd places, or one that is no JSON."""
+    """Make a listing with odd values in odd places, or one that is not JSON."""
     siblings: Any = [{"rfilename": "a.gguf"}, {"rfilename": "b.gguf"}]
     for _ in range(random.choice((0, 1, 2))):
         place = random.choice(siblings)

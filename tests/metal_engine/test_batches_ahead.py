@@ -57,7 +57,7 @@ def wanted(model: Model) -> list[list[int]]:
 
 
 class Pass(NamedTuple):
-    """What the label of a command buffer says of its pass, and how far it was ahead of the host."""
+    """Contents of the label of a command buffer, and how far its pass was ahead of the host."""
 
     tokens: int
     sequences: int
@@ -142,7 +142,7 @@ def test_a_stop_leaves_the_others_what_was_sent_for_them(model: Model, wanted: l
     assert streams[1].finish_reason == "stop"
     assert passes[1:] == [
         Pass(3, 3, -1, 0),
-        *[Pass(3, 3, -1, 1)] * n,  # the last of them was on its way at the stop
+        *[Pass(3, 3, -1, 1)] * n,  # the last of them was in flight at the stop
         Pass(2, 2, -1, 0),
         *[Pass(2, 2, -1, 1)] * (TOKENS - n - 3),
     ]
@@ -206,7 +206,7 @@ def test_a_failure_is_that_of_the_pass_it_concerns(model: Model, wanted: list[li
     streams = submit(scheduler)
     for _ in range(3):
         step(scheduler, streams, texts)
-    gpu.fail_command_buffer(1, message="the GPU had enough")  # the one after that on its way
+    gpu.fail_command_buffer(1, message="the GPU had enough")  # the one after that is in flight
     step(scheduler, streams, texts)
     assert texts == [text[:4] for text in wanted]
     step(scheduler, streams, texts)
@@ -258,7 +258,7 @@ def greedy_tokens(
 
 
 class Batch:
-    """Sessions after a batch whose next tokens are on their way."""
+    """Sessions after a batch whose next tokens are in flight."""
 
     def __init__(self, model: Model) -> None:
         self.sessions = [model.session() for _ in PROMPTS]
@@ -299,7 +299,7 @@ def test_each_session_is_told_of_the_failure(model: Model, wanted: list[list[int
         with pytest.raises(DeviceError, match="the GPU had enough"):
             core.forward_token_greedy(token)
         assert core.position == len(prompt)
-    batch.sessions[2].close()  # its row is nobody's
+    batch.sessions[2].close()  # its row is discarded
     for core, text in zip(batch.cores[:2], wanted, strict=False):
         assert core.forward_token_greedy(text[0]) == text[1]
 
@@ -322,7 +322,7 @@ def test_sessions_that_do_otherwise_do_not_disturb_the_rest(
 
 
 def test_groups_that_were_sent_apart_join(model: Model, batch: Batch, wanted: list[list[int]]) -> None:
-    """Rows of two passes on their way, and one of neither, in one call."""
+    """Rows of two passes in flight, and one of neither, in one call."""
     other = Batch(model)
     with model.session() as fresh:
         token = fresh.forward_prompt(PROMPTS[0])
@@ -346,7 +346,7 @@ def steady_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_are_ahead_while_no_guess_is_at_hand(
     model: Model, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses begin a token later than they might: what is on its way is not thrown away."""
+    """Drafting starts a token later than it could: a pass in flight is not discarded."""
     prompt, truth = PROMPTS[0], wanted[0]
 
     class Scripted(LookupDrafter):

@@ -1,4 +1,4 @@
-"""What a real Mac may do to the engine, as profiles of the emulated device: docs/mac.md lists them.
+"""Profiles of the emulated device for behaviour that real Macs may have: docs/mac.md lists them.
 
 On a Mac these tests are skipped.
 """

@@ -1,4 +1,4 @@
-"""What opening a model compiles: the kernels of its types, and nothing that an earlier process compiled."""
+"""Opening a model compiles the kernels of its types, and none that an earlier process compiled."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_the_next_token_is_sent_before_the_host_waits_for_the_last(
     before = gpu.counters()
     sent = ahead(lambda: tokens_of(session))
     after = gpu.counters()
-    assert sent == [0] + [1] * (TOKENS - 1)  # but for the prompt, all find another on its way
+    assert sent == [0] + [1] * (TOKENS - 1)  # but for the prompt, all find another in flight
     assert after.waits - before.waits == TOKENS  # one for each token
 
     def one_by_one() -> None:
@@ -156,7 +156,7 @@ def test_a_session_that_returns_to_a_position_does_not_find_what_was_sent_before
 
 
 def test_forks_between_tokens_continue_as_they_would_alone(session: Session, wanted: list[int]) -> None:
-    """A fork shares the page that the pass on its way writes to, until one of them writes."""
+    """A fork shares the page that the pass in flight writes to, until one of them writes."""
     made: list[int] = []
     forks = []
     for piece in session.stream(PROMPT, 5, **ONE_BY_ONE):
@@ -185,7 +185,7 @@ def test_copies_of_pages_wait_for_what_another_session_has_on_its_way(
 ) -> None:
     with model.session() as other:
         first, second = session.stream(PROMPT, 2, **ONE_BY_ONE), other.stream(PROMPT, 9, **ONE_BY_ONE)
-        made = [next(first).token, next(second).token]  # the second token of each is on its way
+        made = [next(first).token, next(second).token]  # the second token of each is in flight
         assert next(first).token == wanted[1]  # which leaves nothing of this session, and that of the other
         fork = session.fork()
         assert fork.forward_token_greedy(wanted[1]) == wanted[2]  # the fork takes a copy of the last page
@@ -216,7 +216,7 @@ def test_two_sessions_have_their_next_tokens_on_the_way_at_once(model: Model, wa
 
         sent = ahead(run)
         assert made == [wanted[:8], wanted[:8]]
-    # When one session sends its next token, its last one and that of the other are on their way.
+    # When one session sends its next token, its last one and that of the other are in flight.
     assert max(sent) == 2
     assert sent.count(2) > 8
 
@@ -236,7 +236,7 @@ def test_a_commit_that_throws_is_an_exception_and_changes_nothing(
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_failure_is_that_of_the_token_it_concerns(session: Session, wanted: list[int], nth: int) -> None:
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
-    made = [next(text).token]  # the second is on its way
+    made = [next(text).token]  # the second is in flight
     gpu.fail_command_buffer(nth, message="the GPU had enough")
     with pytest.raises(DeviceError, match=rf"at position {len(PROMPT) + nth}: the GPU had enough"):
         made.extend(piece.token for piece in text)
@@ -254,7 +254,7 @@ def test_a_failure_of_what_nobody_asked_for_is_not_said(session: Session, wanted
 
 
 def test_no_memory_for_running_ahead_is_no_error(session: Session, wanted: list[int]) -> None:
-    """The second pass on its way has buffers of its own, which are made then."""
+    """A second pass in flight has buffers of its own, which are allocated then."""
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     gpu.fail_allocation(30)
     assert [piece.token for piece in text] == wanted
@@ -275,7 +275,7 @@ def test_the_context_is_filled(model: Model, wanted: list[int]) -> None:
 
 
 def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(tmp_path: Path) -> None:
-    """What runs ahead has no token then, and is thrown away."""
+    """The pass that runs ahead has no token then, and is discarded."""
     whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
     path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
     with Model(path, device="metal") as model:

@@ -61,7 +61,7 @@ def test_embed(run: Run, kind: str, scale: float, stride: int) -> None:
 
 
 def test_embed_reads_a_row_of_the_table_whatever_the_id(run: Run) -> None:
-    """Argmax of logits that are all NaN is no token: what is computed of it is thrown away."""
+    """Argmax of logits that are all NaN is not a token: results that depend on it are discarded."""
     table = Weights(np.random.default_rng(1), "F32", [19], 8)
     ids = np.array([CONSTANTS["ARGMAX_NONE"], 3], np.uint32)
     x = Output([2, 8])

@@ -30,7 +30,7 @@ SHARED = (
         "cpp/batch.cpp",
         "item.session().cache_->share(*leader.session().cache_, int(item.shared));",
         "",
-        "a prompt that begins like another takes its tokens but not its pages",
+        "a prompt that shares a prefix with another takes its tokens but not its pages",
         (f"{_BATCH}::test_prompts_of_one_batch_compute_their_common_beginning_once",),
     ),
     Mutant(
@@ -578,7 +578,7 @@ METAL = (
         "cpp/metal/sent_passes.mm",
         "asked->chunks[ahead->chunk] = chunk;",
         "asked->chunks[0] = chunk;",
-        "a session is given another's row of the pass on its way",
+        "a session is given another's row of the pass in flight",
         ("tests/metal_engine/test_batches_ahead.py", "-k", "one_by_one or stop"),
     ),
     Mutant(

@@ -75,7 +75,7 @@ std::vector<std::vector<int>> run_team(int threads, const std::vector<int>& phas
     team.run([&](Worker& worker) {
       for (std::size_t p = 0; p < phases.size(); ++p) {
         worker.for_each(phases[p], [&](int i) {
-          // Whoever does not wait for the first item overtakes it.
+          // A thread that does not wait for the first item overtakes it.
           if (i == 0 && job < 5) std::this_thread::sleep_for(std::chrono::microseconds(200));
           ++counts[p][std::size_t(i)];
           if (p > 0 && i < phases[p - 1] && counts[p - 1][std::size_t(i)] != job + 1) in_order = false;

@@ -1,4 +1,4 @@
-"""Beginnings of prompts on disk: found after a restart, bounded, verified."""
+"""Prefixes of prompts on disk: found after a restart, bounded, verified."""
 
 from __future__ import annotations
 

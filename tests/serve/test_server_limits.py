@@ -1,4 +1,4 @@
-"""What a server allows: its queue, time, memory, keys."""
+"""Limits of a server: its queue, time, memory, keys."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         for kind in (4, 5, 31, 32, 33, 36, 37, 38, 1000, 2**31, 2**32 - 1)
     },
     **{
-        f"row of a {kind.name} tensor is no multiple of the block": (
+        f"row of a {kind.name} tensor is not a multiple of the block": (
             gguf(
                 [], [tensor(dims=[kind.block_values + kind.block_values // 2, 2], kind=number)], bytes(4096)
             ),

@@ -1,4 +1,4 @@
-"""What to do in tests where something they need is missing."""
+"""Skip tests, or fail them, if something that they need is missing."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def half_fields(kind: str) -> list[int]:
 
 @dataclass(frozen=True)
 class SmallModel:
-    """What `write` needs to know of a model.
+    """Properties of a model that `write` makes.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class SmallModel:
     types
         Patterns of tensor names, and the type of what they match; the last match counts.
     value_dim
-        None stands for `key_dim`.
+        None selects `key_dim`.
     rope_scaling
         "none", "linear", "yarn", "freqs" for a tensor that divides the frequencies, as Llama 3 has, or
         "longrope" for a tensor for long and one for short contexts, as Phi 3 has.

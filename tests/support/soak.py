@@ -35,7 +35,7 @@ class Cancelled(Exception):
 
 
 class Oracle:
-    """One call at a time on a model that nobody else uses: no batches, no sharing, no other threads."""
+    """One call at a time on a model without other users: no batches, no sharing, no other threads."""
 
     def __init__(self, path: Path, device: str, chunk_tokens: int) -> None:
         self._model = Model(path, device=device, threads=1, chunk_tokens=chunk_tokens, prefix_memory=0)
@@ -97,7 +97,7 @@ class Worker:
     Attributes
     ----------
     calls, refused : int
-        Calls that were compared, and calls that raised for want of memory.
+        Calls that were compared, and calls that raised for lack of memory.
     """
 
     def __init__(self, model: Model, oracle: Oracle, shared: list[Session], folder: Path, seed: str) -> None:
@@ -296,7 +296,7 @@ class Worker:
 
 @dataclass
 class Footprint:
-    """What a process holds while nothing runs."""
+    """Resources of a process while nothing runs."""
 
     resident: int  # bytes
     descriptors: int

@@ -70,8 +70,8 @@ def constant_uses(tokens: TokenList, found: list[Declaration], program: Program)
     """Return for each kernel the function constants that must have a value.
 
     Those are the ones that the kernel, or what it calls, may read.
-    A name stands for all functions, classes and variables with it, so the result may be too large, never too
-    small. Constants that the source asks is_function_constant_defined about are left out.
+    A name selects all functions, classes and variables with that name, so the result may be too large but
+    never too small. Constants that the source asks is_function_constant_defined about are left out.
     """
     tested = {
         tokens.at(i + 2) for i, token in enumerate(tokens) if token.text == "is_function_constant_defined"

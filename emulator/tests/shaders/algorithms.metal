@@ -140,7 +140,7 @@ kernel void attention(device const float* q [[buffer(0)]], device const float* k
   ((device float2*)out)[query * 32 + lane] = sum / total;
 }
 
-// Where each thread of a grid that is no multiple of the threadgroup finds itself.
+// Where each thread of a grid that is not a multiple of the threadgroup is.
 struct Place {
   uint3 in_grid, in_group, group, group_size, grid;
   uint index, lane, simdgroup, simdgroups;

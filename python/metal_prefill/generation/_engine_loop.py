@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """What a pass brought one of the texts of a request.
+    """Result of a pass for one of the texts of a request.
 
     Attributes
     ----------

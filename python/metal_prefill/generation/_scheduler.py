@@ -327,7 +327,7 @@ class Scheduler:
             ends[stream] = end
             stream.passes_waited = 0
             room -= end - start
-        for stream in chosen:  # room that nobody else needs
+        for stream in chosen:  # room that is left
             more = min(room, len(stream.ids) - ends[stream])
             ends[stream] += more
             room -= more

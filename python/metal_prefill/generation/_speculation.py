@@ -1,7 +1,7 @@
-"""Guesses at the next tokens, which a pass checks all at once, and how many of them pay.
+"""Drafts of the next tokens, which a pass verifies all at once, and the number of them that saves time.
 
-Guesses never change a text: a pass keeps those that are what it would have chosen, and drops the first wrong
-one and all after it.
+Drafts never change a text: a pass accepts those that equal its own choices, and drops the first wrong one and
+all after it.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ _PRIOR = 2.0  # drafts that a first estimate counts as
 
 
 class Acceptance:
-    """How probable it is that a guess is right, by the latest ones."""
+    """Probability that a draft is accepted, estimated from the latest ones."""
 
     def __init__(self, prior: float) -> None:
         self._right, self._all = prior * _PRIOR, _PRIOR
 
     def note(self, right: int, wrong: int) -> None:
-        """Count guesses."""
+        """Count accepted and rejected drafts."""
         self._right = self._right * _FORGET + right
         self._all = self._all * _FORGET + right + wrong
 
     @property
     def probability(self) -> float:
-        """Of the next guess."""
+        """Probability that the next draft is accepted."""
         return self._right / self._all
 
 
 class Drafter(Protocol):
-    """Makes guesses."""
+    """Source of drafts."""
 
-    free: bool  # guesses take no time, and may be made only to see whether they are right
+    free: bool  # drafts take no time, and may be made only to see whether they are right
 
     def append(self, tokens: npt.NDArray[np.int32], forced: bool = False) -> None:
-        """Take tokens of the text; those that are forced nobody chose."""
+        """Append tokens of the text; `forced` tokens were not chosen."""
 
     def draft(self, count: int) -> list[int]:
-        """Guess at the next tokens, at most `count`."""
+        """Return at most `count` drafts of the next tokens."""
 
     @property
     def acceptance(self) -> Acceptance:
-        """Of guesses like the next one."""
+        """Acceptance of drafts like the next one."""
 
 
 class LookupDrafter:
-    """Guesses that what followed the last tokens before follows them again, or with changes (`lookup.h`)."""
+    """Drafts what followed the last tokens earlier in the text, also with changes (`lookup.h`)."""
 
     free = True
 
@@ -88,7 +88,7 @@ class LookupDrafter:
 
     @property
     def _best(self) -> tuple[Acceptance, Callable[[int], list[int]]]:
-        """The likelier of two places that may continue."""
+        """Acceptance and draft function of the likelier of two places that may continue."""
         lookup = self._lookup
         matched, since_change = lookup.matched, lookup.since_change
         best = self._after_match[min(max(matched - 1, 0).bit_length(), 4)]
@@ -100,7 +100,7 @@ class LookupDrafter:
 
 
 class _TextDrafter:
-    """One that is given the whole text for each draft."""
+    """Drafter that receives the whole text for each draft."""
 
     free = False
 
@@ -113,7 +113,7 @@ class _TextDrafter:
 
 
 class CallableDrafter(_TextDrafter):
-    """Asks the caller's function."""
+    """Drafts by the caller's function."""
 
     def __init__(self, function: Callable[[list[int]], Sequence[int]], vocab_size: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class CallableDrafter(_TextDrafter):
 
 
 class ModelDrafter(_TextDrafter):
-    """Takes the greedy tokens of another model with the same vocabulary."""
+    """Drafts the greedy tokens of another model with the same vocabulary."""
 
     def __init__(self, engine: Engine, vocab_size: int, prefix_namespace: str) -> None:
         super().__init__()
@@ -181,25 +181,25 @@ def make_drafter(
 
 
 class Speculation:
-    """Guesses at the tokens of one text: as many as pay, none while none do.
+    """Drafts of the tokens of one text: as many as save time, none while they would not.
 
-    A guess that costs time is tried again after some tokens, each time after twice as many, once it does not
-    pay. One that is free is compared with what is chosen even while it is not used.
+    Drafts that take time and do not save any are tried again after some tokens, each time after twice as
+    many. Free ones are compared with the chosen tokens even while they are not used.
 
     Attributes
     ----------
     has_drafts : bool
-        Whether there are guesses at what follows the tokens so far that would pay, or may be.
+        Whether there are, or may be, drafts of the next tokens that would save time.
     """
 
     def __init__(self, drafter: Drafter, ids: npt.NDArray[np.int32]) -> None:
         self._drafter = drafter
         self._drafter.append(ids)
         self._acceptance = drafter.acceptance
-        self._drafts: list[int] = []  # of the pass under way
-        self._shadow: list[int] = []  # the first guess, used or not
-        self._seconds = 0.0  # that a guess takes until it is in a pass
-        self._wait = self._patience = 8  # tokens until a guess is tried again
+        self._drafts: list[int] = []  # of the current pass
+        self._shadow: list[int] = []  # the first draft, used or not
+        self._seconds = 0.0  # that a draft takes until it is in a pass
+        self._wait = self._patience = 8  # tokens until a draft is tried again
         self.has_drafts = False
 
     def drafts(
@@ -211,20 +211,20 @@ class Speculation:
         allow: Callable[[list[int]], int] | None = None,
         sent: bool = False,
     ) -> list[int]:
-        """Make guesses for a pass.
+        """Make drafts for a pass.
 
         Parameters
         ----------
         most
-            Of them.
+            Maximum number of drafts.
         cost
-            Of passes.
+            Measured times of passes.
         rows, tokens
-            Of the pass without them: its rows, and the tokens that it is expected to bring.
+            Rows of the pass without drafts, and the expected number of tokens that it generates.
         allow
-            Returns how many of them a constraint allows; the next one is wrong.
+            Returns how many drafts a constraint allows; the next one is wrong.
         sent
-            The pass is on its way without guesses: there are none.
+            Whether the pass is in flight without drafts; then none are returned.
         """
         self._acceptance = self._drafter.acceptance
         count = self._best_count(most, cost, rows, tokens)
@@ -248,7 +248,7 @@ class Speculation:
         return self._drafts[:allowed]
 
     def _best_count(self, most: int, cost: RowCost, rows: int, tokens: float) -> int:
-        """Return how many guesses bring the most tokens a second."""
+        """Return the number of drafts that generates the most tokens per second."""
         p = self._acceptance.probability
         best, best_rate = 0, tokens / cost.seconds(rows)
         for count in LENGTHS:
@@ -261,12 +261,12 @@ class Speculation:
         return best
 
     def expected(self) -> float:
-        """Return how many of the guesses are expected to be right."""
+        """Return the expected number of accepted drafts."""
         p = self._acceptance.probability
         return math.fsum(p ** (i + 1) for i in range(len(self._drafts)))
 
     def learn(self, chosen: Sequence[int]) -> None:
-        """Take what a pass chose: the guesses that were right, and one token."""
+        """Take the tokens that a pass chose: the accepted drafts, and one more."""
         right = len(chosen) - 1
         if self._drafts:
             self._acceptance.note(right, int(right < len(self._drafts)))
@@ -281,5 +281,5 @@ class Speculation:
         self._drafter.append(np.array(chosen, np.int32))
 
     def follow(self, token: int) -> None:
-        """Take a token that is forced."""
+        """Take a forced token."""
         self._drafter.append(np.array([token], np.int32), forced=True)

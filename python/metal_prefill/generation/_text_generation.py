@@ -195,12 +195,12 @@ class NextTokens(NamedTuple):
     """Tokens of a text for a pass."""
 
     ids: npt.NDArray[np.int32]
-    drafts: int  # guesses among them, which are the last ones
-    expected: float  # guesses that are expected to be right
+    drafts: int  # drafts among them, which are the last ones
+    expected: float  # drafts that are expected to be accepted
 
     @property
     def forced(self) -> int:
-        """Tokens among them after which nothing is chosen: they take less time than guesses."""
+        """Tokens among them after which nothing is chosen: they take less time than drafts."""
         return len(self.ids) - self.drafts - 1
 
 
@@ -248,7 +248,7 @@ class Continuation:
         Make pieces of the prompt's tokens, too, all but the first. They are computed like a text that is
         known.
     speculate
-        What guesses at the next tokens.
+        Source of drafts of the next tokens.
     json_schema, regex, grammar
         A constraint on the text, see :class:`metal_prefill.generation._constraint.Constraint`.
     how
@@ -342,20 +342,20 @@ class Continuation:
     def next_tokens(
         self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0, *, sent: bool = False
     ) -> NextTokens:
-        """Return the tokens to compute next, with guesses at those after them.
+        """Return the tokens to compute next, with drafts of those after them.
 
         Parameters
         ----------
         room
-            Tokens that the pass may have of this text, if there are to be guesses among them.
+            Tokens that the pass may have of this text, if drafts are to be among them.
         cost
             Of passes.
         rows, tokens
-            Of the pass without guesses and tokens that were forced: its rows, and the tokens that it is
-            expected to bring.
+            Of the pass without drafts and forced tokens: its rows, and the expected number of tokens that
+            it generates.
         sent
-            The engine was told that this token follows (`can_run_ahead`), and may have sent its pass: it
-            gets no guesses. They begin a token later, and nothing is computed in vain.
+            The engine was told that this token follows (`can_run_ahead`), and may have submitted its pass,
+            which then has no drafts. Drafting starts a token later, and no pass is discarded.
         """
         forced = max(len(self._next) - 1, 0)
         most = min(room - 1 - forced, self._most - self._made - 1, self._context - self._position - 1)
@@ -371,12 +371,12 @@ class Continuation:
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 
     def _allow(self, guesses: Sequence[int] = ()) -> int:
-        """Let the sampler choose what the constraint allows, also after the guesses that it allows.
+        """Let the sampler choose what the constraint allows, also after the drafts that it allows.
 
         Returns
         -------
         int
-            How many of the guesses it allows.
+            How many of the drafts it allows.
         """
         if self._guide is None or self.sampler is None:
             return len(guesses)
@@ -487,10 +487,10 @@ class Continuation:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next pass chooses the largest logit's token, and one without guesses may follow it.
+        """Whether the next pass chooses the largest logit's token, and one without drafts may follow it.
 
-        As far as is known when the tokens of the next pass are: while no guess is at hand, there will be none
-        for the pass after that.
+        This is known when the tokens of the next pass are: without a draft for it, there will be none for the
+        pass after it.
         """
         guesses = self._speculation is not None and self._speculation.has_drafts
         return self.sampler is None and not guesses and self._made + 1 < self._most

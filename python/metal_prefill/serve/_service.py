@@ -1,4 +1,4 @@
-"""What all endpoints of a server share: the model, its engine loop, limits and metrics."""
+"""State shared by all endpoints of a server: the model, its engine loop, limits and metrics."""
 
 from __future__ import annotations
 

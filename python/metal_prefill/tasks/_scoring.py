@@ -86,7 +86,7 @@ def leaders(lengths: Sequence[int]) -> list[int]:
 
 
 def groups(prompts: Prompts) -> Iterator[list[int]]:
-    """Cut prompts into groups that are computed together, those that begin alike in the same one."""
+    """Divide prompts into groups that are computed together; prompts with a common prefix share a group."""
     group: list[int] = []
     tokens = 0
     for i in prefix_order(prompts):
