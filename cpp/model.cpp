@@ -70,6 +70,7 @@ void validate(const Model& model) {
   require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&
               per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers),
           "per-layer lists must name every layer");
+  require(c.max_alibi_bias >= 0 && std::isfinite(c.max_alibi_bias), "the bias of ALiBi must be positive");
   require(c.token_types >= 0 && c.separator_id >= -1, "token types and the separator must not be negative");
   require(bool(model.output) == c.has_head, "the output projection must be there where the model has logits");
   require(bool(model.output_norm) || !c.has_head, "logits need the output norm");

@@ -1,6 +1,7 @@
 // A model as the engines see it: hyperparameters and views of weights that stay in the mapped file.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -57,6 +58,7 @@ struct Config {
   float logit_scale = 1.0f;
   bool causal = true;            // false: a token sees also those after it
   bool has_head = true;          // false: there are no logits, as in an encoder
+  float max_alibi_bias = 0.0f;   // ALiBi: scores fall with the distance of positions; 0: they do not
   float attention_scale = 0.0f;  // of score_scale(); 0 selects 1/sqrt(key_dim)
 
   QkNormPlace qk_norm_place = QkNormPlace::kHeads;
@@ -85,6 +87,20 @@ struct Config {
     return attention_scale != 0.0f ? attention_scale : 1.0f / std::sqrt(float(key_dim));
   }
 };
+
+// ALiBi (arXiv:2108.12409): what each head subtracts from a score for each position that a key is away. Empty
+// without ALiBi. Slopes are powers of one factor; those of heads beyond a power of two lie between the
+// others.
+inline std::vector<float> alibi_slopes(const Config& config) {
+  std::vector<float> slopes;
+  if (config.max_alibi_bias == 0.0f) return slopes;
+  const int whole = int(std::bit_floor(unsigned(config.n_heads)));
+  for (int head = 0; head < config.n_heads; ++head) {
+    const float steps = head < whole ? float(head + 1) : float(head - whole) + 0.5f;
+    slopes.push_back(std::exp2(-config.max_alibi_bias * steps / float(whole)));
+  }
+  return slopes;
+}
 
 // Counts the types of the tokens of a sequence, from its first one on.
 class TokenTypes {

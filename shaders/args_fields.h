@@ -116,13 +116,15 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(u32_t, splits)       // attention_decode: most splits of a row; 1: no combining pass
   ARGS_FIELD(u32_t, tiles)        // attention_prefill: how many
   ARGS_FIELD(float, scale)        // of q . k
-ARGS_END(AttentionArgs, 44)
+  ARGS_FIELD(u32_t, alibi_heads)  // attention_prefill: largest power of two up to n_heads; 0: no ALiBi
+  ARGS_FIELD(float, max_alibi_bias)
+ARGS_END(AttentionArgs, 52)
 
 // rope_append and attention_decode of sequences with a single token each.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 96)
+ARGS_END(RopeAttentionArgs, 104)
 
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input, and the bias that is added to it, is
 // [gate | up]. Without a gate: activation(up[t][i]).

@@ -53,6 +53,14 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   const uint my_first = my_position > before ? my_position - before : 0,
              my_last = min(my_position + after, tile.end - 1);
 
+  // ALiBi: what a score, a base-2 logarithm, loses for each position that the key is away.
+  float slope = 0.0f;
+  if (args.alibi_heads > 0) {
+    const uint head = kv_head * g + my_row % g;
+    const float steps = head < args.alibi_heads ? float(head + 1) : float(head - args.alibi_heads) + 0.5f;
+    slope = M_LOG2E_F * fast::exp2(-args.max_alibi_bias * steps / float(args.alibi_heads));
+  }
+
   // Queries, scaled for exp2: in registers, or in threadgroup memory where there would be too many.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
                value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
@@ -134,7 +142,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     for (ushort i = 0; i < kLaneKeys; ++i) {
       const uint column = key + part + i;
       const bool visible = column >= my_first && column <= my_last;
-      lane_scores[i] = visible ? scores[row * PREFILL_KEYS + part + i] : -INFINITY;
+      const float distance = abs(float(column) - float(my_position));
+      lane_scores[i] = visible ? scores[row * PREFILL_KEYS + part + i] - slope * distance : -INFINITY;
       new_best = max(new_best, lane_scores[i]);
     }
     for (ushort offset = kRowLanes / 2; offset > 0; offset /= 2)

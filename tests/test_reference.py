@@ -98,8 +98,18 @@ def test_states_of_encoders_are_those_of_transformers(tmp_path: Path, name: str)
             assert np.abs(states - expected).max() <= TRANSFORMERS_TOLERANCE * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("name", dict(comparison.encoders_for_llama_cpp()))
+def test_means_of_encoders_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    model = dict(comparison.encoders_for_llama_cpp())[name]
+    reference = ReferenceModel(small_models.write(tmp_path / "model.gguf", model))
+    with np.load(comparison.ENCODERS_OF_LLAMA_CPP) as recorded:
+        for tokens, expected in zip(comparison.single_segments(model), recorded[name], strict=True):
+            mean = reference.forward(tokens).hidden.mean(axis=0)
+            assert np.abs(mean - expected).max() <= LLAMA_CPP_VECTORS * np.abs(expected).max()
+
+
 def test_every_architecture_was_recorded_by_both() -> None:
-    encoders = dict(comparison.encoders_in_float32())
+    encoders = dict(comparison.encoders_for_llama_cpp())
     architectures = {model.architecture for model in (IN_FLOAT32 | POOLED | encoders).values()}
     assert architectures == set(ARCHITECTURES)
     with np.load(comparison.LOGITS) as llama_cpp, np.load(comparison.TRANSFORMERS_LOGITS) as transformers:

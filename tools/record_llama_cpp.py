@@ -1,8 +1,8 @@
 """Record results of llama.cpp on the test vocabularies and small models.
 
-Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz``, ``llama_cpp_vectors.npz`` and
-``llama_cpp_perplexity.json`` in ``tests/data``, which the tests compare with without needing llama.cpp.
-Run it when a text, a vocabulary or a model changes::
+Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz``, ``llama_cpp_vectors.npz``,
+``llama_cpp_encoders.npz`` and ``llama_cpp_perplexity.json`` in ``tests/data``, which the tests compare with
+without needing llama.cpp. Run it when a text, a vocabulary or a model changes::
 
     pip install . llama-cpp-python sentencepiece
     python tools/record_llama_cpp.py
@@ -226,6 +226,16 @@ def record_vectors(folder: Path) -> None:
     np.savez_compressed(comparison.VECTORS, allow_pickle=False, **recorded)
 
 
+def record_encoders(folder: Path) -> None:
+    """Compute the mean of the hidden states of encoders, for which llama.cpp knows one token type."""
+    recorded: dict[str, Any] = {}
+    for name, model in comparison.encoders_for_llama_cpp():
+        path = small_models.write(folder / "model.gguf", model)
+        recorded[name] = np.array([vector(path, t, model.dim) for t in comparison.single_segments(model)])
+        print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(comparison.ENCODERS_OF_LLAMA_CPP, allow_pickle=False, **recorded)
+
+
 def main() -> None:
     """Write all recordings."""
     comparison.TOKENS.parent.mkdir(exist_ok=True)
@@ -233,6 +243,7 @@ def main() -> None:
         record_tokens(Path(folder))
         record_logits(Path(folder))
         record_vectors(Path(folder))
+        record_encoders(Path(folder))
     record_perplexity()
 
 

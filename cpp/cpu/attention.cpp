@@ -101,6 +101,7 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
       .window = config.window(step.layer),
       .length = config.causal ? 0 : item.tile.end,
       .scale = config.score_scale(),
+      .slopes = step.slopes ? step.slopes + head : nullptr,
   };
 }
 

@@ -53,6 +53,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       team_(team),
       weights_(model, options.compute, kernels, team),
       ropes_(model),
+      slopes_(alibi_slopes(config_)),
       scratch_(std::size_t(team.size())) {
   if (config_.has_head) {
     const auto* norm = floats(model.output_norm);
@@ -115,6 +116,7 @@ AttentionStep ForwardPass::attention_step(int layer) const {
       .layer = layer,
       .rotations =
           config_.uses_rope(layer) ? work_.rotations + table * std::size_t(config_.rope_dim) : nullptr,
+      .slopes = slopes_.empty() ? nullptr : slopes_.data(),
       .q = work_.q,
       .k = work_.k,
       .v = work_.v,
@@ -134,10 +136,13 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
     return normalize(c, work_.x, stream_norm(m.attn_norm), 0, rows, work_.normed);
   };
   const int n = all_.count(), n_wanted = wanted.count();
+  // Where the stream itself was normed, that left what the products read.
+  const bool ready = step.layer > 0 && m.attn_residual_norm;
+  const NormedRows input = ready ? NormedRows(work_.normed) : normed(n);
   if (n_wanted == n)
-    multiply(c, {q, k, v}, normed(n), n, &items, &cache);
+    multiply(c, {q, k, v}, input, n, &items, &cache);
   else
-    multiply(c, {k, v}, normed(n), n, &items, &cache);
+    multiply(c, {k, v}, input, n, &items, &cache);
   cache.store_rest(c);
   if (n_wanted == n || n_wanted == 0) return;
   keep_rows(c, work_.x, config_.dim, wanted.rows);
@@ -154,12 +159,15 @@ void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const Act
 
 // x = norm(x), where the model norms the residual stream itself.
 void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, int rows) {
-  if (weight) normalize_in_place(c, norm(weight, bias, config_.stream_eps()), rows, work_.x);
+  if (weight) normalize_in_place(c, norm(weight, bias, config_.stream_eps()), rows, work_.x, work_.normed);
 }
 
 // The feed-forward block up to its down projection.
 void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, int rows) {
-  const NormedRows normed = normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
+  // Where the stream itself was normed, that left what the products read.
+  const NormedRows normed = m.attn_residual_norm
+                                ? NormedRows(work_.normed)
+                                : normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
   multiply_gated(c, {w.w_gate, w.w_up, m.b_gate, m.b_up, config_.activation}, normed, rows, work_.ffn);
 }
 

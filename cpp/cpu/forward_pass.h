@@ -84,6 +84,7 @@ class ForwardPass {
   std::vector<float> scaled_norm_;  // the weights of the output norm, times the scale of the logits
   Tensor head_norm_;                // a view of them
   const Ropes ropes_;
+  const std::vector<float> slopes_;  // of ALiBi
   std::vector<Scratch> scratch_;
 
   // Of the pass under way. They keep their memory.

@@ -148,6 +148,9 @@ struct AttentionHead {
   int position;        // of token 0
   int window, length;  // of visible_range()
   float scale;         // multiplies q.k
+  // ALiBi: of each head of the group, what a score loses for each position that the key is away; null:
+  // nothing.
+  const float* slopes = nullptr;
   // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
   // sums of weights then.
   SoftmaxSum* sums = nullptr;

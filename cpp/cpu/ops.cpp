@@ -78,8 +78,12 @@ void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int 
   });
 }
 
-void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x) {
-  c.worker.for_each(rows, [&](int i) { apply(c.kernels, norm, x.row(i), x.row(i)); });
+void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x,
+                        const Activations& out) {
+  c.worker.for_each(rows, [&](int i) {
+    normalize_row(c, x.row(i), norm, i, out);
+    std::copy_n(out.f32.row(i), norm.dim, x.row(i));
+  });
 }
 
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept) {

@@ -164,8 +164,9 @@ NormedRows normalize(const Context& c, const FloatRows& x, const Norm& norm, int
                      const Activations& out);
 // x += norm(y).
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x);
-// x = norm(x).
-void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x);
+// x = norm(x), and the forms of it that `out` asks for.
+void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x,
+                        const Activations& out);
 // Row kept[i].index, which is i or a later one, becomes row i.
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 
@@ -179,6 +180,7 @@ struct AttentionStep {
   const KvPages& cache;
   int layer;
   const float* rotations;  // the layer's rotation table; null where the layer does not rotate
+  const float* slopes;     // [n_heads] of ALiBi; null without it
   FloatRows q, k, v;
 };
 // Query heads [first_head, first_head + heads) of a tile, which share a head of keys and values, over all

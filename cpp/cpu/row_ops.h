@@ -316,6 +316,11 @@ void activate(const float* x, Activation activation, int n, float* out) {
     store_part(out + i, activated(load_part(x + i, n - i), activation), n - i);
 }
 
+// ALiBi: scores of a span, of which position `own` is that of the query, lose `slope` for each position.
+inline void subtract_distances(float* scores, float slope, int own) {
+  for (int i = 0; i < kKeySpan; ++i) scores[i] -= slope * std::fabs(float(i - own));
+}
+
 double sum_exp(const float* x, float shift, int n) {
   constexpr int kStretch = 4096;  // summed in float32, stretches in float64
   double total = 0;

@@ -40,6 +40,8 @@ struct alignas(64) AttentionStrip {
   float limit[kStripRows];                      // of scores, above which it changes
   SplitSums<kStripRows> splits;                 // before this one
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
+  int own[kStripRows];                          // that of its query
+  float slope[kStripRows];                      // of ALiBi, in base-2 logarithms
   const std::uint16_t *keys, *values;           // of the span
 };
 
@@ -183,9 +185,12 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
 
 // The same, whether all rows see all of the span or not.
 inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, int row, int rows, int span,
-                                                        int stride, const float (*scores)[kKeySpan],
+                                                        int stride, float (*scores)[kKeySpan],
                                                         std::uint16_t (*p)[kKeySpan]) {
   const int first = span * kKeySpan;
+  for (int r = 0; r < rows; ++r)
+    if (strip.slope[row + r] != 0)
+      subtract_distances(scores[r], strip.slope[row + r], strip.own[row + r] - first);
   if (strip.begin[row + rows - 1] <= first && first + kKeySpan <= strip.end[row])
     bf16_softmax<true>(strip, row, rows, span, stride, scores, p);
   else
@@ -278,6 +283,8 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     const VisibleRange visible = visible_range(head.position + int(token), head.window, head.length);
     strip.begin[r] = visible.begin;
     strip.end[r] = visible.end;
+    strip.own[r] = head.position + int(token);
+    strip.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
   }
   begin_rows(head, row, rows, strip.splits);
   each_split(head, {strip.begin[0], strip.end[rows - 1]}, [&](VisibleRange split, bool last) {

@@ -24,6 +24,8 @@ struct AttentionTile {
   float max[SplitSums<kRows>::kPadded], sum[SplitSums<kRows>::kPadded], rescale[kRows];
   SplitSums<kRows> splits;       // before this one
   int begin[kRows], end[kRows];  // positions that the row sees
+  int own[kRows];                // that of its query
+  float slope[kRows];            // of ALiBi, in base-2 logarithms
 };
 
 // p[r][key] = q[r] . k[key] for the positions of a span; `next` is fetched meanwhile.
@@ -72,6 +74,7 @@ void softmax_span(int span, AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) {
     if (!sees(r)) continue;
     float* p = tile.p[r];
+    if (tile.slope[r] != 0) subtract_distances(p, tile.slope[r], tile.own[r] - span * kKeySpan);
     for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
     for (int i = end(r); i < kKeySpan; ++i) p[i] = -kInfinity;
     F largest = Simd::set(-kInfinity);
@@ -150,6 +153,8 @@ void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) 
     const VisibleRange visible = visible_range(head.position + int(token), head.window, head.length);
     tile.begin[r] = visible.begin;
     tile.end[r] = visible.end;
+    tile.own[r] = head.position + int(token);
+    tile.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
   }
   begin_rows(head, row, kRows, tile.splits);
 }

@@ -2,6 +2,7 @@
 // need.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <optional>
 #include <set>
 
@@ -91,6 +92,8 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
   static_cast<void>(cache_shape_.decode_size());  // throws for heads that are too large
   if (embedding_norm_.weight && (config_.causal || config_.norm_kind != NormKind::kLayer))
     throw UnsupportedModelError("the Metal engine norms embeddings with LayerNorm, in encoders alone");
+  if (config_.max_alibi_bias > 0 && config_.causal)
+    throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
   if (model.token_types) token_types_ = projection(model.token_types, weights);
@@ -196,7 +199,9 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .both_ways = !config_.causal,
           .splits = 1,
           .tiles = 0,
-          .scale = config_.score_scale()};
+          .scale = config_.score_scale(),
+          .alibi_heads = config_.max_alibi_bias > 0 ? std::bit_floor(u32_t(config_.n_heads)) : 0,
+          .max_alibi_bias = config_.max_alibi_bias};
 }
 
 RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {

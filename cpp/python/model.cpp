@@ -146,6 +146,7 @@ void bind_model(nb::module_& m) {
       .def_rw("has_head", &Config::has_head)
       .def_rw("token_types", &Config::token_types)
       .def_rw("separator_id", &Config::separator_id)
+      .def_rw("max_alibi_bias", &Config::max_alibi_bias)
       .def_rw("attention_scale", &Config::attention_scale)
       .def_rw("layer_uses_rope", &Config::layer_uses_rope)
       .def_rw("layer_window", &Config::layer_window)

@@ -35,8 +35,10 @@ class Case:
         window: int = 0,
         both_ways: bool = False,
         spread: float = 1.0,
+        max_alibi_bias: float = 0.0,
     ) -> None:
         self.sequences, self.window, self.both_ways = sequences, window, both_ways
+        self.max_alibi_bias = max_alibi_bias
         self.n_heads, self.n_kv = heads
         self.key_dim, self.value_dim = dims
         self.name = "f16" if cache is np.float16 else "f32"
@@ -72,9 +74,22 @@ class Case:
                 for x in (self.k, self.v)
             )
             scores = np.einsum("hd,khd->hk", q.reshape(self.n_heads, self.key_dim), k) * self.scale
+            distance = np.abs(np.arange(keys)[seen] - position)
+            scores -= np.array([self.slope(head) for head in range(self.n_heads)])[:, None] * distance
             weights = np.exp(scores - scores.max(1, keepdims=True))
             out[row] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
         return out
+
+    @property
+    def alibi_heads(self) -> int:
+        return 2 ** int(np.log2(self.n_heads)) if self.max_alibi_bias else 0
+
+    def slope(self, head: int) -> float:
+        """Slope of ALiBi: heads beyond a power of two have every other slope of twice as many."""
+        if not (whole := self.alibi_heads):
+            return 0.0
+        power = (head + 1) / whole if head < whole else (2 * (head - whole) + 1) / (2 * whole)
+        return float(2.0 ** (-self.max_alibi_bias * power))
 
     def args(self, **fields: Any) -> Array:
         return make_args(
@@ -88,6 +103,8 @@ class Case:
             window=self.window,
             both_ways=self.both_ways,
             scale=self.scale,
+            alibi_heads=self.alibi_heads,
+            max_alibi_bias=self.max_alibi_bias,
             **({"splits": 1, "tiles": 0} | fields),
         )
 
@@ -237,6 +254,12 @@ def test_attention_prefill_in_a_window(run: Run, window: int) -> None:
 @pytest.mark.parametrize("window", [0, 1, 16, 41])
 def test_attention_prefill_both_ways(run: Run, window: int) -> None:
     case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
+    near(case.prefill(run), case.expected())
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (12, 12), (6, 2), (1, 1)])
+def test_attention_prefill_with_alibi(run: Run, heads: tuple[int, int]) -> None:
+    case = Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
     near(case.prefill(run), case.expected())
 
 

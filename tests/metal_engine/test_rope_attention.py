@@ -106,6 +106,8 @@ class Case:
             splits=max(splits),
             tiles=0,
             scale=1 / np.sqrt(self.key_dim),
+            alibi_heads=0,
+            max_alibi_bias=0,
         )
         rope = make_args("RopeArgs", page_stride=pages.stride, **self.rope)
         args = np.zeros(1, STRUCTS["RopeAttentionArgs"])

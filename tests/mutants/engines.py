@@ -345,6 +345,13 @@ CPU = (
         ("tests/test_work_counts.py",),
     ),
     Mutant(
+        "cpp/cpu/row_ops.h",
+        "scores[i] -= slope * std::fabs(float(i - own));",
+        "scores[i] -= slope * float(own - i);",
+        "ALiBi raises the scores of keys after a token",
+        ("tests/test_encoders.py", "-k", "reference and jina and cpu"),
+    ),
+    Mutant(
         "cpp/cpu/linear.cpp",
         "multiply_half(w.up, w.up_bias, gates);",
         "multiply_half(w.up, w.gate_bias, gates);",

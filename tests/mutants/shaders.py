@@ -61,6 +61,13 @@ MUTANTS = (
         (f"{_STEPS}::test_swiglu",),
     ),
     Mutant(
+        "shaders/attention_prefill.metal",
+        "float(head - args.alibi_heads) + 0.5f",
+        "float(head - args.alibi_heads) + 1.0f",
+        "heads beyond a power of two have the slopes of the others",
+        ("tests/metal_engine/test_attention.py::test_attention_prefill_with_alibi",),
+    ),
+    Mutant(
         "shaders/layernorm.metal",
         "const float4 d = at(i) - mean;",
         "const float4 d = at(i);",

@@ -26,6 +26,7 @@ TRANSFORMERS_LOGITS = DATA / "transformers_logits.npz"
 VECTORS = DATA / "llama_cpp_vectors.npz"
 TRANSFORMERS_VECTORS = DATA / "transformers_vectors.npz"
 TRANSFORMERS_ENCODERS = DATA / "transformers_encoders.npz"
+ENCODERS_OF_LLAMA_CPP = DATA / "llama_cpp_encoders.npz"
 
 BYTE_LEVEL_SPECIALS = {
     "<|endoftext|>": 3,
@@ -288,8 +289,21 @@ SEPARATOR = 3  # in the vocabularies of small encoders
 def encoders_in_float32() -> Iterator[tuple[str, SmallModel]]:
     """Yield encoders that are compared with transformers, whose nomic-bert has no biases."""
     for name, model in ENCODERS.items():
-        if not model.qkv_bias and name == model.architecture:
+        if not model.qkv_bias and name == model.architecture and name != "jina-bert-v2":
             yield name, replace(model, types={"*": "F32"}, embedding="F32")
+
+
+def encoders_for_llama_cpp() -> Iterator[tuple[str, SmallModel]]:
+    """Yield encoders that are compared with llama.cpp: one of each architecture."""
+    for name, model in ENCODERS.items():
+        if name == model.architecture:
+            yield name, replace(model, types={"*": "F32"}, embedding="F32")
+
+
+def single_segments(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield texts for an encoder that have no separator."""
+    for n in VECTOR_LENGTHS:
+        yield np.random.default_rng(n).integers(5, model.vocab, n)
 
 
 def encoder_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:

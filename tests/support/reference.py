@@ -18,10 +18,10 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 Array: TypeAlias = npt.NDArray[np.float64]
 
 GEMMA = ("gemma3", "gemma-embedding")
-BERT = ("bert", "nomic-bert")
+BERT = ("bert", "nomic-bert", "jina-bert-v2")
 ENCODERS = (*BERT, "modern-bert", "eurobert")
 LAYER_NORM = (*BERT, "modern-bert")
-EXACT_GELU = ("bert", "modern-bert")
+EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2")
 ROTATES_HALVES = (
     *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4"),
     *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
@@ -183,10 +183,20 @@ class ReferenceModel:
         out = np.empty((n, self.n_heads, self.value_dim))
         for head in range(self.n_heads):
             kv_head = head // (self.n_heads // self.n_kv_heads)
-            scores = np.where(visible, self._attention_scale() * (q[:, head] @ k[:, kv_head].T), -np.inf)
+            scores = self._attention_scale() * (q[:, head] @ k[:, kv_head].T)
+            if self.architecture == "jina-bert-v2":
+                scores = scores - self._slope(head) * np.abs(distance)
+            scores = np.where(visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v[:, kv_head]
         return out.reshape(n, -1)
+
+    def _slope(self, head: int) -> float:
+        """Return the slope of ALiBi; heads beyond a power of two have every other slope of twice as many."""
+        whole = 2 ** math.floor(math.log2(self.n_heads))
+        if head < whole:
+            return float(2.0 ** (-8.0 * (head + 1) / whole))
+        return float(2.0 ** (-8.0 * (2 * (head - whole) + 1) / (2 * whole)))
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
         h = self._normed(layer, "ffn_norm", x)
@@ -210,7 +220,9 @@ class ReferenceModel:
 
     def _rotated(self, layer: int, x: Array) -> Array:
         """Rotary embedding of ``[n, heads, key_dim]`` at positions 0 to n."""
-        if self.architecture == "bert" or (self.architecture == "smollm3" and layer % 4 == 3):
+        if self.architecture in ("bert", "jina-bert-v2") or (
+            self.architecture == "smollm3" and layer % 4 == 3
+        ):
             return x
         if self.architecture == "exaone4" and self._window and not self._is_windowed(layer):
             return x

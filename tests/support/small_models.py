@@ -202,6 +202,7 @@ ENCODERS: dict[str, SmallModel] = {
     "bert, cls": replace(_ENCODER, architecture="bert", pooling="cls", layers=3),
     "nomic-bert": replace(_ENCODER, architecture="nomic-bert", rope_base=1000.0),
     "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True),
+    "jina-bert-v2": replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, key_dim=16),
     "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
     "eurobert": replace(_ENCODER, architecture="eurobert", tokenizer="gpt2", kv_heads=1),
 }
@@ -235,7 +236,12 @@ def write(path: str | Path, model: SmallModel) -> Path:
 
 
 _QKV, _GATE_UP = ("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))
-FUSED = {"phi3": (_QKV, _GATE_UP), "nomic-bert": (_QKV,), "modern-bert": (_QKV, _GATE_UP)}
+FUSED = {
+    "phi3": (_QKV, _GATE_UP),
+    "nomic-bert": (_QKV,),
+    "jina-bert-v2": (_GATE_UP,),
+    "modern-bert": (_QKV, _GATE_UP),
+}
 
 
 def _fused(

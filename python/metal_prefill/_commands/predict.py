@@ -70,7 +70,7 @@ def _shape(arguments: argparse.Namespace) -> Shape:
     from metal_prefill.files._architecture import ARCHITECTURES, ModelConfig
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.gpu._cost_model import shape_of, uniform_shape
-    from metal_prefill.synth import PRESETS, TIED
+    from metal_prefill.synth import PRESETS, TIED, TOKEN_TYPES
 
     path = common.model_path(arguments.model)
     if path is not None:
@@ -78,7 +78,8 @@ def _shape(arguments: argparse.Namespace) -> Shape:
             return shape_of(gguf)
     s = PRESETS[arguments.preset]
     traits = ARCHITECTURES[s.architecture]
-    whole = [traits.window_period and (layer + 1) % traits.window_period == 0 for layer in range(s.layers)]
+    shift = 0 if traits.window_free_first else 1
+    whole = [traits.window_period and (n + shift) % traits.window_period == 0 for n in range(s.layers)]
     config = ModelConfig(
         architecture=s.architecture,
         n_layers=s.layers,
@@ -90,9 +91,15 @@ def _shape(arguments: argparse.Namespace) -> Shape:
         ffn_dim=s.ffn,
         vocab_size=s.vocab,
         context_length=s.context,
+        norm_kind=traits.norm_kind,
         norm_eps=s.norm_eps,
+        activation=traits.activation,
         rope_dim=s.rope_dims or s.head_dim,
         causal=traits.causal,
+        has_head=traits.head != "absent",
+        token_types=TOKEN_TYPES if traits.token_types != "absent" else 0,
+        max_alibi_bias=traits.max_alibi_bias,
+        layer_uses_rope=() if traits.rope else (False,) * s.layers,
         layer_window=tuple(0 if sees_all else s.window for sees_all in whole) if s.window else (),
     )
     return uniform_shape(config, "q4_0", "q8_0", None if s.output_type == TIED else s.output_type.lower())

@@ -87,6 +87,9 @@ class ModelConfig:
     separator_id : int
         Token that ends a segment: the type of a token is the number of separators before it, at most
         ``token_types - 1``. With -1, every token has type 0.
+    max_alibi_bias : float
+        ALiBi (arXiv:2108.12409): scores are reduced in proportion to the distance between positions, with a
+        slope for each head that follows from this value. 0 means that they are not.
     attention_scale : float
         Factor of q.k; 0 selects ``1 / sqrt(key_dim)``.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
@@ -131,6 +134,7 @@ class ModelConfig:
     has_head: bool = True
     token_types: int = 0
     separator_id: int = -1
+    max_alibi_bias: float = 0.0
     attention_scale: float = 0.0
     qk_norm_place: QkNormPlace = "heads"
     layer_uses_rope: tuple[bool, ...] = ()
@@ -174,6 +178,8 @@ class Architecture:
         Same as in `ModelConfig`.
     rope : bool
         Whether any layer rotates q and k.
+    max_alibi_bias : float
+        Same as in `ModelConfig`, for files that do not set it.
     rope_free_every : int
         Every n-th layer does not rotate; 0 means that every layer rotates.
     window : {"required", "optional", "absent"}
@@ -220,6 +226,7 @@ class Architecture:
     gate: Presence = "required"
     head: Literal["tied", "absent"] = "tied"
     rope: bool = True
+    max_alibi_bias: float = 0.0
     rope_free_every: int = 0
     window: Presence = "absent"
     window_period: int = 0
@@ -306,6 +313,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope=True,
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")},
     ),
+    "jina-bert-v2": replace(
+        _BERT,
+        up_bias="absent",
+        positions="absent",
+        gate="required",
+        max_alibi_bias=8.0,
+        fused={"ffn_up.weight": ("w_gate", "w_up")},
+    ),
     "modern-bert": Architecture(
         norm_kind="layer",
         rope_style="neox",
@@ -336,7 +351,6 @@ UNSUPPORTED_KEYS: dict[str, float] = {
     "expert_count": 0,  # mixture of experts
     "attn_logit_softcapping": 0,
     "final_logit_softcapping": 0,
-    "attention.max_alibi_bias": 0,
     "attention.clamp_kqv": 0,
     "rope.scaling.yarn_ext_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
@@ -444,6 +458,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         causal=keys.boolean("attention.causal", default=traits.causal),
         has_head=traits.head != "absent",
         token_types=_token_types(keys, traits),
+        max_alibi_bias=keys.number(f"{name}.attention.max_alibi_bias", default=traits.max_alibi_bias),
         separator_id=_separator_id(keys) if traits.token_types != "absent" else -1,
         embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],
         residual_scale=scales["residual_scale"],
@@ -581,6 +596,8 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         value = keys.number(key, default=neutral)
         if value != neutral:
             raise keys.unsupported(f"{key} = {value} is not supported")
+    if not traits.max_alibi_bias and keys.number(f"{keys.architecture}.attention.max_alibi_bias", default=0):
+        raise keys.unsupported(f"attention.max_alibi_bias is not supported for {keys.architecture}")
     if traits.window == "absent" and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
         raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
     parts = keys.number("split.count", default=0)

@@ -294,10 +294,14 @@ def _rope_append(d: Captured) -> Expected:
         yield _Cache(d, 8, 6, a, a["value_dim"], table).at(position).ravel(), v.ravel()
 
 
-def _attend(q: Values, keys: Values, values: Values, a: dict[str, Any]) -> Values:
+def _attend(q: Values, keys: Values, values: Values, a: dict[str, Any], distances: Values) -> Values:
     group = a["n_heads"] // a["n_kv_heads"]
     keys, values = keys.repeat(group, 1), values.repeat(group, 1)
     scores = np.einsum("hd,phd->hp", q, keys) * a["scale"]
+    if a["alibi_heads"]:
+        head, whole = np.arange(a["n_heads"]), a["alibi_heads"]
+        steps = np.where(head < whole, head + 1.0, head - whole + 0.5)
+        scores -= (2.0 ** (-a["max_alibi_bias"] * steps / whole))[:, None] * distances
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     result: Values = np.einsum("hp,phd->hd", weights / weights.sum(-1, keepdims=True), values)
     return result
@@ -348,7 +352,8 @@ def _attention(d: Captured) -> Expected:
         else:
             q = row[: a["n_heads"] * head].astype(np.float64).reshape(-1, head)
         seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
-        expected = _attend(q, keys.of(seen), values.of(seen), a)
+        distances = np.abs(np.array(seen, np.float64) - position)
+        expected = _attend(q, keys.of(seen), values.of(seen), a, distances)
         if a["splits"] > 1 and not prefill:
             shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
             size = int(np.prod(shape))

@@ -72,7 +72,7 @@ def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | 
     types = {"token_embedding": embedding, "output": output or embedding}
     tensors = []
     for spec, layer, presence in expected_tensors(config):
-        if presence == "optional":
+        if presence == "optional" and not (spec.role == "token_types" and config.token_types):
             continue
         name = types.get(spec.role, kind if len(spec.shape) == 2 else "f32")
         tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))
@@ -84,7 +84,7 @@ def plan(
     tokens: int,
     *,
     position: int = 0,
-    output: str = "greedy",
+    output: str | None = None,
     family: int = 9,
     gpu: str = "",
     kv_type: str = "f16",
@@ -104,7 +104,8 @@ def plan(
     position
         Tokens that are already in the cache.
     output
-        ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring) or ``"none"``.
+        ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring), ``"hidden"`` or
+        ``"none"``. None selects ``"greedy"``, or ``"hidden"`` for models without logits.
     family
         Apple GPU family, 7 (M1) to 10 (M5).
     gpu
@@ -121,6 +122,8 @@ def plan(
     UnsupportedModelError
         If the engine would pad the model, or its heads are too large.
     """
+    if output is None:
+        output = "greedy" if shape.config.has_head else "hidden"
     options = _core.EngineOptions()
     options.kv_type = _core.KvType[kv_type.upper()]
     options.chunk_tokens = chunk_tokens
