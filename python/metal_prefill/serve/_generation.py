@@ -11,6 +11,7 @@ from typing import Any
 
 from metal_prefill.generation._engine_loop import Made
 from metal_prefill.generation._stream import Stream
+from metal_prefill.generation._text_generation import SamplingOptions
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import TextForm
 from metal_prefill.serve._reply import Reply
@@ -33,20 +34,7 @@ def options_of(form: TextForm) -> dict[str, Any]:
         "seed": None if form.seed is None else form.seed % 2**64,
         "stop": _stops(form),
     }
-    for name in (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "repeat_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "min_tokens",
-        "regex",
-        "grammar",
-    ):
+    for name in (*SamplingOptions.__annotations__, "min_tokens", "regex", "grammar"):
         if (value := getattr(form, name)) is not None:
             options[name] = value
     return options
