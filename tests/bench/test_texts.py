@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.bench_fakes import compare, fakes
+from support.comparison import SEPARATOR
 from support.reference import ReferenceModel
+from support.small_models import ENCODERS, write
 
 from metal_prefill import synth
 from metal_prefill.bench import _engines, _worker
@@ -79,6 +82,22 @@ def test_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
     assert isinstance(ours, TextEngine)
     assert "float32" in theirs.identity().settings
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-4)
+
+
+@pytest.mark.parametrize("peer", ["transformers", "onnxruntime"])
+@pytest.mark.parametrize("architecture", ["bert", "nomic-bert", "modern-bert", "eurobert"])
+def test_peers_give_the_same_vectors_of_encoders(tmp_path: Path, peer: str, architecture: str) -> None:
+    for module in _engines.KINDS[peer].modules:
+        pytest.importorskip(module)
+    model = replace(ENCODERS[architecture], types={"*": "F32"}, embedding="F32")
+    options = replace(options_for(write(tmp_path / "m.gguf", model)), compute="f32")
+    theirs, ours = _engines.load(peer, options), metal_prefill.load(options)
+    assert isinstance(theirs, TextEngine)
+    assert isinstance(ours, TextEngine)
+    texts = [ids[: model.context] for ids in text_ids(Case(0, 0, 0, n_texts=9, task="embed"), model.vocab)]
+    for ids in texts:
+        ids[ids == SEPARATOR] += 1  # peers give all tokens of a text one type
+    assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-5)
 
 
 @pytest.mark.usefixtures("_quiet_machine")

@@ -96,8 +96,8 @@ def run(
     device, compute, kv_dtype
         As for `metal_prefill.Model`.
     compare
-        Peers: ``"llama.cpp"``, ``"openvino"``; they need the extra ``bench``. ``"transformers"`` for vectors
-        of texts, with the extra ``bench-transformers``.
+        Peers: ``"llama.cpp"``, ``"openvino"``; they need the extra ``bench``. ``"transformers"``
+        and ``"onnxruntime"`` for vectors of texts, with the extra ``bench-transformers``.
     patience
         Time budget in seconds for waiting for a degraded machine and repeating samples; after that, all
         samples are accepted.

@@ -173,6 +173,9 @@ class Kind(NamedTuple):
 
 
 _ONE_PROMPT = "its graph holds one sequence, and its calls take one prompt"
+_VECTORS_ALONE: Mapping[Ability, str] = dict.fromkeys(
+    ("prompts", "streams", "choices", "rerank", "evaluate"), "its vectors alone are"
+)
 KINDS = {
     OURS: Kind("metal_prefill.bench._peers.metal_prefill", (), "metal_prefill"),
     "llama.cpp": Kind("metal_prefill.bench._peers.llama_cpp", ("llama_cpp",), "llama-cpp-python"),
@@ -194,7 +197,14 @@ KINDS = {
         ("torch", "transformers", "gguf", "accelerate"),
         "torch, transformers, gguf and accelerate",
         "bench-transformers",
-        dict.fromkeys(("prompts", "streams", "choices", "rerank", "evaluate"), "its vectors alone are"),
+        _VECTORS_ALONE,
+    ),
+    "onnxruntime": Kind(
+        "metal_prefill.bench._peers.onnxruntime",
+        ("onnxruntime", "onnx", "torch", "transformers"),
+        "onnxruntime, onnx, torch and transformers",
+        "bench-transformers",
+        _VECTORS_ALONE,
     ),
 }
 

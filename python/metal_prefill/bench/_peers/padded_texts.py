@@ -1,0 +1,95 @@
+"""Embedding of texts in padded batches, as libraries do that compute rectangles of tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.bench._engines import Ids, Options, TextEngine, Vectors
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.files._architecture import ModelConfig, read_config
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._pooled_head import read_head
+
+POOLINGS = ("last", "mean", "cls")
+
+
+class PaddedTexts(TextEngine):
+    """Engine that sorts texts by length, as sentence-transformers does, and computes padded batches.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    batch : int
+        Texts of a batch.
+    """
+
+    batch = 8  # which takes 0.64 of the time of single texts of an embedding model of 600 million parameters
+    config: ModelConfig
+    pooling: str
+
+    def read(self, name: str, options: Options, architectures: Sequence[str] | None = None) -> Path:
+        """Read the configuration of a file, and return its path.
+
+        Raises
+        ------
+        BenchError
+            The file is not one of these models.
+        """
+        path = Path(options.path)
+        with GGUFFile(path) as gguf:
+            self.config = read_config(gguf)
+            head = read_head(gguf, self.config.architecture, self.config.dim)
+        known = self.config.causal if architectures is None else self.config.architecture in architectures
+        if head.pooling not in POOLINGS or head.dense or not known:
+            kinds = "causal attention" if architectures is None else f"one of {', '.join(architectures)}"
+            raise BenchError(
+                f"comparing with {name} takes {kinds}, pooling {', '.join(POOLINGS)}, no dense layers; "
+                f"{path.name} is another kind of model"
+            )
+        self.pooling = head.pooling
+        return path
+
+    def clear(self) -> None:
+        """Do nothing: there is no context."""
+
+    def prefill(self, ids: Ids) -> None:
+        """Raise NotImplementedError; `engines.KINDS` says that prompts are not measured."""
+        raise NotImplementedError
+
+    def decode(self, ids: Ids) -> None:
+        """Raise NotImplementedError; `engines.KINDS` says that decoding is not measured."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def states(self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Return the last hidden states of a batch, float32 ``[texts, tokens, dim]``."""
+
+    def embed(self, texts: list[Ids]) -> Vectors:
+        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        vectors: list[Any] = [None] * len(texts)
+        for begin in range(0, len(order), self.batch):
+            group = order[begin : begin + self.batch]
+            for i, vector in zip(group, self._run([texts[i] for i in group]), strict=True):
+                vectors[i] = vector
+        return np.array(vectors, np.float32)
+
+    def _run(self, texts: Sequence[Ids]) -> npt.NDArray[np.float32]:
+        lengths = np.array([len(text) for text in texts])
+        ids = np.zeros((len(texts), lengths.max()), np.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = text
+        mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
+        states = self.states(ids, mask)
+        if self.pooling == "mean":
+            pooled = (states * mask[..., None]).sum(axis=1, dtype=np.float32) / lengths[:, None]
+        else:
+            pooled = states[np.arange(len(texts)), 0 if self.pooling == "cls" else lengths - 1]
+        vectors: npt.NDArray[np.float32] = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+        return vectors

@@ -1,0 +1,140 @@
+"""Encoders of a GGUF file as models of Hugging Face transformers, which reads no such files by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from metal_prefill.files._architecture import ModelConfig, read_config
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._pooled_head import dequantized
+
+_LLAMA = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EMBEDDINGS = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+# By architecture: names in transformers of the tensors of a file.
+NAMES: dict[str, dict[str, str]] = {
+    "bert": _EMBEDDINGS
+    | {
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+    "nomic-bert": _LLAMA
+    | _EMBEDDINGS
+    | {"attn_output_norm": "post_attention_layernorm", "layer_output_norm": "post_mlp_layernorm"},
+    "modern-bert": {
+        "token_embd": "embeddings.tok_embeddings",
+        "token_embd_norm": "embeddings.norm",
+        "attn_norm": "attn_norm",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.Wo",
+        "ffn_norm": "mlp_norm",
+        "ffn_up": "mlp.Wi",
+        "ffn_down": "mlp.Wo",
+        "output_norm": "final_norm",
+    },
+    "eurobert": _LLAMA,
+}
+_MODEL_TYPES = {"nomic-bert": "nomic_bert", "modern-bert": "modernbert"}
+
+
+def load_encoder(path: Path, attention: str = "sdpa") -> Any:
+    """Return the transformers model of a file, in float32.
+
+    Parameters
+    ----------
+    path
+        GGUF file of an architecture in `NAMES`.
+    attention
+        transformers' implementation of attention.
+
+    Raises
+    ------
+    ValueError
+        A tensor has no counterpart, or a weight of the model no tensor.
+    """
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        made: Any = transformers.AutoModel.from_config(_config(config, attention)).float().eval()
+        missing, unexpected = made.load_state_dict(dict(_weights(gguf, config)), strict=False)
+    missing = [name for name in missing if not name.startswith("pooler.")]
+    if missing or unexpected:
+        raise ValueError(f"{path}: transformers lacks {unexpected}, and the file lacks {missing}")
+    return made
+
+
+def has_token_types(architecture: str) -> bool:
+    """Return whether the model takes token types."""
+    return "token_types" in NAMES[architecture]
+
+
+def _config(config: ModelConfig, attention: str) -> Any:
+    rope = {"rope_type": "default", "rope_theta": config.rope_base}
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "max_position_embeddings": config.context_length,
+        **dict.fromkeys(("layer_norm_eps", "rms_norm_eps", "norm_eps"), config.norm_eps),
+        "attn_implementation": attention,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
+        "pad_token_id": 0,
+    }
+    if config.architecture != "bert":
+        settings["rope_parameters"] = rope
+    if config.architecture == "bert":
+        settings["type_vocab_size"] = config.token_types
+    if config.architecture == "modern-bert":
+        windowed = {"rope_type": "default", "rope_theta": min(config.layer_rope_base)}
+        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": windowed}
+        settings["local_attention"] = max(config.layer_window)
+    return transformers.AutoConfig.for_model(
+        _MODEL_TYPES.get(config.architecture, config.architecture), **settings
+    )
+
+
+def _weights(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    names = NAMES[config.architecture]
+    layers = "encoder.layer" if config.architecture == "bert" else "layers"
+    for tensor in gguf.tensors.values():
+        stem, kind = tensor.name.rsplit(".", 1)
+        *layer, part = stem.split(".")
+        data = torch.from_numpy(np.array(dequantized(gguf, tensor)).reshape(tensor.shape))
+        prefix = f"{layers}.{layer[1]}." if layer else ""
+        if part == "attn_qkv" and part not in names:
+            for name, rows in zip(("attn_q", "attn_k", "attn_v"), data.chunk(3), strict=True):
+                yield f"{prefix}{names[name]}.{kind}", rows
+        elif part in names:
+            yield f"{prefix}{names[part]}.{kind}", data
+        else:
+            yield tensor.name, data  # which load_encoder reports
