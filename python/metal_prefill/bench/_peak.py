@@ -1,7 +1,7 @@
-"""The highest rates of the machine, measured in a process of its own: nothing there can end a benchmark.
+"""Peak rates of the machine, measured in a separate process whose crash cannot end a benchmark.
 
 ``python -m metal_prefill.bench._peak SET LIMIT THREADS`` answers requests on stdin with times on stdout, one
-JSON object a line.
+JSON object per line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PeakProcess:
     Raises
     ------
     BenchError
-        The process dies, here or in `run`.
+        The process ended, here or in `run`.
     """
 
     def __init__(self, isa: str, limit: str, threads: int) -> None:
@@ -44,7 +44,7 @@ class PeakProcess:
         self.bytes: float = self._process.hello["bytes"]
 
     def run(self, repetitions: int) -> float:
-        """Return the seconds that the repetitions take."""
+        """Return the time of the repetitions in seconds."""
         seconds: float = self._process.ask({"repetitions": repetitions}, "running")["seconds"]
         return seconds
 
@@ -56,12 +56,12 @@ class PeakProcess:
 
 
 def int8_peak(threads: int) -> float:
-    """Return the 8-bit multiply-adds a second that this machine can do.
+    """Return the peak number of 8-bit multiply-adds per second of this machine.
 
     Raises
     ------
     BenchError
-        The process that measures it dies.
+        The measuring process ended.
     """
     with PeakProcess(_core.cpu.kernel_sets()[0], "int8", threads) as peak:
         repetitions = 1
@@ -71,7 +71,7 @@ def int8_peak(threads: int) -> float:
 
 
 def serve(isa: str, limit: str, threads: int, requests: IO[str], replies: IO[str]) -> None:
-    """Say what a repetition does, then time as many as are asked for until `requests` ends."""
+    """Report the work of a repetition, then time the requested repetitions until `requests` ends."""
 
     def reply(**fields: float) -> None:
         print(json.dumps(fields), file=replies, flush=True)

@@ -14,13 +14,13 @@ from metal_prefill.bench._machine import counted
 from metal_prefill.bench._rows import Row, Rows
 from metal_prefill.errors import MissingExtraError
 
-# The first is ours. Colours that colour-blind readers can distinguish (Okabe and Ito).
+# The first is for metal_prefill. Colours that colour-blind readers can distinguish (Okabe and Ito).
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v")
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Raise what is in the way of writing a picture, before there is anything to draw.
+    """Raise the error that writing a picture would raise, before anything is drawn.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def _is_stream(row: Row) -> bool:
 
 
 def _draw_lines(axes: Any, results: Rows, shown: Callable[[Row], bool], x: Callable[[Row], int]) -> None:
-    """Draw a line for each engine that has rows, over a logarithmic axis with a tick at each length."""
+    """Draw a line for each engine with rows, over a logarithmic axis with a tick at each length."""
     from matplotlib.ticker import ScalarFormatter
 
     for engine, colour, marker in zip(results.engines, COLOURS, MARKERS, strict=False):

@@ -30,7 +30,7 @@ _CHOICES = {
     "argmax": "the most probable tokens, chosen by the engine",
     "sampled": "tokens sampled by the engine, " + ", ".join(f"{k} {v}" for k, v in SAMPLING.items()),
     "greedy": "a text copied, one token at a time",
-    "lookup": "the same with guesses that are looked up in the text so far",
+    "lookup": "the same with drafts from the text so far",
 }
 _TASKS = {
     "embed": f"vectors of texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens",

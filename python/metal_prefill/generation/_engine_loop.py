@@ -1,4 +1,4 @@
-"""One engine loop that threads and tasks feed."""
+"""Engine loop for requests of threads and tasks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Texts:
 
 
 def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
-    """Hand on what a pass brought: one call into each event loop, however many tasks wait there."""
+    """Deliver the results of a pass with one call into each event loop, for all tasks that wait there."""
     of_loops: dict[asyncio.AbstractEventLoop, list[tuple[Texts, list[Made] | Exception]]] = {}
     for item in items:
         of_loops.setdefault(item[0]._loop, []).append(item)
@@ -95,14 +95,14 @@ class _Call(NamedTuple):
 
 
 class EngineLoop:
-    """Runs a scheduler in a thread of its own for as long as there is something to compute.
+    """Run a scheduler in a separate thread while there is something to compute.
 
     Parameters
     ----------
     model
-        Whose engine computes.
+        Owner of the engine.
     max_streams
-        Of the scheduler.
+        Limit of the scheduler.
     after_pass
         Called in that thread with the scheduler after each pass.
     """
@@ -207,9 +207,9 @@ class EngineLoop:
     def _admit(
         self, scheduler: Scheduler, entered: list[Texts], calls: dict[PendingCall, Future[list[Any]]]
     ) -> bool:
-        """Hand what is new to the scheduler, and take back what nobody waits for.
+        """Pass new requests to the scheduler, and cancel those whose callers are gone.
 
-        False, once and for all, when there is nothing left to do.
+        Returns False, after which the loop has ended, if nothing is left to do.
         """
         with self._lock:
             new, self._new = self._new, []
@@ -245,7 +245,7 @@ def _resolve(future: Future[list[Any]], results: list[Any] | None, error: Except
 
 
 def _sort(entered: Sequence[Texts], pieces: Iterable[tuple[Stream, Piece]]) -> list[tuple[Texts, list[Made]]]:
-    """Sort what a pass brought by request and text; texts that ended in it are there also without a piece."""
+    """Sort the pieces of a pass by request and text; texts that ended are included even without a piece."""
     of_streams: dict[Stream, list[Piece]] = {}
     for stream, piece in pieces:
         of_streams.setdefault(stream, []).append(piece)

@@ -1,9 +1,9 @@
-"""Continuous batching: many prompts over one engine, a pass at a time.
+"""Continuous batching of many prompts on one engine.
 
-A :class:`Scheduler` holds streams, each a prompt and the text that follows it. Every :meth:`Scheduler.step`
-is one pass through the model: the next token of each stream that is writing, and pieces of the prompts that
-are not computed yet. New prompts enter as others end; a long one is computed in pieces between the tokens of
-the others.
+A :class:`Scheduler` holds streams, each of which is a prompt and the text that follows it. Every
+:meth:`Scheduler.step` is one pass through the model, with the next token of each stream that is writing and
+with pieces of prompts. New prompts enter as others end; a long prompt is computed in pieces between the
+tokens of other streams.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
     "make_streams",
 ]
 
-PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: those of a page
+PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: a page
 # Rows of long prompts in a pass, however many streams are writing or short prompts wait. Each row adds 3 to 5
 # percent of the time of a single one (measured on a CPU): 32 make a pass 2 to 2.6 times as long.
 LEAST_PROMPT_ROWS = 32
 ROWS_PER_WRITING = 2  # further prompt rows for each stream that is writing: its own row takes time, too
 SHORT_PROMPT = 4 * PROMPT_TURN  # tokens to compute of a prompt that goes before longer ones
-WORTH_SHARING = 16  # tokens that a prompt waits a pass for, rather than computing what another is computing
+WORTH_SHARING = 16  # shared tokens for which a prompt waits until another prompt has computed them
 
 
 class PassRows(NamedTuple):
@@ -52,11 +52,11 @@ class PassRows(NamedTuple):
     Attributes
     ----------
     writing : int
-        Streams that got tokens.
+        Number of streams that got tokens.
     prompts, calls : int
-        Rows of prompts, and of calls.
+        Number of rows of prompts, and of calls.
     seconds : float
-        That it took.
+        Time of the pass.
     """
 
     writing: int
@@ -73,16 +73,16 @@ class Scheduler:
     Parameters
     ----------
     model
-        Whose engine computes. Its default session is left alone.
+        Owner of the engine. Its default session is not used.
     max_streams
-        Most streams that are under way at a time; further ones wait for their turn.
+        Maximum number of active streams; others wait.
 
     Attributes
     ----------
     passes : int
-        Passes so far.
+        Number of passes so far.
     last_pass : PassRows
-        What the last one had in it.
+        Contents of the last pass.
 
     Notes
     -----
@@ -114,16 +114,16 @@ class Scheduler:
 
     @property
     def max_streams(self) -> int:
-        """Most streams under way at a time.
+        """Maximum number of active streams.
 
-        Where memory runs out, it drops to the number of streams that kept theirs. It rises by one, up to the
-        number asked for, each time that as many streams have ended.
+        When memory runs out, it drops to the number of streams that kept their pages. It rises by one, up to
+        the requested number, each time that as many streams have ended.
         """
         return self._max_streams
 
     @property
     def streams(self) -> int:
-        """Streams that have not ended."""
+        """Number of streams that have not ended."""
         return len(self._waiting) + len(self._active)
 
     @property
@@ -133,7 +133,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Streams that wait for their turn."""
+        """Number of streams that wait to become active."""
         return len(self._waiting)
 
     @property
@@ -184,9 +184,9 @@ class Scheduler:
         self._waiting.extend(streams)
 
     def call(self, call: BatchCall) -> PendingCall:
-        """Add tokens of sessions that are not the scheduler's: they share passes with the streams.
+        """Add tokens of the caller's sessions, which share a pass with the streams.
 
-        All of them go into one pass.
+        All of them are in one pass.
         """
         return self._calls.add(call)
 
@@ -268,7 +268,7 @@ class Scheduler:
             self._results.pop(stream, None)
 
     def _next_tokens(self, writing: list[Stream], prompt_rows: int) -> list[tuple[Stream, NextTokens]]:
-        """Choose the next tokens of each stream, and guesses while there is room for them in the pass."""
+        """Choose the next tokens of each stream, and drafts while the pass has room."""
         chosen = []
         rows, expected = prompt_rows + len(writing), float(len(writing))
         deadline = time.monotonic() + BATCH_PATIENCE
@@ -289,7 +289,7 @@ class Scheduler:
         return chosen
 
     def _prompt_pieces(self, room: int, writing: int) -> list[tuple[Stream, NextTokens]]:
-        """Choose the rows of prompts in a pass: short prompts first, then those that waited longest."""
+        """Choose rows of prompts for a pass: short prompts first, then those that waited longest."""
         prompts = [s for s in self._active if not s.writing and not s.follows()]
         # What other streams have computed since counts as well.
         starts = {s: s.session.reuse(s.ids) for s in prompts}

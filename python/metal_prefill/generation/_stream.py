@@ -1,4 +1,4 @@
-"""One prompt of many, and the text that follows it."""
+"""A prompt in a batch, and the text that follows it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from metal_prefill.generation._text_generation import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# What `make_streams` raises of a prompt: further prompts are not concerned.
+# Errors of `make_streams` that concern one prompt only.
 REFUSALS = (TypeError, ValueError, KVMemoryError)
 
 
 class Stream:
-    """One prompt and the text that follows it, made by :meth:`Scheduler.submit`.
+    """A prompt and the text that follows it, made by :meth:`Scheduler.submit`.
 
     Attributes
     ----------
@@ -37,21 +37,21 @@ class Stream:
     error : Exception or None
         The error that ended it, if any.
     passes_waited : int
-        Passes in which it got nothing although it was ready, since it last got something.
+        Number of passes without tokens for this stream since its last one, although it was ready.
     prompt_tokens : int
-        Tokens of the prompt.
+        Number of tokens of the prompt.
     prompt : numpy.ndarray
         Ids of the prompt, int32 ``[prompt_tokens]``.
     scored_tokens : int
-        Tokens of the prompt that are among its pieces: all but the first one, or none.
+        Number of tokens of the prompt that are among its pieces: all but the first one, or none.
     reuses : bool
-        Whether its prompt begins with what the cache has of it.
+        Whether a cached prefix of its prompt is reused.
     prefix_namespace : str
         Namespace in which prefixes of its prompt are found; see :meth:`metal_prefill.Model.session`.
 
     Notes
     -----
-    Other attributes and methods are the scheduler's.
+    Other attributes and methods are for the scheduler.
     """
 
     def __init__(self, text: Continuation, leader: Stream | None = None, prefix_namespace: str = "") -> None:
@@ -64,32 +64,32 @@ class Stream:
         self.reuses = leader is None and self.scored_tokens == 0
         self.prefix_namespace = prefix_namespace
         self.computed = 0  # tokens of the prompt that went through the model for this stream
-        self.ids = text.ids  # the prompt, and after that what was made
+        self.ids = text.ids  # the prompt and the generated tokens
         self._made: list[int] = []
         self.text = text
         self.core: _core.Session | None = None
         self.writing = False  # the prompt is computed
-        self._leader = leader  # computes the same prompt first; its cache is the beginning of this one's
+        self._leader = leader  # computes the same prompt first; this stream continues from its cache
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were found in the cache; meaningful once the text begins."""
+        """Number of tokens of the prompt found in the cache; meaningful once the text begins."""
         return 0 if self.scored_tokens else max(self.prompt_tokens - self.computed, 0)
 
     @property
     def ready_tokens(self) -> int:
-        """Tokens of the prompt that are computed, or were found in the cache."""
+        """Number of tokens of the prompt that are computed or were found in the cache."""
         if self.writing:
             return self.prompt_tokens
         return 0 if self.core is None else min(self.core.position, self.prompt_tokens)
 
     def cancel(self) -> None:
-        """End the stream; its memory is given back before the next pass."""
+        """End the stream; its memory is released before the next pass."""
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
 
     def take(self, chosen: list[int]) -> Iterator[Piece]:
-        """Take what a pass chose."""
+        """Take the tokens that a pass chose."""
         self.writing = True
         for piece in self.text.take(chosen):
             self._made.append(piece.token)
@@ -97,23 +97,23 @@ class Stream:
             yield piece
 
     def fail(self, error: Exception) -> None:
-        """End it with an error."""
+        """End the stream with an error."""
         self.error, self.finish_reason = error, "error"
 
     @property
     def session(self) -> _core.Session:
-        """The native session of a stream that is under way."""
+        """The native session of an active stream."""
         assert self.core is not None
         return self.core
 
     def restart(self) -> None:
-        """Give the memory back; what was made so far becomes part of the prompt."""
+        """Release the memory; the generated tokens become part of the prompt."""
         self.ids = np.concatenate([self.ids, np.array(self._made, np.int32)])
         self._made = []
         self.core, self.writing = None, False
 
     def follows(self) -> bool:
-        """Whether it waits for the stream that computes its prompt; else let it continue from there."""
+        """Return whether another stream is computing its prompt; once that is done, continue from there."""
         leader = self._leader
         if leader is None:
             return False
@@ -126,7 +126,7 @@ class Stream:
         return False
 
     def agrees(self, other: Stream, n: int) -> int:
-        """Leading tokens, of `n` at most, that two prompts can share; none in different namespaces."""
+        """Return the length of the common prefix of two prompts, at most `n`; 0 in different namespaces."""
         if self.prefix_namespace != other.prefix_namespace:
             return 0
         different = np.flatnonzero(self.ids[:n] != other.ids[:n])

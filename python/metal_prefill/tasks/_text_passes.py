@@ -1,4 +1,4 @@
-"""Many texts that are each computed once: passes are filled with them, and their K and V is not kept."""
+"""Passes over many texts that are each computed once, without keeping their K and V."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Ids = npt.NDArray[np.int32]
 # Computes a batch and returns a result or an exception for each of its sessions.
 RunBatch: TypeAlias = Callable[[BatchCall], list[Any]]
 
-# Tokens of a text that are worth the rest of a pass: shorter pieces have kernels of their own.
+# Fewest tokens of a text that fill the rest of a pass: shorter pieces use other kernels.
 LEAST_PIECE = 16
-# Tokens of a common beginning that are worth a copied page.
+# Fewest tokens of a shared prefix that are worth a copied page.
 WORTH_SHARING = 16
 
 
 @dataclass(eq=False)
 class TextJob:
-    """Tokens to compute, and the output wanted of them.
+    """Tokens to compute, and their output.
 
     Attributes
     ----------
     tokens : int32 [n]
-        Those after the parent's. For log probabilities the last one is only predicted.
+        Tokens after those of the parent. For log probabilities, the last one is only predicted.
     output, rows
         As in :meth:`metal_prefill.Model.forward_batch`.
     parent : TextJob or None
-        Computed before, and continued: the beginning that several jobs share.
+        Job with the prefix that several jobs share, which is computed before them.
     name : str
         In errors, such as "text 3".
     """
@@ -48,22 +48,22 @@ class TextJob:
     name: str = ""
     done: int = field(default=0, init=False)
     session: _core.Session | None = field(default=None, init=False)
-    heirs: int = field(default=0, init=False)  # jobs that will continue it
+    heirs: int = field(default=0, init=False)  # jobs that continue it
     parts: list[Any] = field(default_factory=list, init=False)
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model."""
         return len(self.tokens) - (self.output == "log_probs")
 
     @property
     def result(self) -> Any:
-        """Its output: an array with a row for each of `rows`."""
+        """Output: an array with a row for each of `rows`."""
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
 class TextPasses:
-    """An engine, and the way in which batches reach it.
+    """An engine, and the function that computes its batches.
 
     Parameters
     ----------
@@ -84,10 +84,10 @@ class TextPasses:
 
 
 def compute(passes: TextPasses, jobs: Sequence[TextJob]) -> Iterator[TextJob]:
-    """Compute jobs in their order, and yield each when it is done; a parent stands before its heirs.
+    """Compute jobs in order and yield each when it is done; parents precede their heirs.
 
-    A pass takes as many jobs as fit. Of all jobs under way, one at most is left for the next pass; it
-    alone, and parents with heirs, keep K and V.
+    A pass takes as many jobs as fit. At most one job continues in the next pass; only that job and parents
+    with heirs keep K and V.
     """
     whole = (
         not passes.engine.config.causal
@@ -152,7 +152,7 @@ def _run_pass(passes: TextPasses, chosen: Sequence[tuple[TextJob, int]]) -> None
 
 
 def _release(job: TextJob | None) -> None:
-    """Give back the K and V of a job that nobody continues, and of parents whose last heir it was."""
+    """Release K and V of a job without heirs, and of parents whose last heir it was."""
     while job is not None and job.heirs == 0 and job.session is not None and job.done == job.computed:
         job.session = None
         if job.parent is not None:
@@ -161,9 +161,9 @@ def _release(job: TextJob | None) -> None:
 
 
 def shared_beginning(prompts: Sequence[Ids]) -> int:
-    """Return how many leading tokens all prompts have in common, at most all but the last one of each.
+    """Return the length of the prefix that all prompts share, at most all but the last token of each.
 
-    0 where that is too little to be computed separately.
+    0 if it is too short to be computed separately.
     """
     if len(prompts) < 2:
         return 0
@@ -177,9 +177,9 @@ def shared_beginning(prompts: Sequence[Ids]) -> int:
 def last_states(
     passes: TextPasses, prompts: Sequence[Ids], names: Sequence[str]
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the hidden state of the last token of each prompt; what all share is computed once.
+    """Yield the hidden state of the last token of each prompt; a shared prefix is computed once.
 
-    A model whose tokens see those after them shares nothing.
+    Models with bidirectional attention share nothing.
     """
     shared = shared_beginning(prompts) if passes.engine.config.causal else 0
     parent = TextJob(prompts[0][:shared], "none", name=names[0]) if shared else None
