@@ -514,7 +514,10 @@ def test_output_is_the_embedding_unless_there_is_one(open_model: Open) -> None:
 
 def test_optional_tensors_are_found(open_model: Open) -> None:
     optional = {"rope_freqs.weight": ((HEAD // 2,), 0), "blk.1.attn_q.bias": ((DIM,), 0)}
+    optional |= {"blk.0.attn_output.bias": ((DIM,), 0), "blk.0.ffn_gate.bias": ((FFN,), 0)}
     roles = collect(open_model, tensors=optional)
+    assert roles["bo", 0] == "blk.0.attn_output.bias"
+    assert roles["b_gate", 0] == "blk.0.ffn_gate.bias"
     assert roles["rope_freqs", -1] == "rope_freqs.weight"
     assert roles["bq", 1] == "blk.1.attn_q.bias"
     assert ("bq", 0) not in roles
@@ -555,6 +558,7 @@ def test_architectures_require_their_own_tensors(open_model: Open, architecture:
         ("blk.1.attn_output.weight", (DIM * DIM,)),
         ("blk.0.ffn_down.weight", (FFN, DIM)),
         ("blk.0.attn_v.bias", (DIM,)),
+        ("blk.0.ffn_down.bias", (FFN,)),
     ],
 )
 def test_contradicting_shape_is_named(open_model: Open, name: str, shape: tuple[int, ...]) -> None:
@@ -594,7 +598,7 @@ def test_type_that_is_not_implemented_is_named(
     "name",
     [
         "blk.2.attn_norm.weight",
-        "blk.0.attn_output.bias",
+        "blk.0.attn_norm.bias",
         "blk.0.ffn_gate_inp.weight",
         "blk.0.attn_q_norm.weight",
         "x",

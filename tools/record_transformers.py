@@ -104,6 +104,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings["original_max_position_embeddings"] = model.original_context
     if model.architecture in ("llama", "granite"):
         settings["attention_bias"] = model.qkv_bias
+        settings["mlp_bias"] = model.all_biases
     if model.architecture == "granite":
         scales = dict(model.scales)
         settings["embedding_multiplier"] = scales["embedding_scale"]
@@ -150,7 +151,9 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     weights = dict(weights_of(path, model))
     if model.output is None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    if model.architecture in ("llama", "granite") and model.qkv_bias:  # there, wo has one, too
+    if (
+        model.architecture in ("llama", "granite") and model.qkv_bias and not model.all_biases
+    ):  # o_proj has one, too
         for layer in range(model.layers):
             weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(model.dim)
     made.load_state_dict(weights, strict=True)

@@ -57,6 +57,8 @@ class SmallModel:
         Keys of the metadata, after the architecture, and their values.
     qkv_bias
         Biases of q, k and v where the architecture leaves it open.
+    all_biases
+        Biases of all projections where the architecture leaves it open.
     """
 
     architecture: str = "llama"
@@ -80,6 +82,7 @@ class SmallModel:
     original_context: int = 256
     window: int | None = None
     qkv_bias: bool = False
+    all_biases: bool = False
     norm_eps: float = 1e-5
     pooling: str | None = None
     dense: int | None = None
@@ -150,6 +153,7 @@ MODELS: dict[str, SmallModel] = {
     "rope frequency factors": SmallModel(rope_scaling="freqs", rope_base=500000.0),
     "large norm epsilon": SmallModel(norm_eps=0.1),
     "biases": SmallModel(qkv_bias=True),
+    "all biases": SmallModel(qkv_bias=True, all_biases=True),
     "long context": SmallModel(layers=1, context=4096),
     "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, key_dim=64, ffn=1536, vocab=512),
     "wide feed-forward": SmallModel(dim=64, ffn=2048),
@@ -201,7 +205,7 @@ ENCODERS: dict[str, SmallModel] = {
     "bert, 16-bit floats": replace(_ENCODER, architecture="bert", types={"*": "F16", "*.ffn_up.*": "BF16"}),
     "bert, cls": replace(_ENCODER, architecture="bert", pooling="cls", layers=3),
     "nomic-bert": replace(_ENCODER, architecture="nomic-bert", rope_base=1000.0),
-    "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True),
+    "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True, all_biases=True),
     "jina-bert-v2": replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, key_dim=16),
     "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
     "eurobert": replace(_ENCODER, architecture="eurobert", tokenizer="gpt2", kv_heads=1),
@@ -285,6 +289,7 @@ def _shape(model: SmallModel) -> ModelShape:
         value_dim=model.value_dim,
         window=model.window,
         qkv_bias=model.qkv_bias,
+        all_biases=model.all_biases,
         original_context=model.original_context,
         pooling=model.pooling,
         dense=model.dense,

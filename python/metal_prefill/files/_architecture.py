@@ -273,7 +273,9 @@ _BERT = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(qkv_bias="optional"),
+    "llama": Architecture(
+        qkv_bias="optional", output_bias="optional", gate_bias="optional", up_bias="optional"
+    ),
     "qwen2": Architecture(rope_style="neox", qkv_bias="required"),
     "qwen3": Architecture(rope_style="neox", qk_norm="required"),
     "smollm3": Architecture(rope_free_every=4),

@@ -39,7 +39,9 @@ class ModelShape:
     window
         Size of the sliding attention window in positions; None if the architecture has none.
     qkv_bias
-        Whether q, k and v, and other projections, have biases, in architectures where they are optional.
+        Whether q, k and v have biases, in architectures where they are optional.
+    all_biases
+        Whether all projections have biases, in architectures where they are optional.
     output_type
         Tensor type of a separate output head, or "tied".
     tokenizer
@@ -87,6 +89,7 @@ class ModelShape:
     value_dim: int | None = None
     window: int | None = None
     qkv_bias: bool = False
+    all_biases: bool = False
     original_context: int | None = None
     pooling: str | None = None
     dense: int | None = None
@@ -310,7 +313,12 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
     if presence == "tied":
         return shape.output_type != TIED
     return presence == "required" or (
-        presence == "optional" and (shape.qkv_bias or not spec.presence.endswith("bias"))
+        presence == "optional"
+        and (
+            shape.all_biases
+            or (spec.presence == "qkv_bias" and shape.qkv_bias)
+            or not spec.presence.endswith("bias")
+        )
     )
 
 
