@@ -1,6 +1,6 @@
-"""Constraints on a text: which tokens may come next, and which must. llguidance implements the rules.
+"""Constraints on a text: the tokens that may come next, and those that must, by the rules of llguidance.
 
-It runs in worker processes only, which end if they exceed a limit on time or memory.
+llguidance runs only in worker processes, which end if they exceed a limit on time or memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from metal_prefill.generation._constraint_process import (
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
-MOST_KEPT = 16  # constraints of a vocabulary that are compiled once for all texts, each with a worker
+MOST_KEPT = 16  # compiled constraints of a vocabulary, each with a worker
 MOST_COMPILING = 2  # at a time
 COMPILE_SECONDS = 5.0  # of processor time for a source; large published schemas take less than one
 # To compile it again, or to replay a text, after the worker was ended by another text or from outside.
@@ -41,7 +41,7 @@ AGAIN_SECONDS = 1.0
 # Of processor time for a request of a text. A mask usually takes less than 0.01 s, and 0.1 s where it is as
 # complex as llguidance's limits allow.
 STEP_SECONDS = 0.25
-# That a batch waits for requests of its texts. Longer ones leave their texts out of passes.
+# Seconds that a batch waits for requests of its texts. Later answers leave their texts out of passes.
 BATCH_PATIENCE = 0.02
 STEP_PATIENCE = 10.0  # seconds on the clock for such a request, should the worker hang without computing
 # Bytes of a worker, for a constraint and its texts. Within llguidance's limits sources take up to 100 MB.
@@ -57,7 +57,7 @@ class ConstraintPending(Exception):
 
 
 class _Vocabulary:
-    """A tokenizer prepared for constraints, and the constraints that were compiled for it."""
+    """A tokenizer prepared for constraints, and its compiled constraints."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = range(tokenizer.vocab_size)
@@ -72,12 +72,12 @@ class _Vocabulary:
         self._known: OrderedDict[tuple[str, str], _Compiled | ConstraintError] = OrderedDict()
 
     def begin(self) -> None:
-        """Make the locks, also anew in a forked process, where another thread may have held them."""
+        """Create the locks, again in a forked process, where another thread may have held them."""
         self._lock = threading.Lock()
         self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
 
     def compiled(self, kind: str, source: str) -> _Compiled:
-        """Return a compiled constraint, which is kept for further texts, as its error is."""
+        """Return a compiled constraint. It is kept for further texts, and so is its error."""
         key = (kind, source)
         with self._lock:
             if (known := self._known.get(key)) is not None:
@@ -114,9 +114,9 @@ class _Compiled:
     kind : str
         ``json_schema``, ``regex`` or ``grammar``.
     mask : bytes
-        Of the first token.
+        Mask of the first token.
     refusal : ConstraintError or None
-        Why no further text can have it: a request of one exceeded a limit.
+        Error of further texts with this constraint, after a request exceeded a limit.
     slow : bool
         Whether the latest request took longer than a batch waits.
     """
@@ -132,7 +132,7 @@ class _Compiled:
         _compiled.add(self)
 
     def begin(self) -> None:
-        """Make the lock, also anew in a forked process, where another thread may have held it."""
+        """Create the lock, again in a forked process, where another thread may have held it."""
         self._lock = threading.Lock()  # of a worker that is started again
 
     def _compile(self, limits: Limits, *, trial: bool) -> tuple[Worker, bytes]:
@@ -157,19 +157,19 @@ class _Compiled:
         )
 
     def message(self, error: str) -> str:
-        """Return what an error of llguidance says, shortened."""
+        """Return the message of an error of llguidance, shortened."""
         error = " ".join(error.split())
         if error.startswith("NoExtensionBias"):
             error = "no text satisfies it"
         return f"{self.kind}: {error[:_SHOWN]}"
 
     def ask(self, text: Constraint, action: str, *arguments: Any) -> tuple[list[Any], bytes]:
-        """Send a request for a text, again where its worker was ended from outside.
+        """Send a request for a text, again if its worker was ended from outside.
 
         Raises
         ------
         ConstraintError
-            It exceeded a limit.
+            The request exceeded a limit.
         """
         error = None
         begin = time.monotonic()
@@ -212,7 +212,7 @@ _vocabularies: WeakKeyDictionary[Tokenizer, _Vocabulary] = WeakKeyDictionary()
 
 
 def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
-    """Prepare a tokenizer for constraints, which takes a moment the first time."""
+    """Prepare a tokenizer for constraints; only the first call takes time."""
     if (known := _vocabularies.get(tokenizer)) is not None:
         return known
     if importlib.util.find_spec("llguidance") is None:
@@ -254,12 +254,12 @@ class Step:
         self.met = met
 
     def take(self) -> bool:
-        """Take the next token, and return whether the constraint is met then and nothing can follow.
+        """Take the next token, and return whether it completes the text, so that nothing can follow.
 
         Raises
         ------
         ConstraintError
-            The constraint has an error here.
+            The constraint has an error at this token.
         """
         self._position += 1
         if self._position > self._taken:
@@ -337,7 +337,7 @@ class Constraint:
         self._mask = self._compiled.mask  # of the next token; empty where there is none, or an error
 
     def be_in(self, worker: Worker) -> None:
-        """Note the worker that has the text's matcher."""
+        """Record the worker that has the matcher of the text."""
         if worker is not self.worker:
             self._forget()
             self.worker = worker
@@ -345,7 +345,7 @@ class Constraint:
             self._release.atexit = False
 
     def close(self) -> None:
-        """Let the worker forget the text. It is told again where the text continues after all."""
+        """Let the worker forget the text. If the text continues, it is replayed."""
         if self._answer is not None:  # the worker still needs it
             answer, self._request, self._answer = self._answer, None, None
             answer.add_done_callback(lambda _: self._forget())
@@ -363,21 +363,21 @@ class Constraint:
             self._send(_Request(os.getpid(), "advance", _advance_arguments(tokens, most_forced, room)))
 
     def advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> Step:
-        """Continue with tokens, as far as the mask allows them, and with those that must follow.
+        """Advance by tokens, as far as the mask allows them, and by forced tokens.
 
         Parameters
         ----------
         tokens
-            None of them ends texts.
+            Tokens of the text; none of them ends texts.
         most_forced
-            Tokens, of those that must follow, that are taken; 0: none is looked for.
+            Maximum number of forced tokens to take; 0 does not compute them.
         room
-            Tokens that the text may still have.
+            Number of tokens that the text may still have.
 
         Raises
         ------
         ConstraintError
-            It took too much time, memory or depth.
+            The request took too much time, memory or depth.
         ConstraintPending
             There is no answer yet.
         """
@@ -408,7 +408,7 @@ class Constraint:
         return [masks[i * size : (i + 1) * size] for i in range(count)]
 
     def mask(self) -> bytes:
-        """Return which tokens may come next, a bit for each, in words of 32 from the lowest bit on."""
+        """Return the allowed tokens, one bit each, in words of 32 bits from the lowest bit."""
         if self._step is not None:
             self._step.check()
         return self._mask

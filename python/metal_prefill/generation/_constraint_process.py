@@ -1,4 +1,4 @@
-"""The processes that compile and follow constraints, and their limits; see `_constraint_worker.py`."""
+"""Processes that compile and match constraints, and their limits; see `_constraint_worker.py`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _constraint_worker
 from metal_prefill.generation._constraint_worker import END, FORK, READY, SPELL
 
-# A process that is this slow hangs for a reason other than its work, which the limits on processor time end.
+# Seconds after which a process hangs for a reason other than its work, which is limited in processor time.
 PATIENCE = 120.0
 
 Encode = Callable[[bytes], list[int]]
 
 
 class Limits(NamedTuple):
-    """Of a request."""
+    """Limits of a request."""
 
     seconds: float  # of processor time
     patience: float  # seconds until an answer is given up
@@ -53,7 +53,7 @@ class WorkerEnded(Exception):
 
 
 class NoWorkerError(ConstraintError):
-    """No worker could be started, whatever the constraint."""
+    """A worker could not be started, for any constraint."""
 
 
 class Worker:
@@ -62,7 +62,7 @@ class Worker:
     Attributes
     ----------
     alive : bool
-        Whether it can be asked.
+        Whether it accepts requests.
     """
 
     def __init__(self, server: ForkServer, requests: Connection, pid: int) -> None:
@@ -81,16 +81,16 @@ class Worker:
         Parameters
         ----------
         limits
-            On time.
+            Limits on time.
         encode
-            Writes a string in tokens, for which the worker may ask before it answers.
+            Function that tokenizes a string, which the worker may request before it answers.
         action, arguments
             A method of the worker.
 
         Raises
         ------
         WorkerEnded
-            The worker crashed, exceeded a limit, or had ended before. It cannot be asked again.
+            The worker crashed, exceeded a limit, or had ended before. It accepts no further requests.
         """
         with self._lock:
             answered = late = False
@@ -155,7 +155,7 @@ class ForkServer:
     Attributes
     ----------
     ended : collections.deque of int
-        Forks that are needed no longer.
+        Forks that are no longer needed.
     """
 
     def __init__(self, tokens: list[bytes], special_ids: list[int], stop_ids: list[int]) -> None:

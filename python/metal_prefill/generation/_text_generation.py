@@ -1,4 +1,4 @@
-"""Tokens to text: what follows a prompt, and when it ends."""
+"""Conversion of chosen tokens to text, and the conditions that end a text."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 
 MOST_LOGPROBS = 1000  # of a token
-# Forced tokens of a text in a pass. Like drafts, they delay every text of the pass, and between passes a text
-# can be cancelled.
+# Maximum number of forced tokens of a text in a pass. Like drafts, they delay every text of the pass, and
+# texts can be cancelled only between passes.
 MOST_FORCED = MOST_DRAFTS
 
 
@@ -90,7 +90,7 @@ class Piece:
 
 
 def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple[list[str], list[int]]:
-    """Check what ends a text, and return its strings and its token ids.
+    """Check the conditions that end a text, and return their strings and token ids.
 
     Raises
     ------
@@ -146,7 +146,7 @@ class _StopString:
 
 
 class StopFilter:
-    """Passes text up to the first stop string and holds back what may be the start of one.
+    """Pass text up to the first stop string, and hold back what may be the start of one.
 
     Time is linear in the text for each stop string, memory in the length of the strings.
     """
@@ -222,51 +222,51 @@ class Continuation:
     vocab_size
         Of the model: ids in the options are below it.
     ids
-        Of the prompt, ``[n]``.
+        Ids of the prompt, ``[n]``.
     max_tokens
-        Upper bound on the number of tokens made, at least 1.
+        Maximum number of generated tokens, at least 1.
     context
-        Of the session: tokens that prompt and text may have there.
+        Maximum number of tokens of prompt and text, the limit of the session.
     prompt
-        Its text; None where it has been given as ids.
+        Text of the prompt; None if it was passed as ids.
     logprobs
-        How many of the most probable tokens each piece has; None: none, and no log probabilities at all.
+        Number of most probable tokens in each piece; None omits all log probabilities.
     answer
-        Number of the text among those of one prompt and seed.
+        Index of the text among those of one prompt and seed.
     prefix_namespace
         Namespace of the session, for a draft model.
     seed
-        Of the random numbers, see :class:`metal_prefill.generation.Sampler`.
+        Seed of the random numbers; see :class:`metal_prefill.generation.Sampler`.
     stop
         Strings and token ids that end the text.
     min_tokens
-        Tokens before which nothing ends the text: end-of-text and stop tokens are not chosen, and stop
-        strings are text.
+        Number of tokens before which nothing ends the text: end-of-text and stop tokens are not chosen, and
+        stop strings are part of the text.
     echo
-        Let the text begin with the prompt.
+        Whether the text begins with the prompt.
     prompt_logprobs
-        Make pieces of the prompt's tokens, too, all but the first. They are computed like a text that is
-        known.
+        Whether there are pieces for the tokens of the prompt, except the first. They are computed like a text
+        whose tokens are known.
     speculate
         Source of drafts of the next tokens.
     json_schema, regex, grammar
-        A constraint on the text, see :class:`metal_prefill.generation._constraint.Constraint`.
+        A constraint on the text; see :class:`metal_prefill.generation._constraint.Constraint`.
     how
-        To choose tokens, see :class:`metal_prefill.generation.Options`.
+        Sampling options; see :class:`metal_prefill.generation.Options`.
 
     Attributes
     ----------
     ids : numpy.ndarray
-        To be computed before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
-        its first.
+        Ids to compute before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
+        its first id.
     prompt : numpy.ndarray
         Ids of the prompt, int32 ``[n]``.
     echo : str
-        The beginning of the text that is not made, until it is taken with the first token.
+        Part of the text that is not generated, until it is returned with the first token.
     sampler : _core.Sampler or None
-        Chooses the tokens; None where the engine's own argmax does.
+        Chooses the tokens; None if the engine's argmax does.
     ended : str or None
-        Why there is no more text; None while there may be.
+        Reason for the end of the text; None while it continues.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class Continuation:
         if logprobs is not None:
             logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
         if prompt_logprobs and logprobs is None:
-            raise ValueError("prompt_logprobs says log probabilities, for which logprobs must be given")
+            raise ValueError("prompt_logprobs returns log probabilities and therefore requires logprobs")
         self.prompt = ids
         self._given = (
             ids[1:].tolist() if prompt_logprobs else []
@@ -385,7 +385,7 @@ class Continuation:
         return len(ahead)
 
     def take(self, chosen: Sequence[int]) -> Iterator[Piece]:
-        """Take what a pass chose, and what must follow, up to the end of the text.
+        """Take the tokens that a pass chose, and forced ones, up to the end of the text.
 
         Raises
         ------
@@ -476,13 +476,13 @@ class Continuation:
         return step
 
     def release(self) -> None:
-        """Free what the text holds outside of this process; nothing of it can be computed any more."""
+        """Release the resources of the text in other processes; it cannot continue afterwards."""
         if self._guide is not None:
             self._guide.close()
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to compute."""
+        """Whether anything is left to compute."""
         return self._most > 0
 
     @property
@@ -497,7 +497,7 @@ class Continuation:
 
     @property
     def _position(self) -> int:
-        """Of the last token that was made."""
+        """Position of the last generated token."""
         return len(self.ids) + self._made - 1
 
     def _take(self, token: int, row: int = 0) -> Piece:
@@ -531,6 +531,6 @@ class Continuation:
         return Piece(token, text, logprob, tuple(best), self.ended)
 
     def end(self, reason: FinishReason) -> str:
-        """End the text and return what was held back of it."""
+        """End the text and return the part that was held back."""
         self.ended = reason
         return self._filter.step(self._decoder.flush()) + ("" if self._filter.found else self._filter.flush())
