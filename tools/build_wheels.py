@@ -13,6 +13,7 @@ processors are compiled, linked and inspected; those for this machine are also i
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -159,6 +160,14 @@ def check_contents(wheel: Path) -> int:
     return size
 
 
+def libraries_of(library: bytes) -> list[str]:
+    """Return the libraries that an ELF file needs."""
+    from elftools.elf.elffile import ELFFile  # a requirement of auditwheel
+
+    dynamic = ELFFile(io.BytesIO(library)).get_section_by_name(".dynamic")
+    return [tag.needed for tag in dynamic.iter_tags() if tag.entry.d_tag == "DT_NEEDED"]
+
+
 def check_linux(wheel: Path, processor: str) -> list[str]:
     """Check libraries, symbols and kernels of a wheel for Linux; return a report in lines."""
     command: list[str | Path] = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
@@ -172,9 +181,15 @@ def check_linux(wheel: Path, processor: str) -> list[str]:
     for kernels in LINUX_KERNELS[processor]:
         if kernels.encode() + b"\0" not in library:  # their names are strings in the library
             raise WheelError(f"{wheel.name}: the kernels {kernels} are missing")
-    if b"libstdc++" in library or b"libc++" in library:
-        raise WheelError(f"{wheel.name} needs a C++ library that its platform does not promise")
-    return [f"consistent with {shown['overall_tag']}", "kernels: " + ", ".join(LINUX_KERNELS[processor])]
+    needed = libraries_of(library)
+    if unknown := [
+        name for name in needed if not re.match(r"(libc|libm|libpthread|libdl|librt|ld-linux.*)\.so", name)
+    ]:
+        raise WheelError(f"{wheel.name} needs {', '.join(unknown)}, which its platform does not promise")
+    return [
+        f"consistent with {shown['overall_tag']}, needs {', '.join(needed)}",
+        "kernels: " + ", ".join(LINUX_KERNELS[processor]),
+    ]
 
 
 def main() -> int:

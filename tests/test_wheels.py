@@ -1,0 +1,161 @@
+"""Wheels, installed where there is no compiler; `make test-wheels` runs this on those in build/wheels/dist.
+
+Not part of ``make test``: ``METAL_PREFILL_WHEELS`` names the folder of the wheels.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import urllib.request
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = os.environ.get("METAL_PREFILL_WHEELS")
+# Their modules need no module for tests; together they use all of the extension.
+SUITE = ("test_gguf_file.py", "test_tokenizer.py", "test_sampling.py", "test_scoring.py", "test_state.py")
+
+sys.path.insert(0, str(ROOT / "tools"))
+import build_wheels  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(FOLDER is None, reason="METAL_PREFILL_WHEELS names no folder (make test-wheels)"),
+    pytest.mark.timeout(900),
+]
+
+
+@cache
+def wheels() -> list[Path]:
+    """Return the wheels for this machine."""
+    return sorted(Path(FOLDER or "").resolve().glob(f"*manylinux*_{platform.machine()}.whl"))
+
+
+def wheel_for(version: str) -> Path:
+    minor = int(version.partition(".")[2])
+    for wheel in wheels():
+        python, abi = wheel.name.split("-")[2:4]
+        built = int(python.removeprefix("cp3"))
+        if minor == built or (abi == "abi3" and minor > built):
+            return wheel
+    pytest.skip(f"there is no wheel for Python {version} in {FOLDER}")
+
+
+class Environment:
+    """An environment of a Python with a wheel in it, and a PATH that has nothing else."""
+
+    def __init__(self, version: str, folder: Path) -> None:
+        try:
+            python = build_wheels.find_python(version)
+        except build_wheels.WheelError as error:
+            pytest.skip(str(error))
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        self.bin = folder / "bin"
+        self.work = folder / "work"
+        self.work.mkdir()
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("METAL_PREFILL_", "PYTHON"))}
+        self.env |= {"PATH": str(self.bin), "HOME": str(folder)}
+
+    def run(self, *command: str | Path) -> str:
+        """Run a program of the environment; return what it printed."""
+        done = subprocess.run(
+            [self.bin / command[0], *command[1:]],
+            env=self.env,
+            cwd=self.work,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+
+@pytest.fixture(scope="module", params=["3.10", "3.13"], ids=["oldest", "newest"])
+def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    version: str = request.param
+    made = Environment(version, tmp_path_factory.mktemp(f"python-{version}"))
+    wheel = wheel_for(version)
+    made.run("pip", "install", "--quiet", "--only-binary=:all:", f"{wheel}[serve]")
+    return made
+
+
+def test_nothing_that_compiles_is_on_the_path(environment: Environment) -> None:
+    assert not {path.name for path in environment.bin.iterdir()} & {
+        "cc",
+        "c++",
+        "gcc",
+        "g++",
+        "clang",
+        "cmake",
+    }
+
+
+def test_the_main_job_runs(environment: Environment) -> None:
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    check = "import metal_prefill\nassert '/site-packages/' in metal_prefill.__file__\nprint(logits.shape)\n"
+    assert environment.run("python", "-c", code + check) == "(1024,)\n"
+    text = environment.run("metal-prefill", "run", "-p", "ROMEO:", "-n", "16")
+    assert len(text) > 16
+
+
+def test_it_has_the_kernels_of_every_processor(environment: Environment) -> None:
+    code = "from metal_prefill import _core; print(*_core.cpu.built_sets())"
+    assert environment.run("python", "-c", code).split() == list(
+        build_wheels.LINUX_KERNELS[platform.machine()]
+    )
+
+
+def test_the_server_of_the_extra_answers(environment: Environment) -> None:
+    command = [environment.bin / "metal-prefill", "serve", "--port", "0"]
+    with subprocess.Popen(command, env=environment.env, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            (url,) = re.findall(r"http://127\.0\.0\.1:\d+", server.stderr.readline())
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{url}/health", timeout=60) as answer:
+                assert answer.status == 200
+        finally:
+            server.terminate()
+        assert server.wait(60) == 0
+
+
+def test_the_suite_passes(environment: Environment) -> None:
+    environment.run(
+        "pip", "install", "--quiet", "--only-binary=:all:", "pytest>=8", "pytest-timeout>=2", "hypothesis"
+    )
+    files = [ROOT / "tests" / name for name in SUITE]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not emulator", "-k", "not metal"]
+    output = environment.run("python", *command, "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, *files)
+    (passed,) = re.findall(r"(\d+) passed", output)
+    assert int(passed) > 100
+
+
+def test_a_python_that_is_too_old_is_told_so(tmp_path: Path) -> None:
+    made = Environment("3.9", tmp_path / "old")
+    done = subprocess.run(
+        [made.bin / "pip", "install", "--no-deps", wheel_for("3.12")],
+        env=made.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "is not a supported wheel on this platform" in done.stderr
+
+
+def test_uvx_runs_the_command(tmp_path: Path) -> None:
+    uv = pytest.importorskip("uv", reason="needs uv (pip install uv)")
+    command = [uv.find_uv_bin(), "tool", "run", "--python", build_wheels.find_python("3.12")]
+    command += ["--from", wheel_for("3.12"), "metal-prefill", "--version"]
+    done = subprocess.run(
+        command, env=os.environ | {"UV_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("metal-prefill ")
