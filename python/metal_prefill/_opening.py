@@ -19,6 +19,7 @@ from metal_prefill.files._pooled_head import read_head
 
 _log = logging.getLogger("metal_prefill")
 _announced_fallback = False
+_announced_slow_kernels = False
 
 
 def default_model_path() -> Path:
@@ -91,6 +92,8 @@ def open_engine(
         for role, layer, info in collect_tensors(gguf, config):
             rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
             builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
+        if device == "cpu":
+            _announce_slow_kernels()
         core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None
         if core is None and pack_cache and options.compute == _core.Compute.INT8:
             core = _pack_cache.build(builder, options, gguf)
@@ -102,6 +105,24 @@ def open_engine(
         raise GGUFError(f"{gguf.path}: {error}") from None
     context = config.context_length if max_context is None else max_context
     return Engine(core, gguf, config, head, context, kv_dtype)
+
+
+def _announce_slow_kernels() -> None:
+    """Log once that the processor runs none of the vector kernels, unless they were switched off."""
+    global _announced_slow_kernels
+    if (
+        _announced_slow_kernels
+        or os.environ.get("METAL_PREFILL_CPU_ISA")
+        or _core.cpu.kernel_sets() != ["scalar"]
+    ):
+        return
+    _announced_slow_kernels = True
+    built = [name for name in _core.cpu.built_sets() if name != "scalar"]
+    if built:
+        why = f"this processor runs none of {', '.join(built)}"
+    else:
+        why = "this build has no others: `pip install -v` with a newer compiler shows why"
+    _log.warning("using scalar kernels, which are many times slower: %s", why)
 
 
 def _gpu_engine(

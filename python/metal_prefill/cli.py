@@ -91,13 +91,17 @@ def report(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):  # the reader of the output has exited
         return EXIT_BROKEN_PIPE
-    from metal_prefill.errors import MetalPrefillError
+    from metal_prefill.errors import ContextOverflowError, MetalPrefillError
 
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, OSError) and error.strerror:  # for example, stdout is on a full disk
         print(f"error: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+    if isinstance(error, ContextOverflowError):
+        hint = "shorten the text, or use a model with a longer context; `metal-prefill info` shows a model's"
+        print(f"error: {error}: {hint}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, (MetalPrefillError, OSError, MemoryError)):
         print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)

@@ -53,6 +53,11 @@ def execute(arguments: argparse.Namespace) -> None:
         with closing(conversation):
             if arguments.load:
                 conversation.load(arguments.load)
+            if model.tokenizer.chat_template is None:
+                _say(
+                    f"note: {model.path.name} has no chat template, so it continues texts rather than "
+                    "answers. Models for chat are called instruct or chat, such as -m smollm2."
+                )
             chat = _Chat(conversation, arguments)
             if stdin.isatty():
                 _say(f"{model.path.name} on {model.device}. /help lists the commands.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import socket
@@ -145,7 +146,11 @@ def execute(arguments: argparse.Namespace) -> None:
     try:
         listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from None
+        hint = ""
+        if error.errno == errno.EADDRINUSE:
+            hint = "; another program listens there: choose another port with --port; 0 selects a free one"
+        where = f"{arguments.host}:{arguments.port}"
+        raise OSError(f"cannot listen on {where}: {error.strerror or error}{hint}") from None
     with listener, common.open_model(arguments) as model:
         app = serve.app(model, settings)
         server = Server(app, settings, arguments.shutdown_grace, log_level="warning")

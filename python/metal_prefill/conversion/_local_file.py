@@ -8,6 +8,7 @@ package.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -50,6 +51,12 @@ def local_file(spec: str | os.PathLike[str]) -> Path:
         See :func:`metal_prefill.conversion.convert`.
     """
     path, name = model_folder(spec)
+    if not path.exists():
+        names = ", ".join(PACKAGED)
+        what = (
+            f"a model is a GGUF file, a folder, owner/repo or owner/repo:file on the Hub, or one of {names}"
+        )
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {what}", os.fspath(path))
     return converted(path, name) if path.is_dir() else path
 
 
@@ -91,7 +98,9 @@ def _cache() -> Path:
 
 def _key(folder: Path) -> str:
     if not (folder / "config.json").is_file():
-        raise GGUFError(f"{folder}: has no config.json, which a model folder contains")
+        files = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
+        raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
     small = [path for path in sorted(folder.glob("**/*")) if path.suffix in _SMALL and path.is_file()]
     dense = [path for path in sorted(folder.glob("*/*.safetensors")) if path.is_file()]

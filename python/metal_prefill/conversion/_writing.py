@@ -103,6 +103,7 @@ def convert(
     if not (folder / "config.json").is_file():
         raise GGUFError(f"{folder}: has no config.json")
     config = Fields.read(folder / "config.json")
+    _refuse_quantized(config)
     source, task = find_source(config)
     metadata = metadata_of(source, config)
     modules = read_modules(folder, config, task)
@@ -136,6 +137,21 @@ def convert(
     add_vocabulary(writer, vocabulary, config)
     _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)
     return Path(path)
+
+
+def _refuse_quantized(config: Fields) -> None:
+    """Refuse weights that are quantized already, by MLX or by a method of transformers."""
+    for key in ("quantization", "quantization_config"):
+        if not config.has(key):
+            continue
+        settings = config.values[key] if isinstance(config.values[key], dict) else {}
+        method = str(
+            settings.get("quant_method", "MLX" if "group_size" in settings else "an unknown method")
+        )[:40]
+        raise config.unsupported(
+            f"the weights are quantized by {method} ({key}); open the original model, whose weights are "
+            "BF16, F16 or F32, or a GGUF file of it"
+        )
 
 
 def _architecture(source: Source) -> Any:

@@ -7,6 +7,7 @@ metadata raises a `GGUFError` that names it. A file that needs an unimplemented 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -411,9 +412,12 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     traits = ARCHITECTURES.get(name)
     if traits is None:
         reason = NOT_IMPLEMENTED.get(name)
+        near = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.5)
         raise UnsupportedModelError(
             f"{gguf.path}: architecture {name} is not supported{f' ({reason})' if reason else ''}; "
-            f"supported are {', '.join(ARCHITECTURES)}"
+            + (f"the nearest that is supported is {near[0]}; " if near else "")
+            + f"supported are {', '.join(ARCHITECTURES)}. To ask for it, use the project's issue form "
+            "'A model that does not open'"
         )
     _refuse_unsupported(keys, traits)
 

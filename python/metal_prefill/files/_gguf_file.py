@@ -28,6 +28,7 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill.errors import ClosedError, GGUFError
 from metal_prefill.files._gguf_metadata import MIN_METADATA_BYTES, Cursor, Metadata
+from metal_prefill.files._other_formats import RECOGNIZED_BYTES, recognized
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -248,6 +249,8 @@ def _read_file(path: Path) -> memoryview:
 def _read_version(cursor: Cursor) -> int:
     magic = cursor.data[: len(MAGIC)]
     if magic != MAGIC:
+        if found := recognized(bytes(cursor.data[:RECOGNIZED_BYTES])):
+            raise cursor.error(f"not a GGUF file, but {found}")
         raise cursor.error(f"not a GGUF file: begins with {bytes(magic)!r}, not {MAGIC!r}")
     cursor.pos = len(MAGIC)
     version = cursor.u32("the version")

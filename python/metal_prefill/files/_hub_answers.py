@@ -137,6 +137,11 @@ def _read(chunks: Iterator[bytes], end: float) -> bytes:
 
 def _check_status(repo_id: str, revision: str | None, status: int, headers: Any) -> None:
     code = headers.get("X-Error-Code")
+    if code is None and headers.get("Content-Type", "").startswith("text/html"):  # the Hub sends JSON
+        raise ValueError(
+            f"its response is a web page with status {status}, as proxies and sign-in pages send: sign in "
+            "with a browser, or set HTTPS_PROXY or HF_ENDPOINT"
+        )
     if code == "GatedRepo":
         where = f"{repo_id}@{revision}" if revision else repo_id
         raise HubError(f"{where} is gated: request access on its page, then log in or set HF_TOKEN")
