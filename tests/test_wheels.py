@@ -113,7 +113,7 @@ def test_it_has_the_kernels_of_every_processor(environment: Environment) -> None
 
 
 def test_the_server_of_the_extra_answers(environment: Environment) -> None:
-    command = [environment.bin / "metal-prefill", "serve", "--port", "0"]
+    command: list[str | Path] = [environment.bin / "metal-prefill", "serve", "--port", "0"]
     with subprocess.Popen(command, env=environment.env, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
