@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFReader, quants
-from support import model_folders
+from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map, quants
+from support import comparison, model_folders
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, with_head
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import models, normalizers
 
 from metal_prefill import GGUFError, Model
 from metal_prefill._commands.convert import TYPES
 from metal_prefill.cli import main
 from metal_prefill.conversion import TENSOR_TYPES, _local_file, convert
+from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._local_file import local_file
+from metal_prefill.conversion._sources import find_source, gguf_name
 
 CLASSES = {
     "BertForSequenceClassification": {
@@ -114,6 +118,7 @@ def test_pooling_and_dense_layers_are_those_of_the_modules(
     assert fields["bert.pooling_type"] == number
     assert (fields["bert.dense_2_feat_in"], fields["bert.dense_2_feat_out"]) == (DIM, 16)
     assert np.array_equal(tensors["dense_2.weight"], model_folders.values((16, DIM)))
+    assert np.array_equal(tensors["dense_3.weight"], model_folders.values((DIM, 16)))
     assert fields["bert.embedding_normalize"] is True
 
 
@@ -208,6 +213,35 @@ def test_rotated_pairs_of_llama_are_next_to_each_other(tmp_path: Path) -> None:
             assert np.array_equal(tensors[f"blk.0.{ours}.weight"][first : first + 2 * half], source[rows])
 
 
+def test_sentencepiece_vocabularies_have_the_tokens_of_the_folder(tmp_path: Path, cache: Path) -> None:
+    vocabulary = json.loads(comparison.TOKENS.read_text())["vocabularies"]["llama"]
+    tokens, scores = vocabulary["tokens"], vocabulary["scores"]
+    normal = {t: i for i, t in enumerate(tokens) if vocabulary["types"][i] == 1}
+    merges = [
+        (token[:at], token[at:])
+        for token in sorted(normal, key=lambda token: -scores[normal[token]])
+        for at in range(1, len(token))
+        if token[:at] in normal and token[at:] in normal
+    ]
+    ids = {token: i for i, token in enumerate(tokens)}
+    theirs = HubTokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    theirs.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    theirs.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder = model_folders.llama(tmp_path / "m", vocab_size=len(tokens))
+    folder.tensors["model.embed_tokens.weight"] = model_folders.values((len(tokens), DIM))
+    folder.tensors["lm_head.weight"] = model_folders.values((len(tokens), DIM), 1)
+    theirs.save(str(folder.path / "tokenizer.json"))
+    with Model(folder.write(), device="cpu") as model:
+        assert model.tokenizer.bos_id == ids["<s>"]
+        for text in comparison.texts():
+            if text and not any(
+                token in text for token in ("<s>", "</s>", "<unk>", *comparison.USER_DEFINED)
+            ):
+                assert model.tokenizer.encode(text, add_bos=False) == theirs.encode(text).ids, repr(text)
+
+
 def test_weights_in_several_files_are_the_same_model(tmp_path: Path) -> None:
     whole = convert(model_folders.llama(tmp_path / "m").write(), tmp_path / "whole.gguf")
     split = model_folders.llama(tmp_path / "split" / "m")
@@ -283,3 +317,64 @@ def test_the_cache_command_lists_and_deletes_conversions(
 
 def test_types_of_the_command_are_those_of_the_library() -> None:
     assert TYPES == TENSOR_TYPES
+
+
+# Names in published folders, and the tensors of GGUF files that they become.
+NAMES: dict[str, dict[str, str | None]] = {
+    "NomicBertModel": {
+        "emb_ln.weight": "token_embd_norm.weight",
+        "encoder.layers.1.attn.Wqkv.weight": "blk.1.attn_qkv.weight",
+        "encoder.layers.1.attn.out_proj.weight": "blk.1.attn_output.weight",
+        "encoder.layers.1.norm1.bias": "blk.1.attn_output_norm.bias",
+        "encoder.layers.1.mlp.fc11.weight": "blk.1.ffn_up.weight",
+        "encoder.layers.1.mlp.fc12.weight": "blk.1.ffn_gate.weight",
+        "encoder.layers.1.mlp.fc2.weight": "blk.1.ffn_down.weight",
+        "encoder.layers.1.norm2.weight": "blk.1.layer_output_norm.weight",
+    },
+    "ModernBertForSequenceClassification": {
+        "model.embeddings.tok_embeddings.weight": "token_embd.weight",
+        "model.embeddings.norm.weight": "token_embd_norm.weight",
+        "model.layers.1.attn_norm.weight": "blk.1.attn_norm.weight",
+        "model.layers.1.attn.Wqkv.weight": "blk.1.attn_qkv.weight",
+        "model.layers.1.attn.Wo.weight": "blk.1.attn_output.weight",
+        "model.layers.1.mlp_norm.weight": "blk.1.ffn_norm.weight",
+        "model.layers.1.mlp.Wi.weight": "blk.1.ffn_up.weight",
+        "model.layers.1.mlp.Wo.weight": "blk.1.ffn_down.weight",
+        "model.final_norm.weight": "output_norm.weight",
+        "head.dense.weight": "cls.weight",
+        "head.norm.weight": "cls.norm.weight",
+        "classifier.bias": "cls.output.bias",
+    },
+    "ModernBertForMaskedLM": {"head.norm.weight": None, "decoder.bias": None},
+    "JinaBertForMaskedLM": {
+        "bert.embeddings.word_embeddings.weight": "token_embd.weight",
+        "bert.encoder.layer.1.attention.self.query.bias": "blk.1.attn_q.bias",
+        "bert.encoder.layer.1.attention.self.layer_norm_q.weight": "blk.1.attn_q_norm.weight",
+        "bert.encoder.layer.1.mlp.gated_layers.weight": "blk.1.ffn_up.weight",
+        "bert.encoder.layer.1.mlp.wo.bias": "blk.1.ffn_down.bias",
+        "bert.encoder.layer.1.mlp.layernorm.weight": "blk.1.layer_output_norm.weight",
+        "cls.predictions.bias": None,
+    },
+    "EuroBertModel": {
+        "embed_tokens.weight": "token_embd.weight",
+        "layers.1.self_attn.q_proj.weight": "blk.1.attn_q.weight",
+        "layers.1.input_layernorm.weight": "blk.1.attn_norm.weight",
+        "layers.1.post_attention_layernorm.weight": "blk.1.ffn_norm.weight",
+        "norm.weight": "output_norm.weight",
+    },
+    "Gemma3TextModel": {
+        "layers.1.pre_feedforward_layernorm.weight": "blk.1.ffn_norm.weight",
+        "layers.1.post_attention_layernorm.weight": "blk.1.post_attention_norm.weight",
+        "layers.1.self_attn.q_norm.weight": "blk.1.attn_q_norm.weight",
+    },
+    "BertModel": {"embeddings.LayerNorm.gamma": "token_embd_norm.weight", "pooler.dense.bias": None},
+    "Qwen3ForSequenceClassification": {"score.weight": "cls.output.weight"},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_names_become_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    source, task = find_source(Fields(tmp_path, {"architectures": [name]}))
+    (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
+    names = get_tensor_name_map(architecture, 2)
+    assert {theirs: gguf_name(source, task, names, theirs) for theirs in NAMES[name]} == NAMES[name]

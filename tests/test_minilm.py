@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
 from support import encoder_tokenizers
 from support.hostile_texts import hostile_texts
+from support.minilm_texts import TEXTS, VECTORS
 from tokenizers import Tokenizer as HubTokenizer
 
+from metal_prefill import Model
+from metal_prefill.conversion import convert
 from metal_prefill.conversion._local_file import local_file
 from metal_prefill.text._tokenizer import Tokenizer
 
@@ -43,3 +48,36 @@ def test_it_is_converted_once_into_the_cache(minilm_folder: Path, cache: Path) -
     fields = GGUFReader(path).fields
     assert fields["general.name"].contents() == "all-MiniLM-L6-v2"
     assert fields["bert.pooling_type"].contents() == 1
+
+
+Vectors = npt.NDArray[np.float32]
+
+
+def least_cosine(made: Vectors, expected: Vectors) -> float:
+    norms = np.linalg.norm(made, axis=1) * np.linalg.norm(expected, axis=1)
+    return float(np.min((made * expected).sum(axis=1) / norms))
+
+
+@pytest.mark.parametrize(
+    ("kind", "compute", "least"),
+    # In 8 bits, the empty text, with two tokens, is the farthest; the median is 0.9995.
+    [("auto", "int8", 0.99999), ("F16", "int8", 0.99999), ("Q8_0", "f32", 0.9995), ("Q8_0", "int8", 0.998)],
+)
+def test_vectors_are_those_of_sentence_transformers(
+    minilm_folder: Path, tmp_path: Path, kind: str, compute: str, least: float
+) -> None:
+    expected = np.load(VECTORS)["vectors"]
+    path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type=kind)
+    with Model(path, device="cpu", compute=compute) as model:
+        made = model.embed(TEXTS)
+        assert made.shape == expected.shape
+        assert least_cosine(made, expected) >= least
+        alone = [model.embed([text])[0] for text in TEXTS]
+        assert np.array_equal(made, alone)
+
+
+def test_similar_texts_have_similar_vectors(minilm_folder: Path, cache: Path) -> None:
+    with Model("minilm", device="cpu") as model:
+        assert model.path.parent == cache / "converted"
+        person, dog, day = model.embed(TEXTS[:3])
+    assert person @ dog > 0.6 > person @ day

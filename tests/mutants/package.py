@@ -145,7 +145,80 @@ FILES = (
     ),
 )
 
+CONVERSION = (
+    Mutant(
+        f"{_P}/conversion/_sources.py",
+        "return values[position_offset(config) :]",
+        "return values[: len(values) - position_offset(config)]",
+        "positions of XLM-R begin with those of padding",
+        ("tests/test_conversion.py", "-k", "positions"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_sources.py",
+        '    if "attn_k" in name:',
+        '    if "attn_v" in name:',
+        "rows of k are reordered as if there were as many heads as of q",
+        ("tests/test_conversion.py", "-k", "rotated_pairs"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_weights.py",
+        "if name != Path(name).name or not",
+        "if not",
+        "an index of weights may name files outside of its folder",
+        ("tests/test_conversion_errors.py", "-k", "index"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_modules.py",
+        'found.set_pooling("rank" if task == "sequence" else "none")',
+        'found.set_pooling("rank")',
+        "labels of tokens are read as those of a text",
+        ("tests/test_conversion.py", "-k", "heads"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_writing.py",
+        "            _check(writer, part, folder, tensors)\n",
+        "",
+        "a folder without one of its tensors is converted",
+        ("tests/test_conversion_errors.py", "-k", "wrong_with_a_folder"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_local_file.py",
+        "        if path.suffix in _SMALL and path.is_file()",
+        '        if path.suffix in _SMALL and path.is_file() and path.name != "config.json"',
+        "a folder whose settings changed is the one converted before",
+        ("tests/test_conversion.py", "-k", "changed_folder"),
+    ),
+)
+
 TEXT = (
+    Mutant(
+        f"{_P}/text/_encoder_vocabulary.py",
+        "if text.startswith(SPACE) and text != SPACE:",
+        "if text.startswith(SPACE):",
+        "U+2581 inside a word has no token",
+        ("tests/test_encoder_vocabulary_errors.py", "-k", "continuations"),
+    ),
+    Mutant(
+        f"{_P}/text/_encoder_vocabulary.py",
+        'strip_accents=flag(gguf, "normalizer.strip_accents", default=lowercase),',
+        'strip_accents=flag(gguf, "normalizer.strip_accents", default=True),',
+        "a vocabulary with upper case loses its accents",
+        ("tests/test_encoder_vocabulary_errors.py", "-k", "case_and_accents"),
+    ),
+    Mutant(
+        f"{_P}/text/_special_tokens.py",
+        "int(word_piece and types > 1)",
+        "int(types > 1)",
+        "the second text of a pair has a type of its own in XLM-R",
+        ("tests/test_encoder_vocabulary_errors.py", "-k", "unigram_texts"),
+    ),
+    Mutant(
+        f"{_P}/text/_charsmap.py",
+        "    if units[0] >= 2**31:",
+        "    if units[0] >= 2**32:",
+        "a character map whose root is a value ends in a panic",
+        ("tests/test_encoder_vocabulary_errors.py", "-k", "damaged"),
+    ),
     Mutant(
         f"{_P}/text/_tokenizer.py",
         "pattern = self._patterns[parse_special]",
@@ -295,8 +368,8 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tasks/_prompt_rules.py",
-        "text[: min(kept, len(text) - 1)]",
-        "text[: min(kept, len(text) - 1) // 2]",
+        "text[: min(end, len(text) - 1)]",
+        "text[: min(end, len(text) - 1) // 2]",
         "texts lose more than their prompts exceed the context by",
         ("tests/test_reranking.py", "-k", "loses_its_end"),
     ),

@@ -58,8 +58,8 @@ class Folder:
     def pool(self, mode: str = "mean_tokens", dense: int = 0, normalize: bool = True) -> None:
         """Add the modules of sentence-transformers."""
         kinds = [("Transformer", ""), ("Pooling", "1_Pooling")]
-        kinds += [("Dense", "2_Dense")] if dense else []
-        kinds += [("Normalize", "3_Normalize")] if normalize else []
+        kinds += [("Dense", "2_Dense"), ("Dense", "3_Dense")] if dense else []
+        kinds += [("Normalize", "4_Normalize")] if normalize else []
         modules = [
             {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
             for i, (kind, path) in enumerate(kinds)
@@ -68,10 +68,10 @@ class Folder:
         modes = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
         pooling = {f"pooling_mode_{name}": name == mode for name in modes}
         self.json("1_Pooling/config.json", {"word_embedding_dimension": DIM, **pooling})
-        if dense:
-            settings = {"in_features": DIM, "out_features": dense, "bias": False}
-            self.json("2_Dense/config.json", {**settings, "activation_function": IDENTITY})
-            save_file({"linear.weight": values((dense, DIM))}, self.path / "2_Dense" / "model.safetensors")
+        for name, shape in (("2_Dense", (dense, DIM)), ("3_Dense", (DIM, dense))) if dense else ():
+            settings = {"in_features": shape[1], "out_features": shape[0], "bias": False}
+            self.json(f"{name}/config.json", {**settings, "activation_function": IDENTITY})
+            save_file({"linear.weight": values(shape)}, self.path / name / "model.safetensors")
 
 
 def save_bfloat16(tensors: dict[str, Values], path: Path) -> None:

@@ -102,7 +102,11 @@ def _key(folder: Path) -> str:
         hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
         raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
-    small = [path for path in sorted(folder.glob("**/*")) if path.suffix in _SMALL and path.is_file()]
+    small = [
+        path
+        for path in sorted((*folder.glob("*"), *folder.glob("*/*")))
+        if path.suffix in _SMALL and path.is_file()
+    ]
     dense = [path for path in sorted(folder.glob("*/*.safetensors")) if path.is_file()]
     for path in (*small, *source_files(folder), *dense):
         status = path.stat()

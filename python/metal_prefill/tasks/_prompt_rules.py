@@ -40,10 +40,10 @@ def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) 
         Returns by how many tokens the prompt of a text exceeds the context.
     """
     while text and (excess := excess_of(text)) > 0:
-        ids = tokenizer.encode(text, add_bos=False)
+        spans = tokenizer.encode_spans(text)
         # The tokens at the cut may change, and some are no whole characters: what is left is counted again.
-        kept = len(tokenizer.decode(ids[: max(len(ids) - excess, 0)]))
-        text = text[: min(kept, len(text) - 1)]
+        end = spans[max(len(spans) - excess, 0)].start if spans else 0
+        text = text[: min(end, len(text) - 1)]
     return text
 
 

@@ -1,0 +1,25 @@
+"""Texts whose vectors by all-MiniLM-L6-v2 are recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.comparison import PROSE, VERSE
+
+VECTORS = Path(__file__).parents[1] / "data" / "minilm_vectors.npz"
+
+TEXTS = (
+    "That is a happy person",
+    "That is a happy dog",
+    "Today is a sunny day",
+    "What is the capital of France?",
+    "Paris is the capital of France.",
+    "The mitochondrion is the powerhouse of the cell.",
+    "",
+    "x",
+    "Größe naïve café 漢字 \U0001f3ad unaffable",
+    "def f(x): return x ** 2  # squares",
+    PROSE,
+    VERSE,
+    " ".join([VERSE] * 3),
+)
