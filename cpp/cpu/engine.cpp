@@ -127,7 +127,9 @@ Stats CpuEngine::stats() const {
           {"weights_from_cache", double(forward_.weights_were_packed())},
           {"workspace_bytes", double(workspace_bytes_)},
           {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
-          {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())}};
+          {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
+          {"kv_page_bytes", double(pool_.page_bytes())},
+          {"kv_limit_bytes", double(pool_.limit_bytes())}};
 }
 
 void CpuEngine::add_call_stats(const CallCounters& counters, Stats& stats) const {

@@ -39,6 +39,8 @@ class MetalEngine final : public Engine, private PassInspector {
             {"rope_table_bytes", double(rope_tables_.bytes())},
             {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
             {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
+            {"kv_page_bytes", double(pool_.page_bytes())},
+            {"kv_limit_bytes", double(pool_.limit_bytes())},
             {"matmul_tensor", double(device_.tuning().matmul_tensor)},
             {"pipelines", double(kernels_.count())},
             {"pipelines_compiled", double(kernels_.compiled_now())}};

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../batch.h"
+#include "../prefix_tree.h"
 #include "arrays.h"
 #include "bindings.h"
 
@@ -172,6 +173,16 @@ void bind_engines(nb::module_& m) {
            "Return the result of each request, or the exception that ended it.")
       .def("check_fits", &Engine::check_fits, "positions"_a,
            "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
+      .def(
+          "cached_tokens",
+          [](Engine& engine, const std::string& prefix_namespace, TokenArray tokens) {
+            return without_gil([&] {
+              PrefixTree* prefixes = engine.prefixes();
+              return prefixes ? prefixes->known(prefix_namespace, view(tokens)) : 0;
+            });
+          },
+          "prefix_namespace"_a, "tokens"_a,
+          "Return how many of these tokens a prompt would find in the prefix cache; not counted as a use.")
       .def_prop_ro("pass_rows", &Engine::pass_rows, "Most tokens that go through the layers together.")
       .def_prop_ro("exact_rows", &Engine::exact_rows,
                    "Most tokens of a sequence in a pass that get the bits that they get one by one.")
