@@ -46,6 +46,23 @@ SHORT_PROMPT = 4 * PROMPT_TURN  # tokens to compute of a prompt that goes before
 WORTH_SHARING = 16  # shared tokens for which a prompt waits until another prompt has computed them
 
 
+class StreamRows(NamedTuple):
+    """Rows of one stream in a pass.
+
+    Attributes
+    ----------
+    stream : Stream
+    rows : int
+        Number of rows, including drafts.
+    writing : bool
+        Whether they are rows of its text; otherwise they are rows of its prompt.
+    """
+
+    stream: Stream
+    rows: int
+    writing: bool
+
+
 class PassRows(NamedTuple):
     """Contents of a pass.
 
@@ -57,12 +74,15 @@ class PassRows(NamedTuple):
         Number of rows of prompts, and of calls.
     seconds : float
         Time of the pass.
+    streams : list of StreamRows
+        Rows by stream.
     """
 
     writing: int
     prompts: int
     calls: int
     seconds: float
+    streams: list[StreamRows]
 
 
 class Scheduler:
@@ -110,7 +130,7 @@ class Scheduler:
         self._calls = PendingCalls()
         self._calls_first = False
         self.passes = 0
-        self.last_pass = PassRows(0, 0, 0, 0.0)
+        self.last_pass = PassRows(0, 0, 0, 0.0, [])
 
     @property
     def max_streams(self) -> int:
@@ -221,12 +241,16 @@ class Scheduler:
         prompt_rows = sum(len(piece.ids) for _, piece in pieces)
         if not calls:
             calls = self._calls.fitting(room, prompt_rows)
-        chosen = self._next_tokens(writing, prompt_rows + rows_of(calls)) + pieces
+        texts = self._next_tokens(writing, prompt_rows + rows_of(calls))
+        chosen = texts + pieces
         if not chosen and not calls:
             waited_for = [s.text.pending for s in self._active if s.text.pending is not None]
             if waited_for and not self._made:
                 futures.wait(waited_for, BATCH_PATIENCE, futures.FIRST_COMPLETED)
             return self._delivered()
+        begin = time.perf_counter()
+        for stream, _ in pieces:
+            stream.times.begin(begin)
         continues = self._ahead.begin(
             not pieces and not calls and all(s.text.can_run_ahead for s, _ in chosen)
         )
@@ -239,8 +263,19 @@ class Scheduler:
         seconds = self._ahead.end(0 if forced else rows, chosen[0][0].session if chosen else None)
         self.passes += 1
         self._calls.take_results(calls, results[len(chosen) :])
-        self.last_pass = PassRows(len(writing), prompt_rows, rows_of(calls), seconds)
-        self._results.update(zip((s for s, _ in chosen), results[: len(chosen)], strict=True))
+        self.last_pass = PassRows(
+            len(writing),
+            prompt_rows,
+            rows_of(calls),
+            seconds,
+            [StreamRows(s, len(tokens.ids), i < len(texts)) for i, (s, tokens) in enumerate(chosen)],
+        )
+        of_streams = list(zip((s for s, _ in chosen), results[: len(chosen)], strict=True))
+        end = time.perf_counter()
+        for stream, result in of_streams:
+            if isinstance(result, list):
+                stream.times.note_tokens(end)
+        self._results.update(of_streams)
         alone = len(self._active) == 1 and not calls and not len(self._calls)
         self._take_results(BATCH_PATIENCE, alone=alone)
         self._drop_ended()

@@ -22,6 +22,35 @@ from metal_prefill.generation._text_generation import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+
+class StreamTimes:
+    """Times of a stream, on the clock of :func:`time.perf_counter`; None until the event.
+
+    Attributes
+    ----------
+    started : float or None
+        Start of the first pass with tokens of the prompt.
+    first_token, last_token : float or None
+        End of the pass that chose the first token, and of the latest one that chose any.
+    """
+
+    def __init__(self) -> None:
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+
+    def begin(self, now: float) -> None:
+        """Note a pass with tokens of the prompt that starts now."""
+        if self.started is None:
+            self.started = now
+
+    def note_tokens(self, now: float) -> None:
+        """Note that a pass which chose tokens has ended now."""
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+
+
 # Errors of `make_streams` that concern one prompt only.
 REFUSALS = (TypeError, ValueError, KVMemoryError)
 
@@ -48,6 +77,8 @@ class Stream:
         Whether a cached prefix of its prompt is reused.
     prefix_namespace : str
         Namespace in which prefixes of its prompt are found; see :meth:`metal_prefill.Model.session`.
+    times : StreamTimes
+        When its prompt started and its tokens were chosen.
 
     Notes
     -----
@@ -63,6 +94,7 @@ class Stream:
         self.prompt = text.prompt
         self.reuses = leader is None and self.scored_tokens == 0
         self.prefix_namespace = prefix_namespace
+        self.times = StreamTimes()
         self.computed = 0  # tokens of the prompt that went through the model for this stream
         self.ids = text.ids  # the prompt and the generated tokens
         self._made: list[int] = []
@@ -81,7 +113,8 @@ class Stream:
         """Number of tokens of the prompt that are computed or were found in the cache."""
         if self.writing:
             return self.prompt_tokens
-        return 0 if self.core is None else min(self.core.position, self.prompt_tokens)
+        core = self.core  # the engine loop may release it at any time
+        return 0 if core is None else min(core.position, self.prompt_tokens)
 
     def cancel(self) -> None:
         """End the stream; its memory is released before the next pass."""

@@ -107,7 +107,8 @@ async def generate(
     The first error in a text is raised and ends the others.
     """
     metrics = service.metrics
-    texts = service.loop.enter([choice.stream for choice in choices])
+    streams = [choice.stream for choice in choices]
+    texts = service.loop.enter(streams)
     first = True
     try:
         async for made in texts:
@@ -124,7 +125,7 @@ async def generate(
                 choice.pieces += text.pieces
                 metrics.generated_tokens.inc(len(text.pieces))
             yield [(choices[text.text], text) for text in made]
-        service.note_prompts(choice.stream for choice in choices)
+        service.note_prompts(streams)
     finally:
         texts.cancel()
 
@@ -150,12 +151,12 @@ async def send_choices(
             for choice, text in made if form.stream else ():
                 for chunk in choice.chunks(text.pieces):
                     await reply.event({**head, "choices": [chunk], **no_usage})
-    usage = usage_of(choices)
+    usage = {"usage": usage_of(choices), "timings": timings_of(choices, begin)}
     if not form.stream:
-        await reply.json({**head, "choices": [choice.whole() for choice in choices], "usage": usage})
+        await reply.json({**head, "choices": [choice.whole() for choice in choices], **usage})
         return
     if with_usage:
-        await reply.event({**head, "choices": [], "usage": usage})
+        await reply.event({**head, "choices": [], **usage})
     await reply.end_of_events()
 
 
@@ -169,6 +170,23 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": made,
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in streams)},
+    }
+
+
+def timings_of(choices: Sequence[Choice], begin: float) -> dict[str, float]:
+    """Return the parts of the time from a request at `begin` to its last token, in seconds.
+
+    They follow one another: the wait for the first pass with a part of the prompts; the passes until each
+    text has its first token; the passes of further tokens. Passes are shared with other requests.
+    """
+    times = [choice.stream.times for choice in choices]
+    started = min((t.started for t in times if t.started is not None), default=begin)
+    first = max((t.first_token for t in times if t.first_token is not None), default=started)
+    last = max((t.last_token for t in times if t.last_token is not None), default=first)
+    return {
+        "queue_seconds": round(started - begin, 6),
+        "prefill_seconds": round(first - started, 6),
+        "decode_seconds": round(last - first, 6),
     }
 
 
