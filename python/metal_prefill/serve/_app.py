@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from metal_prefill.model import Model
+from metal_prefill.serve._activity import pass_number
 from metal_prefill.serve._chat import chat
 from metal_prefill.serve._completions import complete
 from metal_prefill.serve._endpoint import Endpoint
@@ -25,7 +26,7 @@ from metal_prefill.serve._forms import (
     RerankForm,
     TokenizeForm,
 )
-from metal_prefill.serve._keys import RequireKey
+from metal_prefill.serve._keys import RequireKey, prefix_key, prefix_namespace
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 from metal_prefill.serve._tokens import detokenize, tokenize
@@ -36,20 +37,33 @@ def make_app(model: Model, settings: Settings) -> Starlette:
     """Return the ASGI application; its ``state.service`` is the :class:`Service`."""
     service = Service(model, settings)
 
-    def described(name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": service.created, "owned_by": "metal_prefill"}
+    async def described(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "metal_prefill",
+            "max_model_len": model.max_context,
+            "device": model.device,
+            "tasks": await service.prepare(service.tasks),
+        }
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [described(name) for name in service.names]})
+        return JSONResponse({"object": "list", "data": [await described(name) for name in service.names]})
 
     async def one_model(request: Request) -> Response:
-        return JSONResponse(described(service.check_model(request.path_params["name"])))
+        return JSONResponse(await described(service.check_model(request.path_params["name"])))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.page(), media_type=service.metrics.content_type)
+
+    async def activity(request: Request) -> Response:
+        namespace = prefix_namespace(prefix_key(settings, request.headers), None)
+        since = pass_number(request)
+        return JSONResponse(await service.inspect(lambda: service.activity.described(namespace, since)))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -70,6 +84,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             Route("/detokenize", Endpoint(service, DetokenizeForm, detokenize), methods=["POST"]),
             Route("/health", health),
             Route("/metrics", metrics),
+            Route("/activity", activity),
         ],
         middleware=[Middleware(RequireKey, keys=settings.api_keys)] if settings.api_keys else [],
         lifespan=lifespan,

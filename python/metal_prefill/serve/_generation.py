@@ -100,14 +100,16 @@ class Choice:
 
 
 async def generate(
-    service: Service, choices: Sequence[Choice], begin: float
+    service: Service, choices: Sequence[Choice], request: str, begin: float
 ) -> AsyncGenerator[list[tuple[Choice, Made]], None]:
     """Generate texts and yield the results of each pass; closing the iterator cancels them.
 
-    The first error in a text is raised and ends the others.
+    `request` is the id of the answer, and `begin` the time of the request. The first error in a text is
+    raised and ends the others.
     """
-    metrics = service.metrics
+    metrics, activity = service.metrics, service.activity
     streams = [choice.stream for choice in choices]
+    activity.enter(request, streams)
     texts = service.loop.enter(streams)
     first = True
     try:
@@ -124,10 +126,12 @@ async def generate(
                     metrics.count_prompt(choice.stream)
                 choice.pieces += text.pieces
                 metrics.generated_tokens.inc(len(text.pieces))
+                activity.count(choice.stream, len(text.pieces))
             yield [(choices[text.text], text) for text in made]
         service.note_prompts(streams)
     finally:
         texts.cancel()
+        activity.leave(streams)
 
 
 def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
@@ -146,7 +150,7 @@ async def send_choices(
     """Generate texts and send them, as a stream of events or as one answer."""
     with_usage = form.stream_options is not None and form.stream_options.include_usage
     no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
-    async with aclosing(generate(service, choices, begin)) as passes:
+    async with aclosing(generate(service, choices, head["id"], begin)) as passes:
         async for made in passes:
             for choice, text in made if form.stream else ():
                 for chunk in choice.chunks(text.pieces):

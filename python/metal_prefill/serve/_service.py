@@ -8,24 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from metal_prefill._engine import Engine
-from metal_prefill.errors import KVMemoryError
+from metal_prefill.errors import GGUFError, KVMemoryError
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._constraint import MOST_COMPILING
 from metal_prefill.generation._engine_loop import EngineLoop
+from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
+from metal_prefill.serve._activity import Activity
 from metal_prefill.serve._bodies import Bodies
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
+from metal_prefill.tasks._embedding import check_pooling
+from metal_prefill.tasks._reranking import template_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
@@ -53,7 +57,8 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(model)
         self.bodies = Bodies(settings)
-        self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self.metrics.after_pass)
+        self.activity = Activity(model)
+        self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self._after_pass)
         self._store = (
             None
             if settings.prefix_store is None
@@ -66,7 +71,12 @@ class Service:
         self._preparers = anyio.CapacityLimiter(PREPARERS)
         # Constraints have threads of their own: other prompts do not wait while some compile.
         self._constrainers = anyio.CapacityLimiter(MOST_COMPILING)
+        self._inspectors = anyio.CapacityLimiter(1)  # at most one core describes the server's activity
         self._text_workers = anyio.CapacityLimiter(settings.max_streams)
+
+    def _after_pass(self, scheduler: Scheduler) -> None:
+        self.metrics.after_pass(scheduler)
+        self.activity.after_pass(scheduler)
 
     def check_model(self, name: str | None) -> str:
         """Return the name of the model that a request asks for; raises ApiError for any other."""
@@ -78,6 +88,23 @@ class Service:
             code="model_not_found",
             param="model",
         )
+
+    def tasks(self) -> list[str]:
+        """Return what the model supports: ``completion``, ``chat``, ``embedding``, ``rerank``.
+
+        ``chat`` requires a chat template in the file; without one, conversations have a plain format.
+        """
+        engine = self.model.engine
+        tasks = ["completion"] if engine.config.causal else []
+        if tasks and self.model.tokenizer.chat_template:
+            tasks.append("chat")
+        with suppress(ValueError, GGUFError):
+            check_pooling(engine, self.settings.pooling)
+            tasks.append("embedding")
+        with suppress(ValueError, GGUFError):
+            template_of(engine)
+            tasks.append("rerank")
+        return tasks
 
     @contextmanager
     def admitted(self, texts: int) -> Iterator[None]:
@@ -159,6 +186,10 @@ class Service:
     async def prepare(self, work: Callable[[], _T]) -> _T:
         """Do what takes a moment before anything is computed, in a thread."""
         return await anyio.to_thread.run_sync(work, limiter=self._preparers)
+
+    async def inspect(self, work: Callable[[], _T]) -> _T:
+        """Read the state of the server in a thread that prompts do not wait for, one call at a time."""
+        return await anyio.to_thread.run_sync(work, limiter=self._inspectors)
 
     async def compute(self, work: Callable[[SharedPasses], _T]) -> _T:
         """Do in a thread what goes through the model in passes that are shared with texts of others."""

@@ -1,0 +1,312 @@
+"""Recent activity of a server for ``/activity``: passes, texts, pages, and prefixes that prompts share.
+
+An answer describes texts by numbers alone, and only those of the requested prefix namespace. Rows of other
+texts are added up, as ``/metrics`` adds them up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+
+from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._stream import Stream
+from metal_prefill.model import Model
+from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._prefix_store import PAGE
+
+Ids = npt.NDArray[np.int32]
+
+PASSES = (
+    64  # latest passes that are kept; several count as one if they have only next tokens of the same texts
+)
+ENDED_TEXTS = 64  # texts that are kept after their end, of all namespaces
+MOST_TEXTS = 32  # texts in an answer
+MOST_DIGITS = 18  # of the number of a pass in a query
+COMPARED_TOKENS = 8192  # tokens of a prompt that are compared with others; what follows is left out
+
+
+def pass_number(request: Request) -> int:
+    """Return the query parameter ``since`` of a request, or -1; raise `ApiError` for another query."""
+    for name, value in request.query_params.multi_items():
+        if name != "since":
+            raise ApiError(400, f"Unrecognized query parameter: {name}", param=name, code="unknown_parameter")
+        if not (value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS):
+            raise ApiError(
+                400,
+                f"since must be the number of a pass, in at most {MOST_DIGITS} digits; got {value[:40]!r}",
+                param="since",
+                code="invalid_value",
+            )
+    return int(request.query_params.get("since", -1))
+
+
+@dataclass(eq=False)
+class _Text:
+    """A text of a request."""
+
+    request: str
+    index: int
+    namespace: str
+    prompt: Ids  # at most COMPARED_TOKENS
+    prompt_tokens: int
+    stream: Stream | None  # None once its request has ended
+    tokens: int = 0
+    last: dict[str, Any] | None = None  # its description when its request ended
+
+    @property
+    def waits(self) -> bool:
+        """Whether no pass has had a part of its prompt."""
+        return self.stream is not None and self.stream.times.started is None
+
+    def end(self) -> None:
+        """Keep the description in place of the stream."""
+        self.last, self.stream = {**self.described(), "state": "ended"}, None
+
+    def described(self) -> dict[str, Any]:
+        """Return its state as JSON values."""
+        stream = self.stream
+        if stream is None:
+            return self.last or {}
+        writing = stream.writing
+        return {
+            "id": self.request,
+            "index": self.index,
+            "state": "text" if writing else "waiting" if self.waits else "prompt",
+            "prompt_tokens": self.prompt_tokens,
+            "ready_tokens": stream.ready_tokens,
+            "cached_tokens": stream.cached_tokens if writing else 0,
+            "tokens": self.tokens,
+        }
+
+
+@dataclass
+class _Passes:
+    """Consecutive passes with rows of the same texts; one pass unless it has only next tokens."""
+
+    first: int  # numbers of the passes
+    last: int
+    seconds: float
+    texts: list[_Text | None]  # None if it is unknown
+    rows: list[int]  # of each text, in all passes together
+    writing: list[bool]  # by text; otherwise they are rows of its prompt
+    inputs: int
+
+    def add(self, later: _Passes) -> bool:
+        """Add the pass that follows, if it has only next tokens of the same texts."""
+        only_texts = not (self.inputs or later.inputs) and all(self.writing) and all(later.writing)
+        if not only_texts or self.texts != later.texts:
+            return False
+        self.last = later.last
+        self.seconds += later.seconds
+        self.rows = [a + b for a, b in zip(self.rows, later.rows, strict=True)]
+        return True
+
+
+class Activity:
+    """Record of recent passes and texts.
+
+    Thread-safe. The engine loop calls :meth:`after_pass`, which takes time in proportion to the texts of the
+    pass, and waits only while another thread copies a list of bounded size.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._lock = threading.Lock()  # guards what follows
+        self._texts: dict[Stream, _Text] = {}
+        self._left: list[Stream] = []  # streams that the next pass removes from `_texts`
+        self._ended: deque[_Text] = deque(maxlen=ENDED_TEXTS)
+        self._passes: deque[_Passes] = deque(maxlen=PASSES)
+        self._number = 0  # of the latest pass; each scheduler of the engine loop counts from 1
+
+    def enter(self, request: str, streams: Iterable[Stream]) -> None:
+        """Add the texts of a request by the id of its answer."""
+        texts = {
+            stream: _Text(
+                request,
+                i,
+                stream.prefix_namespace,
+                stream.prompt[:COMPARED_TOKENS],
+                len(stream.prompt),
+                stream,
+            )
+            for i, stream in enumerate(streams)
+        }
+        with self._lock:
+            self._texts |= texts
+
+    def count(self, stream: Stream, tokens: int) -> None:
+        """Count tokens that a text received."""
+        with self._lock:
+            if (text := self._texts.get(stream)) is not None:
+                text.tokens += tokens
+
+    def leave(self, streams: Iterable[Stream]) -> None:
+        """Mark texts as ended."""
+        with self._lock:
+            for stream in streams:
+                if (text := self._texts.get(stream)) is not None and text.stream is not None:
+                    text.end()
+                    self._ended.append(text)
+                    # The pass in which it ended may not be recorded yet.
+                    self._left.append(stream)
+
+    def after_pass(self, scheduler: Scheduler) -> None:
+        """Record a pass."""
+        done = scheduler.last_pass
+        with self._lock:
+            texts = [self._texts.get(part.stream) for part in done.streams]
+            rows = [part.rows for part in done.streams]
+            writing = [part.writing for part in done.streams]
+            self._number += 1
+            passes = _Passes(self._number, self._number, done.seconds, texts, rows, writing, done.calls)
+            if not self._passes or not self._passes[-1].add(passes):
+                self._passes.append(passes)
+            for stream in self._left:
+                self._texts.pop(stream, None)
+            self._left.clear()
+
+    def described(self, namespace: str, since: int = -1) -> dict[str, Any]:
+        """Return the texts of a namespace, and passes after number `since`, as JSON of bounded size."""
+        with self._lock:
+            passes = [replace(done) for done in self._passes if done.last > since]
+            live = [text for text in self._texts.values() if text.stream is not None]
+            ended = list(self._ended)
+        own = [text for text in live if text.namespace == namespace]
+        own_live = len(own)
+        own.sort(key=lambda text: text.waits)  # the others first, each in the order of arrival
+        own += [text for text in reversed(ended) if text.namespace == namespace]
+        own = own[:MOST_TEXTS]
+        numbers = {text: i for i, text in enumerate(own)}
+        return {
+            "passes": [_described_passes(done, numbers) for done in passes],
+            "texts": [text.described() for text in own],
+            "other_texts": len(live) - own_live,
+            "pages": self._described_pages(),
+            "prefixes": self._described_prefixes(namespace, [text.prompt for text in own]),
+        }
+
+    def _described_pages(self) -> dict[str, int]:
+        stats = self._model.engine.core.stats()
+        size = int(stats["kv_page_bytes"])
+        return {
+            "tokens": PAGE,
+            "bytes": size,
+            "in_use": int(stats["kv_pool_bytes"]) // size,
+            "kept": int(stats["prefix_bytes"]) // size,
+            "limit": int(stats["kv_limit_bytes"]) // size,
+        }
+
+    def _described_prefixes(self, namespace: str, prompts: Sequence[Ids]) -> list[dict[str, Any]]:
+        core = self._model.engine.core
+        nodes = prefix_tree(prompts)
+        kept = [core.cached_tokens(namespace, prompt) for prompt in prompts]
+        found = [max((kept[i] for i in node.prompts), default=0) for node in nodes]
+        for i in reversed(range(len(nodes))):  # children follow their parents
+            if (parent := nodes[i].parent) is not None:
+                found[parent] = max(found[parent], found[i])
+        return [
+            {
+                "parent": node.parent,
+                "start": node.start,
+                "tokens": node.end - node.start,
+                "kept": min(max(most - node.start, 0), node.end - node.start),
+                "texts": node.prompts,
+            }
+            for node, most in zip(nodes, found, strict=True)
+        ]
+
+
+def _described_passes(done: _Passes, numbers: dict[_Text, int]) -> dict[str, Any]:
+    rows: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    others = 0
+    for text, count, writing in zip(done.texts, done.rows, done.writing, strict=True):
+        number = None if text is None else numbers.get(text)
+        if number is None:
+            others += count
+        else:
+            rows[writing].append((number, count))
+    return {
+        "first": done.first,
+        "last": done.last,
+        "seconds": round(done.seconds, 6),
+        "prompts": rows[False],
+        "texts": rows[True],
+        "inputs": done.inputs,
+        "others": others,
+    }
+
+
+class Node(NamedTuple):
+    """A run of tokens that prompts share.
+
+    Attributes
+    ----------
+    parent : int or None
+        Index of the node whose tokens precede it.
+    start, end : int
+        Positions of its tokens.
+    prompts : list of int
+        Indices of the prompts that end with it.
+    """
+
+    parent: int | None
+    start: int
+    end: int
+    prompts: list[int]
+
+
+def prefix_tree(prompts: Sequence[Ids]) -> list[Node]:
+    """Return the radix tree of prompts, parents before their children.
+
+    It has fewer than twice as many nodes as there are prompts.
+    """
+    # Big-endian bytes sort as the ids do, so that each prompt shares most with its neighbours.
+    order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">i4").tobytes())
+    ends: list[int] = []
+    parents: list[int | None] = []
+    ending: list[list[int]] = []
+
+    def add(end: int, parent: int | None) -> int:
+        ends.append(end)
+        parents.append(parent)
+        ending.append([])
+        return len(ends) - 1
+
+    path: list[int] = []  # from a root to the node of the latest prompt
+    previous: Ids = np.empty(0, np.int32)
+    for i in order:
+        shared = _shared(previous, prompts[i])
+        below: int | None = None
+        while path and ends[path[-1]] > shared:
+            below = path.pop()
+        if below is not None and shared > (ends[path[-1]] if path else 0):
+            middle = add(shared, path[-1] if path else None)
+            parents[below] = middle
+            path.append(middle)
+        if not path or ends[path[-1]] < len(prompts[i]):
+            path.append(add(len(prompts[i]), path[-1] if path else None))
+        ending[path[-1]].append(i)
+        previous = prompts[i]
+    by_end = sorted(range(len(ends)), key=ends.__getitem__)
+    place = {old: new for new, old in enumerate(by_end)}
+    nodes = []
+    for old in by_end:
+        parent = parents[old]
+        start = 0 if parent is None else ends[parent]
+        nodes.append(Node(None if parent is None else place[parent], start, ends[old], sorted(ending[old])))
+    return nodes
+
+
+def _shared(a: Ids, b: Ids) -> int:
+    """Return the number of leading tokens that two prompts share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n

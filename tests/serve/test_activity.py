@@ -1,0 +1,304 @@
+"""``/activity``: what a server does, in numbers alone, of bounded size, and by prefix namespace."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.running_server import Gate, Running, events, running, wait_until
+
+from metal_prefill import Model
+from metal_prefill.generation import Scheduler
+from metal_prefill.generation._stream import make_streams
+from metal_prefill.serve._activity import MOST_TEXTS, PASSES, Activity, prefix_tree
+
+PROMPT = [5 * i % 250 for i in range(150)]
+KEYS = ["the first key", "the second key"]
+
+
+def complete(server: Running, prompt: Any, key: str = "", **more: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **more}
+    answer = server.post("/v1/completions", body, headers=bearer(key))
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def activity(server: Running, key: str = "", query: str = "") -> dict[str, Any]:
+    answer = server.get(f"/activity{query}", headers=bearer(key))
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def rows(done: dict[str, Any]) -> int:
+    listed = sum(int(n) for part in ("prompts", "texts") for _, n in done[part])
+    return listed + int(done["inputs"]) + int(done["others"])
+
+
+def test_a_request_is_described_by_its_passes_and_counts(cpu_model: Model) -> None:
+    with running(cpu_model) as server:
+        before = activity(server)
+        assert (before["passes"], before["texts"], before["prefixes"]) == ([], [], [])
+        answer = complete(server, PROMPT, max_tokens=4)
+        found = activity(server)
+    (text,) = found["texts"]
+    assert text == {
+        "id": answer["id"],
+        "index": 0,
+        "state": "ended",
+        "prompt_tokens": 150,
+        "ready_tokens": 150,
+        "cached_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+        "tokens": 4,
+    }
+    assert sum(n for done in found["passes"] for _, n in done["prompts"]) == 150 - text["cached_tokens"]
+    assert sum(len(done["texts"]) for done in found["passes"]) >= 1
+    assert found["passes"][0]["first"] == 1
+    assert all(b["first"] == a["last"] + 1 for a, b in pairwise(found["passes"]))
+    assert all(done["others"] == done["inputs"] == 0 for done in found["passes"])
+    assert found["other_texts"] == 0
+
+
+def test_passes_are_numbered_on_after_the_engine_was_idle(cpu_model: Model) -> None:
+    with running(cpu_model) as server:
+        complete(server, PROMPT)
+        latest = activity(server)["passes"][-1]["last"]
+        wait_until(lambda: not server.service.loop._running)
+        complete(server, "ROMEO:")
+        new = activity(server, query=f"?since={latest}")["passes"]
+        assert new[0]["first"] == latest + 1
+        assert activity(server, query=f"?since={new[-1]['last']}")["passes"] == []
+
+
+def test_texts_in_flight_are_listed_before_those_that_ended(cpu_model: Model) -> None:
+    with running(cpu_model, max_streams=1) as server, ThreadPoolExecutor(2) as threads:
+        complete(server, "JULIET:")
+        gate = Gate(server.service)
+        first = threads.submit(complete, server, PROMPT, max_tokens=50)
+        assert gate.reached.wait(60)
+        second = threads.submit(complete, server, [1, 2, 3])
+        wait_until(lambda: len(activity(server)["texts"]) == 3)
+        states = [text["state"] for text in activity(server)["texts"]]
+        assert states[0] in ("prompt", "text")
+        assert states[1:] == ["waiting", "ended"]
+        gate.open()
+        first.result()
+        second.result()
+        assert [text["state"] for text in activity(server)["texts"]] == ["ended"] * 3
+
+
+def test_embeddings_count_as_inputs(vector_model: Model) -> None:
+    with running(vector_model) as server:
+        answer = server.post("/v1/embeddings", {"input": ["to be", "or not to be"]}).json()
+        found = activity(server)
+    assert sum(done["inputs"] for done in found["passes"]) == answer["usage"]["prompt_tokens"]
+    assert found["texts"] == []
+
+
+def test_a_key_sees_no_text_of_another(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
+        answer = complete(server, PROMPT, KEYS[0])
+        ready = server.get("/activity", headers=bearer(KEYS[1])).text
+        own, other = activity(server, KEYS[0]), activity(server, KEYS[1])
+    assert own["texts"][0]["id"] == answer["id"]
+    assert len(own["prefixes"]) == 1
+    assert answer["id"] not in ready
+    assert (other["texts"], other["prefixes"]) == ([], [])
+    # What remains is what /metrics shows: how busy the others are.
+    assert [rows(done) for done in other["passes"]] == [rows(done) for done in own["passes"]]
+    assert all(done["others"] == rows(done) for done in other["passes"])
+
+
+def test_the_texts_of_another_key_in_flight_are_counted_alone(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
+        gate = Gate(server.service)
+        with ThreadPoolExecutor(1) as threads:
+            blocked = threads.submit(complete, server, PROMPT, KEYS[0])
+            assert gate.reached.wait(60)
+            other = activity(server, KEYS[1])
+            assert (other["texts"], other["other_texts"]) == ([], 1)
+            assert activity(server, KEYS[0])["other_texts"] == 0
+            gate.open()
+            blocked.result()
+
+
+def test_a_prompt_cache_key_separates_texts_too(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, running(model) as server:
+        complete(server, PROMPT, prompt_cache_key="secret")
+        found = activity(server)
+        assert (found["texts"], found["prefixes"]) == ([], [])
+        assert all(done["others"] == rows(done) for done in found["passes"])
+
+
+def test_keys_that_share_prefixes_see_the_texts_of_each_other(demo_path: Path) -> None:
+    with (
+        Model(demo_path, device="cpu") as model,
+        running(model, api_keys=KEYS, share_prefixes=True) as server,
+    ):
+        answer = complete(server, PROMPT, KEYS[0])
+        assert activity(server, KEYS[1])["texts"][0]["id"] == answer["id"]
+
+
+def test_it_needs_a_key(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
+        assert server.get("/activity").status_code == 401
+        assert server.get("/activity", headers=bearer("wrong")).status_code == 401
+
+
+def test_neither_texts_nor_tokens_are_in_it(cpu_model: Model) -> None:
+    with running(cpu_model) as server:
+        complete(server, "A sentence that nothing else contains. " * 5)
+        body = server.get("/activity").text
+        assert "sentence" not in body
+        keys: set[str] = set()
+
+        def visit(value: Any) -> None:
+            if isinstance(value, dict):
+                keys.update(value)
+                for item in value.values():
+                    visit(item)
+            elif isinstance(value, list):
+                for item in value:
+                    visit(item)
+            elif isinstance(value, str):
+                assert value in ("ended",) or value.startswith("cmpl-")
+
+        visit(json.loads(body))
+    assert "ids" not in keys
+    assert len(body) < 10_000
+
+
+def test_its_size_is_bounded(cpu_model: Model) -> None:
+    with running(cpu_model, max_streams=64) as server:
+        streamed = server.post(
+            "/v1/completions",
+            {"prompt": [[i, *PROMPT[: 3 * i]] for i in range(100)], "max_tokens": 40, "stream": True, "n": 1},
+        )
+        assert len(events(streamed)) > 100
+        body = server.get("/activity").text
+    found = json.loads(body)
+    assert len(found["passes"]) == PASSES
+    assert len(found["texts"]) == MOST_TEXTS
+    assert len(found["prefixes"]) < 2 * MOST_TEXTS
+    assert len(body) < 64_000
+    assert any(done["others"] for done in found["passes"])  # of texts beyond the limit
+
+
+@pytest.mark.parametrize(
+    "query", ["since=-1", "since=1.5", "since=", f"since={'9' * 19}", "since=x", "after=1"]
+)
+def test_a_wrong_query_is_named(server: Running, query: str) -> None:
+    answer = server.get(f"/activity?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+def test_pages_are_those_of_the_pool(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", kv_memory=8 << 20) as model, running(model) as server:
+        complete(server, PROMPT)
+        wait_until(lambda: not server.service.loop._running)
+        pages = activity(server)["pages"]
+        with model.session() as session:
+            session.forward_prompt([1] * 65)
+            assert session.native.memory_bytes() == 2 * pages["bytes"]
+    assert pages["tokens"] == 64
+    assert pages["kept"] == pages["in_use"] == 3  # 150 tokens
+    assert pages["limit"] == (8 << 20) // pages["bytes"]
+
+
+def test_prefixes_tell_what_the_cache_holds(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, running(model) as server:
+        complete(server, [*PROMPT, 1, 2, 3])
+        complete(server, [*PROMPT, 4, 5])
+        root, *leaves = activity(server)["prefixes"]
+    assert root == {"parent": None, "start": 0, "tokens": 150, "kept": 150, "texts": []}
+    assert sorted((leaf["start"], leaf["tokens"]) for leaf in leaves) == [(150, 2), (150, 3)]
+    assert all(leaf["parent"] == 0 and leaf["kept"] == leaf["tokens"] for leaf in leaves)
+
+
+def test_prefixes_that_were_evicted_are_not_kept(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", prefix_memory=0) as model, running(model) as server:
+        complete(server, PROMPT)
+        wait_until(lambda: not server.service.loop._running)
+        (node,) = activity(server)["prefixes"]
+    assert (node["tokens"], node["kept"]) == (150, 0)
+
+
+def test_asking_does_not_count_as_a_use_of_a_prefix(demo_path: Path) -> None:
+    """The least recently used page is evicted first, however often its server is asked."""
+    with Model(demo_path, device="cpu") as model, model.session() as session:
+        session.forward_prompt([1] * 65)
+        page = session.native.memory_bytes() // 2
+    with Model(demo_path, device="cpu", prefix_memory=2 * page) as model, running(model) as server:
+        for prompt in ([1] * 60, [2] * 60):
+            complete(server, prompt, max_tokens=1)
+        for _ in range(3):
+            activity(server)
+        complete(server, [3] * 60, max_tokens=1)
+        wait_until(lambda: not server.service.loop._running)
+        kept = [node["kept"] for node in activity(server)["prefixes"]]
+    assert sorted(kept) == [0, 60, 60]
+
+
+def test_the_tree_of_random_prompts_holds_each_of_them() -> None:
+    """Every prompt is the concatenation of nodes on its path; siblings differ in their first token."""
+    random = np.random.default_rng(3)
+    for _ in range(50):
+        prompts = [
+            random.integers(0, 3, random.integers(1, 9)).astype(np.int32)
+            for _ in range(random.integers(1, 20))
+        ]
+        nodes = prefix_tree(prompts)
+        assert len(nodes) < 2 * len(prompts)
+        assert sorted(i for node in nodes for i in node.prompts) == list(range(len(prompts)))
+        runs: dict[int, tuple[int, ...]] = {}  # by node: the tokens from the root to its end
+        for number, node in enumerate(nodes):
+            assert node.parent is None or node.parent < number
+            assert node.start == (0 if node.parent is None else nodes[node.parent].end) < node.end
+            below = {number}
+            for later, other in enumerate(nodes[number + 1 :], number + 1):
+                if other.parent in below:
+                    below.add(later)
+            tokens = {tuple(prompts[i][: node.end].tolist()) for child in below for i in nodes[child].prompts}
+            assert len(tokens) == 1
+            runs[number] = tokens.pop()
+            assert all(len(prompts[i]) == node.end for i in node.prompts)
+        firsts = [(node.parent, runs[i][node.start]) for i, node in enumerate(nodes)]
+        assert len(firsts) == len(set(firsts))
+
+
+def test_a_pass_is_recorded_with_the_texts_that_ended_in_it(cpu_model: Model) -> None:
+    """A client may have read the end of its text before the pass is recorded."""
+    record = Activity(cpu_model)
+    scheduler = Scheduler(cpu_model)
+    streams = make_streams(cpu_model.engine, [1, 2, 3], 1, 1, prefix_namespace="recorded")
+    record.enter("cmpl-1", streams)
+    scheduler.enter(streams)
+    scheduler.step_pieces()
+    record.leave(streams)
+    record.after_pass(scheduler)
+    assert record.described("recorded")["passes"][0]["prompts"] == [(0, 3)]
+    record.after_pass(scheduler)  # by then it is forgotten
+    assert record.described("recorded")["passes"][1]["others"] == 3
+
+
+def test_passes_of_the_same_texts_are_added_up(cpu_model: Model) -> None:
+    """A prompt is not pushed out by the many passes of the text that follows it."""
+    with running(cpu_model) as server:
+        answer = complete(server, "PROSPERO:\n", max_tokens=PASSES + 20, min_tokens=PASSES + 20)
+        found = activity(server)["passes"]
+    prompts = [done for done in found if done["prompts"]]
+    texts = [done for done in found if done["texts"]]
+    assert prompts
+    assert len(texts) == 1
+    assert texts[0]["texts"][0][1] >= texts[0]["last"] - texts[0]["first"] + 1
+    assert texts[0]["seconds"] > prompts[-1]["seconds"]
+    assert answer["usage"]["completion_tokens"] == PASSES + 20
