@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-emulator test-ray test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-emulator test-ray test-page test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -143,6 +143,15 @@ test-wheels: $(VENV)/.ready
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
 	$(PIP) install "pytest>=8" "pytest-timeout>=2"
 	METAL_PREFILL_WHEELS=build/wheels/dist $(BIN)/python -m pytest tests/test_wheels.py
+
+# The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
+$(VENV)/.page: pyproject.toml $(VENV)/.ready
+	$(PIP) install --group page
+	@touch $@
+
+test-page: build/.emulator $(VENV)/.page $(VENV)/.model
+	@tools/setup_packages.sh browser
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench

@@ -8,6 +8,14 @@ find_clang() {
   return 1
 }
 
+# The browser that the page is tested in.
+find_browser() {
+  for name in chromium chromium-browser google-chrome google-chrome-stable; do
+    if command -v "$name" >/dev/null; then command -v "$name"; return 0; fi
+  done
+  return 1
+}
+
 # Names functions and lines in the reports of sanitizers.
 find_symbolizer() { command -v llvm-symbolizer-19 || command -v llvm-symbolizer; }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need of the system, with apt-get, and says so in one line: clang for the Metal emulator; cross
-# libraries and qemu-user for the kernels of 64-bit Arm. Who may not install packages is told the command. Nothing else in
+# libraries and qemu-user for the kernels of 64-bit Arm; with the argument "browser", Chromium alone. Who may not install packages is told the command. Nothing else in
 # this project installs system packages. A package that cannot be installed is no error here: the builds say what they skip
 # without it, or fail where METAL_PREFILL_REQUIRE_EMULATOR is set.
 set -euo pipefail
@@ -11,6 +11,20 @@ say() { echo "setup: $*" >&2; }
 
 if [ "$(uname -s)" = Darwin ]; then
   say "nothing to install on macOS"
+  exit 0
+fi
+
+if [ "${1:-}" = browser ]; then
+  if find_browser >/dev/null; then
+    say "nothing to install: $(find_browser) found"
+  elif command -v apt-get >/dev/null && [ "$(id -u)" -eq 0 ]; then
+    say "installing with apt-get, for the tests of the page: chromium"
+    apt-get update -qq >/dev/null || true
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null ||
+      say "apt-get failed; the tests of the page are skipped"
+  else
+    say "no Chromium here; the tests of the page are skipped (sudo apt-get install chromium)"
+  fi
   exit 0
 fi
 

@@ -82,6 +82,13 @@ def test_wrong_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "must be at most 65535, got 70000" in errors[-1]
 
 
+def test_the_page_is_at_the_printed_address_unless_it_is_left_out() -> None:
+    with command() as (_, url):
+        assert "<title>metal_prefill</title>" in httpx.get(f"{url}/", trust_env=False).text
+    with command("--no-page") as (_, url):
+        assert httpx.get(f"{url}/", trust_env=False).status_code == 404
+
+
 @pytest.mark.parametrize("host", ["", " "])
 def test_no_address_is_not_every_address(host: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--host", host, "-m", "no such model"]) == cli.EXIT_USAGE

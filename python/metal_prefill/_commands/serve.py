@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of the model in requests; repeatable (default: the name of its file)",
     )
+    parser.add_argument(
+        "--no-page", dest="page", action="store_false", help="do not serve the page for browsers at /"
+    )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="one accepted API key per line")
     limits = parser.add_argument_group("limits")
     positive, not_negative = common.positive, common.not_negative
@@ -140,6 +143,7 @@ def execute(arguments: argparse.Namespace) -> None:
         prefix_store=arguments.prefix_store,
         prefix_store_bytes=arguments.prefix_store_bytes,
         share_prefixes=arguments.share_prefixes,
+        page=arguments.page,
     )
     allow_files(settings)
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
@@ -155,8 +159,9 @@ def execute(arguments: argparse.Namespace) -> None:
         app = serve.app(model, settings)
         server = Server(app, settings, arguments.shutdown_grace, log_level="warning")
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        url = f"http://{host}:{listener.getsockname()[1]}/v1"
-        print(f"{', '.join(app.state.service.names)} at {url}", file=sys.stderr, flush=True)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        page = f"page at {url}/, " if settings.page else ""
+        print(f"{page}{', '.join(app.state.service.names)} at {url}/v1", file=sys.stderr, flush=True)
         # uvicorn raises the signal again after closing, which must not count as a failure.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         server.run(sockets=[listener])

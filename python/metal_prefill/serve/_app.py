@@ -26,7 +26,8 @@ from metal_prefill.serve._forms import (
     RerankForm,
     TokenizeForm,
 )
-from metal_prefill.serve._keys import RequireKey, prefix_key, prefix_namespace
+from metal_prefill.serve._keys import OPEN_PATHS, RequireKey, prefix_key, prefix_namespace
+from metal_prefill.serve._page import page_routes
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 from metal_prefill.serve._tokens import detokenize, tokenize
@@ -70,6 +71,8 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         yield
         await service.prepare(service.close)
 
+    page = page_routes() if settings.page else []
+    open_paths = [*OPEN_PATHS, *(route.path for route in page)]
     ranking = Endpoint(service, RerankForm, rank)
     app = Starlette(
         routes=[
@@ -85,8 +88,11 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/activity", activity),
+            *page,
         ],
-        middleware=[Middleware(RequireKey, keys=settings.api_keys)] if settings.api_keys else [],
+        middleware=[Middleware(RequireKey, keys=settings.api_keys, open_paths=open_paths)]
+        if settings.api_keys
+        else [],
         lifespan=lifespan,
         exception_handlers={HTTPException: answer_error, Exception: answer_error},
     )

@@ -16,15 +16,16 @@ OPEN_PATHS = ("/health",)  # need no key, so that monitoring can probe the serve
 
 
 class RequireKey:
-    """Middleware that requires a key, as ``Authorization: Bearer KEY``."""
+    """Middleware that requires a key, as ``Authorization: Bearer KEY``, for paths that are not open."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str] = OPEN_PATHS) -> None:
         self._app = app
+        self._open_paths = frozenset(open_paths)
         self._keys = [key.encode("utf-8") for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject a request without a valid key, or pass it to the application."""
-        if scope["type"] == "http" and _route(scope) not in OPEN_PATHS:
+        if scope["type"] == "http" and _route(scope) not in self._open_paths:
             given = _given_key(Headers(scope=scope))
             # All keys are compared, each in constant time, so that the time reveals nothing about them.
             if sum(hmac.compare_digest(given, known) for known in self._keys) == 0:

@@ -50,6 +50,8 @@ class Settings:
     share_prefixes : bool
         Whether requests with different API keys share prefixes. If so, ``cached_tokens`` and response times
         reveal to the owner of one key which prompts others sent.
+    page : bool
+        Whether ``/`` is a page for people. It loads without an API key, and asks for one.
 
     Raises
     ------
@@ -78,6 +80,7 @@ class Settings:
     prefix_store: str | os.PathLike[str] | None = None
     prefix_store_bytes: int = 1 << 30
     share_prefixes: bool = False
+    page: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_streams", "max_connections", "max_body", "max_texts", "max_inputs"):

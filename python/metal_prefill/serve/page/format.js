@@ -1,0 +1,40 @@
+// Numbers as text.
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const tenths = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+
+export const count = (n) => whole.format(n);
+export const decimal = (n) => tenths.format(n);
+
+/** "1 token", "2 tokens". */
+export const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+export function seconds(value) {
+  if (value >= 10) return `${count(value)} s`;
+  if (value >= 1) return `${decimal(value)} s`;
+  const ms = 1000 * value;
+  return `${ms >= 10 ? count(ms) : decimal(ms)} ms`;
+}
+
+export function rate(tokens, time) {
+  if (!(time > 0)) return "–";
+  const value = tokens / time;
+  return `${value >= 100 ? count(value) : decimal(value)} tok/s`;
+}
+
+export function bytes(n) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let i = 0;
+  while (n >= 1000 && i < units.length - 1) {
+    n /= 1000;
+    i += 1;
+  }
+  return `${n >= 10 || i === 0 ? count(n) : decimal(n)} ${units[i]}`;
+}
+
+/** The text on one line, cut to a number of characters. */
+export function brief(text, most) {
+  const line = text.replace(/\s+/g, " ").trim();
+  const characters = Array.from(line);
+  return characters.length > most ? `${characters.slice(0, most - 1).join("")}…` : line;
+}

@@ -1,0 +1,105 @@
+// Starts the page: the model's name and tasks, the tabs, the colours, the key.
+
+import { askForKey, getJson } from "./api.js";
+import { Batch } from "./batch.js";
+import { Chat } from "./chat.js";
+import { Compare } from "./compare.js";
+import { byId, el } from "./dom.js";
+import { count } from "./format.js";
+import { Vectors } from "./vectors.js";
+
+const PARTS = ["chat", "compare", "vectors", "batch"];
+const THEMES = { system: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const wide = matchMedia("(min-width: 1180px)"); // the batch is next to the other parts
+
+let chosen = "chat";
+
+function choose(name, focus = false) {
+  chosen = name;
+  // With enough room the batch is always visible, and is no tab.
+  const shown = wide.matches && name === "batch" ? "chat" : name;
+  for (const part of PARTS) {
+    const tab = byId(`tab-${part}`);
+    tab.setAttribute("aria-selected", String(part === shown));
+    tab.tabIndex = part === shown ? 0 : -1;
+    byId(part).hidden = part !== shown && !(part === "batch" && wide.matches);
+  }
+  byId("tab-batch").hidden = wide.matches;
+  byId("batch").setAttribute("role", wide.matches ? "complementary" : "tabpanel");
+  if (focus) byId(`tab-${shown}`).focus();
+}
+
+function startTabs() {
+  for (const part of PARTS) {
+    const tab = byId(`tab-${part}`);
+    tab.addEventListener("click", () => choose(part));
+    tab.addEventListener("keydown", (event) => {
+      const tabs = PARTS.filter((name) => !byId(`tab-${name}`).hidden);
+      const at = tabs.indexOf(part);
+      const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 }[event.key];
+      if (next === undefined) return;
+      event.preventDefault();
+      choose(tabs[(next + tabs.length) % tabs.length], true);
+    });
+  }
+  wide.addEventListener("change", () => choose(chosen));
+  choose("chat");
+}
+
+function startTheme() {
+  const button = byId("theme-button");
+  const names = Object.keys(THEMES);
+  const show = () => {
+    const theme = document.documentElement.dataset.theme ?? "system";
+    const [sign, label] = THEMES[theme];
+    button.replaceChildren(el("span", { "aria-hidden": "true" }, sign));
+    button.setAttribute("aria-label", `Colours: ${label}`);
+    button.title = `Colours: ${label}`;
+    return theme;
+  };
+  button.addEventListener("click", () => {
+    const next = names[(names.indexOf(show()) + 1) % names.length];
+    if (next === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = next;
+    try {
+      localStorage.setItem("theme", next);
+    } catch {
+      // Storage is disabled: the choice lasts until the page is left.
+    }
+    show();
+  });
+  show();
+}
+
+function describe(model) {
+  byId("model").replaceChildren(
+    el("span", { class: "model-name", title: model.id }, model.id),
+    el("span", { class: "chip" }, model.device),
+    el("span", { class: "chip" }, `${count(model.max_model_len)} tokens`));
+  document.title = `${model.id} · metal_prefill`;
+}
+
+async function start() {
+  startTheme();
+  startTabs();
+  byId("key-button").addEventListener("click", async () => {
+    if (await askForKey()) location.reload();
+  });
+  const notice = byId("notice");
+  try {
+    const [model] = (await getJson("v1/models")).data;
+    describe(model);
+    new Chat(byId("chat"), model);
+    new Compare(byId("compare"), model);
+    new Vectors(byId("vectors"), model);
+    new Batch(byId("batch"));
+    byId("chat-input").focus();
+    document.body.dataset.ready = "true";
+  } catch (error) {
+    byId("model").textContent = "not connected";
+    notice.replaceChildren(error.message, " ", el("button", { class: "quiet small", onclick: () => location.reload() }, "Try again"));
+    notice.hidden = false;
+  }
+}
+
+start();
