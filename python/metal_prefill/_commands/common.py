@@ -71,6 +71,14 @@ def not_negative(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    """Parse the number of a port; 0 picks a free one."""
+    value = not_negative(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
+    return value
+
+
 def positives(text: str) -> list[int]:
     """Parse comma-separated positive integers, for argparse."""
     return [positive(word) for word in text.split(",")]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_port,
+        type=common.port,
         default=8080,
         metavar="N",
         help="port to listen on; 0 picks a free port (default: 8080)",
@@ -171,13 +171,6 @@ def _host(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty; 0.0.0.0 listens on all addresses")
     return text
-
-
-def _port(text: str) -> int:
-    value = common.not_negative(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
-    return value
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:

