@@ -450,7 +450,7 @@ def test_the_picture_of_the_readme(pages: Pages, tmp_path: Path) -> None:
     with Model(path, device="cpu") as model, running(model, names=["SmolLM2-135M-Instruct"]) as server:
         # The first request also reads the chat template.
         server.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1, "prompt_cache_key": "x"})
-        page = pages.open(server, color_scheme="light", viewport={"width": 1400, "height": 880})
+        page = pages.open(server, color_scheme="light", viewport={"width": 1400, "height": 940})
         page.locator(".options summary").click()
         page.fill("#chat-system", LIBRARIAN)
         page.fill("#chat-temperature", "0")
@@ -481,8 +481,9 @@ LIBRARIAN = (
 QUESTION = [{"role": "user", "content": "Who are you?"}]
 CLIENTS = [
     ("I look for a book about Italy and the sea.", 90),
-    ("Do you have the letters of painters?", 160),
-    ("Who wrote about the planets?", 300),
+    ("Do you have the letters of painters?", 120),
+    ("Who wrote about the planets?", 200),
+    ("Which maps may I borrow?", 260),
 ]
 
 

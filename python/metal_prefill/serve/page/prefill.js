@@ -66,6 +66,7 @@ export function promptDetails(ids, reused) {
         reused > 0 && el("mark", { class: "reused", title: "reused" }, before) || "",
         el("mark", { class: "computed", title: "computed" }, after),
       );
+      details.scrollIntoView({ block: "nearest" });
     } catch (error) {
       text.textContent = error.message;
     }
