@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_keys.py",
-        "_route(scope) not in OPEN_PATHS",
+        "_route(scope) not in self._open_paths",
         'not scope["path"].endswith(OPEN_PATHS)',
         "a path that ends like the one of health needs no key",
         ("tests/serve/test_server_limits.py", "-k", "a_key_is_asked_for or mounted"),
