@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -110,6 +111,17 @@ def test_it_has_the_kernels_of_every_processor(environment: Environment) -> None
     assert environment.run("python", "-c", code).split() == list(
         build_wheels.LINUX_KERNELS[platform.machine()]
     )
+
+
+def test_it_runs_on_a_processor_without_avx(environment: Environment) -> None:
+    qemu = shutil.which("qemu-x86_64")
+    if qemu is None or platform.machine() != "x86_64":
+        pytest.skip("there is no qemu-x86_64 (make setup), or this is not an x86 processor")
+    code = "from metal_prefill import Model; print(len(''.join(Model().generate('ROMEO:', 3))) > 0)"
+    command = [qemu, "-cpu", "Nehalem", str(environment.bin / "python"), "-c", code]
+    done = subprocess.run(command, env=environment.env, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+    assert "using scalar kernels, which are many times slower: this processor runs none of amx" in done.stderr
 
 
 def test_the_server_of_the_extra_answers(environment: Environment) -> None:
