@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import build_wheels  # noqa: E402
+import build_wheels
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the commands are shell scripts")
 
