@@ -98,8 +98,9 @@ struct DispatchRecord {
   std::string kernel;
   Dim3 grid, group;
   std::uint64_t threads = 0, barriers = 0;
-  double seconds = 0;         // on the device, in timed mode
-  bool after_barrier = true;  // false: may overlap the dispatch before it
+  std::uint64_t least_bank_cycles = 0, bank_cycles = 0;  // see Options: banks
+  double seconds = 0;                                    // on the device, in timed mode
+  bool after_barrier = true;                             // false: may overlap the dispatch before it
   std::vector<BindingRecord> bindings;
 };
 struct CommandBufferRecord {

@@ -179,6 +179,8 @@ struct ByteRange {
 
 struct DispatchStatistics {
   std::uint64_t threads = 0, barriers = 0;
+  // Cycles of the banks of threadgroup memory, with as few lanes as possible in the same bank, and as it is.
+  std::uint64_t least_bank_cycles = 0, bank_cycles = 0;
   double seconds = 0;                                    // on the device, in timed mode
   std::vector<std::uint64_t> bytes_read, bytes_written;  // by buffer index; counted in checked mode
   std::vector<std::vector<ByteRange>> read, written;  // by buffer index, sorted and disjoint; in checked mode
@@ -196,6 +198,7 @@ struct ExecutorOptions {
   bool checked = false;       // record which bytes each dispatch touches
   bool active_lanes = false;  // simd operations in divergent branches act on the lanes that arrive
   bool fast_errors = false;   // fast::exp and fast::exp2 have the largest error that Metal allows
+  bool banks = false;         // in checked mode: count cycles of the banks of threadgroup memory
 };
 
 class Executor {

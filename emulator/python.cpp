@@ -60,6 +60,10 @@ void bind_records(nb::module_& m) {
           "group", [](const DispatchRecord& record) { return to_tuple(record.group); }, "In threads.")
       .def_ro("threads", &DispatchRecord::threads)
       .def_ro("barriers", &DispatchRecord::barriers)
+      .def_ro("bank_cycles", &DispatchRecord::bank_cycles,
+              "Of the banks of threadgroup memory, with the option `banks`.")
+      .def_ro("least_bank_cycles", &DispatchRecord::least_bank_cycles,
+              "The same if the words of each access were spread evenly over the banks.")
       .def_ro("seconds", &DispatchRecord::seconds, "On the device, with METAL_EMULATOR_TIMED=1.")
       .def_ro("after_barrier", &DispatchRecord::after_barrier)
       .def_ro("bindings", &DispatchRecord::bindings);
@@ -133,11 +137,11 @@ void bind_settings(nb::module_& m) {
       .def(
           "__init__",
           [](ExecutorOptions* self, unsigned workers, std::uint64_t seed, bool checked, bool active_lanes,
-             bool fast_errors) {
-            new (self) ExecutorOptions{workers, seed, checked, active_lanes, fast_errors};
+             bool fast_errors, bool banks) {
+            new (self) ExecutorOptions{workers, seed, checked, active_lanes, fast_errors, banks};
           },
           "workers"_a = 0, "seed"_a = 0, "checked"_a = false, "active_lanes"_a = false,
-          "fast_errors"_a = false)
+          "fast_errors"_a = false, "banks"_a = false)
       .def_rw("workers", &ExecutorOptions::workers, "Host threads that run threadgroups; 0: one per core.")
       .def_rw("seed", &ExecutorOptions::seed, "Shuffles the order of threads; 0: in order.")
       .def_rw("checked", &ExecutorOptions::checked,
@@ -145,7 +149,9 @@ void bind_settings(nb::module_& m) {
       .def_rw("active_lanes", &ExecutorOptions::active_lanes,
               "Simd operations in divergent branches act on the lanes that arrive.")
       .def_rw("fast_errors", &ExecutorOptions::fast_errors,
-              "fast::exp and fast::exp2 have the largest error that Metal's specification allows.");
+              "fast::exp and fast::exp2 have the largest error that Metal's specification allows.")
+      .def_rw("banks", &ExecutorOptions::banks,
+              "In checked mode, count the cycles of the banks of threadgroup memory.");
   m.def("options", &options, nb::call_guard<nb::gil_scoped_release>());
   m.def("set_options", &set_options, "options"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Waits until nothing runs.");

@@ -124,7 +124,7 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
   work.kernel->specialize(work.constants);
   set_guard_handler(&missed_guard);
   if (work.options.checked) {
-    accesses_.begin(work.bindings, &report_access, this);
+    accesses_.begin(work.bindings, work.options.banks, &report_access, this);
     set_current_recorder(&accesses_);
   }
 #if METAL_EMULATOR_TSAN
@@ -237,6 +237,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
     if (const int product = run_queue(simdgroups_[i]); product >= 0) error_ = describe_product(i, product);
   }
   if (error_.empty()) error_ = describe_apart();
+  if (work_->options.banks) accesses_.end_threadgroup();
   if (!error_.empty()) {  // suspended threads are abandoned
     reset_fibers();
     for (auto& queue : header_->queues) queue = {};

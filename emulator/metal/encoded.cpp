@@ -105,13 +105,18 @@ std::vector<DispatchRecord> make_records(const Encoded& encoded,
     const Command& command = encoded.commands[i];
     if (command.kind != Command::Kind::kDispatch) continue;
     const auto& dispatch = command.dispatch;
-    DispatchRecord record{
-        dispatch.pipeline->kernel->name, dispatch.grid, dispatch.group, 0, 0, 0.0, command.after_barrier, {}};
+    DispatchRecord record;
+    record.kernel = dispatch.pipeline->kernel->name;
+    record.grid = dispatch.grid;
+    record.group = dispatch.group;
+    record.after_barrier = command.after_barrier;
     const DispatchStatistics none;
     const DispatchStatistics& measured =
         records.size() < statistics.size() ? statistics[records.size()] : none;
     record.threads = measured.threads;
     record.barriers = measured.barriers;
+    record.least_bank_cycles = measured.least_bank_cycles;
+    record.bank_cycles = measured.bank_cycles;
     record.seconds = measured.seconds;
     for (const EncodedBinding& binding : encoded.bindings[i]) {
       const auto index = static_cast<std::size_t>(binding.index);

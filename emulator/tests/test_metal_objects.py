@@ -372,6 +372,25 @@ def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, e
     assert unique == [(400, 0), (400, 0), (0, 400)]
 
 
+@pytest.mark.usefixtures("has_checked_mode")
+@pytest.mark.parametrize(("stride", "cycles"), [(1, 1), (2, 2), (16, 16), (32, 32), (33, 1), (0, 1)])
+def test_checked_mode_counts_the_cycles_of_banks(
+    library: KernelLibrary, emulator: Any, stride: int, cycles: int
+) -> None:
+    """32 banks of four bytes. Three threadgroups of two simdgroups, of which each lane writes and reads."""
+    emulator.set_options(emulator.Options(checked=True, banks=True, seed=7))
+    emulator.set_history_depth(1)
+    y = np.zeros(192, np.uint32)
+    library.dispatch("strided", [y, np.uint32(stride).tobytes()], grid=192, threads=64)
+    assert stride == 0 or y.tolist() == list(range(192))
+    (dispatch,) = emulator.history()[0].dispatches
+    accesses = 3 * 2 * 2
+    assert (dispatch.least_bank_cycles, dispatch.bank_cycles) == (accesses, accesses * cycles)
+    emulator.set_options(emulator.Options(checked=True))
+    library.dispatch("strided", [y, np.uint32(stride).tobytes()], grid=192, threads=64)
+    assert emulator.history()[0].dispatches[0].bank_cycles == 0
+
+
 def test_counters_count(library: KernelLibrary, emulator: Any) -> None:
     before = emulator.counters()
     counts = (before.command_buffers, before.dispatches, before.buffers)

@@ -9,6 +9,20 @@ _REFUSED = "emulator/tests/test_metal_objects.py", "-k", "commit_that_is_refused
 
 MUTANTS = (
     Mutant(
+        "emulator/cpu/banks.cpp",
+        "for (const std::uintptr_t word : words) in_bank[word % kBanks]++;",
+        "for (const std::uintptr_t word : words) in_bank[word / kBanks % kBanks]++;",
+        "neighbouring words are in the same bank of threadgroup memory",
+        ("emulator/tests/test_metal_objects.py", "-k", "banks"),
+    ),
+    Mutant(
+        "emulator/cpu/banks.cpp",
+        "words.erase(std::unique(words.begin(), words.end()), words.end());",
+        "",
+        "lanes that read the same word wait for each other",
+        ("emulator/tests/test_metal_objects.py", "-k", "banks"),
+    ),
+    Mutant(
         "emulator/metal/validation.cpp",
         "if (argument.writable) check_overlap(pipeline, dispatch, argument, bindings);",
         "",

@@ -80,6 +80,17 @@ kernel void load(device const uint* x [[buffer(0)]],  //
   y[i] = x[first + i];
 }
 
+// Each thread writes one word of threadgroup memory and reads it back. At most 64 threads, with strides of up
+// to 33 words.
+kernel void strided(device uint* y [[buffer(0)]],         //
+                    constant uint& stride [[buffer(1)]],  //
+                    uint i [[thread_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup uint cells[64 * 33];
+  cells[thread_index * stride] = i;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  y[i] = cells[thread_index * stride];
+}
+
 [[max_total_threads_per_threadgroup(64)]] kernel void limited(device uint* y [[buffer(0)]],
                                                               uint i [[thread_position_in_grid]]) {
   y[i] = i;
