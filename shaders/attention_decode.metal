@@ -3,6 +3,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "attention.h"
 #include "pages.h"
 #include "rope.h"
 #include "variants.h"
@@ -47,21 +48,24 @@ struct Queries {
     }
   }
 
-  // One key for each group of lanes; lanes without a valid key only take part in the sums.
-  void take(thread const float4* keys, thread const float4* values, bool valid) {
+  // One key for each group of lanes; lanes without a valid key only take part in the sums. Keys and values of
+  // the cache's type are converted where they are used: as floats they would take twice the registers.
+  template <typename T>
+  void take(thread const vec<T, 4>* keys, thread const vec<T, 4>* values, bool valid) {
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
       if (h >= heads) break;
       float score = 0.0f;
 #pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) score += dot(query[h][c], keys[c]);
+      for (ushort c = 0; c < kChunks; ++c) score += dot(query[h][c], float4(keys[c]));
       for (ushort offset = kLanes / 2; offset > 0; offset /= 2) score += simd_shuffle_xor(score, offset);
       if (!valid) continue;
       if (score > state[h].best) state[h].rescale(score);
       const float weight = fast::exp(score - state[h].best);
       state[h].sum += weight;
 #pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) state[h].o[c] = fma(float4(weight), values[c], state[h].o[c]);
+      for (ushort c = 0; c < kChunks; ++c)
+        state[h].o[c] = fma(float4(weight), float4(values[c]), state[h].o[c]);
     }
   }
 
@@ -166,21 +170,21 @@ struct CachedKeys {
   }
 };
 
-// Takes keys [first, end) of the cache, with which `cached` began.
+// Takes keys [first, end) of the cache, with which `cached` began. The next keys are loaded before the
+// current ones are multiplied, where two steps fit the registers: of 128 registers of a lane, query and
+// output take 64 (half of them with 64 dimensions), and a step 8 for each 32 dimensions in half precision.
 template <typename T, ushort kChunks>
 static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKeys<T, kChunks>& cached,
                                Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first,
                                uint end, uint step, ushort lane) {
+  constexpr bool kLoadsAhead = DECODE_LOADS_AHEAD(kChunks, sizeof(T));
   while (first < end) {
-    float4 keys[kChunks], values[kChunks];
-#pragma unroll
-    for (ushort c = 0; c < kChunks; ++c) {
-      keys[c] = float4(cached.keys[c]);
-      values[c] = float4(cached.values[c]);
-    }
-    queries.take(keys, values, first + lane / kLanes < end);
+    const CachedKeys<T, kChunks> current = cached;
+    const bool valid = first + lane / kLanes < end;
     first += step;
-    if (first < end) cached.load(cache, args, kv_head, first, first + step, end - 1, lane);
+    if (kLoadsAhead && first < end) cached.load(cache, args, kv_head, first, first + step, end - 1, lane);
+    queries.template take<T>(current.keys, current.values, valid);
+    if (!kLoadsAhead && first < end) cached.load(cache, args, kv_head, first, first + step, end - 1, lane);
   }
 }
 
@@ -330,16 +334,16 @@ kernel void rope_attention_decode(
     // Its turn is where it would be in the cache, so that the sums are those of attention_decode.
     const uint turn = position - share.begin;
     if (simdgroup == turn / (32 / kLanes) % simdgroups) {
-      float4 keys[kChunks], values[kChunks];
+      // In the type of the cache, to which they are rounded: sums of the same code.
+      vec<T, 4> keys[kChunks], values[kChunks];
 #pragma unroll
       for (ushort c = 0; c < kChunks; ++c) {
-        keys[c] = dim + c * 32 < attention.key_dim ? *(threadgroup const float4*)(own_key + dim + c * 32)
-                                                   : float4(0.0f);
-        values[c] = dim + c * 32 < attention.value_dim
-                        ? *(threadgroup const float4*)(own_value + dim + c * 32)
-                        : float4(0.0f);
+        const ushort d = dim + c * 32;
+        keys[c] = vec<T, 4>(d < attention.key_dim ? *(threadgroup const float4*)(own_key + d) : float4(0.0f));
+        values[c] =
+            vec<T, 4>(d < attention.value_dim ? *(threadgroup const float4*)(own_value + d) : float4(0.0f));
       }
-      queries.take(keys, values, lane / kLanes == turn % (32 / kLanes));
+      queries.template take<T>(keys, values, lane / kLanes == turn % (32 / kLanes));
     }
     if (share.head == share.kv_head * (attention.n_heads / attention.n_kv_heads)) {
       const uint head = position % PAGE_POSITIONS * attention.n_kv_heads + share.kv_head;

@@ -8,6 +8,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "attention.h"
 #include "pages.h"
 #include "variants.h"
 
@@ -29,14 +30,15 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   constexpr ushort kDims = 8 * kDimBlocks;
   constexpr bool kStaged = PREFILL_STAGES_QUERY(kDims, sizeof(T));
   constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
+  constexpr ushort kScoreRow = PREFILL_SCORE_ROW, kWeightRow = PREFILL_WEIGHT_ROW(sizeof(T));
+  static_assert(kWeightRow * sizeof(T) <= kScoreRow * sizeof(float), "weights take the place of the scores");
   typedef simdgroup_matrix<T, 8, 8> Block;
 
-  threadgroup float* scores =
-      scratch + simdgroup * PREFILL_SCRATCH(kDims, sizeof(T));                // [kRows][PREFILL_KEYS]
-  threadgroup T* weights = (threadgroup T*)scores;                            // takes the place of the scores
-  threadgroup float* diagonal = scores + kRows * PREFILL_KEYS;                // [kRowBlocks][8][8]
-  threadgroup T* tail = (threadgroup T*)(diagonal + kRowBlocks * 64);         // [8][8]
-  threadgroup T* staged = (threadgroup T*)(diagonal + kRowBlocks * 64 + 64);  // [kRows][kQueryRow]
+  threadgroup float* scores = scratch + simdgroup * PREFILL_SCRATCH(kDims, sizeof(T));  // [kRows][kScoreRow]
+  threadgroup T* weights = (threadgroup T*)scores;                                      // [kRows][kWeightRow]
+  threadgroup float* diagonal = scores + kRows * kScoreRow;                             // [kRowBlocks][8][8]
+  threadgroup T* tail = (threadgroup T*)(diagonal + kRowBlocks * 64);                   // [8][8]
+  threadgroup T* staged = (threadgroup T*)(diagonal + kRowBlocks * 64 + 64);            // [kRows][kQueryRow]
 
   const uint g = args.n_heads / args.n_kv_heads, rows = g * tile.tokens, first_row = tile.first;
   device const uint* block_table = pages + tile.pages;
@@ -70,10 +72,13 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {
     if (c < key_blocks) {
-      threadgroup T* chunk = kStaged ? staged + row * kQueryRow + c * 8 : weights + row * PREFILL_KEYS;
-      for (ushort i = 0; i < kLaneKeys; ++i) {
+      threadgroup T* chunk = kStaged ? staged + row * kQueryRow + c * 8 : weights + row * kWeightRow;
+      for (ushort i = 0; i < kLaneKeys; i += 4) {
         const ushort d = c * 8 + part + i;
-        chunk[part + i] = d < args.key_dim ? T(my_query[d] * (args.scale * M_LOG2E_F)) : T(0);
+        const float4 values = d < args.key_dim
+                                  ? *(device const float4*)(my_query + d) * (args.scale * M_LOG2E_F)
+                                  : float4(0.0f);
+        *(threadgroup vec<T, 4>*)(chunk + part + i) = vec<T, 4>(values);
       }
       if (kStaged) continue;
       simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -82,8 +87,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
         for (ushort b = 0; b < 4; ++b)
           if (c + b < kDimBlocks)
-            simdgroup_load(query[kStaged ? 0 : r][kStaged ? 0 : c + b],
-                           weights + r * 8 * PREFILL_KEYS + b * 8, PREFILL_KEYS);
+            simdgroup_load(query[kStaged ? 0 : r][kStaged ? 0 : c + b], weights + r * 8 * kWeightRow + b * 8,
+                           kWeightRow);
       simdgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
@@ -130,21 +135,25 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
         }
 #pragma unroll
         for (ushort r = 0; r < kRowBlocks; ++r)
-          simdgroup_store(score[r], scores + r * 8 * PREFILL_KEYS + j * 8, PREFILL_KEYS);
+          simdgroup_store(score[r], scores + r * 8 * kScoreRow + j * 8, kScoreRow);
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
     // Softmax: maximum, weights, sum, and the factor for what was summed before.
-    float lane_scores[kLaneKeys];
+    float4 lane_scores[kLaneKeys / 4];
     float new_best = best;
 #pragma unroll
-    for (ushort i = 0; i < kLaneKeys; ++i) {
-      const uint column = key + part + i;
-      const bool visible = column >= my_first && column <= my_last;
-      const float distance = abs(float(column) - float(my_position));
-      lane_scores[i] = visible ? scores[row * PREFILL_KEYS + part + i] - slope * distance : -INFINITY;
-      new_best = max(new_best, lane_scores[i]);
+    for (ushort i = 0; i < kLaneKeys / 4; ++i) {
+      lane_scores[i] = *(threadgroup const float4*)(scores + row * kScoreRow + part + i * 4);
+#pragma unroll
+      for (ushort c = 0; c < 4; ++c) {
+        const uint column = key + part + i * 4 + c;
+        const bool visible = column >= my_first && column <= my_last;
+        const float distance = abs(float(column) - float(my_position));
+        lane_scores[i][c] = visible ? lane_scores[i][c] - slope * distance : -INFINITY;
+        new_best = max(new_best, lane_scores[i][c]);
+      }
     }
     for (ushort offset = kRowLanes / 2; offset > 0; offset /= 2)
       new_best = max(new_best, simd_shuffle_xor(new_best, offset));
@@ -153,10 +162,11 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     sum *= factor;
     simdgroup_barrier(mem_flags::mem_threadgroup);  // the scores were read: weights may take their place
 #pragma unroll
-    for (ushort i = 0; i < kLaneKeys; ++i) {
-      const float weight = fast::exp2(lane_scores[i] - best);
-      sum += weight;
-      weights[row * PREFILL_KEYS + part + i] = T(weight);
+    for (ushort i = 0; i < kLaneKeys / 4; ++i) {
+      const float4 lane_weights = fast::exp2(lane_scores[i] - best);
+#pragma unroll
+      for (ushort c = 0; c < 4; ++c) sum += lane_weights[c];
+      *(threadgroup vec<T, 4>*)(weights + row * kWeightRow + part + i * 4) = vec<T, 4>(lane_weights);
     }
     if (part == 0) diagonal[row / 8 * 64 + row % 8 * 9] = factor;
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -177,7 +187,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
         Block weight[kRowBlocks];
 #pragma unroll
         for (ushort r = 0; r < kRowBlocks; ++r)
-          simdgroup_load(weight[r], weights + r * 8 * PREFILL_KEYS + j * 8, PREFILL_KEYS);
+          simdgroup_load(weight[r], weights + r * 8 * kWeightRow + j * 8, kWeightRow);
         device const T* v_block = v_keys + j * 8 * v_stride + kv_head * args.value_dim;
         if (key + j * 8 + 8 <= cached) {
 #pragma unroll
@@ -224,12 +234,13 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
         for (ushort b = 0; b < 4; ++b)
           if (c + b < kDimBlocks)
-            simdgroup_store(output[r][c + b], scores + r * 8 * PREFILL_KEYS + b * 8, PREFILL_KEYS);
+            simdgroup_store(output[r][c + b], scores + r * 8 * kScoreRow + b * 8, kScoreRow);
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      for (ushort i = 0; i < kLaneKeys; ++i) {
+      for (ushort i = 0; i < kLaneKeys; i += 4) {
         const ushort d = c * 8 + part + i;
         if (first_row + row < rows && d < args.value_dim)
-          my_out[d] = half(scores[row * PREFILL_KEYS + part + i] / sum);
+          *(device half4*)(my_out + d) =
+              half4(*(threadgroup const float4*)(scores + row * kScoreRow + part + i) / sum);
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
     }

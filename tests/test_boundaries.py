@@ -26,7 +26,9 @@ MODULE = BINDINGS + "module.cpp"
 THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
 MACHINE_IN_PYTHON = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # kernel sets and limits of the machine
 PASSES_FOR_PYTHON = ("cpp/metal/python.h", "cpp/metal/python.cpp")  # recorded passes as Python objects
-SHARED_WITH_SHADERS = ("shaders/args.h", "shaders/args_fields.h", "shaders/quants.h", "shaders/grids.h")
+SHARED_WITH_SHADERS = tuple(
+    f"shaders/{name}.h" for name in ("args", "args_fields", "attention", "quants", "grids")
+)
 # Sources with which every build records the passes of the Metal engine.
 RECORDING = tuple(
     f"cpp/metal/{name}"

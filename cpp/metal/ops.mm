@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "../../shaders/attention.h"
 #include "../rounding.h"
 
 namespace metal_prefill::metal {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../../shaders/attention.h"
 #include "../rounding.h"
 
 namespace metal_prefill::metal {

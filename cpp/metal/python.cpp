@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../../shaders/attention.h"
 #include "../rounding.h"
 #include "../tensors.h"
 #include "recorder.h"
@@ -70,11 +71,12 @@ std::map<std::string, std::tuple<std::size_t, std::vector<FieldRow>>> args_struc
 
 #define CONSTANT(name) {#name, name}
 const std::map<std::string, std::uint32_t> kConstants = {
-    CONSTANT(ACTIVATION_SILU),    CONSTANT(ACTIVATION_GELU),  CONSTANT(ACTIVATION_GELU_ERF),
-    CONSTANT(ROPE_INTERLEAVED),   CONSTANT(ROPE_NEOX),        CONSTANT(MULTI_TOKEN_TILE),
-    CONSTANT(PAGE_POSITIONS),     CONSTANT(MATMUL_THREADS),   CONSTANT(MATMUL_K),
-    CONSTANT(MATMUL_NARROW_TILE), CONSTANT(MATMUL_WIDE_TILE), CONSTANT(MATMUL_PARTS),
-    CONSTANT(DECODE_SIMDGROUPS),  CONSTANT(PREFILL_KEYS),     CONSTANT(ARGMAX_NONE)};
+    CONSTANT(ACTIVATION_SILU),    CONSTANT(ACTIVATION_GELU),   CONSTANT(ACTIVATION_GELU_ERF),
+    CONSTANT(ROPE_INTERLEAVED),   CONSTANT(ROPE_NEOX),         CONSTANT(MULTI_TOKEN_TILE),
+    CONSTANT(PAGE_POSITIONS),     CONSTANT(MATMUL_THREADS),    CONSTANT(MATMUL_K),
+    CONSTANT(MATMUL_NARROW_TILE), CONSTANT(MATMUL_WIDE_TILE),  CONSTANT(MATMUL_PARTS),
+    CONSTANT(MATMUL_TALL_TOKENS), CONSTANT(DECODE_SIMDGROUPS), CONSTANT(PREFILL_KEYS),
+    CONSTANT(ARGMAX_NONE)};
 #undef CONSTANT
 
 }  // namespace
@@ -140,6 +142,11 @@ void bind_recordings(nb::module_& m) {
       .def("add", &ModelShape::add, "role"_a, "layer"_a, "type"_a, "rows"_a, "cols"_a)
       .def("plan", &ModelShape::plan, "tokens"_a, "position"_a, "output"_a, "family"_a, "gpu"_a, "options"_a,
            "The dispatches that the Metal engine would make for a prompt.");
+  m.def(
+      "decode_loads_ahead",
+      [](int chunks, int element_bytes) { return DECODE_LOADS_AHEAD(chunks, element_bytes); }, "chunks"_a,
+      "element_bytes"_a,
+      "Whether attention_decode loads the next keys before it multiplies the current ones.");
   m.def(
       "prefill_row_blocks",
       [](int dims, int element_bytes) { return PREFILL_ROW_BLOCKS(dims, element_bytes); }, "dims"_a,

@@ -38,6 +38,18 @@ def test_functions_with_a_fast_form_are_named_with_the_form(path: Path) -> None:
     assert re.findall(rf"(?<![\w:.])(?:{TWO_FORMS})\(.*", code) == []
 
 
+def test_attention_decode_loads_the_next_keys_before_it_multiplies_the_current_ones() -> None:
+    """A simdgroup then waits for memory while it multiplies."""
+    code = (SHADERS / "attention_decode.metal").read_text()
+    body = code[code.index("static inline void take_cached(") :]
+    body = body[: body.index("\n}\n")]
+    steps = re.findall(
+        r"(if \((!?)kLoadsAhead &&.*\n?.*cached\.load\(|const .* current = cached|take<T>\()", body
+    )
+    order = [("load" if "load(" in text else text[-6:].strip(), bool(negated)) for text, negated in steps]
+    assert order == [("cached", False), ("load", False), ("ke<T>(", False), ("load", True)]
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_every_source_includes_what_it_needs_by_itself(path: Path) -> None:
     text = path.read_text()

@@ -1,0 +1,41 @@
+// Sizes of the attention kernels, shared by the host and the shaders.
+#pragma once
+
+#define DECODE_SIMDGROUPS 8  // most simdgroups of an attention_decode threadgroup
+#define PREFILL_KEYS 32      // keys of one step of attention_prefill
+
+// Rows of scores and weights in threadgroup memory are longer than PREFILL_KEYS, so that eight rows of an 8x8
+// block fall in distinct banks: floats of a row of scores, elements of a row of weights.
+#define PREFILL_SCORE_ROW 36
+#define PREFILL_WEIGHT_ROW(element_bytes) ((element_bytes) == 2 ? 40 : 36)
+
+// Query heads that one threadgroup of attention_decode takes together, so that they share the reads of K and
+// V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
+#define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
+
+// Whether attention_decode loads the keys of the next step before it multiplies those of the current one:
+// where both fit the registers, 32 of a lane for both steps.
+#define DECODE_LOADS_AHEAD(chunks, element_bytes) ((chunks) * (element_bytes) <= 8)
+
+// 8-row blocks of queries that a simdgroup of attention_prefill owns, by the most dimensions of a head and
+// the bytes of a cached element. Limited by registers: output and query take dims / 8 * 2 floats and as many
+// cached elements for each block.
+#define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
+
+// Whether the queries of attention_prefill stay in threadgroup memory: where output (two registers of a lane
+// for each 8x8 block) and queries (two cached elements) would take more than 64 of the 128 registers of a
+// lane.
+#define PREFILL_STAGES_QUERY(dims, element_bytes) \
+  (PREFILL_ROW_BLOCKS(dims, element_bytes) * ((dims) / 8) * (2 + (element_bytes) / 2) > 64)
+
+// Bytes of a query there: 16 more than it has, so that eight rows of a block fall in distinct banks.
+#define PREFILL_QUERY_BYTES(dims, element_bytes) ((dims) * (element_bytes) + 16)
+
+// Floats of threadgroup memory that one simdgroup of attention_prefill needs: scores
+// [rows][PREFILL_SCORE_ROW], one diagonal 8x8 matrix for each 8 rows, an 8x8 block of V at the end of the
+// cache, and staged queries.
+#define PREFILL_SCRATCH(dims, element_bytes)                                                     \
+  (PREFILL_ROW_BLOCKS(dims, element_bytes) * (8 * PREFILL_SCORE_ROW + 64) + 64 +                 \
+   (PREFILL_STAGES_QUERY(dims, element_bytes)                                                    \
+        ? PREFILL_ROW_BLOCKS(dims, element_bytes) * 2 * PREFILL_QUERY_BYTES(dims, element_bytes) \
+        : 0))
