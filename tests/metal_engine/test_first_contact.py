@@ -228,6 +228,11 @@ def steps() -> list[int]:
     ]
 
 
+def dispatches() -> list[Any]:
+    """Return the dispatches of the command buffers that are kept."""
+    return [dispatch for buffer in gpu.history() for dispatch in buffer.dispatches]
+
+
 def with_work(monkeypatch: pytest.MonkeyPatch, multiply_adds: float) -> None:
     """Let command buffers of engines made from now on have so much work."""
 
@@ -278,18 +283,42 @@ def test_attention_of_a_long_context_is_cut_by_its_work_and_gives_the_same_bits(
     def run() -> tuple[Any, list[int]]:
         with open_with(file) as opened:
             result = opened.forward_prompt_logits(tokens)
-        return result, [
-            dispatch.threads
-            for buffer in gpu.history()
-            for dispatch in buffer.dispatches
-            if dispatch.kernel.startswith("attention_prefill")
-        ]
+        return result, [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
 
     whole, threads = run()
     with_work(monkeypatch, WORK / 2)
     cut, cut_threads = run()
     np.testing.assert_array_equal(cut, whole)
     assert len(cut_threads) >= len(threads) + 2
+    assert max(cut_threads) < max(threads)
+
+
+def test_attention_of_tokens_that_see_both_ways_is_cut_by_its_work_and_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of six layers has no window."""
+    file = synth.synthesize(
+        tmp_path / "m.gguf",
+        preset="tiny",
+        architecture="gemma-embedding",
+        tokenizer="llama",
+        layers=6,
+        vocab=320,
+        window=64,
+        pooling="mean",
+    )
+
+    def run() -> tuple[Any, list[int]]:
+        with open_with(file) as opened:
+            vector = opened.embed(["a bird in the hand " * 12])
+        threads = [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
+        return vector, threads
+
+    whole, threads = run()
+    with_work(monkeypatch, WORK / 4)
+    cut, cut_threads = run()
+    np.testing.assert_array_equal(cut, whole)
+    assert len(cut_threads) > len(threads)
     assert max(cut_threads) < max(threads)
 
 
