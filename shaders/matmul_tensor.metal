@@ -103,6 +103,130 @@ template <typename W, ushort kTokens, ushort kRows>
   }
 }
 
+// Tall tiles: MATMUL_TALL_TOKENS tokens and MATMUL_WIDE_TILE rows, of at least as many tokens and of columns
+// that are a multiple of MATMUL_K. Only the weights are staged; activations are read from device memory,
+// since a tile of so many tokens would take too much threadgroup memory, and moving it there would take as
+// long as the products. The last tile begins where it ends with the last token, so that no operand has an
+// edge.
+template <typename W>
+struct Tall {
+  static constant constexpr ushort kTokens = MATMUL_TALL_TOKENS, kRows = MATMUL_WIDE_TILE;
+  using Activations = tensor<device half, dextents<int32_t, 2>, tensor_inline>;
+  using Staged = tensor<threadgroup half, dextents<int32_t, 2>, tensor_inline>;
+  static constant constexpr auto kDescriptor = matmul2d_descriptor(
+      kTokens, kRows, MATMUL_K, false, true, false, matmul2d_descriptor::mode::multiply_accumulate);
+  using Product = matmul2d<kDescriptor, execution_simdgroups<MATMUL_THREADS / 32>>;
+
+  // First token of the tile, and the first of those that earlier tiles do not have.
+  static uint first_token(uint tile, uint tokens) { return min(tile * kTokens, tokens - kTokens); }
+
+  // sum += x w^T over all columns. x begins with the tile's first token; `staged` holds two steps of weights.
+  template <typename Sum>
+  static void multiply(thread WeightTile<W, kRows, MATMUL_K>& weights, device const half* x, uint in_dim,
+                       thread Sum& sum, threadgroup half* staged, ushort thread_index) {
+    Product product;
+    threadgroup half* current = staged;
+    threadgroup half* next = staged + kRows * MATMUL_K;
+    weights.load(thread_index, 0, in_dim);
+    weights.store(current, thread_index);
+    for (uint k = 0; k < in_dim; k += MATMUL_K) {
+      // All threads have stored `current` and have read the old contents of `next`.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      const bool more = k + MATMUL_K < in_dim;
+      if (more) weights.load(thread_index, k + MATMUL_K, in_dim);
+      Activations tokens((device half*)(x + k), dextents<int32_t, 2>(MATMUL_K, kTokens),
+                         array<int32_t, 2>{1, int32_t(in_dim)});
+      Staged rows(current, dextents<int32_t, 2>(MATMUL_K, kRows));
+      product.run(tokens, rows, sum);
+      if (more) weights.store(next, thread_index);
+      threadgroup half* swap = current;
+      current = next;
+      next = swap;
+    }
+  }
+};
+
+// matmul_tensor by tall tiles. Grid: (rows / MATMUL_WIDE_TILE, tokens / MATMUL_TALL_TOKENS), rounded up.
+template <typename W>
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_tensor_tall(
+    device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
+    device const half* x [[buffer(1)]],   // [tokens][in_dim]
+    device float* y [[buffer(2)]],        // [tokens][out_stride]
+    constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  typedef Tall<W> Tile;
+  threadgroup half staged[2 * Tile::kRows * MATMUL_K];
+  const uint first = Tile::first_token(group.y, args.tokens), row = group.x * Tile::kRows;
+  WeightTile<W, Tile::kRows, MATMUL_K> weights;
+  weights.begin(w, args, row, thread_index);
+  typename Tile::Product product;
+  auto sum = product.template get_destination_cooperative_tensor<typename Tile::Activations,
+                                                                 typename Tile::Staged, float>();
+  for (ushort i = 0; i < sum.get_capacity(); ++i)
+    if (sum.is_valid_element(i)) sum[i] = 0.0f;
+  Tile::multiply(weights, x + first * args.in_dim, args.in_dim, sum, staged, thread_index);
+
+  for (ushort i = 0; i < sum.get_capacity(); ++i) {
+    if (!sum.is_valid_element(i)) continue;
+    const auto place = sum.get_multidimensional_index(i);
+    const uint r = row + uint(place[0]), t = first + uint(place[1]);
+    if (t < group.y * Tile::kTokens || r >= args.out_dim) continue;
+    device float& out = y[t * args.out_stride + r];
+    out = args.accumulate ? out + sum[i] : sum[i];
+  }
+}
+
+// matmul_tensor_swiglu by tall tiles. Grid: (rows / (MATMUL_WIDE_TILE / 2), tokens / MATMUL_TALL_TOKENS),
+// rounded up.
+template <typename W>
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_tensor_swiglu_tall(
+    device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
+    device const half* x [[buffer(1)]],   // [tokens][in_dim]
+    device half* y [[buffer(2)]],         // [tokens][out_stride]
+    constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  typedef Tall<W> Tile;
+  // Gate and up of a token are in different threads: half of the tokens at a time meet in threadgroup memory,
+  // in the place of the weights.
+  constexpr ushort kPart = Tile::kTokens / 2, kOutputs = Tile::kRows / 2;
+  threadgroup float results[kPart * Tile::kRows];
+  static_assert(sizeof(results) >= 2 * Tile::kRows * MATMUL_K * sizeof(half), "two steps of weights fit");
+  const uint first = Tile::first_token(group.y, args.tokens), row = group.x * kOutputs;
+  WeightTile<W, Tile::kRows, MATMUL_K> weights;
+  weights.begin_gated(w, args, row, thread_index);
+  typename Tile::Product product;
+  auto sum = product.template get_destination_cooperative_tensor<typename Tile::Activations,
+                                                                 typename Tile::Staged, float>();
+  for (ushort i = 0; i < sum.get_capacity(); ++i)
+    if (sum.is_valid_element(i)) sum[i] = 0.0f;
+  Tile::multiply(weights, x + first * args.in_dim, args.in_dim, sum, (threadgroup half*)results,
+                 thread_index);
+
+  for (ushort part = 0; part < Tile::kTokens; part += kPart) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (ushort i = 0; i < sum.get_capacity(); ++i) {
+      if (!sum.is_valid_element(i)) continue;
+      const auto place = sum.get_multidimensional_index(i);
+      const ushort t = ushort(place[1]);
+      if (t >= part && t < part + kPart) results[(t - part) * Tile::kRows + place[0]] = sum[i];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (ushort e = thread_index; e < kPart * kOutputs; e += MATMUL_THREADS) {
+      const uint t = first + part + e / kOutputs;
+      const ushort r = e % kOutputs;
+      if (t < group.y * Tile::kTokens || row + r >= args.out_dim) continue;
+      threadgroup const float* gate = results + e / kOutputs * Tile::kRows + r / 8 * 16 + r % 8;
+      y[t * args.out_stride + row + r] = finite_half(activate(gate[0], args.activation) * gate[8]);
+    }
+  }
+}
+
+typedef decltype(matmul_tensor_tall<F32>) matmul_tensor_tall_t;
+typedef decltype(matmul_tensor_swiglu_tall<F32>) matmul_tensor_swiglu_tall_t;
+#define INSTANTIATE_TALL(name, W)                                                                           \
+  template [[host_name("matmul_tensor_" #name "_tall")]] kernel matmul_tensor_tall_t matmul_tensor_tall<W>; \
+  template [[host_name("matmul_tensor_swiglu_" #name                                                        \
+                       "_tall")]] kernel matmul_tensor_swiglu_tall_t matmul_tensor_swiglu_tall<W>;
 typedef decltype(matmul_tensor<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_tensor_t;
 typedef decltype(matmul_tensor_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_tensor_swiglu_t;
 #define INSTANTIATE_SIZE(name, W, size, tile)                                                              \
@@ -112,5 +236,5 @@ typedef decltype(matmul_tensor_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TIL
                        "_" #size)]] kernel matmul_tensor_swiglu_t matmul_tensor_swiglu<W, tile, tile>;
 #define INSTANTIATE(name, W, number)                                    \
   IF_WANTED(name)(INSTANTIATE_SIZE(name, W, narrow, MATMUL_NARROW_TILE) \
-                      INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE))
+                      INSTANTIATE_SIZE(name, W, wide, MATMUL_WIDE_TILE) INSTANTIATE_TALL(name, W))
 EACH_TENSOR_TYPE(INSTANTIATE)

@@ -144,10 +144,11 @@ Device Device::of_engine(const MetalOptions& options) {
   if (options.buffer_work > 0) tuning.buffer_work = options.buffer_work;
   if (device.native_) compile_concurrently(device.device_);
   if (!tuning.matmul_tensor) return device;
-  std::string& failure = device.no_matmul_tensor_;
-  failure = options.no_matmul_tensor.empty() ? failure_of_tensor_trial(device.device_, device.queue_)
-                                             : options.no_matmul_tensor;
-  tuning.matmul_tensor = failure.empty();
+  TensorFailures failures{.any = options.no_matmul_tensor};
+  if (failures.any.empty()) failures = failures_of_tensor_trial(device.device_, device.queue_);
+  tuning.matmul_tensor = failures.any.empty();
+  tuning.tall_tiles = failures.tall.empty();
+  device.no_matmul_tensor_ = std::move(failures.any);
   return device;
 }
 

@@ -284,16 +284,20 @@ std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows
 }
 
 KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
-  // A pass chooses between kernels by the number of tokens or by the position, and each choice has one
-  // threshold. So the shortest and the longest pass of each path, at the first and the last position, use
-  // every kernel; but products whose columns are split end at one of two thresholds.
+  // A pass chooses between kernels by the number of tokens or by the position, and each choice but that of a
+  // matmul's tiles has one threshold. So the shortest and the longest pass of each path, at the first and the
+  // last position, use every other kernel.
   const int longest = std::min(pass_rows(), config_.context_length);
   std::set<int> lengths;
-  for (const int tokens :
-       {1, 2, kFewTokens, kFewTokens + 1, MATMUL_NARROW_TILE + 1, ops::kMostSplitTokens + 1, longest})
+  for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})
     if (tokens <= longest) lengths.insert(tokens);
   KernelCollector collector(tuning_, cache_shape_, limit);
   RecordedBuffers buffers;
+  for (int tokens = MATMUL_NARROW_TILE; tokens <= std::min(longest, ops::kMostTiledTokens);
+       tokens += MATMUL_NARROW_TILE)
+    for (const int length : {tokens, tokens + 1})
+      if (length <= longest)
+        encode(collector, rows_of({{last_rows(length, 0, RowOutput::kLogProbs)}}), buffers);
   for (const int tokens : lengths)
     for (const int position : {0, config_.context_length - tokens})
       for (const RowOutput output : {RowOutput::kNone, RowOutput::kHidden, RowOutput::kGreedy,

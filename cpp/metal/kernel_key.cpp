@@ -65,10 +65,14 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return typed("matmul_tensor_") + "_narrow";
     case Kernel::kMatmulTensorWide:
       return typed("matmul_tensor_") + "_wide";
+    case Kernel::kMatmulTensorTall:
+      return typed("matmul_tensor_") + "_tall";
     case Kernel::kMatmulTensorSwigluNarrow:
       return typed("matmul_tensor_swiglu_") + "_narrow";
     case Kernel::kMatmulTensorSwigluWide:
       return typed("matmul_tensor_swiglu_") + "_wide";
+    case Kernel::kMatmulTensorSwigluTall:
+      return typed("matmul_tensor_swiglu_") + "_tall";
     case Kernel::kMultiTokenMatvec:
       return typed("multi_token_matvec_");
     case Kernel::kMultiTokenMatvecAccumulate:

@@ -22,8 +22,10 @@ enum class Kernel {
   kMatmulSwigluWide,
   kMatmulTensorNarrow,
   kMatmulTensorWide,
+  kMatmulTensorTall,
   kMatmulTensorSwigluNarrow,
   kMatmulTensorSwigluWide,
+  kMatmulTensorSwigluTall,
   kMultiTokenMatvec,
   kMultiTokenMatvecAccumulate,
   kMultiTokenMatvecSwiglu,
@@ -54,7 +56,7 @@ enum class Kernel {
 
 // Whether a kernel is one of shaders/matmul_tensor.metal, which not every device compiles.
 constexpr bool needs_tensors(Kernel kernel) {
-  return kernel >= Kernel::kMatmulTensorNarrow && kernel <= Kernel::kMatmulTensorSwigluWide;
+  return kernel >= Kernel::kMatmulTensorNarrow && kernel <= Kernel::kMatmulTensorSwigluTall;
 }
 
 struct KernelKey {

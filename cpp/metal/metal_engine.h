@@ -42,6 +42,7 @@ class MetalEngine final : public Engine, private PassInspector {
             {"kv_page_bytes", double(pool_.page_bytes())},
             {"kv_limit_bytes", double(pool_.limit_bytes())},
             {"matmul_tensor", double(device_.tuning().matmul_tensor)},
+            {"matmul_tall", double(device_.tuning().matmul_tensor && device_.tuning().tall_tiles)},
             {"pipelines", double(kernels_.count())},
             {"pipelines_compiled", double(kernels_.compiled_now())}};
   }

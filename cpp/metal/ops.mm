@@ -179,44 +179,66 @@ void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& ga
 
 namespace {
 
-// Wide tiles where there are enough of them for the whole GPU. ForwardPass::kernels relies on this: if some
-// number of tokens gets wide tiles, then so does every larger number.
-bool uses_wide_tiles(const Tuning& tuning, std::size_t rows, std::size_t tokens) {
-  const std::size_t tiles = ceil_div(rows, MATMUL_WIDE_TILE) * ceil_div(tokens, MATMUL_WIDE_TILE);
-  return tokens > MATMUL_NARROW_TILE && tiles >= std::size_t(tuning.wide_groups);
-}
+// A kind of tiles of a product: what they cost, and the kernel.
+struct TileKind {
+  Kernel kernel;
+  std::size_t rows, tokens;  // of a tile
+  const TileCost& cost;
+  std::size_t threads = MATMUL_THREADS;
+};
 
-// Where a core has no more than one tile, four times as many threads share it. ForwardPass::kernels relies on
-// this: one number of tokens is like another with as many tiles, and more than kMostSplitTokens never split.
-bool splits_columns(const Tuning& tuning, std::size_t rows, std::size_t tokens) {
-  const std::size_t tiles = ceil_div(rows, MATMUL_NARROW_TILE) * ceil_div(tokens, MATMUL_NARROW_TILE);
-  return !tuning.matmul_tensor && tokens <= kMostSplitTokens && tiles <= std::size_t(tuning.cores);
-}
-
-// Of a product, by the width of its tiles. They differ in how a tile is multiplied, and in nothing else.
+// Of a product, by the kind of its tiles. They differ in how a tile is multiplied, and in nothing else.
 struct MatmulKernels {
   Kernel narrow, wide;
-  Kernel tensor_narrow, tensor_wide;
+  Kernel tensor_narrow, tensor_wide, tensor_tall;
   std::optional<Kernel> split = std::nullopt;  // narrow, by MATMUL_PARTS times as many threads
 
-  Kernel of(const Tuning& tuning, bool is_wide) const {
-    if (tuning.matmul_tensor) return is_wide ? tensor_wide : tensor_narrow;
-    return is_wide ? wide : narrow;
+  std::vector<TileKind> kinds(const Tuning& tuning, const MatmulArgs& args) const {
+    constexpr std::size_t kNarrow = MATMUL_NARROW_TILE, kWide = MATMUL_WIDE_TILE;
+    const TileCosts& costs = tuning.tiles;
+    std::vector<TileKind> found;
+    // Tall tiles have no edges.
+    if (tuning.matmul_tensor && tuning.tall_tiles && args.tokens >= MATMUL_TALL_TOKENS &&
+        args.in_dim % MATMUL_K == 0)
+      found.push_back({tensor_tall, kWide, MATMUL_TALL_TOKENS, costs.tensor_tall});
+    if (args.tokens > kNarrow)
+      found.push_back(tuning.matmul_tensor ? TileKind{tensor_wide, kWide, kWide, costs.tensor_wide}
+                                           : TileKind{wide, kWide, kWide, costs.wide});
+    found.push_back(tuning.matmul_tensor ? TileKind{tensor_narrow, kNarrow, kNarrow, costs.tensor_narrow}
+                                         : TileKind{narrow, kNarrow, kNarrow, costs.narrow});
+    // Without matrix units, also where there are some: so few tiles wait for memory.
+    if (split && args.tokens <= u32_t(kMostSplitTokens))
+      found.push_back({*split, kNarrow, kNarrow, costs.split, MATMUL_PARTS * MATMUL_THREADS});
+    return found;
   }
 };
 
+// Cycles of a step: each core takes its tiles one after another, or some at a time while they wait. `rows`
+// includes gate and up.
+std::size_t step_cycles(const Tuning& tuning, const TileKind& kind, std::size_t rows, std::size_t tokens) {
+  const std::size_t counted = std::min(tokens, std::size_t(kMostTiledTokens));
+  const std::size_t tiles = ceil_div(rows, kind.rows) * ceil_div(counted, kind.tokens);
+  const std::size_t of_a_core = ceil_div(tiles, std::size_t(tuning.cores));
+  return std::max(of_a_core * std::size_t(kind.cost.work),
+                  ceil_div(of_a_core, std::size_t(kind.cost.resident)) * std::size_t(kind.cost.alone));
+}
+
+// With the tiles that take the least time; of equal ones, the largest. ForwardPass::kernels relies on this:
+// the choice changes only at multiples of MATMUL_NARROW_TILE and after them, up to kMostTiledTokens.
 void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection& w, const View& x,
                      const View& y, MatmulArgs args) {
-  const std::size_t rows = std::size_t(w.out_dim);
-  const bool wide = uses_wide_tiles(e.tuning(), rows, args.tokens);
-  const std::size_t tile = wide ? MATMUL_WIDE_TILE : MATMUL_NARROW_TILE;
+  const std::size_t rows = std::size_t(w.out_dim), tokens = args.tokens;
   args.weights = w.stack;
   args.in_dim = u32_t(w.in_dim);
-  const bool split = !wide && kernels.split && splits_columns(e.tuning(), rows, args.tokens);
-  e.dispatch({split ? *kernels.split : kernels.of(e.tuning(), wide), w.type}, {w.weights, x, y}, args,
-             {.x = ceil_div(rows, tile),
-              .y = ceil_div(args.tokens, tile),
-              .threads = std::size_t(split ? MATMUL_PARTS * MATMUL_THREADS : MATMUL_THREADS),
+  const std::vector<TileKind> kinds = kernels.kinds(e.tuning(), args);
+  const TileKind& kind =
+      *std::min_element(kinds.begin(), kinds.end(), [&](const TileKind& a, const TileKind& b) {
+        return step_cycles(e.tuning(), a, rows, tokens) < step_cycles(e.tuning(), b, rows, tokens);
+      });
+  e.dispatch({kind.kernel, w.type}, {w.weights, x, y}, args,
+             {.x = ceil_div(rows, kind.rows),
+              .y = ceil_div(tokens, kind.tokens),
+              .threads = kind.threads,
               .work = product_work(w, int(args.tokens))});
 }
 
@@ -225,7 +247,7 @@ void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection&
 void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {
   dispatch_matmul(e,
                   {Kernel::kMatmulNarrow, Kernel::kMatmulWide, Kernel::kMatmulTensorNarrow,
-                   Kernel::kMatmulTensorWide, Kernel::kMatmulSplit},
+                   Kernel::kMatmulTensorWide, Kernel::kMatmulTensorTall, Kernel::kMatmulSplit},
                   w, x, output_of(w, y.view),
                   {.out_dim = u32_t(w.out_dim),
                    .tokens = u32_t(tokens),
@@ -238,7 +260,7 @@ void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y
   const u32_t rows = u32_t(w.out_dim) / 2;  // gate and up share the tiles
   dispatch_matmul(e,
                   {Kernel::kMatmulSwigluNarrow, Kernel::kMatmulSwigluWide, Kernel::kMatmulTensorSwigluNarrow,
-                   Kernel::kMatmulTensorSwigluWide},
+                   Kernel::kMatmulTensorSwigluWide, Kernel::kMatmulTensorSwigluTall},
                   w, x, y,
                   {.out_dim = rows, .tokens = u32_t(tokens), .out_stride = rows, .activation = activation});
 }

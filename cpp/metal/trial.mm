@@ -116,26 +116,26 @@ Trial trial_of_simdgroups() {
 }
 
 // Two tiles each way, the last of them in part, of more columns than a step has, added to ones.
-Trial trial_of_tensors(const char* kernel, int tile) {
-  constexpr int kColumns = MATMUL_K + kBlock;
+Trial trial_of_tensors(const char* kernel, int tile_tokens, int tile_rows, int columns) {
   Trial trial{.kernel = kernel,
-              .x_rows = tile + 3,
-              .w_rows = tile + 5,
-              .columns = kColumns,
+              .x_rows = tile_tokens + 3,
+              .w_rows = tile_rows + 5,
+              .columns = columns,
               .groups = MTLSizeMake(2, 2, 1),
               .threads = MATMUL_THREADS,
               .args = std::vector<std::byte>(sizeof(MatmulArgs)),
               .weights_first = true,
               .before = {},
               .expected = {}};
-  const MatmulArgs args = {
-      .weights = {.offset = {}, .rows = {u32_t(trial.w_rows)}, .row_bytes = kColumns * sizeof(std::uint16_t)},
-      .in_dim = kColumns,
-      .out_dim = u32_t(trial.w_rows),
-      .tokens = u32_t(trial.x_rows),
-      .out_stride = u32_t(trial.w_rows),
-      .accumulate = true,
-      .activation = ACTIVATION_SILU};
+  const MatmulArgs args = {.weights = {.offset = {},
+                                       .rows = {u32_t(trial.w_rows)},
+                                       .row_bytes = u32_t(std::size_t(columns) * sizeof(std::uint16_t))},
+                           .in_dim = u32_t(columns),
+                           .out_dim = u32_t(trial.w_rows),
+                           .tokens = u32_t(trial.x_rows),
+                           .out_stride = u32_t(trial.w_rows),
+                           .accumulate = true,
+                           .activation = ACTIVATION_SILU};
   std::memcpy(trial.args.data(), &args, sizeof args);
   trial.expected = trial.product();
   trial.before.assign(trial.expected.size(), 1.0f);
@@ -153,15 +153,19 @@ std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   }
 }
 
-std::string failure_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
+TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   try {
     const Libraries libraries = open_tensors(device, {"f16"});
-    const std::string failure = failure_of(trial_of_tensors("matmul_tensor_f16_narrow", MATMUL_NARROW_TILE),
-                                           libraries, device, queue);
-    if (!failure.empty()) return failure;
-    return failure_of(trial_of_tensors("matmul_tensor_f16_wide", MATMUL_WIDE_TILE), libraries, device, queue);
+    const auto failure = [&](const char* kernel, int tokens, int rows, int columns) {
+      return failure_of(trial_of_tensors(kernel, tokens, rows, columns), libraries, device, queue);
+    };
+    constexpr int kEdge = MATMUL_K + kBlock;  // columns whose last step is a part of one
+    for (const auto& [kernel, tile] : {std::pair("matmul_tensor_f16_narrow", MATMUL_NARROW_TILE),
+                                       std::pair("matmul_tensor_f16_wide", MATMUL_WIDE_TILE)})
+      if (std::string why = failure(kernel, tile, tile, kEdge); !why.empty()) return {.any = std::move(why)};
+    return {.tall = failure("matmul_tensor_f16_tall", MATMUL_TALL_TOKENS, MATMUL_WIDE_TILE, 2 * MATMUL_K)};
   } catch (const DeviceError& error) {
-    return error.what();
+    return {.any = error.what()};
   }
 }
 

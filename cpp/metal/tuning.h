@@ -7,11 +7,22 @@
 
 namespace metal_prefill::metal {
 
+// What a step of MATMUL_K columns takes in a matmul with tiles of one kind, in cycles of a core, for Q4_0: of
+// the schedulers or of threadgroup memory, whichever is more, and of a threadgroup that is alone on its core.
+// Other types take more of both, so that they get the same tiles.
+struct TileCost {
+  int work, alone;
+  int resident;  // threadgroups that a core holds at the same time
+};
+struct TileCosts {
+  TileCost narrow, wide, split;
+  TileCost tensor_narrow, tensor_wide, tensor_tall;  // with matrix units
+};
+
 struct Tuning {
   int family;              // of Apple's GPUs: 7 is MTLGPUFamilyApple7
   int cores;               // of the chip itself, such as M4; for M4 Pro and others see tuned_for
-  int wide_groups;         // wide matmul tiles where there are at least so many threadgroups of them
-  int matvec_threads;      // threads that a matvec needs in total: more lanes share a row until it has them
+  int matvec_threads;      // threads that a matvec needs in total, of the chip itself
   int matvec_group;        // threads of a matvec threadgroup
   int split_keys;          // fewest keys of a threadgroup of attention_decode
   int max_splits;          // most threadgroups that share the keys of a head
@@ -19,18 +30,26 @@ struct Tuning {
   int argmax_groups;       // threadgroups of the first stage of argmax
   double buffer_work;      // multiply-adds of a command buffer: about 100 ms on the slowest chip
   bool matmul_tensor;      // products of many tokens by matmul_tensor: the GPU has matrix units
+  TileCosts tiles;
+  bool tall_tiles = true;  // where matmul_tensor is used
 };
 
+inline constexpr TileCosts kTilesOfApple7 = {{390, 930, 6}, {1410, 1870, 3}, {450, 300, 3}, {}, {}, {}};
+inline constexpr TileCosts kTilesOfApple9 = {{340, 1000, 6}, {1210, 1670, 3}, {390, 330, 3}, {}, {}, {}};
+inline constexpr TileCosts kTilesOfApple10 = {{340, 1000, 6}, {1210, 1670, 3}, {390, 330, 3},
+                                              {240, 830, 6},  {490, 1010, 3},  {620, 1640, 6}};
+
 inline constexpr std::array<Tuning, 4> kTunings = {{
-    // family, cores, wide matvec splits prefill argmax work tensor
-    {10, 10, 40, 20480, 64, 128, 32, 4, 32, 9e10, true},   // M5
-    {9, 10, 40, 16384, 64, 128, 32, 4, 32, 9e10, false},   // M3, M4
-    {8, 10, 40, 12288, 64, 128, 32, 4, 32, 7e10, false},   // M2
-    {7, 8, 32, 12288, 64, 128, 32, 2, 32, 6.5e10, false},  // M1, and GPUs that are not known
+    // family, cores, matvec splits prefill argmax work tensor tiles
+    {10, 10, 20480, 64, 128, 32, 4, 32, 9e10, true, kTilesOfApple10},  // M5
+    {9, 10, 16384, 64, 128, 32, 4, 32, 9e10, false, kTilesOfApple9},   // M3, M4
+    {8, 10, 12288, 64, 128, 32, 4, 32, 7e10, false, kTilesOfApple7},   // M2
+    {7, 8, 12288, 64, 128, 32, 2, 32, 6.5e10, false, kTilesOfApple7},  // M1, and GPUs that are not known
 }};
 
 // Chips of a family that have more cores, by a word of their names ("Apple M4 Pro"): about twice as many (14
-// to 20), four times (24 to 40), eight times (48 to 80). Metal does not say how many.
+// to 20), four times (24 to 40), eight times (48 to 80), and as many times the bandwidth of memory. Metal
+// does not say how many.
 struct LargerChip {
   std::string_view word;
   int times;
@@ -41,7 +60,7 @@ inline constexpr std::array<LargerChip, 3> kLargerChips = {{{"Pro", 2}, {"Max", 
 inline Tuning tuned_for(Tuning tuning, const std::string& name) {
   for (const LargerChip& chip : kLargerChips)
     if ((' ' + name + ' ').find(' ' + std::string(chip.word) + ' ') != std::string::npos)
-      tuning.cores *= chip.times;
+      tuning.cores *= chip.times, tuning.matvec_threads *= chip.times;
   return tuning;
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from support.kernel_harness import Run
 from support.matmul_harness import (
+    TALL_TOKENS,
     TILES,
     check_edges,
     check_longer_rows,
@@ -35,6 +36,24 @@ def test_the_edges_of_its_tiles(run: Run, tile: str) -> None:
 @pytest.mark.parametrize("tile", TILES)
 def test_long_rows(run: Run, tile: str) -> None:
     check_product(run, "matmul_tensor", tile, "Q4_0", 66, 576, 70, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "F16"])
+def test_tall_tiles(run: Run, kind: str) -> None:
+    for tokens, cols in ((TALL_TOKENS, 32), (TALL_TOKENS + 37, 96)):
+        check_product(run, "matmul_tensor", "tall", kind, 70, columns(kind, cols), tokens, seed=6)
+
+
+@pytest.mark.parametrize("more", [0, 1, 127, 128])
+def test_the_last_tall_tile_adds_to_no_token_twice(run: Run, more: int) -> None:
+    """It begins among the tokens of the tile before."""
+    check_edges(run, "matmul_tensor", "tall", TALL_TOKENS + more, ([64], [1], [40, 20, 5]))
+
+
+@pytest.mark.parametrize(("kind", "act"), [("Q4_0", "silu"), ("F16", "gelu")])
+def test_swiglu_of_tall_tiles(run: Run, kind: str, act: str) -> None:
+    sizes = ((TALL_TOKENS, 32), (TALL_TOKENS + 1, 45), (2 * TALL_TOKENS - 1, 8))
+    check_swiglu(run, "matmul_tensor_swiglu", "tall", kind, act, sizes)
 
 
 def test_it_leaves_the_rest_of_a_longer_row(run: Run) -> None:

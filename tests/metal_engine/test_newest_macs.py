@@ -24,7 +24,7 @@ if not _core.has_emulator:
 
 gpu = _core.emulator
 M5 = 10  # its family
-PROMPT = [5 + 7 * i for i in range(40)]
+PROMPT = [5 + 7 * i for i in range(30)]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,9 @@ def own_device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.synthesize(tmp_path_factory.mktemp("newest") / "m.gguf", preset="tiny", layers=2, vocab=320)
+    """Return a model of whose products some have enough tiles for matrix units, even of a few tokens."""
+    folder = tmp_path_factory.mktemp("newest")
+    return synth.synthesize(folder / "m.gguf", preset="smollm-135m", layers=2, vocab=320)
 
 
 def logits_of(path: Path) -> tuple[np.ndarray[Any, Any], set[str], float]:
@@ -67,9 +69,33 @@ def test_an_m5_multiplies_on_tensors(path: Path, plain: np.ndarray[Any, Any]) ->
     assert used == 1
     assert _core.metal_device()["matmul_tensor"] == "where it passes a trial"
     products = {kernel for kernel in kernels if kernel.startswith("matmul")}
-    assert products == {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
+    # Of the output of attention and the down projection there are so few tiles that others are faster.
+    on_tensors = {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
+    assert products == on_tensors | {"matmul_q4_0_split"}
     # Both multiply halves and add in float32, in another order.
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"wrong_kernels": {"matmul_tensor_f16_tall"}}, {"broken_kernels": {"matmul_tensor_f16_tall"}}],
+    ids=["wrong", "broken"],
+)
+def test_an_m5_does_without_tall_tiles_if_they_fail(path: Path, limits: dict[str, Any]) -> None:
+    """Prompts of 128 tokens and more have them, and the other kernels are used where the trial fails."""
+    kernels, logits = {}, []
+    for name, given in (("passes", {}), ("fails", limits)):
+        gpu.set_limits(gpu.Limits(apple_family=M5, **given))
+        with Model(path, device="metal", max_context=256) as model:
+            assert model.stats()["matmul_tensor"] == 1
+            assert model.stats()["matmul_tall"] == (name == "passes")
+            gpu.set_history_depth(0)
+            gpu.set_history_depth(16)
+            logits.append(model.forward_prompt_logits([5 + i % 300 for i in range(130)]))
+            kernels[name] = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
+    assert any(kernel.endswith("tall") for kernel in kernels["passes"])
+    assert not any(kernel.endswith("tall") for kernel in kernels["fails"])
+    assert np.abs(logits[0] - logits[1]).max() <= 1e-3 * np.abs(logits[1]).max()
 
 
 def test_the_trial_is_made_once_for_a_model(path: Path) -> None:

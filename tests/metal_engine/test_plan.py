@@ -17,7 +17,16 @@ from metal_prefill import DeviceError, Model, _core, synth
 from metal_prefill._support.dispatches import Dispatch, decode_args
 from metal_prefill.files._architecture import ModelConfig
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.gpu._cost_model import plan, shape_of, uniform_shape
+from metal_prefill.gpu._cost_model import (
+    CHIPS,
+    find_chip,
+    plan,
+    shape_of,
+    time_of,
+    uniform_shape,
+    work_of,
+)
+from metal_prefill.gpu._cost_model.chips import with_cores
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 
 pytestmark = pytest.mark.emulator
@@ -275,7 +284,8 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
     for kind in TYPES:
         for family in (7, 10):
-            found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), 512, family=family)}
+            for tokens in (100, 512):
+                found |= {d.kernel for d in plan(uniform_shape(large, kind, kind), tokens, family=family)}
     for other in ("gemma3", "olmo2"):
         place: Any = "rows" if other == "olmo2" else "heads"
         config = replace(SMALL, architecture=other, qk_norm_place=place)
@@ -293,33 +303,86 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     assert found | {"trial"} == set(libraries)  # which unknown GPUs run before they are used
 
 
-@pytest.mark.parametrize(
-    ("chip", "of_576_rows", "of_960_rows"),
-    [
-        ("Apple M4", 0, 0),  # 10 cores
-        ("Apple M4 Pro", 32, 0),
-        ("Apple M4 Max", 64, 32),
-        ("Apple M3 Ultra (an emulator)", 64, 64),
-        ("Apple Processor", 0, 0),
-    ],
-)
-def test_columns_are_split_where_products_have_no_more_tiles_than_the_gpu_has_cores(
-    chip: str, of_576_rows: int, of_960_rows: int
-) -> None:
-    """Up to so many tokens. 32 tokens make 18 tiles of 576 rows, as `wo` and `down` have, and 30 of 960."""
-    as_smollm = replace(SMALL, dim=576, n_heads=9, n_kv_heads=3, ffn_dim=1536)
+def tile_choices(dispatch: Dispatch, family: int) -> list[Dispatch]:
+    """Return a matmul with every kind of tiles that it could have, with the one that it has."""
+    stem, _ = dispatch.kernel.rsplit("_", 1)
+    if family == 10 and "tensor" not in stem:
+        stem = stem.replace("matmul", "matmul_tensor")
+    swiglu, tokens = "swiglu" in stem, dispatch.args["tokens"]
+    rows = dispatch.args["out_dim"] * (2 if swiglu else 1)
+    kinds = {"narrow": (32, 32, 128)}
+    if tokens > 32:
+        kinds["wide"] = (64, 64, 128)
+    if family == 10 and tokens >= 128:
+        kinds["tall"] = (64, 128, 128)
+    if not swiglu and tokens <= 64:
+        kinds["split"] = (32, 32, 512)
+    stems = {"split": stem.replace("matmul_tensor", "matmul")}  # which matrix units would not speed up
+    return [
+        replace(
+            dispatch,
+            kernel=f"{stems.get(name, stem)}_{name}",
+            grid=(-(-rows // tile_rows), -(-tokens // tile_tokens), 1),
+            threads=threads,
+        )
+        for name, (tile_rows, tile_tokens, threads) in kinds.items()
+    ]
+
+
+@pytest.mark.parametrize("chip", sorted(set(CHIPS) - {"h100", "h200"}))
+@pytest.mark.parametrize("dims", [(576, 9, 3, 64, 1536), (1024, 16, 8, 128, 3072)], ids=["135M", "0.6B"])
+def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, dims: Any) -> None:
+    """The engine chooses by the rounds of tiles that a core computes, from eight numbers for each family."""
+    gpu = find_chip(chip)
+    dim, heads, kv_heads, head_dim, ffn = dims
+    config = replace(
+        SMALL,
+        dim=dim,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        ffn_dim=ffn,
+        context_length=2048,
+    )
+    shape = uniform_shape(config, "q4_0", "q4_0")
+    cores = {"m1-max": 32, "m2-max": 40, "m2-pro": 20}.get(chip, gpu.cores)  # as many as the engine assumes
+    gpu = with_cores(gpu, cores)
+    for tokens in (9, 32, 33, 64, 65, 96, 128, 129, 192, 256, 300, 384, 512):
+        chosen = best = 0.0
+        for d in plan(shape, tokens, family=gpu.family, gpu=gpu.gpu, chunk_tokens=512):
+            time = time_of(gpu, work_of(d)).total
+            chosen += time
+            if d.kernel.startswith("matmul"):
+                choices = tile_choices(d, gpu.family)
+                assert d in choices
+                time = min(time_of(gpu, work_of(choice)).total for choice in choices)
+            best += time
+        assert chosen <= 1.02 * best, f"{tokens} tokens: {chosen / best - 1:.1%} slower"
+
+
+def test_a_matmul_that_leaves_cores_idle_is_split() -> None:
+    as_smollm = replace(SMALL, dim=576, n_heads=9, n_kv_heads=3, ffn_dim=1536, context_length=1024)
     shape = uniform_shape(as_smollm, "q4_0", "q4_0")
-    for tokens in (9, 32, 33, 64, 65):
-        passed = plan(shape, tokens, gpu=chip)
-        split = {d.args["out_dim"] for d in passed if d.kernel == "matmul_q4_0_split"}
-        limits = {576: of_576_rows, 960: of_960_rows}
-        assert split == {rows for rows, limit in limits.items() if tokens <= limit}, f"{tokens} tokens"
+    for gpu, tokens, split in (
+        ("Apple M4", 32, {576}),
+        ("Apple M4 Max", 64, {576, 960}),
+        ("Apple M4 Max", 65, set()),
+    ):
+        passed = plan(shape, tokens, gpu=gpu)
+        assert {d.args["out_dim"] for d in passed if d.kernel == "matmul_q4_0_split"} == split, (gpu, tokens)
 
 
-def test_as_many_tiles_as_cores_are_few_enough() -> None:
-    for dim, are_split in ((256, True), (288, False)):  # 8 and 9 tiles, on the 8 cores of an M1
-        passed = plan(uniform_shape(replace(SMALL, dim=dim), "q4_0", "q4_0"), 32, family=7)
-        assert any(d.kernel == "matmul_q4_0_split" for d in passed) == are_split
+def test_larger_chips_have_more_threads_for_a_token() -> None:
+    """As many loads in flight as their memory has bandwidth: 576 rows take all lanes from an M4 Pro on."""
+    as_smollm = replace(SMALL, dim=1024, n_heads=16, n_kv_heads=8, ffn_dim=3072)
+    shape = uniform_shape(as_smollm, "q4_0", "q4_0")
+    lanes = {}
+    for gpu in ("Apple M4", "Apple M4 Pro", "Apple M4 Max"):
+        lanes[gpu] = {
+            d.args["lanes_per_row"] for d in plan(shape, 1, gpu=gpu) if d.args.get("out_dim") == 1024
+        }
+    assert lanes == {"Apple M4": {16}, "Apple M4 Pro": {32}, "Apple M4 Max": {32}}
 
 
 def test_arguments_of_another_size_are_refused() -> None:

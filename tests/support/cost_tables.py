@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.files._architecture import ModelConfig
 from metal_prefill.gpu._cost_model import (
     Chip,
@@ -150,13 +151,21 @@ def compared() -> list[Compared]:
     return results
 
 
+def recorded(row: dict[str, Any]) -> Dispatch:
+    """Return a dispatch of the record."""
+    runs = tuple((position, n) for position, n in row["runs"])
+    grid = tuple(row["grid"])
+    return Dispatch(
+        row["kernel"], 0, grid, row["threads"], row["threadgroup_bytes"], True, row["args"], runs=runs
+    )
+
+
 def h200_ratios() -> dict[int, float]:
     """Return measured over predicted speed of this engine's passes on an H200, by their tokens."""
     timed = replace(find_chip("h200"), dispatch_us=EMPTY_US)
     ratios = {}
     for run in RECORD["runs"]:
-        dispatches = plan(shape_named("SmolLM-135M"), run["tokens"], family=9)
-        predicted = sum(time_of(timed, work_of(d)).total for d in dispatches)
+        predicted = sum(time_of(timed, work_of(recorded(r))).total * r["count"] for r in run["dispatches"])
         ratios[run["tokens"]] = predicted / sum(r["microseconds"] for r in run["dispatches"])
     return ratios
 

@@ -23,6 +23,7 @@ SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
 ACTIVATIONS = {"silu": SILU, "gelu": GELU}
 TILES = {"narrow": 32, "wide": 64}
 SIZES = TILES | {"split": 32}  # of a matmul also tiles whose columns are split
+TALL_TOKENS = CONSTANTS["MATMUL_TALL_TOKENS"]  # of a tall tile, which has the rows of a wide one
 
 
 def activation(x: Doubles, kind: int) -> Doubles:
@@ -56,7 +57,8 @@ def matmul(
         out_stride=stride,
         **given,
     )
-    size = SIZES[tile]
+    tall = tile == "tall"
+    size = SIZES["wide" if tall else tile]
     tile_rows = size // 2 if "swiglu" in kernel else size
     run(
         f"{kernel}_{w.kind.lower()}_{tile}",
@@ -64,7 +66,7 @@ def matmul(
         x.astype(np.float16),
         y.buffer,
         args,
-        groups=(ceil_div(out_dim, tile_rows), ceil_div(tokens, size)),
+        groups=(ceil_div(out_dim, tile_rows), ceil_div(tokens, TALL_TOKENS if tall else size)),
         threads=(threads_of(tile),),
     )
 
@@ -108,11 +110,18 @@ def check_longer_rows(run: Run, kernel: str, tile: str) -> None:
     assert (y.array[:, 40:] == 3).all()
 
 
-def check_swiglu(run: Run, kernel: str, tile: str, kind: str, act: str) -> None:
-    """Compare products of gate and up that an activation joins, in whole tiles and parts of them."""
+def check_swiglu(
+    run: Run,
+    kernel: str,
+    tile: str,
+    kind: str,
+    act: str,
+    sizes: Sequence[tuple[int, int]] = ((33, 45), (65, 64), (3, 8)),
+) -> None:
+    """Compare products of gate and up that an activation joins, in whole tiles and parts: (tokens, rows)."""
     rng = np.random.default_rng(9)
     cols = columns(kind, 64)
-    for tokens, rows in ((33, 45), (65, 64), (3, 8)):
+    for tokens, rows in sizes:
         w = Weights(rng, kind, [rows, rows], cols)
         x = rng.standard_normal((tokens, cols), np.float32)
         y = Output([tokens, rows], np.float16)

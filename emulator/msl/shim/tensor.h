@@ -1,5 +1,5 @@
-// Tensors and matmul2d, the part of Metal 4 by which kernels reach matrix units: half tensors in packed rows,
-// multiplied into a cooperative tensor of floats by all simdgroups of a threadgroup. docs/kernels.md of the
+// Tensors and matmul2d, the part of Metal 4 by which kernels reach matrix units: half tensors in rows of any
+// stride, multiplied into a cooperative tensor of floats by all simdgroups of a threadgroup. docs/kernels.md of the
 // project lists the documented facts that this follows. Anything else that Metal has of them does not compile.
 //
 // The distribution of a cooperative tensor over threads is not specified, and neither is this one: a thread
@@ -26,20 +26,27 @@ struct execution_simdgroups {
   MSL_CONSTANT uint simdgroups = N;
 };
 
-// A view of memory in packed rows. T has an address space.
+// A view of memory in packed rows, or in rows that begin at a stride. T has an address space.
 template <class T, class Extents, class Kind>
 class tensor {
   static_assert(msl::Same<Extents, dextents<int32_t, 2>>::value && msl::Same<Kind, tensor_inline>::value,
                 "modelled: tensor<T, dextents<int32_t, 2>, tensor_inline>");
 
  public:
-  MSL_INLINE tensor(T* data, Extents extents) : data_(data), extents_(extents) {}
+  MSL_INLINE tensor(T* data, Extents extents) : tensor(data, extents, extents.extent(0)) {}
+  // Strides of both dimensions, in elements. Modelled: that of the first is 1.
+  MSL_INLINE tensor(T* data, Extents extents, array<int32_t, 2> strides)
+      : tensor(data, extents, strides.elements[1]) {}
   MSL_INLINE T* data() const { return data_; }
   MSL_INLINE Extents extents() const { return extents_; }
+  MSL_INLINE T* row(uint i) const { return data_ + static_cast<ulong>(i) * static_cast<ulong>(row_stride_); }
 
  private:
+  MSL_INLINE tensor(T* data, Extents extents, int32_t row_stride)
+      : data_(data), extents_(extents), row_stride_(row_stride) {}
   T* data_;
   Extents extents_;
+  int32_t row_stride_;
 };
 
 }  // namespace metal
@@ -96,6 +103,15 @@ class cooperative_tensor_of_floats {
  public:
   MSL_INLINE uint16_t get_capacity() const { return kElements; }
   MSL_INLINE bool is_valid_element(uint16_t index) const { return index < kElements; }
+  // (column, row) of an element of the calling thread.
+  MSL_INLINE array<int32_t, 2> get_multidimensional_index(uint16_t index) const {
+#if MSL_CHECK
+    const uint place = index;
+#else
+    const uint place = msl::thread_of_threadgroup() * kElements + index;
+#endif
+    return array<int32_t, 2>{{static_cast<int32_t>(place % Columns), static_cast<int32_t>(place / Columns)}};
+  }
 #if MSL_CHECK
   __private float& operator[](uint16_t index) __private;
   template <class T>
@@ -113,7 +129,7 @@ class cooperative_tensor_of_floats {
                       MSL_HERE);
     msl::require_written(elements_, kElements, "what is stored", MSL_HERE);
     const uint first = msl::thread_of_threadgroup() * kElements;
-    for (uint i = 0; i < kElements; ++i) target.data()[first + i] = elements_[i];
+    for (uint i = 0; i < kElements; ++i) target.row(first / Columns)[first % Columns + i] = elements_[i];
   }
 #endif
 
@@ -185,10 +201,10 @@ class matmul2d {
                       MSL_HERE);
     const uint elements = result.get_capacity(), first = msl::thread_of_threadgroup() * elements;
     if (kAccumulates) msl::require_written(&result[0], elements, "what is added to", MSL_HERE);
-    const msl::HalfRow<kK> x(left.data() + first / kN * kK);
+    const msl::HalfRow<kK> x(left.row(first / kN));
     for (uint i = 0; i < elements; ++i) {
       float& sum = result[static_cast<uint16_t>(i)];
-      const float product = x.dot(right.data() + (first % kN + i) * kK);
+      const float product = x.dot(right.row(first % kN + i));
       sum = kAccumulates ? sum + product : product;
     }
   }

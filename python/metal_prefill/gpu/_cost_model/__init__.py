@@ -61,7 +61,7 @@ SIMD = 32
 # Measured speeds over predicted ones, the lowest and the highest: those that others published and that no
 # constant was fitted to, and those of this engine's dispatches on an H200, for prompts and for passes of a
 # few tokens. `tests/test_cost_model.py` computes them, rounded outwards.
-SPREAD = {"prompt": (0.81, 1.16), "token": (0.83, 1.05)}
+SPREAD = {"prompt": (0.81, 1.16), "token": (0.82, 1.05)}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,11 @@ def time_of(chip: Chip, work: Work) -> Time:
     waiting = work.trips * (chip.dram_ns if from_memory else chip.slc_ns) * chip.ghz
     alone = max(other * chip.cycles.alone, complex_pipe)
     alone += work.local_trips * chip.local_cycles
-    path = max(waiting, mma) + alone if work.covered else waiting + mma + alone
+    path = waiting + mma + alone
+    if work.covered:
+        path = max(waiting, mma) + alone
+    if work.ahead:
+        path = max(waiting, mma + alone)
     latency = waves * path * (work.longest if waves == 1 else 1)
 
     fits = work.cached_bytes <= chip.slc_bytes

@@ -19,6 +19,9 @@ SIMD = 32
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 MULTI_TOKEN_TILE = _core.shader_constants["MULTI_TOKEN_TILE"]
 PAGE_POSITIONS = _core.shader_constants["PAGE_POSITIONS"]
+# Cycles that scores and weights of attention_prefill take of the banks of threadgroup memory, over the fewest
+# possible: at most, as the emulator counts them (`tests/metal_engine/test_attention.py`).
+SCORE_BANK_CYCLES = 1.17
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Work:
         The same for threadgroup memory.
     covered
         Whether its products run while it waits.
+    ahead
+        Whether all of its instructions do.
     dram_bytes
         Bytes read from or written to memory, each counted once: weights, and data that is not in the last
         cache.
@@ -84,6 +89,7 @@ class Work:
     threadgroup_bytes: int = 0
     local_trips: float = 0
     covered: bool = False
+    ahead: bool = False
     longest: float = 1.0
 
 
@@ -189,40 +195,47 @@ def _matmul(d: Dispatch) -> Work:
     a = d.args
     item_bytes, dequantize = _item(d.kernel)
     swiglu = "swiglu" in d.kernel
-    wide = d.kernel.endswith("wide")
-    tile = _core.shader_constants["MATMUL_WIDE_TILE" if wide else "MATMUL_NARROW_TILE"]
-    split = d.kernel.endswith("split")
+    tall, split, tensors = (
+        d.kernel.endswith("tall"),
+        d.kernel.endswith("split"),
+        d.kernel.startswith("matmul_tensor"),
+    )
+    tile = "WIDE" if tall or d.kernel.endswith("wide") else "NARROW"
+    rows = _core.shader_constants[f"MATMUL_{tile}_TILE"]
+    tokens = _core.shader_constants["MATMUL_TALL_TOKENS"] if tall else rows
     parts = _core.shader_constants["MATMUL_PARTS"] if split else 1  # of the columns, in one threadgroup
     steps = ceil(a["in_dim"] / _core.shader_constants["MATMUL_K"] / parts)  # of a part
-    blocks = tile // 16  # 8x8 blocks of a simdgroup, each way
-    tensors = d.kernel.startswith("matmul_tensor")
-    items = tile * 4 * parts // d.threads  # of weights and of tokens, for each thread
-    step = (dequantize + Ops(memory=2)) * items + Ops(memory=4) * items + _LOOP
-    sums = blocks * blocks
+    row_blocks, token_blocks = rows // 16, tokens // 16  # 8x8 blocks of a simdgroup
+    weight_items = rows * 4 * parts // d.threads  # for each thread
+    token_items = 0 if tall else tokens * 4 * parts // d.threads  # that are staged
+    step = (dequantize + Ops(memory=2)) * weight_items + Ops(memory=4) * token_items + _LOOP
+    sums = row_blocks * token_blocks
     if tensors:
         step += Ops(matrix_unit=4 * sums)
         ops = step * steps + (Ops(alu=6, memory=3) + _LOOP) * 2 * sums  # by way of threadgroup memory
     else:
-        step += Ops(mma=4 * sums, memory=4 * 2 * blocks)
+        step += Ops(mma=4 * sums, memory=4 * (row_blocks + token_blocks))
         ops = step * steps + Ops(memory=2 * sums, alu=4 * sums)
     if split:  # the sums of the parts, by way of threadgroup memory
-        outputs = tile * tile // d.threads  # of a thread
+        outputs = rows * tokens // d.threads  # of a thread
         ops += (Ops(alu=parts + 6, memory=parts + 2) + _LOOP) * outputs
     if swiglu:
         ops += (Ops(alu=6, exp=1, rcp=1, memory=3) + _LOOP) * sums
-    rows = a["out_dim"] * (2 if swiglu else 1)
-    weights = rows * a["row_bytes"]
+    weights = a["out_dim"] * (2 if swiglu else 1) * a["row_bytes"]
     x = a["tokens"] * a["in_dim"] * _HALF
     out = a["tokens"] * a["out_dim"] * (_HALF if swiglu else _FLOAT) * (2 if a["accumulate"] else 1)
-    staged = 2 * tile * 32 * _HALF  # bytes of a step, stored once by the group
-    loaded = 4 * 4 * 2 * blocks * _BLOCK * _HALF  # and loaded by its four simdgroups
-    fetched = parts * steps * tile * (4 * item_bytes + 32 * _HALF)
-    sums_moved = 2 * parts * tile * tile * _FLOAT if split else 0
+    staged = (rows + (0 if tall else tokens)) * 32 * _HALF  # bytes of a step, stored once by the group
+    # Loaded by its four simdgroups, from threadgroup memory; activations of tall tiles from the first cache.
+    loaded = 4 * 4 * (row_blocks + token_blocks) * _BLOCK * _HALF
+    fetched = parts * steps * (rows * 4 * item_bytes + (0 if tall else tokens * 32 * _HALF))
+    sums_moved = 2 * parts * rows * tokens * _FLOAT if split else 0
     buffers, staged_row = 1 if split else 2, 32 if tensors else 40  # halves, padded for simdgroup_matrix
+    memory = parts * buffers * (rows + (0 if tall else tokens)) * staged_row * _HALF
     return _work(
         d,
         ops=ops,
-        trips=steps + 1,
+        # The products of a tall tile wait for its activations, too.
+        trips=(2 if tall else 1) * steps + 1,
         # A barrier, or two, and the operands: of 8 columns at a time. Then the sums of parts.
         local_trips=(2 if tensors else 6 if split else 5) * steps + (3 if split else 0),
         covered=True,
@@ -230,7 +243,7 @@ def _matmul(d: Dispatch) -> Work:
         cached=x + out,
         fetched=weights * d.grid[1] + x * d.grid[0] + out,
         core=d.groups * (parts * steps * (staged + loaded) + sums_moved + fetched) + out,
-        threadgroup_bytes=parts * buffers * 2 * tile * staged_row * _HALF,
+        threadgroup_bytes=tokens // 2 * rows * _FLOAT if tall and swiglu else memory,
     )
 
 
@@ -381,6 +394,7 @@ def _attention_decode(d: Dispatch) -> Work:
     return _work(
         d,
         ops=ops,
+        ahead=bool(_core.decode_loads_ahead(chunks, element)),
         trips=steps + 4,  # the row's entry in the table and its first page are loaded before its keys
         # After the last read of earlier keys all the weights went through the caches, and replaced the keys.
         dram=all_keys * row - own,
@@ -458,7 +472,8 @@ def _attention_prefill(d: Dispatch) -> Work:
     queries = blocks * row_blocks * key_blocks if _core.prefill_stages_query(size, element) else 0
     step += Ops(memory=queries)
     kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
-    scores = rows * PREFILL_KEYS * (3 * _FLOAT + 2 * element) + queries * _BLOCK * element
+    scores = rows * PREFILL_KEYS * (3 * _FLOAT + 2 * element) * SCORE_BANK_CYCLES
+    scores += queries * _BLOCK * element
     keys = sum(position + n for position, n in d.runs)
     kv = keys * a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
     q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
