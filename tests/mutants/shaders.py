@@ -216,8 +216,8 @@ MUTANTS = (
     ),
     Mutant(
         "shaders/attention_prefill.metal",
-        "if (column < my_first || column > my_last)",
-        "if (column < my_first || column >= my_last)",
+        "column >= my_first && column <= my_last",
+        "column >= my_first && column < my_last",
         "a token does not see itself",
         (f"{_ATTENTION}::test_attention_prefill_at_the_edges_of_its_tiles",),
     ),
