@@ -9,6 +9,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -43,6 +44,9 @@ concept HasTable = requires { Format::kTable; };
 // A super-block: its scales are small integers, multiples of one float.
 template <class Format>
 concept HasScaleCodes = requires(typename Format::Block block) { Format::scale_code(block, 0, 0); };
+// Each half of a span has a float scale of its own.
+template <class Format>
+concept HasHalfScales = requires(typename Format::Block block) { Format::half_scale(block, 0, 0); };
 template <class Format>
 concept HasMin = requires(typename Format::Block block) { Format::min_bits(block); };
 
@@ -57,7 +61,9 @@ float unit_of(const typename Format::Block& block) {
 
 template <class Format>
 float scale_of(const typename Format::Block& block, int span, int half) {
-  if constexpr (HasScaleCodes<Format>)
+  if constexpr (HasHalfScales<Format>)
+    return Format::half_scale(block, span, half);
+  else if constexpr (HasScaleCodes<Format>)
     return unit_of<Format>(block) * float(Format::scale_code(block, span, half));
   else
     return unit_of<Format>(block);
@@ -411,6 +417,24 @@ struct MXFP4 {
     return std::bit_cast<float>(block.e < 2 ? 0x200000u << block.e : (block.e - 1u) << 23);
   }
   static void codes(const Block& block, int, std::uint8_t out[kSpan]) { nibbles(block.qs, out); }
+};
+
+struct NVFP4 {
+  using Block = block_nvfp4;
+  static constexpr std::size_t kValues = QK_NVFP4;
+  static constexpr int kBits = 4, kScales = 2;
+  static constexpr Table kTable = {{MXFP4_VALUES}};
+  static float half_scale(const Block& block, int span, int half) {
+    const int bits = block.d[2 * span + half], exponent = bits >> 3 & 15, mantissa = bits & 7;
+    if (bits == 0x7F) return 0;  // the code of NaN
+    return std::ldexp(float(exponent > 0 ? mantissa + 8 : mantissa), (exponent > 0 ? exponent : 1) - 11);
+  }
+  static void codes(const Block& block, int span, std::uint8_t out[kSpan]) {
+    for (int i = 0; i < kSpan; ++i) {
+      const u8_t byte = block.qs[span * 16 + i / 16 * 8 + i % 8];
+      out[i] = i % 16 < 8 ? byte & 15 : byte >> 4;
+    }
+  }
 };
 
 // Block `index` of a row. The file promises an alignment of the tensor, not of each block; a copy compiles to

@@ -44,9 +44,11 @@ typedef std::uint16_t u16_t;
   X(iq4_xs, IQ4_XS, 23)     \
   X(tq1_0, TQ1_0, 34)       \
   X(tq2_0, TQ2_0, 35)       \
-  X(mxfp4, MXFP4, 39)
+  X(mxfp4, MXFP4, 39)       \
+  X(nvfp4, NVFP4, 40)
 
 #define QK4_0 32  // values in a Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 block
+#define QK_NVFP4 64
 #define QK_K 256  // values in a super-block: all others
 
 struct block_q4_0 {  // x[j] = d * (q - 8); value j in the low nibble of qs[j], value j + 16 in the high one
@@ -183,8 +185,14 @@ struct block_mxfp4 {  // as Q4_0: x = 2^(e - 128) * value[q]. Rows of an odd num
   u8_t qs[16];
 };
 
-// Values of 4-bit codes. Those of IQ4_NL and IQ4_XS are denser around zero; those of MXFP4 are the floats of
-// 2 exponent bits and 1 of fraction, doubled.
+struct block_nvfp4 {  // 4 groups of 16: x = d * value[q] / 2; a d has 4 bits of exponent and 3 of mantissa;
+                      // value j of a group in the low nibble of its byte j, value j + 8 in the high one
+  u8_t d[4];
+  u8_t qs[32];
+};
+
+// Values of 4-bit codes. Those of IQ4_NL and IQ4_XS are denser around zero; those of MXFP4 and NVFP4 are the
+// floats of 2 exponent bits and 1 of fraction, doubled.
 #define IQ4_VALUES -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 #define MXFP4_VALUES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 // Magnitudes of the levels in a grid.
@@ -212,3 +220,4 @@ static_assert(sizeof(block_iq4_xs) == 136, "IQ4_XS block");
 static_assert(sizeof(block_tq1_0) == 54, "TQ1_0 block");
 static_assert(sizeof(block_tq2_0) == 66, "TQ2_0 block");
 static_assert(sizeof(block_mxfp4) == 17, "MXFP4 block");
+static_assert(sizeof(block_nvfp4) == 36, "NVFP4 block");

@@ -32,6 +32,9 @@ def test_the_rows_compile() -> None:
     ("row", "wrong", "message"),
     [
         ("(MXFP4, MXFP4Block)", "(MXFP4, IQ4_XSBlock)", "must fill whole packed blocks"),
+        ("(NVFP4, NVFP4Block)", "(NVFP4, IQ2_XSBlock)", "must fill whole packed blocks"),
+        ("(NVFP4, NVFP4Block)", "(NVFP4, IQ4_NLBlock)", "as many scales for 32 columns"),
+        ("(NVFP4, NVFP4Block)", "(NVFP4, ByteHalvesBlock)", "indices only in narrow blocks"),
         ("(IQ2_XS, IQ2_XSBlock)", "(IQ2_XS, IQ2_XXSBlock)", "as many scales for 32 columns"),
         ("(Q5_K, Q5_KBlock)", "(Q5_K, Q4_KBlock)", "codes of as many bits"),
         ("(Q5_0, Q5_0Block)", "(Q5_0, Q5_1Block)", "a minimum exactly if the format has one"),

@@ -45,6 +45,7 @@ METAL_PREFILL_PACKED(IQ4_XS, IQ4_XSBlock)
 METAL_PREFILL_PACKED(TQ1_0, TernaryBlock)
 METAL_PREFILL_PACKED(TQ2_0, TernaryBlock)
 METAL_PREFILL_PACKED(MXFP4, MXFP4Block)
+METAL_PREFILL_PACKED(NVFP4, NVFP4Block)
 #undef METAL_PREFILL_PACKED
 
 template <class Format>
@@ -61,7 +62,7 @@ constexpr int spans_of() {
 // Scales that a block has for a span; those of a block with one per span or super-block count as one.
 template <class Block>
 constexpr int scales_of_block() {
-  if constexpr (requires(Block b) { b.scale_and_min; })
+  if constexpr (requires(Block b) { b.scale_and_min; } || requires(Block b) { b.half_scale; })
     return 2;
   else if constexpr (requires(Block b) { b.scale_code; })
     return int(std::extent_v<decltype(Block::scale_code), 1>);
@@ -78,6 +79,9 @@ constexpr bool check_row() {
                 "a block of the file must fill whole packed blocks: choose a block with fewer spans");
   static_assert(scales_of<Format>() == scales_of_block<Block>(),
                 "the packed block must have as many scales for 32 columns as the file");
+  static_assert(IsNarrow<Block> || !HasTable<Format>, "codes are indices only in narrow blocks");
+  static_assert(HasHalfScales<Format> == requires(Block b) { b.half_scale; },
+                "the packed block must have float scales of 16 columns exactly if the format has them");
   if constexpr (IsNarrow<Block>) {
     static_assert(Format::kBits == Block::kBits && HasTable<Format> == Block::kIsTable,
                   "the packed block must have codes of as many bits, and a table if the format has one");
@@ -121,6 +125,11 @@ void put_codes(const Words& codes, std::uint8_t (&vectors)[kBits][kPanelRows][4]
   if constexpr (kBits > kLow) put_plane<kBits - kLow, kLow>(codes, vectors + kLow, lane);
 }
 
+// A float without the bits that bfloat16 has no place for.
+Bfloat16 truncated(float value) {
+  return Bfloat16(std::bit_cast<std::uint32_t>(value) >> 16);
+}
+
 // Scales of the 32 columns that span `at` of a block covers, which are span `span` of the file's block.
 template <class Format, class Block>
 void put_scales(const typename Format::Block& from, int span, int r, Block& out, int at) {
@@ -134,8 +143,11 @@ void put_scales(const typename Format::Block& from, int span, int r, Block& out,
     for (int half = 0; half < kHalves; ++half)
       out.scale_code[at][half][r] = std::int8_t(Format::scale_code(from, span, half));
     if constexpr (HasMin<Format>) out.min_code[at][r] = std::int8_t(Format::min_code(from, span, 0));
+  } else if constexpr (requires { out.half_scale; }) {
+    for (int half = 0; half < 2; ++half)
+      out.half_scale[half][r] = truncated(Format::half_scale(from, span, half));  // 4 significant bits
   } else if constexpr (std::is_same_v<Block, MXFP4Block>) {
-    out.scale[r] = Bfloat16(std::bit_cast<std::uint32_t>(unit_of<Format>(from)) >> 16);  // a power of two
+    out.scale[r] = truncated(unit_of<Format>(from));  // a power of two
   } else {
     out.scale[r] = Format::scale_bits(from);
     if constexpr (HasMin<Format>) out.min[r] = Format::min_bits(from);

@@ -52,6 +52,7 @@ enum class Packing {
   kIQ4_XS,
   kIQ2_XXS,
   kIQ2_XS,
+  kNVFP4,
 };
 
 enum class Bfloat16 : std::uint16_t {};
@@ -172,6 +173,10 @@ struct alignas(64) MXFP4Block : Narrow<Packing::kMXFP4, ByteFloatBlock, 4, 128, 
   Bfloat16 scale[kGroupRows];
 };
 
+struct alignas(64) NVFP4Block : Narrow<Packing::kNVFP4, ByteHalvesBlock, 4, 128, 1, true> {
+  Bfloat16 half_scale[2][kGroupRows];
+};
+
 // In a super-block scales and minima are integers, multiples of a float of the super-block.
 struct alignas(64) TernaryBlock
     : Narrow<Packing::kTernary, FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
@@ -277,6 +282,8 @@ void visit(Packing packing, const Call& with_block) {
       return with_block(std::type_identity<IQ2_XXSBlock>());
     case Packing::kIQ2_XS:
       return with_block(std::type_identity<IQ2_XSBlock>());
+    case Packing::kNVFP4:
+      return with_block(std::type_identity<NVFP4Block>());
   }
 }
 

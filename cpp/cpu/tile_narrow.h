@@ -51,6 +51,8 @@ template <class Block>
 inline F narrow_scale(const Block& block, int span, int half, int row) {
   if constexpr (requires { block.scale; }) {
     return load_floats(block.scale + row);
+  } else if constexpr (requires { block.half_scale; }) {
+    return load_floats(block.half_scale[half] + row);
   } else {
     const F unit = load_floats(block.scale_unit + row);
     if constexpr (requires { block.scale_and_min; }) {

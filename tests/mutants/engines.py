@@ -146,6 +146,20 @@ SHARED = (
         (_MODELS, "-k", "yarn and cpu"),
     ),
     Mutant(
+        "cpp/formats.h",
+        "block.d[2 * span + half], exponent",
+        "block.d[2 * span], exponent",
+        "both halves of a span of NVFP4 have the scale of the first",
+        ("tests/test_quants.py", "-k", "NVFP4"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_narrow.h",
+        "return load_floats(block.half_scale[half] + row);",
+        "return load_floats(block.half_scale[0] + row);",
+        "all columns of a packed block of NVFP4 have the scale of the first ones",
+        ("tests/test_cpu_kernels.py", "-k", "product and NVFP4"),
+    ),
+    Mutant(
         "cpp/rope.cpp",
         "model.config.rope_long ? model.rope_long : model.rope_short",
         "model.config.rope_long ? model.rope_short : model.rope_long",

@@ -61,6 +61,8 @@ class BlockFormat:
         The minimum that centres the weights on zero, as a multiple of d.
     exponent_scale
         Whether d is the power of two 2^(e - 128) with e stored in a byte, instead of a float16.
+    fp8_scales
+        Number of scales, if they are floats of 4 exponent and 3 mantissa bits instead of a float16.
     signed_scale
         Whether quantizers produce scales of either sign. A random sign also cancels the nonzero mean of
         integers in -8..7, which would otherwise add a constant to every output of a matrix.
@@ -73,11 +75,14 @@ class BlockFormat:
     min_at: int | None = None
     min_per_scale: float = 0.0
     exponent_scale: bool = False
+    fp8_scales: int = 0
     signed_scale: bool = False
 
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
+# Positive floats of 4 exponent and 3 mantissa bits, by their bits; the last one is 448.
+_FP8 = np.array([(m + 8 if e else m) * 2.0 ** (max(e, 1) - 10) for e in range(16) for m in range(8)][:-1])
 _ODD_SCALE_RMS = math.sqrt(sum((2 * s + 1) ** 2 for s in range(16)) / 16)
 # Root mean squares of the grid values of the formats.
 _GRID_RMS = {"IQ2_XXS": 23.118, "IQ2_XS": 24.217, "IQ2_S": 24.430, "IQ3_XXS": 30.849, "IQ3_S": 7.594}
@@ -103,6 +108,7 @@ BLOCK_FORMATS = {
     "TQ1_0": BlockFormat(256, 54, 52, _uniform_rms(-1, 1), signed_scale=True),
     "TQ2_0": BlockFormat(256, 66, 64, math.sqrt(3 / 4), signed_scale=True),
     "MXFP4": BlockFormat(32, 17, 0, _table_rms(_MXFP4_VALUES), exponent_scale=True),
+    "NVFP4": BlockFormat(64, 36, 0, _table_rms(_MXFP4_VALUES) / 2, fp8_scales=4),
 }
 
 
@@ -137,7 +143,12 @@ def _quantized(rng: np.random.Generator, kind: str, count: int, std: float) -> B
         blocks[:, fmt.scale_at] = _random_exponents(rng, n_blocks, std / fmt.rms)
         return blocks.reshape(-1)
     # Scales vary between blocks, as in real models; E[u^2] = 13/12 for u uniform in [0.5, 1.5).
-    scale = _random_floats(rng, n_blocks, 0.5, 1.5) * np.float32(std / (fmt.rms * math.sqrt(13 / 12)))
+    n_scales = n_blocks * max(fmt.fp8_scales, 1)
+    scale = _random_floats(rng, n_scales, 0.5, 1.5) * np.float32(std / (fmt.rms * math.sqrt(13 / 12)))
+    if fmt.fp8_scales:
+        nearest = np.searchsorted((_FP8[1:] + _FP8[:-1]) / 2, scale).astype(np.uint8)
+        blocks[:, fmt.scale_at : fmt.scale_at + fmt.fp8_scales] = nearest.reshape(n_blocks, -1)
+        return blocks.reshape(-1)
     if fmt.signed_scale:
         scale *= np.where(_random_bytes(rng, n_blocks) & 1, np.float32(1), np.float32(-1))
     _set_half(blocks, fmt.scale_at, scale)
