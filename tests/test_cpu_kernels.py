@@ -13,14 +13,14 @@ from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
 from support.arm_machine import SETS as ARM_SETS
 from support.arm_machine import Kernels
-from support.cpu_testing import cpu_testing
+from support.cpu_testing import cpu_testing, native_sets
 from support.small_models import COMMON_TYPES, TYPES, half_fields
 
 from metal_prefill import Model, _core, synth
 from metal_prefill.synth._blocks import BLOCK_FORMATS
 
 cpu = Kernels()
-NATIVE_SETS = _core.cpu.kernel_sets()
+NATIVE_SETS = native_sets()
 SETS = [*NATIVE_SETS, *ARM_SETS]
 BATCHES = (1, 2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 512)
 QUANTIZED = [Type[kind] for kind in TYPES if GGML_QUANT_SIZES[Type[kind]][0] > 1]
@@ -604,8 +604,8 @@ def test_products_are_exact_on_a_thread_that_measured_the_limits(isa: str) -> No
     """Measurements and products of each type leave the tiles of AMX to those that follow."""
     x = normal(32, 256)
     q, scale, *_ = cpu.quantize(isa, x, 0)
-    for limit in _core.cpu.peaks(isa):
-        assert _core.cpu.peak_workload(isa, limit, 1).run(2) > 0
+    for limit in cpu_testing().peaks(isa):
+        assert cpu_testing().peak_workload(isa, limit, 1).run(2) > 0
         for kind in (Type.Q4_0, Type.Q6_K):
             raw, values = random_weight(kind, 32, 256)
             out = guarded(32, 32)

@@ -5,14 +5,8 @@
 
 #include "../engine.h"
 #include "kernels.h"
+#include "processor.h"
 
-#if defined(__x86_64__) || defined(_M_X64)
-#include <cpuid.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -29,51 +23,8 @@ namespace {
 
 #if defined(__x86_64__) || defined(_M_X64)
 
-// Instruction sets of the processor that the system also saves the registers of.
-struct Features {
-  bool avx2 = false;        // with FMA and F16C
-  bool avxvnni = false;     // likewise
-  bool avx512vnni = false;  // with F, BW, DQ and VL
-  bool avx512bf16 = false;  // on top of it
-  bool amx = false;         // 8-bit tiles on top of both, and the system's permission
-};
-
-// Linux grants the large registers of AMX to a process that asks for them.
-bool request_amx() {
-#if defined(__linux__)
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
-Features detect() {
-  Features features;
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
-  const bool fma = c >> 12 & 1, f16c = c >> 29 & 1, xsave = c >> 27 & 1;
-  if (!xsave) return features;
-  unsigned xcr_low = 0, xcr_high = 0;
-  asm("xgetbv" : "=a"(xcr_low), "=d"(xcr_high) : "c"(0));
-  const bool ymm = (xcr_low & 0x06) == 0x06, zmm = (xcr_low & 0xe6) == 0xe6;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return features;
-  const unsigned leaf7_b = b, leaf7_c = c, leaf7_d = d, subleaves = a;
-  features.avx2 = ymm && fma && f16c && (leaf7_b >> 5 & 1);
-  const unsigned avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
-  features.avx512vnni = features.avx2 && zmm && (leaf7_b & avx512) == avx512 && (leaf7_c >> 11 & 1);
-  const bool tile_registers = (xcr_low & 0x60000) == 0x60000;
-  const unsigned amx = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
-  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
-    features.avxvnni = features.avx2 && (a >> 4 & 1);
-    features.avx512bf16 = features.avx512vnni && (a >> 5 & 1);
-  }
-  features.amx = features.avx512bf16 && tile_registers && (leaf7_d & amx) == amx && request_amx();
-  return features;
-}
-
 bool runs(const Kernels& kernels) {
-  static const Features features = detect();
+  static const ProcessorFeatures features = processor_features();
   const std::string name = kernels.name;
   if (name == "amx") return features.amx;
   if (name == "avx512bf16") return features.avx512bf16;

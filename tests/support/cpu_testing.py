@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import cache
 from typing import Any
 
 import pytest
 
+from metal_prefill import _core
+
+EMULATE_AMX = "METAL_PREFILL_EMULATE_AMX"  # read by builds for tests: see `tests/native/amx_emulator.cpp`
 MISSING = "the package was built without METAL_PREFILL_TESTING, which tests of kernels need: run `make test`"
+
+
+@cache
+def _with_emulated_amx() -> Any:
+    """Import it and let it run the kernels of AMX, emulated if the processor lacks them."""
+    module = importlib.import_module("_cpu_testing")
+    before = os.environ.get(EMULATE_AMX)
+    os.environ[EMULATE_AMX] = "1"
+    try:
+        module.kernel_sets()  # asks for the processor's features, once
+    finally:
+        del os.environ[EMULATE_AMX]
+        if before is not None:
+            os.environ[EMULATE_AMX] = before
+    return module
+
+
+def native_sets() -> list[str]:
+    """Return the kernel sets that this processor runs or whose instructions are emulated, fastest first."""
+    try:
+        sets: list[str] = _with_emulated_amx().kernel_sets()
+    except ImportError:
+        sets = _core.cpu.kernel_sets()
+    return sets
 
 
 def cpu_testing() -> Any:
     """Return it; skips a test where the package lacks it, or fails where all tests must run."""
     try:
-        return importlib.import_module("_cpu_testing")
+        return _with_emulated_amx()
     except ImportError:
         if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):
             pytest.fail(MISSING)
