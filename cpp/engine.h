@@ -51,10 +51,12 @@ struct UnsupportedModelError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Numbers that products multiply.
 enum class Compute {
-  kInt8,
-  kF32
-};  // activations against quantized weights: 8 bits per block of 32, or float32
+  kInt8,  // activations in 8 bits per block of 32 with quantized weights, in bfloat16 with those in bfloat16
+  kF32,
+  kBf16,  // weights and activations rounded to bfloat16 if the processor multiplies such pairs; else kF32
+};
 enum class KvType { kF16, kF32, kQ8_0 };
 
 // The type of the rows in a cache of this type.

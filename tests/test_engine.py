@@ -96,22 +96,60 @@ CORRELATION_BFLOAT16 = 0.9999
 
 
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
-def test_bfloat16_weights_of_any_shape_stay_near_the_reference_however_a_prompt_is_split(
-    isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "kind", "compute"),
+    [
+        ("dimensions that fit no block", "BF16", "int8"),
+        ("dimensions that fit no block", "F16", "bf16"),
+        ("dimensions that fit no block", "F32", "bf16"),
+        ("mixed types", "", "bf16"),
+    ],
+)
+def test_models_in_bfloat16_stay_near_the_reference_however_a_prompt_is_split(
+    isa: str, name: str, kind: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-    shape = replace(MODELS["dimensions that fit no block"], vocab=301, types={"*": "BF16"}, embedding="BF16")
+    shape = replace(MODELS[name], vocab=301)
+    if kind:
+        shape = replace(shape, types={"*": kind}, embedding=kind)
     path = write(tmp_path / "m.gguf", shape)
     ids = prompt(33, shape.vocab)
     outcomes = []
     for threads, cuts in [(1, [33]), (2, [33]), (2, [1, 2, 6, 7, 17]), (1, [1] * 33)]:
-        with Model(path, device="cpu", threads=threads) as model:
+        with Model(path, device="cpu", threads=threads, compute=compute) as model:
             for end in np.cumsum(cuts):
                 logits = model.forward_prompt_logits(ids[model.position : end])
             outcomes.append(logits)
     assert correlation(outcomes[0], reference(path).forward(ids).logits[-1]) > CORRELATION_BFLOAT16
     for logits in outcomes[1:]:
         np.testing.assert_array_equal(logits, outcomes[0])
+
+
+@pytest.mark.skipif("avx512bf16" not in _core.cpu.kernel_sets(), reason="the processor lacks AVX512-BF16")
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q6_K"])
+def test_bfloat16_rounds_weights_of_every_type_where_the_processor_has_such_products(
+    kind: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "avx512bf16")
+    logits = []
+    for compute in ("bf16", "f32", "int8"):
+        with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
+            logits.append(model.forward_prompt_logits(prompt(9, 320)))
+    for other in logits[1:]:
+        assert not np.array_equal(logits[0], other)
+        assert correlation(logits[0], other) > CORRELATION_BFLOAT16 - 0.001
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q6_K"])
+def test_bfloat16_is_float32_where_the_processor_has_no_such_products(
+    kind: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
+    logits = []
+    for compute in ("bf16", "f32"):
+        with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
+            logits.append(model.forward_prompt_logits(prompt(9, 320)))
+    np.testing.assert_array_equal(logits[0], logits[1])
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])
@@ -223,7 +261,7 @@ def assert_same_bits(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
-@pytest.mark.parametrize("compute", ["int8", "f32"])
+@pytest.mark.parametrize("compute", ["int8", "bf16", "f32"])
 @pytest.mark.parametrize(
     "name",
     ["smollm shape", "mixed types", "16-bit floats", "gemma3", "gqa 8", "granite", "hunyuan-dense", "olmo2"],
@@ -251,16 +289,17 @@ def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
     assert_same_bits(outcomes)
 
 
+@pytest.mark.parametrize("compute", ["int8", "bf16"])
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
 def test_each_instruction_set_gives_the_same_bits_however_a_prompt_is_split(
-    isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     name, n = "smollm shape", 300  # several spans of attention, and more than goes through the layers at once
     ids = prompt(n, MODELS[name].vocab)
     outcomes = []
     for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
-        with Model(model_path(name), device="cpu", threads=threads) as model:
+        with Model(model_path(name), device="cpu", threads=threads, compute=compute) as model:
             assert f"({isa}," in model.device
             outcomes.append(after(model, ids, cuts))
     assert_same_bits(outcomes)

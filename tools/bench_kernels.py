@@ -178,6 +178,7 @@ def run(
     threads: Sequence[int] = (1,),
     repetitions: int = 9,
     isa: str | None = None,
+    compute: str = "int8",
     progress: Callable[[str], object] | None = None,
 ) -> list[KernelRow]:
     """Measure products and attention.
@@ -196,6 +197,8 @@ def run(
         Samples of each.
     isa
         A kernel set of this machine; None for the fastest.
+    compute
+        "int8" or "bf16", as for `metal_prefill.Model`.
     progress
         Called with the name of what is measured next.
 
@@ -212,7 +215,9 @@ def run(
                 name: Limit(partial(_start_peak, stack, isa, name, n_threads))
                 for name in _core.cpu.peaks(isa)
             }
-            for kernel, limit, n, make in _cases(isa, types, shapes, tokens, attention_tokens, n_threads):
+            for kernel, limit, n, make in _cases(
+                isa, types, shapes, tokens, attention_tokens, n_threads, compute
+            ):
                 if progress is not None:
                     progress(
                         f"{kernel}, {_machine.counted(n, 'token')}, {_machine.counted(n_threads, 'thread')}"
@@ -232,6 +237,7 @@ def _cases(
     tokens: Sequence[int],
     attention_tokens: Sequence[int],
     threads: int,
+    compute: str,
 ) -> Iterator[tuple[str, str, int, Callable[[], Timed]]]:
     for name in types:
         if name not in GGMLQuantizationType.__members__:
@@ -245,12 +251,18 @@ def _cases(
                 if n_rows == SHAPES[-1][0] and n > MAX_HEAD_ROWS:
                     continue
 
-                make = partial(_steps().product_workload, isa, int(kind), n_rows, n_cols, n, threads)
-                yield f"{name} {n_rows}x{n_cols}", "int8" if block > 1 else "float32", n, make
+                make = partial(_steps().product_workload, isa, int(kind), n_rows, n_cols, n, threads, compute)
+                yield f"{name} {n_rows}x{n_cols}", _limit_of(isa, kind, compute), n, make
     for n in attention_tokens:
         make = partial(_steps().attention_workload, isa, n, HEADS, KV_HEADS, HEAD_DIM, threads)
         limit = "bfloat16" if "bfloat16" in _core.cpu.peaks(isa) else "float32"
         yield f"attention {HEADS}/{KV_HEADS} heads of {HEAD_DIM}", limit, n, make
+
+
+def _limit_of(isa: str, kind: GGMLQuantizationType, compute: str) -> str:
+    if "bfloat16" in _core.cpu.peaks(isa) and (compute == "bf16" or kind == GGMLQuantizationType.BF16):
+        return "bfloat16"
+    return "int8" if GGML_QUANT_SIZES[kind][0] > 1 and compute == "int8" else "float32"
 
 
 def _steps() -> Any:
@@ -311,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-r", "--repetitions", type=common.positive, default=9, help="samples of each")
     parser.add_argument("--isa", choices=_core.cpu.kernel_sets(), help="kernel set (default: the fastest)")
+    parser.add_argument("--compute", choices=("int8", "bf16"), default="int8", help="(default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - is stdout")
     options = parser.parse_args(arguments)
     if options.json and options.json != "-":
@@ -324,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 threads=options.threads or sorted({1, _machine.available_threads()}),
                 repetitions=options.repetitions,
                 isa=options.isa,
+                compute=options.compute,
                 progress=status.update,
             )
         except (ValueError, BenchError) as error:

@@ -114,6 +114,7 @@ def engines_of(path: Path) -> Engines:
         "metal_prefill, f32, f32 cache": lambda tokens: ours(path, tokens, "f32", "f32"),
         "metal_prefill, f32, f16 cache": lambda tokens: ours(path, tokens, "f32", "f16"),
         "metal_prefill, int8 (the default)": lambda tokens: ours(path, tokens, "int8", "f16"),
+        "metal_prefill, bf16": lambda tokens: ours(path, tokens, "bf16", "f16"),
         "llama.cpp": lambda tokens: llama(path, tokens),
     }
 
@@ -209,9 +210,9 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
         length = min(length, len(ids))
         cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
     print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
-    correlation = "correlation with f32, median and lowest"
-    engines = ["metal_prefill, int8", "llama.cpp", "metal_prefill, f32"]
-    print_header(["type", "MiB", *engines, correlation, "of llama.cpp"])
+    correlation = "correlation with f32, median and lowest: int8"
+    engines = ["metal_prefill, int8", "bf16", "llama.cpp", "metal_prefill, f32"]
+    print_header(["type", "MiB", *engines, correlation, "bf16", "llama.cpp"])
 
     def of_llama(path: Path) -> Callable[[Sequence[int]], Scores]:
         def score(window: Sequence[int]) -> Scores:
@@ -226,7 +227,7 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
             if not quantized(source, ftype, path):
                 continue
             cells = [name, f"{path.stat().st_size / 2**20:.0f}"]
-            for compute in ("int8", "llama", "f32"):
+            for compute in ("int8", "bf16", "llama", "f32"):
                 if compute == "llama":
                     value = perplexity(of_llama(path), cut).value
                 else:
@@ -239,7 +240,11 @@ def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], len
                 cells.append(f"{value:.3f}")
             first = np.array(ids[:CORRELATED_TOKENS])
             exact = ours(path, first, "f32", "f32")
-            for logits in (ours(path, first, "int8", "f16"), llama(path, first)):
+            for logits in (
+                ours(path, first, "int8", "f16"),
+                ours(path, first, "bf16", "f16"),
+                llama(path, first),
+            ):
                 cells.append(", ".join(comparison(logits, exact)[:2]))
             print("|", " | ".join(cells), "|", flush=True)
 

@@ -30,7 +30,7 @@ void check_heads(const Config& config) {
 KvLayout kv_layout(const Kernels& kernels, const EngineOptions& options, const Model& model) {
   if (options.kv_type == KvType::kQ8_0) return KvLayout::kQ8;
   if (options.kv_type == KvType::kF32) return KvLayout::kFloat;
-  return rounds_to_int8(model, options.compute) ? kernels.half_layout : KvLayout::kHalf;
+  return rounds_coarsely(model, options.compute) ? kernels.half_layout : KvLayout::kHalf;
 }
 
 }  // namespace

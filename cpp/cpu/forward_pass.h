@@ -24,8 +24,8 @@ class ForwardPass {
 
   // Rows that go through the layers together: what a step leaves for the next still lies in the caches then,
   // and reading the weights again for the others costs less. More threads have larger caches together, and
-  // more rows leave fewer of them idle at the end of a step.
-  int max_rows() const { return std::clamp(64 * team_.size(), 256, 1024); }
+  // more rows leave fewer of them idle at the end of a step. Widening weights takes as long as many rows.
+  int max_rows() const { return std::clamp(64 * team_.size(), weights_.widens ? 512 : 256, 1024); }
 
   // Computes the chunks' rows on top of what their pages hold and delivers their outputs. One call at a time.
   // Throws before anything is written. Returns how many multiply-adds products and attention took.

@@ -58,7 +58,8 @@ struct FloatRows {
 };
 constexpr int kFloatPad = 16;
 
-// Rows of bfloat16, filled up with zeros to a multiple of kPairPad.
+// Rows of bfloat16, filled up with zeros to a multiple of kPairPad. There is memory for a multiple of
+// kTileTokens of them.
 struct PairRows {
   std::uint16_t* data = nullptr;
   std::size_t stride = 0;  // in elements; whole cache lines
@@ -181,11 +182,12 @@ struct Kernels {
   // The same for few tokens, with 16-bit weights where they lie: rows of cols, a multiple of kFloatPad.
   void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
                         int count, float* out, std::size_t stride);
-  // The same with 32 rows in bfloat16, `weight_stride` elements from one to the next, and x rounded to
-  // bfloat16; cols is a multiple of kPairPad. Null where a set multiplies such weights in float32.
-  void (*multiply_bfloat16)(const std::uint16_t* weight, std::size_t weight_stride, int cols,
-                            const PairRows& x, int first, int count, float* out, std::size_t stride,
-                            const PrefetchRange& next) = nullptr;
+  // multiply_int8 with a group of weights in pairs and x rounded to bfloat16; null where a set multiplies
+  // such weights in float32.
+  void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
+                         float* out, std::size_t stride, const PrefetchRange& next) = nullptr;
+  // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
+  void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
   // To nearest, ties to even.
   void (*round_to_bfloat16)(const float* x, int n, std::uint16_t* out) = nullptr;
   void (*half_to_float)(const std::uint16_t* in, float* out, int n);

@@ -12,11 +12,13 @@
 // unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has what was measured.
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "amx_tiles.h"
 #include "simd_avx512.h"
 #include "table.h"
 #include "tile_attention_amx.h"
+#include "tile_pairs_amx.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -190,24 +192,32 @@ void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x,
   });
 }
 
-// Full tiles: 16 tokens x 64 columns by 64 columns x 16 rows.
-double run_dots_amx(int rounds) {
-  constexpr int kDepth = 64;
-  alignas(64) static constexpr std::int8_t kOperands[kTileTokens * kDepth] = {};
-  keep_tile_config<kDepth>();
+// Full tiles: 16 tokens by 16 rows, and 64 columns of bytes or 32 in pairs of bfloat16.
+template <bool kPairs>
+double run_tiles(int rounds) {
+  constexpr int kDepth = kPairs ? kTileRowBytes / 2 : kTileRowBytes;
+  alignas(64) static constexpr std::int8_t kOperands[kTileTokens * kTileRowBytes] = {};
+  keep_tile_config<kTileRowBytes>();
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
-  load_tile<4, kTileTokens, kDepth>(kOperands);
-  load_tile<5, kTileTokens, kDepth>(kOperands);
-  load_tile<6, kDepth / 4, kTileRowBytes>(kOperands);
-  load_tile<7, kDepth / 4, kTileRowBytes>(kOperands);
+  load_tile<4, kTileTokens, kTileRowBytes>(kOperands);
+  load_tile<5, kTileTokens, kTileRowBytes>(kOperands);
+  load_tile<6, kTileTokens, kTileRowBytes>(kOperands);
+  load_tile<7, kTileTokens, kTileRowBytes>(kOperands);
+  const auto multiply = []<int kC, int kA, int kB>(std::integer_sequence<int, kC, kA, kB>)
+                            __attribute__((always_inline)) {
+                              if constexpr (kPairs)
+                                multiply_pair_tiles<kC, kA, kB>();
+                              else
+                                multiply_tiles<kC, kA, kB>();
+                            };
   for (int round = 0; round < rounds; ++round) {
-    multiply_tiles<0, 4, 6>();
-    multiply_tiles<1, 5, 6>();
-    multiply_tiles<2, 4, 7>();
-    multiply_tiles<3, 5, 7>();
+    multiply(std::integer_sequence<int, 0, 4, 6>());
+    multiply(std::integer_sequence<int, 1, 5, 6>());
+    multiply(std::integer_sequence<int, 2, 4, 7>());
+    multiply(std::integer_sequence<int, 3, 5, 7>());
   }
   drop_tile_config();
   return double(rounds) * 4 * kTileTokens * kPanelRows * kDepth;
@@ -217,9 +227,11 @@ constexpr Kernels amx_table() {
   Kernels table = with_pairs(kTable, kAmxDepth);
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
+  table.multiply_pairs = multiply_pairs_amx;
   table.end_phase = drop_tile_config;
   table.attention = attention_amx;
-  table.run_dots = run_dots_amx;
+  table.run_dots = run_tiles<false>;
+  table.run_bfloat16 = run_tiles<true>;
   return table;
 }
 

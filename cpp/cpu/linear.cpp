@@ -10,15 +10,20 @@ namespace {
 
 // Tokens of an item at most: what it unpacks is used for all, its results fit the L1 cache.
 constexpr int kTokenBlock = 192;
+// The same where quantized weights become pairs, which takes as long as many tokens do.
+constexpr int kWidenedTokenBlock = 512;
 
 // What unpacking a group of weights costs, in tokens that are multiplied meanwhile.
-constexpr int kUnpackingTokens = 8;
+int unpacking_tokens(const Linear& linear) {
+  if (!linear.pairs) return 8;
+  return linear.packed.packing == Packing::kPairs ? 0 : 64;
+}
 
 constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 first costs more than it saves
 
 constexpr int kNarrowTokens = 2;  // for which widening a group first costs more than it saves
 
-using Tile = float[kTokenBlock][kGroupRows];
+using Tile = float[kWidenedTokenBlock][kGroupRows];
 
 // The rows of a pass in blocks of about equal length. A block begins with a tile of quantized activations.
 struct TokenBlocks {
@@ -32,21 +37,22 @@ struct TokenBlocks {
 
 // An item is a group of weights and a block of tokens. Few blocks unpack weights seldom; more of them keep
 // all threads at work until the end. Takes the number that is done first.
-TokenBlocks blocks_of(int rows, int groups, int threads) {
+TokenBlocks blocks_of(int rows, int groups, int threads, int unpacking) {
+  const int most = unpacking > kTileTokens ? kWidenedTokenBlock : kTokenBlock;
   TokenBlocks best = {rows, 0, 0};
   int best_cost = 0;
-  for (int count = ceil_div(rows, kTokenBlock); count <= ceil_div(rows, kTileTokens); ++count) {
+  for (int count = ceil_div(rows, most); count <= ceil_div(rows, kTileTokens); ++count) {
     const int length = round_up(ceil_div(rows, count), kTileTokens);
     const int blocks = ceil_div(rows, length);
-    const int cost = ceil_div(groups * blocks, threads) * (length + kUnpackingTokens);
+    const int cost = ceil_div(groups * blocks, threads) * (length + unpacking);
     if (best.count == 0 || cost < best_cost) best = {rows, blocks, length}, best_cost = cost;
   }
   return best;
 }
 
-// Whether a group has all of its rows, and these need no padding to multiples of `pad`.
-bool is_whole(const Tensor& tensor, int group, std::size_t pad = kFloatPad) {
-  return std::size_t(tensor.cols) % pad == 0 && (group + 1) * kGroupRows <= tensor.rows;
+// Whether a group has all of its rows, and these need no padding.
+bool is_whole(const Tensor& tensor, int group) {
+  return std::size_t(tensor.cols) % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
 }
 
 // Rows of a group in float32: where they lie in the file, or a copy that is zero beyond the matrix and in the
@@ -82,25 +88,11 @@ bool lies_ready(const Tensor& tensor, int group) {
   return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) && is_whole(tensor, group);
 }
 
-// Rows of a group in bfloat16: where they lie in the file, or a copy that is zero beyond the matrix and in
-// the padding.
-PairRows pairs_of_group(const Context& c, const Linear& linear, int group) {
-  const Tensor& tensor = linear.tensor;
-  const std::size_t cols = std::size_t(tensor.cols);
-  const auto row_of = [&](int r) { return tensor.row(group * kGroupRows + r); };
-  const int n_rows = std::min(kGroupRows, tensor.rows - group * kGroupRows);
-  if (is_whole(tensor, group, kPairPad))
-    return {const_cast<std::uint16_t*>(reinterpret_cast<const std::uint16_t*>(row_of(0))), cols};
-  const PairRows rows{c.scratch.weights.as<std::uint16_t>(), round_up(cols, kPairPad)};
-  for (int r = 0; r < kGroupRows; ++r) {
-    std::uint16_t* out = rows.row(r);
-    if (r < n_rows) out = std::copy_n(reinterpret_cast<const std::uint16_t*>(row_of(r)), cols, out);
-    std::fill(out, rows.row(r + 1), std::uint16_t(0));
-  }
-  return rows;
+// Where the group after this one lies in packed memory, and where its rows lie in the file.
+PrefetchRange next_group(const PackedMatrix& packed, int group) {
+  if (packed.packing != Packing::kPairs || group + 1 >= packed.groups()) return {};
+  return {packed.group(group + 1), packed.group_bytes()};
 }
-
-// Where the rows of the group after this one lie in the file.
 PrefetchRange next_group(const Tensor& tensor, int group) {
   const int begin = (group + 1) * kGroupRows, end = std::min(begin + kGroupRows, tensor.rows);
   if (begin >= end) return {};
@@ -116,10 +108,9 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
     multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, out, stride,
                     c.scratch.weights.data());
   } else if (linear.pairs) {
-    const PairRows rows = pairs_of_group(c, linear, group);
-    c.kernels.multiply_bfloat16(rows.data, rows.stride, int(round_up(linear.tensor.cols, kPairPad)),
-                                x.bfloat16, range.first, range.count, out, stride,
-                                next_group(linear.tensor, group));
+    c.kernels.multiply_pairs(pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data()),
+                             ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, range.first, range.count,
+                             out, stride, next_group(linear.packed, group));
   } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
@@ -168,11 +159,28 @@ void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int gro
   kernels.multiply_int8(wide_group(weight, scratch), 0, x, first, count, out, stride);
 }
 
+const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weight, int group,
+                                std::byte* scratch) {
+  if (weight.packing == Packing::kPairs) return weight.pairs(group);
+  auto* pairs = reinterpret_cast<PairBlock*>(scratch);
+  if (is_narrow(weight.packing)) {
+    std::byte* wide = scratch + std::size_t(weight.cols / kBlockCols) * sizeof(PairBlock);
+    kernels.widen(weight, group, wide);
+    kernels.widen_to_pairs(wide_group(weight, wide), 0, pairs);
+  } else {
+    kernels.widen_to_pairs(weight, group, pairs);
+  }
+  return pairs;
+}
+
 void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch, const CacheWriter* cache) {
-  int groups = 0;
-  for (const Product& p : products) groups += p.weight.packed.groups();
-  const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count());
+  int groups = 0, unpacking = 0;
+  for (const Product& p : products) {
+    groups += p.weight.packed.groups();
+    unpacking = std::max(unpacking, unpacking_tokens(p.weight));
+  }
+  const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking);
   const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * blocks.count; };
   for_each_of(c, groups * blocks.count, x, [&](int item) {
     if (fetch) fetch->fetch_share(item, groups * blocks.count);
@@ -205,7 +213,7 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
 
 void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, int rows,
                     const Activations& h) {
-  const TokenBlocks blocks = blocks_of(rows, w.up.packed.groups(), c.worker.count());
+  const TokenBlocks blocks = blocks_of(rows, w.up.packed.groups(), c.worker.count(), unpacking_tokens(w.up));
   for_each_of(c, w.up.packed.groups() * blocks.count, x, [&](int item) {
     const int group = item / blocks.count;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);

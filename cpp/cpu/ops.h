@@ -25,7 +25,7 @@ struct Best {
 
 // Memory that each thread needs for itself.
 struct alignas(128) Scratch {
-  Buffer weights;            // kGroupRows rows in float32, or a widened group
+  Buffer weights;            // scratch_bytes_of() a matrix
   Buffer rows;               // of `normed`
   Activations normed;        // few rows after a norm, for NormedRows
   std::vector<Best> best;    // of each row whose largest logit is wanted, among those this thread computed
@@ -118,6 +118,10 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
 // Kernels::multiply_int8 with blocks of either kind; `scratch` has room for a widened group.
 void multiply_packed(const Kernels& kernels, const PackedMatrix& weight, int group, const Int8Rows& x,
                      int first, int count, float* out, std::size_t stride, std::byte* scratch);
+// A group for Kernels::multiply_pairs: as it was packed, or in `scratch` (scratch_bytes_of) made of quantized
+// weights.
+const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weight, int group,
+                                std::byte* scratch);
 
 enum class CachePart { kNone, kKeys, kValues };
 // One matrix of a step: out[t] = weight * x[t] (+ bias), or += with `add`.

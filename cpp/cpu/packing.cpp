@@ -212,6 +212,49 @@ void pack(const Tensor& tensor, int group, BlockOf<Format>* out) {
   }
 }
 
+// To nearest, ties to even; NaN stays NaN.
+std::uint16_t bfloat16_bits(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return std::uint16_t(bits >> 16 | 0x40);
+  return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <class Format>
+void to_bfloat16(const std::byte* from, int n, std::uint16_t* out) {
+  if constexpr (std::is_same_v<Format, BF16>) {
+    std::memcpy(out, from, std::size_t(n) * sizeof *out);
+  } else {
+    for (int i = 0; i < n; ++i) {
+      typename Format::Block element;
+      std::memcpy(&element, from + std::size_t(i) * sizeof element, sizeof element);
+      out[i] = bfloat16_bits(Format::value(element));
+    }
+  }
+}
+
+// The rows of the next group are fetched meanwhile, as in pack().
+template <class Format>
+void pack_pairs(const Tensor& tensor, int group, PairBlock* out) {
+  const int rows = std::min(kGroupRows, tensor.rows - group * kGroupRows);
+  const std::byte* first = tensor.row(group * kGroupRows);
+  const std::size_t row_bytes = tensor.bytes / std::size_t(tensor.rows);
+  const std::byte* next = first + std::size_t(kGroupRows) * row_bytes;
+  const std::byte* end = tensor.data + tensor.bytes;
+  for (int col = 0; col < tensor.cols; col += kBlockCols, ++out) {
+    const int n = std::min(kBlockCols, tensor.cols - col);
+    for (int r = 0; r < rows; ++r) {
+      for (std::size_t line = 0; line < kBlockCols * sizeof(typename Format::Block) && next < end;
+           line += 64, next += 64)
+        __builtin_prefetch(next);
+      std::uint16_t values[kBlockCols] = {};
+      to_bfloat16<Format>(
+          first + std::size_t(r) * row_bytes + std::size_t(col) * sizeof(typename Format::Block), n, values);
+      for (int i = 0; i < kBlockCols; i += 2)
+        std::memcpy(out->pairs[r / kPanelRows][i / 2][r % kPanelRows], values + i, 2 * sizeof *values);
+    }
+  }
+}
+
 // Q4_0 has its nibbles in the right order already: only moves.
 template <>
 void pack<Q4_0>(const Tensor& tensor, int group, NibbleBlock* out) {
@@ -240,13 +283,13 @@ Packing packing_of(TensorType type) {
 }
 
 std::size_t block_bytes(Packing packing) {
-  std::size_t bytes = 0;
+  std::size_t bytes = packing == Packing::kPairs ? sizeof(PairBlock) : 0;
   visit(packing, [&]<class Block>(std::type_identity<Block>) { bytes = sizeof(Block); });
   return bytes;
 }
 
 int block_cols(Packing packing) {
-  int cols = 0;
+  int cols = packing == Packing::kPairs ? kBlockCols : 0;
   visit(packing, [&]<class Block>(std::type_identity<Block>) { cols = kBlockCols * spans_of<Block>(); });
   return cols;
 }
@@ -258,7 +301,7 @@ bool is_narrow(Packing packing) {
 }
 
 int PackedMatrix::blocks_per_row() const {
-  return packing == Packing::kNone ? 0 : cols / block_cols(packing);
+  return packing == Packing::kNone ? 0 : ceil_div(cols, block_cols(packing));
 }
 
 std::size_t PackedMatrix::group_bytes() const {
@@ -287,7 +330,9 @@ PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks) {
 
 void pack_group(const Tensor& tensor, int group, std::byte* out) {
   formats::visit(tensor.type, [&]<class Format>(Format) {
-    if constexpr (!std::is_void_v<BlockOf<Format>>)
+    if constexpr (std::is_void_v<BlockOf<Format>>)
+      pack_pairs<Format>(tensor, group, reinterpret_cast<PairBlock*>(out));
+    else
       pack<Format>(tensor, group, reinterpret_cast<BlockOf<Format>*>(out));
   });
 }

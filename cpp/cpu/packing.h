@@ -27,6 +27,7 @@ constexpr int kTableCodes = 16;  // integers that codes of 4 bits or fewer may r
 
 enum class Packing {
   kNone,
+  kPairs,
   // wide
   kNibble,
   kNibbleMin,
@@ -140,6 +141,12 @@ static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
               sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
               sizeof(SixBitByteHalvesBlock) == 1216 && sizeof(ByteHalvesMinBlock) == 1536);
 
+// Not quantized: bfloat16, in pairs of columns, as a tile of AMX holds them. Columns are filled up with
+// zeros.
+struct alignas(64) PairBlock {
+  std::uint16_t pairs[2][kBlockCols / 2][kPanelRows][2];
+};
+
 // Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
 // A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
 constexpr int low_plane(int bits) {
@@ -230,11 +237,13 @@ constexpr bool kHasMin = requires(Block b) { b.min; };
 template <class Block>
 constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
 
-// Calls with_block(std::type_identity<Block>()) for the type of a packing's blocks; not at all for kNone.
+// Calls with_block(std::type_identity<Block>()) for the type of a quantized packing's blocks; not at all for
+// kNone and kPairs.
 template <class Call>
 void visit(Packing packing, const Call& with_block) {
   switch (packing) {
     case Packing::kNone:
+    case Packing::kPairs:
       return;
     case Packing::kNibble:
       return with_block(std::type_identity<NibbleBlock>());
@@ -313,6 +322,7 @@ struct PackedMatrix {
   int blocks_per_row() const;
   std::size_t group_bytes() const;
   std::byte* group(int index) const { return blocks + std::size_t(index) * group_stride; }
+  const PairBlock* pairs(int index) const { return reinterpret_cast<const PairBlock*>(group(index)); }
 };
 
 Packing packing_of(TensorType type);
@@ -323,7 +333,7 @@ bool is_narrow(Packing packing);
 PackedMatrix packed_matrix(const Tensor& tensor);
 // A group of a narrow matrix once it is widened, as a matrix of its own at `blocks`.
 PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks);
-// Packs rows [32 * group, 32 * group + 32) of the tensor.
+// Packs rows [32 * group, 32 * group + 32) of the tensor; those of floats become pairs, rounded to nearest.
 void pack_group(const Tensor& tensor, int group, std::byte* out);
 
 }  // namespace metal_prefill::cpu

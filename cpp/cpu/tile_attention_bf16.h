@@ -16,7 +16,7 @@
 
 #include "simd_bf16.h"
 #include "tile_attention.h"
-#include "tile_bfloat16.h"
+#include "tile_pairs.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -329,7 +329,8 @@ double run_bfloat16(int rounds) {
 
 // A table that multiplies weights in bfloat16 by pairs, and keeps a cache in f16 as pairs.
 constexpr Kernels with_pairs(Kernels table, int key_multiple) {
-  table.multiply_bfloat16 = multiply_bfloat16;
+  table.multiply_pairs = multiply_pair_blocks;
+  table.widen_to_pairs = widen_to_pairs;
   table.round_to_bfloat16 = round_to_bfloat16;
   table.half_layout = KvLayout::kPairs;
   table.key_multiple = key_multiple;

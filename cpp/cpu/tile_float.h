@@ -33,7 +33,6 @@ struct FloatProduct {
   using Value = float;
   static constexpr int kColumns = Simd::kLanes;       // of a step
   static constexpr int kTokens = Simd::kFloatTokens;  // of a tile, at most
-  static constexpr bool kFetchesPages = false;
 
   static F weight(const Weight* p) { return load_floats(p); }
   static F value(const Value* p) { return Simd::load(p); }
@@ -80,18 +79,6 @@ inline void row_tile(const Operands<Product>& from, int row, int token, float* o
   for (int t = 0; t < kTokens; ++t) add_up<Simd>(acc[t], out + std::size_t(t) * stride + row);
 }
 
-// The processor follows a stream to the end of its page and no further, and files lie on small pages: asks
-// for the first lines of the pages that begin in [begin, begin + bytes), soon after which it follows them
-// itself.
-inline void fetch_page_starts(const void* begin, std::size_t bytes) {
-  constexpr std::uintptr_t kPage = 4096;
-  const auto from = reinterpret_cast<std::uintptr_t>(begin);
-  for (std::uintptr_t page = round_up(from, kPage); page < from + bytes; page += kPage)
-    prefetch<CacheLevel::kL1, 4 * 64>(reinterpret_cast<const void*>(page));
-}
-// What a single row reads in about the time that memory takes to answer.
-constexpr std::size_t kPagesAhead = 8192;  // bytes
-
 // A group by `count` tokens, 1 to kTokens, in tiles of kRows rows.
 template <class Product, int kRows, int kTokens>
 void row_tiles(int count, const Operands<Product>& from, int token, float* out, std::size_t stride,
@@ -101,14 +88,8 @@ void row_tiles(int count, const Operands<Product>& from, int token, float* out, 
   }
   // Of a single token eight rows: enough independent sums to hide the latency of a multiply-add.
   constexpr int kTileRows = kTokens == 1 && kRows > 1 ? 8 : kRows;
-  for (int row = 0; row < kGroupRows; row += kTileRows) {
-    if constexpr (kRows == 1 && Product::kFetchesPages) {
-      const auto* weight = from.weight + std::size_t(row) * from.weight_stride;
-      fetch_page_starts(reinterpret_cast<const std::byte*>(weight) + kPagesAhead,
-                        from.weight_stride * sizeof *weight);
-    }
+  for (int row = 0; row < kGroupRows; row += kTileRows)
     row_tile<Product, kTileRows, kTokens>(from, row, token, out, stride, next);
-  }
 }
 
 // A group by tokens [0, count). With few of them kRows is 1: as many rows at a time as would hide the latency

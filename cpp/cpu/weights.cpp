@@ -20,16 +20,30 @@ constexpr LayerLinear kLayerLinears[] = {
 #include "../tensors.inc"
 };
 
-// Of a group in the form in which many tokens are multiplied.
-std::size_t expanded_bytes(const Linear& linear) {
-  if (linear.pairs)
-    return kGroupRows * round_up(std::size_t(linear.tensor.cols), kPairPad) * sizeof(std::uint16_t);
-  if (!linear.int8())
-    return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
-  return is_narrow(linear.packed.packing) ? wide_group(linear.packed, nullptr).group_bytes() : 0;
+}  // namespace
+
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels) {
+  Linear linear{tensor, packed_matrix(tensor)};
+  const bool is_quantized = linear.packed.packing != Packing::kNone;
+  const bool may_round =
+      compute == Compute::kBf16 || (compute == Compute::kInt8 && tensor.type == TensorType::kBF16);
+  linear.pairs = may_round && kernels.multiply_pairs;
+  if (linear.pairs && !is_quantized) {
+    linear.packed.packing = Packing::kPairs;
+    linear.packed.group_stride = linear.packed.group_bytes();
+  }
+  if (compute != Compute::kInt8 && !linear.pairs) linear.packed.packing = Packing::kNone;
+  return linear;
 }
 
-}  // namespace
+std::size_t scratch_bytes_of(const Linear& linear) {
+  const PackedMatrix& packed = linear.packed;
+  if (packed.packing == Packing::kNone)
+    return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
+  if (packed.packing == Packing::kPairs) return 0;
+  const std::size_t wide = is_narrow(packed.packing) ? wide_group(packed, nullptr).group_bytes() : 0;
+  return wide + (linear.pairs ? std::size_t(packed.cols / kBlockCols) * sizeof(PairBlock) : 0);
+}
 
 Buffer gather_vectors(Model& model) {
   std::vector<Tensor*> vectors;
@@ -55,8 +69,8 @@ Buffer gather_vectors(Model& model) {
   return copies;
 }
 
-bool rounds_to_int8(const Model& model, Compute compute) {
-  if (compute != Compute::kInt8) return false;
+bool rounds_coarsely(const Model& model, Compute compute) {
+  if (compute != Compute::kInt8) return compute == Compute::kBf16;
   const auto packed = [](const Tensor& tensor) { return packing_of(tensor.type) != Packing::kNone; };
   const auto in_layer = [&](const LayerWeights& layer) {
     return std::any_of(std::begin(kLayerLinears), std::end(kLayerLinears),
@@ -122,12 +136,10 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
     if (!tensor) return;
-    linear.tensor = tensor;
-    linear.packed = packed_matrix(tensor);
-    if (compute != Compute::kInt8) linear.packed.packing = Packing::kNone;
-    linear.pairs = compute == Compute::kInt8 && multiplies_pairs(kernels, tensor.type);
+    linear = linear_of(tensor, compute, kernels);
     input_of(cols).add(linear);
-    scratch_bytes = std::max(scratch_bytes, expanded_bytes(linear));
+    widens |= linear.pairs && linear.packed.packing != Packing::kPairs;
+    scratch_bytes = std::max(scratch_bytes, scratch_bytes_of(linear));
     linears.push_back(&linear);
   };
   for (std::size_t l = 0; l < layers.size(); ++l)
@@ -150,7 +162,7 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
     const Linear* linear;
     int first;
   };
-  std::erase_if(linears, [](const Linear* linear) { return !linear->int8(); });
+  std::erase_if(linears, [](const Linear* linear) { return linear->packed.packing == Packing::kNone; });
   std::vector<Item> items;
   for (const Linear* linear : linears)
     for (int group = 0; group < linear->packed.groups(); group += kGroupsPerItem)

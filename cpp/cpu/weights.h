@@ -13,20 +13,19 @@
 
 namespace metal_prefill::cpu {
 
-// A matrix, either packed for products with 8-bit activations or left in the file, for products with
-// activations in bfloat16 or in float32.
+// A matrix, packed, or left in the file for products in float32.
 struct Linear {
   Tensor tensor;
   PackedMatrix packed;
-  bool pairs = false;  // in bfloat16
+  bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights once they are widened
 
-  bool int8() const { return packed.packing != Packing::kNone; }
+  bool int8() const { return packed.packing != Packing::kNone && !pairs; }
 };
 
-// Whether a set multiplies weights of a type, in the file, with activations in bfloat16.
-inline bool multiplies_pairs(const Kernels& kernels, TensorType type) {
-  return type == TensorType::kBF16 && kernels.multiply_bfloat16;
-}
+// A matrix as a set multiplies it, still without a place.
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels);
+// Memory that a thread needs for a group of it: expanded to float32, widened or padded.
+std::size_t scratch_bytes_of(const Linear& linear);
 
 struct CpuLayer {
 #define LAYER_MATRIX(member, ...) Linear member;
@@ -46,20 +45,21 @@ struct Forms {
 // reads them there brings back pages of matrices, which the system maps around them.
 Buffer gather_vectors(Model& model);
 
-// Whether any product rounds activations to 8 bits.
-bool rounds_to_int8(const Model& model, Compute compute);
+// Whether products round so much that attention in pairs of bfloat16 adds little.
+bool rounds_coarsely(const Model& model, Compute compute);
 
 class Weights {
  public:
-  // Packs what is quantized (unless `compute` is f32) on all threads; then the file's pages may leave
-  // memory. Or takes Model::packed in place of that, if it has the right size. The model must outlive it.
+  // Packs what is not multiplied in float32 on all threads; then the file's pages may leave memory. Or takes
+  // Model::packed in place of that, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team);
 
   std::vector<CpuLayer> layers;
   Linear output;
+  bool widens = false;  // quantized weights to pairs, once for all rows of a pass
   // Of products that read [dim], [n_heads * value_dim], [ffn_dim].
   Forms dim_input, attention_input, ffn_input;
-  std::size_t scratch_bytes = 0;  // that a group takes when it is expanded to float32, widened or padded
+  std::size_t scratch_bytes = 0;  // the largest scratch_bytes_of()
   std::size_t packed_bytes() const { return packed_bytes_; }
   // What was packed here, in the order of Model::packed.
   std::span<const std::byte> packed_here() const {

@@ -35,7 +35,7 @@ class Layout {
     if (forms.bfloat16) {
       // A row and a cache line: rows that are a power of two apart would share few sets of the L1 cache.
       const std::size_t stride = round_up(columns, kPairPad) + kPairPad;
-      a.bfloat16 = {take<std::uint16_t>(rows_ * stride), stride};
+      a.bfloat16 = {take<std::uint16_t>(round_up(rows_, kTileTokens) * stride), stride};
     }
     return a;
   }

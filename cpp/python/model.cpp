@@ -107,7 +107,10 @@ void bind_model(nb::module_& m) {
       .value("HEADS", QkNormPlace::kHeads)
       .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads)
       .value("ROWS", QkNormPlace::kRows);
-  nb::enum_<Compute>(m, "Compute").value("INT8", Compute::kInt8).value("F32", Compute::kF32);
+  nb::enum_<Compute>(m, "Compute")
+      .value("INT8", Compute::kInt8)
+      .value("F32", Compute::kF32)
+      .value("BF16", Compute::kBf16);
   nb::enum_<KvType>(m, "KvType")
       .value("F16", KvType::kF16)
       .value("F32", KvType::kF32)

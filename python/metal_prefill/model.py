@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Model", "default_model_path", "resolve_device"]
 
-_COMPUTE = {"int8": _core.Compute.INT8, "f32": _core.Compute.F32}
+_COMPUTE = {"int8": _core.Compute.INT8, "bf16": _core.Compute.BF16, "f32": _core.Compute.F32}
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvType.Q8_0}
 
 
@@ -60,9 +60,12 @@ class Model(GenerationMethods, TaskMethods):
     threads
         CPU threads; by default one per core available to the process.
     compute
-        ``"int8"``: activations are rounded to 8 bits per block of 32 where they meet quantized weights, and
-        to bfloat16 where they meet weights in bfloat16 on a CPU that multiplies pairs of these. ``"f32"``:
-        they stay in float32.
+        CPU only: numbers that products multiply. ``"int8"``: activations are rounded to 8 bits per block of
+        32 if weights are quantized, and to bfloat16 if weights are in bfloat16 and the CPU multiplies pairs
+        of these (AVX512-BF16, AMX); otherwise they stay in float32. ``"bf16"``: all weights and activations
+        are rounded to bfloat16 on such a CPU; on others this is ``"f32"``. On AMX, prompts in quantized
+        weights are faster than with ``"int8"`` and closer to float32, but single tokens are slower.
+        ``"f32"``: activations stay in float32.
     kv_dtype
         Number format of the KV cache: ``"f16"``, ``"f32"``, or on the CPU ``"q8_0"``, blocks of 32 numbers in
         8 bits with a scale, in about half of the memory of ``"f16"``. Heads must then have a multiple of 32
@@ -116,7 +119,7 @@ class Model(GenerationMethods, TaskMethods):
         device: Literal["auto", "cpu", "metal"] | str = "auto",
         max_context: int | None = None,
         threads: int | None = None,
-        compute: Literal["int8", "f32"] | str = "int8",
+        compute: Literal["int8", "bf16", "f32"] | str = "int8",
         kv_dtype: Literal["f16", "f32", "q8_0"] | str = "f16",
         chunk_tokens: int = 512,
         kv_memory: int | None = None,

@@ -7,6 +7,8 @@ from mutants.mutant import Mutant
 _ENGINE, _BATCH, _SAMPLING = "tests/test_engine.py", "tests/test_batch.py", "tests/test_native_sampling.py"
 _Q8 = "tests/test_q8_cache.py"
 _TREE = "tests/test_prefix_tree.py"
+_KERNELS = "tests/test_cpu_kernels.py"
+_PAIRS = f"{_KERNELS}::test_product_of_pairs_is_that_of_rounded_numbers"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
 _SEVERAL = f"{_BATCH}::test_prompts_and_tokens_together_are_what_they_are_alone"
@@ -300,18 +302,60 @@ CPU = (
         "share = ceil_div(count - token, passes);",
         "share = Product::kTokens;",
         "the last tile of tokens goes beyond those that there are",
-        ("tests/test_cpu_kernels.py::test_bfloat16_product_is_that_of_rounded_activations",),
+        ("tests/test_cpu_kernels.py::test_float_product_is_that_of_float64",),
     ),
     Mutant(
         "cpp/cpu/weights.cpp",
-        "linear.pairs = compute == Compute::kInt8 && multiplies_pairs",
-        "linear.pairs = multiplies_pairs",
+        "linear.pairs = may_round && kernels.multiply_pairs",
+        "linear.pairs = kernels.multiply_pairs",
         "compute='f32' rounds activations to bfloat16",
         (_MODELS, "-k", "BF16 and cpu"),
     ),
     Mutant(
+        "cpp/cpu/weights.cpp",
+        "compute == Compute::kBf16 || (compute == Compute::kInt8 &&",
+        "(compute == Compute::kInt8 &&",
+        "compute='bf16' computes in float32",
+        (f"{_ENGINE}::test_bfloat16_rounds_weights_of_every_type_where_the_processor_has_such_products",),
+    ),
+    Mutant(
+        "cpp/cpu/tile_pairs_amx.h",
+        "multiply_pair_tiles_of<1>(blocks, n_blocks, x.row(first + full), x.stride, sums[0]",
+        "multiply_pair_tiles_of<1>(blocks, n_blocks, x.row(first), x.stride, sums[0]",
+        "the tokens after the last full tile have the results of the first ones",
+        (_PAIRS, "-k", "amx"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_pairs_amx.h",
+        "      load_tile_rows<4>(x + b * kBlockCols, x_bytes);\n      multiply_pair_tiles<1, 4, 6>();",
+        "      multiply_pair_tiles<1, 4, 6>();",
+        "the second panel of the first tile of tokens is that of the second",
+        (_PAIRS, "-k", "amx"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_pairs.h",
+        "share = ceil_div(count - token, tiles);",
+        "share = std::min(kPairTokens, count);",
+        "the last tile of tokens goes beyond those that there are",
+        (_PAIRS, "-k", "avx512bf16"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_pairs.h",
+        "values[std::size_t(code)] = float(code - Block::kZero);",
+        "values[std::size_t(code)] = float(code);",
+        "4-bit codes count from zero when they become pairs",
+        (f"{_KERNELS}::test_weights_become_the_nearest_bfloat16",),
+    ),
+    Mutant(
+        "cpp/cpu/packing.cpp",
+        "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
+        "bits >> 16",
+        "floats are cut off when they become bfloat16",
+        (f"{_KERNELS}::test_weights_become_the_nearest_bfloat16",),
+    ),
+    Mutant(
         "cpp/cpu/engine.cpp",
-        "rounds_to_int8(model, options.compute) ? kernels.half_layout",
+        "rounds_coarsely(model, options.compute) ? kernels.half_layout",
         "options.compute == Compute::kInt8 ? kernels.half_layout",
         "attention rounds to bfloat16 where nothing else is rounded",
         (f"{_ENGINE}::test_weights_that_are_not_rounded_give_float32_in_either_mode",),
@@ -321,7 +365,7 @@ CPU = (
         "round_to_bfloat16(from, columns, a.bfloat16.row(row) + first)",
         "round_to_bfloat16(from, columns, a.bfloat16.row(row))",
         "results of all heads go to the columns of the first",
-        (f"{_ENGINE}::test_bfloat16_weights_of_any_shape_stay_near_the_reference_however_a_prompt_is_split",),
+        (f"{_ENGINE}::test_models_in_bfloat16_stay_near_the_reference_however_a_prompt_is_split",),
     ),
     Mutant(
         "cpp/cpu/linear.cpp",

@@ -96,10 +96,10 @@ void bind_kernels(nb::module_& m) {
         "Product of 32 rows and activations in float32.");
   m.def("multiply_half", on_arrays(calls::multiply_half), "set"_a, "weight"_a, "bfloat16"_a, "x"_a, "out"_a,
         "The same for few tokens, with weights in 16 bits.");
-  m.def("multiply_bfloat16", on_arrays(calls::multiply_bfloat16), "set"_a, "weight"_a, "x"_a, "first"_a,
-        "out"_a, "Product of 32 rows in bfloat16 and activations rounded to it.");
+  m.def("multiply_pairs", on_arrays(calls::multiply_pairs), "set"_a, "type"_a, "weight"_a, "rows"_a, "x"_a,
+        "first"_a, "out"_a, "Product of weights and activations rounded to bfloat16.");
   m.def("round_to_bfloat16", on_arrays(calls::round_to_bfloat16), "set"_a, "x"_a, "out"_a,
-        "The form of activations that multiply_bfloat16 takes.");
+        "The form of activations in products of pairs.");
   m.def("rms_norm", on_arrays(calls::rms_norm), "set"_a, "x"_a, "weight"_a, "eps"_a, "out"_a,
         "RMSNorm of a row.");
   m.def("rope", on_arrays(calls::rope), "set"_a, "head"_a, "cos_sin"_a, "neox"_a,
@@ -112,7 +112,7 @@ void bind_kernels(nb::module_& m) {
         "window"_a, "scale"_a, "first"_a, "count"_a, "out"_a, "exact"_a = false, "both_ways"_a = false,
         "key_multiple"_a = 0, "by_splits"_a = false, "Attention of one group of heads.");
   m.def("product_workload", product_workload, "set"_a, "type"_a, "rows"_a, "cols"_a, "tokens"_a, "threads"_a,
-        "A matrix by a chunk of activations, weights from memory.");
+        "compute"_a = "int8", "A matrix by a chunk of activations, weights from memory.");
   m.def("attention_workload", attention_workload, "set"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
         "threads"_a, "Causal attention of a prompt in one layer.");
   m.def("run_team", run_team, "threads"_a, "phases"_a, "jobs"_a, "How often a team computes each item.");

@@ -122,21 +122,37 @@ void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, 
                                    0, int(x.shape(0)), out.data(), out.shape(1));
 }
 
-void multiply_bfloat16(const std::string& set, const Halves& weight, const Matrix& x, int first,
-                       OutMatrix out) {
+void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
+                    const Matrix& x, int first, OutMatrix out) {
   const Kernels& kernels = kernels_named(set);
-  require(kernels.multiply_bfloat16, "the set has no products of bfloat16 pairs");
-  const std::size_t cols = x.shape(1), tokens = x.shape(0), stride = cols + kPairPad;
-  require(cols % kPairPad == 0 && weight.shape(0) == kGroupRows * cols, "wrong shape");
-  require(out.shape(0) >= tokens && out.shape(1) >= kGroupRows, "out is too small");
-  const Buffer memory((std::size_t(first) + tokens) * stride * sizeof(std::uint16_t), "activations");
-  const PairRows rows{memory.as<std::uint16_t>(), stride};
-  for (std::size_t t = 0; t < tokens; ++t)
-    kernels.round_to_bfloat16(x.data() + t * cols, int(cols), rows.row(first + int(t)));
-  const PrefetchRange itself{reinterpret_cast<const std::byte*>(weight.data()),
-                             weight.shape(0) * sizeof(std::uint16_t)};
-  kernels.multiply_bfloat16(weight.data(), cols, int(cols), rows, first, int(tokens), out.data(),
-                            out.shape(1), itself);
+  require(kernels.multiply_pairs, "the set has no products of bfloat16 pairs");
+  const std::size_t cols = x.shape(1), tokens = x.shape(0), padded = round_up(cols, kPairPad);
+  const Tensor tensor{
+      "weight",       TensorType(type), rows, int(cols), reinterpret_cast<const std::byte*>(weight.data()),
+      weight.shape(0)};
+  require(tensor.bytes == row_bytes(tensor.type, cols) * std::size_t(rows), "weight has another size");
+  Linear linear = linear_of(tensor, Compute::kBf16, kernels);
+  PackedMatrix& packed = linear.packed;
+  require(int(out.shape(0)) >= int(tokens) && int(out.shape(1)) >= packed.groups() * kGroupRows,
+          "out is too small");
+  const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
+  packed.blocks = blocks.data();
+  for (int group = 0; group < packed.groups(); ++group) pack_group(tensor, group, packed.group(group));
+  // What is not in use of the last tile is NaN.
+  const std::size_t stride = padded + kPairPad, n_rows = round_up(std::size_t(first) + tokens, kTileTokens);
+  const Buffer memory((n_rows + kTileTokens) * stride * sizeof(std::uint16_t), "activations");
+  std::memset(memory.data(), 0xff, memory.bytes());
+  const PairRows activations{memory.as<std::uint16_t>(), stride};
+  for (std::size_t t = 0; t < tokens; ++t) {
+    std::uint16_t* row = activations.row(first + int(t));
+    std::fill_n(row, padded, std::uint16_t(0));
+    kernels.round_to_bfloat16(x.data() + t * cols, int(cols), row);
+  }
+  const Buffer scratch(scratch_bytes_of(linear), "scratch");
+  for (int group = 0; group < packed.groups(); ++group)
+    kernels.multiply_pairs(pairs_of_group(kernels, packed, group, scratch.data()), int(padded) / kBlockCols,
+                           activations, first, int(tokens), out.data() + group * kGroupRows, out.shape(1),
+                           {});
   if (kernels.end_phase) kernels.end_phase();
 }
 

@@ -49,9 +49,9 @@ void multiply_float(const std::string& set, const Matrix& weight, int cols, cons
 // weight [32, cols] in f16 or bfloat16, cols a multiple of 16.
 void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, const Matrix& x,
                    OutMatrix out);
-// weight [32, cols] in bfloat16, cols a multiple of 32. The first row of x becomes token `first`.
-void multiply_bfloat16(const std::string& set, const Halves& weight, const Matrix& x, int first,
-                       OutMatrix out);
+// multiply_int8 in pairs of bfloat16, with weights of any type.
+void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
+                    const Matrix& x, int first, OutMatrix out);
 void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out);
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);

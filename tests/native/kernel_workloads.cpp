@@ -57,7 +57,7 @@ struct AttentionState {
 }  // namespace
 
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
-                                           int tokens, int threads) {
+                                           int tokens, int threads, const std::string& compute) {
   const Kernels& kernels = kernels_named(set);
   require(rows >= 1 && tokens >= 1 && threads >= 1, "rows, tokens and threads must be positive");
   require(cols >= kBlockCols && cols % kBlockCols == 0, "cols must be a multiple of 32");
@@ -72,7 +72,8 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
   for (std::size_t i = 0; i < bytes; ++i) w.file.data()[i] = std::byte(0x20 | (random() >> 8 & 0x1f));
   const Tensor tensor{"weight", TensorType(type), rows, cols, w.file.data(), bytes};
 
-  PackedMatrix matrix = packed_matrix(tensor);
+  Linear linear = linear_of(tensor, compute == "bf16" ? Compute::kBf16 : Compute::kInt8, kernels);
+  PackedMatrix& matrix = linear.packed;
   const std::size_t packed = matrix.group_bytes() * std::size_t(matrix.groups());
   const std::size_t n_copies = packed > 0 ? 1 + kColdBytes / packed : 1;
   w.packed = Buffer(packed * n_copies, "packed weights");
@@ -84,7 +85,7 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
     } else if (packed > 0) {
       for (int group = 0; group < matrix.groups(); ++group) pack_group(tensor, group, matrix.group(group));
     }
-    w.copies.push_back({tensor, matrix, multiplies_pairs(kernels, tensor.type)});
+    w.copies.push_back(linear);
   }
 
   w.x.f32 = random_rows(w.input, tokens, cols);
@@ -96,14 +97,13 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
     kernels.quantize(w.x.f32.row(t), w.x.f32.stride, t % kTileTokens, 1, w.x.int8.blocks, w.x.int8.tile(t));
   if (w.copies[0].pairs) {
     w.x.bfloat16.stride = std::size_t(cols) + kPairPad;
-    w.pairs = Buffer(std::size_t(tokens) * w.x.bfloat16.stride * sizeof(std::uint16_t), "activations");
+    w.pairs = Buffer(n_tiles * kTileTokens * w.x.bfloat16.stride * sizeof(std::uint16_t), "activations");
     w.x.bfloat16.data = w.pairs.as<std::uint16_t>();
     for (int t = 0; t < tokens; ++t) kernels.round_to_bfloat16(w.x.f32.row(t), cols, w.x.bfloat16.row(t));
   }
   w.out = random_rows(w.output, tokens, rows);
   w.scratch.resize(std::size_t(threads));
-  for (Scratch& scratch : w.scratch)
-    scratch.weights = Buffer(kGroupRows * round_up(std::size_t(cols), kFloatPad) * sizeof(float), "weights");
+  for (Scratch& scratch : w.scratch) scratch.weights = Buffer(scratch_bytes_of(linear), "weights");
   return std::make_unique<Workload>(
       threads,
       [work](Worker& worker, int i) {
