@@ -16,7 +16,7 @@ import pytest
 from support import comparison
 
 import metal_prefill
-from metal_prefill import Model, cli
+from metal_prefill import Model, _core, cli
 from metal_prefill._commands import common
 from metal_prefill._commands.perplexity import perplexity, windows
 from metal_prefill.files import _gguf_file
@@ -232,7 +232,9 @@ def test_info_counts_every_byte_of_the_tensors(capsys: pytest.CaptureFixture[str
             assert re.search(rf"{kind}\b.*\b{size:,}\b", out), kind
     assert re.search(r"n_kv_heads\W+3\b", out)
     assert re.search(r"tokenizer\W+gpt2 \(smollm\)", out)
-    assert re.search(r"cpu\W+available", out)
+    assert re.search(rf"cpu\W+available, with {_core.cpu.kernel_sets()[0]}\b", out)
+    speedup = _core.cpu.pair_speedup()
+    assert (f"pairs of bfloat16 {speedup:.1f} times" in out) == (speedup > 0)
 
 
 def test_info_draws_where_the_bytes_are(tmp_path: Path) -> None:

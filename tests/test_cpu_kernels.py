@@ -96,6 +96,14 @@ def test_the_compiler_left_out_no_kernels() -> None:
     assert _core.cpu.built_sets() == [*sets.get(machine, []), "scalar"]
 
 
+def test_vectors_of_pairs_are_preferred_where_they_are_faster_than_float32() -> None:
+    sets, speedup = _core.cpu.kernel_sets(), _core.cpu.pair_speedup()
+    assert (speedup > 0) == ("avx512bf16" in sets)
+    if "avx512bf16" in sets:
+        assert (sets.index("avx512bf16") < sets.index("avx512vnni")) == (speedup >= 1.5)
+        assert speedup == _core.cpu.pair_speedup()  # measured once
+
+
 @each_set
 @pytest.mark.parametrize("first", [0, 3])
 def test_activations_are_quantized_to_the_nearest_step_of_their_block(isa: str, first: int) -> None:

@@ -1,4 +1,6 @@
 // Which of the built kernel sets this machine runs, and which one is taken.
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -89,13 +91,51 @@ const Kernels* const kBuilt[] = {
 #undef METAL_PREFILL_KERNELS
 };
 
+// The set whose products of pairs of bfloat16 some processors compute no faster than the other's in float32:
+// one of the pairs' instructions a cycle, or two with half as many products each.
+constexpr const char* kPairSet = "avx512bf16";
+constexpr const char* kFloatSet = "avx512vnni";
+constexpr double kMinPairSpeedup = 1.5;  // between 1 and 2, which processors are close to
+
+// The shortest of several runs in turns, a tenth of a millisecond in all.
+double measured_speedup(const Kernels& kernels) {
+  constexpr int kTimes = 8, kRounds = 500;
+  const auto rate = [](double (*loop)(int)) {
+    const auto begin = std::chrono::steady_clock::now();
+    const double products = loop(kRounds);
+    return products / std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  double pairs = 0, floats = 0;
+  for (int i = 0; i < kTimes; ++i) {
+    pairs = std::max(pairs, rate(kernels.run_bfloat16));
+    floats = std::max(floats, rate(kernels.run_fmas));
+  }
+  return pairs / floats;
+}
+
 }  // namespace
+
+double pair_speedup() {
+  static const double speedup = [] {
+    for (const Kernels* kernels : kBuilt)
+      if (std::string(kernels->name) == kPairSet && runs(*kernels)) return measured_speedup(*kernels);
+    return 0.0;
+  }();
+  return speedup;
+}
 
 std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> available;
   for (const Kernels* kernels : kBuilt) {
     if (runs(*kernels)) available.push_back(kernels);
   }
+  const auto named = [&](const char* name) {
+    return std::find_if(available.begin(), available.end(),
+                        [&](const Kernels* kernels) { return std::string(kernels->name) == name; });
+  };
+  const auto pairs = named(kPairSet), floats = named(kFloatSet);
+  if (pairs < floats && floats != available.end() && pair_speedup() < kMinPairSpeedup)
+    std::swap(*pairs, *floats);
   return available;
 }
 

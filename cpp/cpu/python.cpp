@@ -28,6 +28,9 @@ std::vector<std::string> kernel_sets() {
 
 void bind_machine(nb::module_& m) {
   m.def("kernel_sets", kernel_sets, "Names of the sets that this machine runs, fastest first.");
+  m.def("pair_speedup", pair_speedup,
+        "Measured speed of products of bfloat16 pairs in vectors relative to float32; 0 without such "
+        "products.");
   m.def("built_sets", built_sets, "Names of the sets that the compiler built, fastest first.");
   nb::class_<Workload>(m, "Workload", "A step of the engine, or a limit of the machine, to be timed.")
       .def("run", &Workload::run, "repetitions"_a, nb::call_guard<GilRelease>(),

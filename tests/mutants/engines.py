@@ -354,6 +354,13 @@ CPU = (
         (f"{_KERNELS}::test_weights_become_the_nearest_bfloat16",),
     ),
     Mutant(
+        "cpp/cpu/isa.cpp",
+        "pair_speedup() < kMinPairSpeedup",
+        "pair_speedup() >= kMinPairSpeedup",
+        "the slower of the sets with and without bfloat16 is taken",
+        (f"{_KERNELS}::test_vectors_of_pairs_are_preferred_where_they_are_faster_than_float32",),
+    ),
+    Mutant(
         "cpp/cpu/engine.cpp",
         "rounds_coarsely(model, options.compute) ? kernels.half_layout",
         "options.compute == Compute::kInt8 ? kernels.half_layout",

@@ -62,7 +62,10 @@ def devices() -> list[tuple[str, str]]:
         metal = "emulator: for correctness tests, its speed is not that of a GPU"
     else:
         metal = "available"
-    return [("auto", resolve_device("auto")), ("cpu", "available"), ("metal", metal)]
+    cpu = f"available, with {_core.cpu.kernel_sets()[0]}"
+    if speedup := _core.cpu.pair_speedup():
+        cpu += f"; pairs of bfloat16 {speedup:.1f} times as fast as float32"
+    return [("auto", resolve_device("auto")), ("cpu", cpu), ("metal", metal)]
 
 
 def execute(arguments: argparse.Namespace) -> None:
