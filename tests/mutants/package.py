@@ -147,14 +147,14 @@ FILES = (
 
 CONVERSION = (
     Mutant(
-        f"{_P}/conversion/_sources.py",
+        f"{_P}/conversion/_settings.py",
         "return values[position_offset(config) :]",
         "return values[: len(values) - position_offset(config)]",
         "positions of XLM-R begin with those of padding",
         ("tests/test_conversion.py", "-k", "positions"),
     ),
     Mutant(
-        f"{_P}/conversion/_sources.py",
+        f"{_P}/conversion/_settings.py",
         '    if "attn_k" in name:',
         '    if "attn_v" in name:',
         "rows of k are reordered as if there were as many heads as of q",

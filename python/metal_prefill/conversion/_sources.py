@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from metal_prefill.conversion import _settings
 from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._settings import Values
 from metal_prefill.errors import UnsupportedModelError
-from metal_prefill.files._metadata_keys import MAX_INT
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens"]
-Values: TypeAlias = npt.NDArray[np.float32]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
 
 # Ends of the names of model classes, and what the head after the body is for.
@@ -134,147 +131,6 @@ class Source:
     position_offset: bool = False
 
 
-def _without_padding_positions(config: Fields, name: str, values: Values) -> Values:
-    return values[position_offset(config) :]
-
-
-def position_offset(config: Fields) -> int:
-    """Return the position of the first token in models of the RoBERTa family."""
-    return config.integer("pad_token_id", default=1, least=0) + 1
-
-
-def _interleaved(config: Fields, name: str, values: Values) -> Values:
-    """Reorder the rows of q or k, so that the two values of a rotated pair are next to each other."""
-    heads = config.integer("num_attention_heads")
-    if "attn_k" in name:
-        heads = config.integer("num_key_value_heads", default=heads)
-    if len(values) % (2 * heads):
-        raise config.error(f"{name} has {len(values)} rows, which {heads} heads do not divide")
-    pairs = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2)
-    return np.ascontiguousarray(pairs).reshape(values.shape)
-
-
-def _plus_one(config: Fields, name: str, values: Values) -> Values:
-    return values + 1
-
-
-def _rope_scaling(config: Fields) -> dict[str, Any]:
-    """Return the metadata of a scaled rotation; newer folders have it in ``rope_parameters``."""
-    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
-    found: dict[str, Any] = {}
-    if rope.has("rope_theta"):
-        found["rope.freq_base"] = rope.number("rope_theta")
-    kind = rope.string("rope_type", "type", default="default")
-    if kind == "llama3":  # its factors are a tensor
-        return found
-    if kind in ("linear", "yarn"):
-        found["rope.scaling.type"] = kind
-        found["rope.scaling.factor"] = rope.number("factor")
-    elif kind != "default":
-        raise rope.unsupported(
-            f"{rope.name('rope_type')} is {kind!r}; supported: 'default', 'linear', 'llama3', 'yarn'"
-        )
-    if kind == "yarn":
-        found["rope.scaling.original_context_length"] = rope.integer("original_max_position_embeddings")
-    return found
-
-
-def _rope_factors(config: Fields) -> dict[str, Values]:
-    """Return the tensor of Llama 3, divisors of the frequencies by the length of their waves.
-
-    Waves of at most the original context divided by ``high_freq_factor`` are kept, those of at least the
-    context divided by ``low_freq_factor`` are stretched by ``factor``, and those between are interpolated.
-    """
-    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
-    if rope.string("rope_type", "type", default="default") != "llama3":
-        return {}
-    base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
-    dims = config.integer(
-        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads")
-    )
-    factor = rope.number("factor")
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.error(f"{rope.name('low_freq_factor')} is {low}, must be less than {high}")
-    turns = rope.integer("original_max_position_embeddings") / (
-        2 * np.pi * base ** (np.arange(0, dims, 2) / dims)
-    )
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors = 1 / ((1 - kept) / factor + kept)
-    return {"rope_freqs.weight": factors.astype(np.float32)}
-
-
-def _eurobert(config: Fields) -> dict[str, Any]:
-    found = _rope_scaling(config)
-    if "rope.scaling.type" in found:
-        raise config.unsupported("the rotation of a eurobert model is scaled")
-    return {**found, "rope.scaling.type": "none"}
-
-
-def _nomic_bert(config: Fields) -> dict[str, Any]:
-    rope = config.object("rope_parameters")
-    base = rope.number("rope_theta", default=config.number("rotary_emb_base", "rope_theta", default=1000.0))
-    # Longer texts would need another rotation, which depends on their length.
-    trained = config.integer("max_trained_positions", default=MAX_INT)
-    context = min(config.integer("max_position_embeddings", "n_positions"), trained)
-    return {"rope.freq_base": base, "context_length": context}
-
-
-def _modern_bert(config: Fields) -> dict[str, Any]:
-    """Return the windows and the bases of the rotation in layers with and without one."""
-    layers = config.integer("num_hidden_layers")
-    kinds = config.sequence("layer_types")
-    period = config.integer("global_attn_every_n_layers", default=3)
-    if kinds:
-        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        period = full[1] if len(full) > 1 else layers
-        if len(kinds) != layers or full != list(range(0, layers, period)):
-            raise config.unsupported(
-                "layer_types must have full_attention in every n-th layer from the first"
-            )
-    rope = config.object("rope_parameters")
-    bases = {}
-    for suffix, kind, name, default in (
-        ("rope.freq_base", "full_attention", "global_rope_theta", 160000.0),
-        ("rope.freq_base_swa", "sliding_attention", "local_rope_theta", 10000.0),
-    ):
-        base = rope.object(kind)
-        base.require("rope_type", ("default",), "default")
-        bases[suffix] = base.number("rope_theta", default=config.number(name, default=default))
-    activation = config.string("hidden_activation", default="gelu")
-    return {
-        **bases,
-        "attention.sliding_window": config.integer("local_attention"),
-        "attention.sliding_window_pattern": period,
-        "rope.scaling.type": "none",
-        "vocab_size": config.integer("vocab_size"),
-        "hidden_activation": activation,
-    }
-
-
-def _gemma3(config: Fields) -> dict[str, Any]:
-    rope = config.object("rope_parameters")
-    full, local = rope.object("full_attention"), rope.object("sliding_attention")
-    kind = full.string("rope_type", default="default")
-    if kind not in ("default", "linear"):
-        raise full.unsupported(f"{full.name('rope_type')} is {kind!r}; supported: 'default', 'linear'")
-    scaling = config.object("rope_scaling")
-    factor = full.number("factor", default=1.0) if kind == "linear" else scaling.number("factor", default=1.0)
-    found: dict[str, Any] = {
-        "rope.freq_base": full.number("rope_theta", default=config.number("rope_theta", default=1000000.0)),
-        "rope.freq_base_swa": local.number(
-            "rope_theta", default=config.number("rope_local_base_freq", default=10000.0)
-        ),
-        "attention.sliding_window": config.integer("sliding_window"),
-    }
-    if factor != 1:
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
-    key_dim = config.integer("head_dim", default=256)
-    if config.number("query_pre_attn_scalar", default=key_dim) != key_dim:
-        found["attention.scale"] = config.number("query_pre_attn_scalar") ** -0.5
-    return found
-
-
 _BERT = Source(
     "bert",
     prefixes=("bert.",),
@@ -295,7 +151,7 @@ _ROBERTA = replace(
         "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
         "tokens": _CLASSIFIER,
     },
-    changes={r"position_embd\.weight": _without_padding_positions},
+    changes={r"position_embd\.weight": _settings.without_padding_positions},
     position_offset=True,
 )
 _LLAMA = Source(
@@ -308,9 +164,9 @@ _LLAMA = Source(
         "sequence": {"score": "cls.output"},
         "tokens": {"score": "cls.output"},
     },
-    changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _interleaved},
-    more=_rope_scaling,
-    computed=_rope_factors,
+    changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved},
+    more=_settings.rope_scaling,
+    computed=_settings.rope_factors,
 )
 _QWEN = replace(_LLAMA, changes={}, accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)})
 _GEMMA3 = replace(
@@ -318,8 +174,8 @@ _GEMMA3 = replace(
     architecture="gemma3",
     keys={**SHAPE, **DECODER, "attention.head_count_kv": _integer("num_key_value_heads")},
     accepted={"hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,)},
-    changes={r".*norm\.weight": _plus_one},
-    more=_gemma3,
+    changes={r".*norm\.weight": _settings.plus_one},
+    more=_settings.gemma3,
 )
 
 SOURCES: dict[str, Source] = {
@@ -341,11 +197,11 @@ SOURCES: dict[str, Source] = {
             "mlp_fc1_bias": (False,),
             "mlp_fc2_bias": (False,),
             "rotary_emb_fraction": (1.0,),
-            "rotary_emb_interleaved": (False,),
+            "rotary_emb_settings.interleaved": (False,),
             "rotary_emb_scale_base": (None,),
             "moe_every_n_layers": (0,),
         },
-        more=_nomic_bert,
+        more=_settings.nomic_bert,
     ),
     "ModernBert": Source(
         "modern-bert",
@@ -358,7 +214,7 @@ SOURCES: dict[str, Source] = {
             for task in ("sequence", "tokens")
         },
         unused=(*_UNUSED, r"head\..*", r"decoder\..*"),
-        more=_modern_bert,
+        more=_settings.modern_bert,
     ),
     "JinaBert": Source(
         "jina-bert-v2",
@@ -374,7 +230,7 @@ SOURCES: dict[str, Source] = {
         constants={"attention.causal": False},
         accepted={"hidden_act": ("silu",)},
         heads={"tokens": _CLASSIFIER},
-        more=_eurobert,
+        more=_settings.eurobert,
     ),
     "Llama": _LLAMA,
     "Mistral": replace(_LLAMA, accepted={"hidden_act": ("silu",), "sliding_window": (None,)}),
@@ -439,11 +295,11 @@ def metadata_of(source: Source, config: Fields) -> dict[str, Any]:
         else:
             found[suffix] = config.number(*key.names, **default)
     if source.position_offset:
-        found["context_length"] -= position_offset(config)
+        found["context_length"] -= _settings.position_offset(config)
         if found["context_length"] < 1:
             raise config.error(
                 f"max_position_embeddings is {config.integer('max_position_embeddings')}, must be more than "
-                f"{position_offset(config)}, the first position"
+                f"{_settings.position_offset(config)}, the first position"
             )
     return {**found, **source.more(config)}
 

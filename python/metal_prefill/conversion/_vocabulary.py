@@ -5,54 +5,25 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder_vocabulary import (
+    FolderVocabulary,
+    fill,
+    frame,
+    set_special_tokens,
+    steps,
+)
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.text._encoder_vocabulary import MAX_WORD_CHARACTERS, SPACE
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS, PreTokenizer, TokenType
-
-NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_UNUSED_SCORE = -10000.0  # of ids without a token
 
 # Pre-tokenizer of several with the same patterns.
 _PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default")
 # A spelling of the contractions in published patterns, and the one of `PRE_TOKENIZERS`.
 _CONTRACTIONS = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]")
-
-
-@dataclass
-class FolderVocabulary:
-    """A vocabulary as a GGUF file describes it.
-
-    Attributes
-    ----------
-    model, pre : str
-        Values of ``tokenizer.ggml.model`` and ``tokenizer.ggml.pre``.
-    tokens : list of str
-    types : list of int
-    scores : list of float or None
-    merges : list of str or None
-    ids : dict of str to int
-        Special tokens by the names in `NAMES`.
-    flags : dict of str to bool
-        Further metadata under ``tokenizer.ggml``.
-    charsmap : bytes or None
-    chat_template : str, list or None
-    """
-
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    scores: list[float] | None = None
-    merges: list[str] | None = None
-    ids: dict[str, int] = field(default_factory=dict)
-    flags: dict[str, bool] = field(default_factory=dict)
-    charsmap: bytes | None = None
-    chat_template: Any = None
 
 
 def read_vocabulary(folder: Path, config: Fields) -> FolderVocabulary:
@@ -81,9 +52,9 @@ def read_vocabulary(folder: Path, config: Fields) -> FolderVocabulary:
     if kind not in readers:
         raise json.unsupported(f"{model.name('type')} is {kind!r}; supported: {', '.join(readers)}")
     found = readers[kind](json, model, settings)
-    _set_special_tokens(found, json, settings, config, folder)
-    _frame(found, json, settings)
-    _fill(found, config)
+    set_special_tokens(found, json, settings, config, folder)
+    frame(found, json, settings)
+    fill(found, config)
     found.chat_template = _chat_template(folder, settings)
     return found
 
@@ -137,8 +108,8 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
 def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     model.require("continuing_subword_prefix", ("##",), "##")
     model.require("max_input_chars_per_word", (MAX_WORD_CHARACTERS,), MAX_WORD_CHARACTERS)
-    steps = json.object("normalizer")
-    steps.require("type", ("BertNormalizer",), None)
+    normalizer = json.object("normalizer")
+    normalizer.require("type", ("BertNormalizer",), None)
     json.object("pre_tokenizer").require("type", ("BertPreTokenizer",), None)
     tokens, types = _listed(json, _ids_of(model))
     control = TokenType.CONTROL
@@ -148,14 +119,14 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
             return text
         return text[2:] if text.startswith("##") else SPACE + text
 
-    lowercase = settings.boolean("do_lower_case", default=steps.boolean("lowercase", default=True))
-    accents = settings if settings.has("strip_accents") else steps
+    lowercase = settings.boolean("do_lower_case", default=normalizer.boolean("lowercase", default=True))
+    accents = settings if settings.has("strip_accents") else normalizer
     flags = {
         "normalizer.lowercase": lowercase,
         "normalizer.strip_accents": accents.boolean("strip_accents", default=lowercase),
     }
     for name, key in (("clean_text", "clean_text"), ("handle_chinese_chars", "tokenize_chinese_chars")):
-        value = settings.boolean(key, default=steps.boolean(name, default=True))
+        value = settings.boolean(key, default=normalizer.boolean(name, default=True))
         if not value:  # the value of files without the key is true
             flags[f"normalizer.{name}"] = value
     stored_tokens = [stored(text, kind) for text, kind in zip(tokens, types, strict=True)]
@@ -195,7 +166,7 @@ def _unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
 def _charsmap(json: Fields) -> bytes | None:
     """Return the character map of a Unigram tokenizer; the other steps concern spaces, which are removed."""
     charsmap = None
-    for step in _steps(json, "normalizer", "normalizers"):
+    for step in steps(json, "normalizer", "normalizers"):
         kind = step.string("type")
         if kind == "Precompiled":
             encoded = step.string("precompiled_charsmap", default="")
@@ -211,7 +182,7 @@ def _charsmap(json: Fields) -> bytes | None:
 def _metaspace(json: Fields) -> tuple[bool, bool]:
     """Return whether words begin with a space of their own, and whether other spaces are removed."""
     prefix, white_space = True, False
-    for step in _steps(json, "pre_tokenizer", "pretokenizers"):
+    for step in steps(json, "pre_tokenizer", "pretokenizers"):
         kind = step.string("type")
         if kind == "Metaspace":
             step.require("replacement", (SPACE,), SPACE)
@@ -223,7 +194,7 @@ def _metaspace(json: Fields) -> tuple[bool, bool]:
             raise step.unsupported(f"{step.name('type')} {kind} is not supported with a Unigram model")
     # Where nothing splits at white space, the normalizer has removed the spaces that sentencepiece removes.
     return prefix, white_space or any(
-        step.string("type") in ("Replace", "Strip") for step in _steps(json, "normalizer", "normalizers")
+        step.string("type") in ("Replace", "Strip") for step in steps(json, "normalizer", "normalizers")
     )
 
 
@@ -249,7 +220,7 @@ def _sentencepiece(
         if types[i] == TokenType.NORMAL and re.fullmatch(r"<0x[0-9A-F]{2}>", token):
             types[i] = TokenType.BYTE
     prefix = False
-    for step in (*_steps(json, "normalizer", "normalizers"), *_steps(json, "pre_tokenizer", "pretokenizers")):
+    for step in (*steps(json, "normalizer", "normalizers"), *steps(json, "pre_tokenizer", "pretokenizers")):
         kind = step.string("type")
         if kind == "Prepend":
             prefix = True
@@ -276,7 +247,7 @@ def _merge(model: Fields, index: int, merge: Any) -> tuple[str, str]:
 def _pre_tokenizer(json: Fields, model: Fields) -> str:
     """Return the name under which a GGUF file describes how text is split."""
     patterns: list[str] = []
-    for step in _steps(json, "pre_tokenizer", "pretokenizers"):
+    for step in steps(json, "pre_tokenizer", "pretokenizers"):
         kind = step.string("type")
         if kind == "ByteLevel":
             step.require("add_prefix_space", (False,), False)
@@ -291,7 +262,7 @@ def _pre_tokenizer(json: Fields, model: Fields) -> str:
             patterns.append(step.object("pattern").string("Regex").replace(*_CONTRACTIONS))
         else:
             raise step.unsupported(f"{step.name('type')} {kind} is not supported")
-    normal_forms = [step.string("type") for step in _steps(json, "normalizer", "normalizers")]
+    normal_forms = [step.string("type") for step in steps(json, "normalizer", "normalizers")]
     if normal_forms not in ([], ["NFC"]):
         raise json.unsupported(f"normalizer is {', '.join(normal_forms)}; supported is NFC, or none")
     whole = model.boolean("ignore_merges", default=False)
@@ -302,16 +273,6 @@ def _pre_tokenizer(json: Fields, model: Fields) -> str:
         if known.patterns == tuple(patterns) and known.whole_words == whole:
             return name
     raise json.unsupported(f"the pre-tokenizer with the patterns {patterns} is not supported")
-
-
-def _steps(json: Fields, name: str, inner: str) -> list[Fields]:
-    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
-    step = json.object(name)
-    if not step.values:
-        return []
-    if step.string("type", default="") != "Sequence":
-        return [step]
-    return step.objects(inner)
 
 
 def _ids_of(model: Fields) -> dict[str, int]:
@@ -345,109 +306,6 @@ def _listed(
             kind = TokenType.CONTROL if special[i] else TokenType.USER_DEFINED
         types.append(int(kind))
     return listed, types
-
-
-def _set_special_tokens(
-    found: FolderVocabulary, json: Fields, settings: Fields, config: Fields, folder: Path
-) -> None:
-    spelled = Fields.read_if_present(folder / "special_tokens_map.json")
-    by_text = {
-        added.string("content"): added.integer("id", least=0) for added in json.objects("added_tokens")
-    }
-    for name in NAMES:
-        for source in (settings, spelled):
-            text = source.values.get(f"{name}_token")
-            text = text.get("content") if isinstance(text, dict) else text
-            if isinstance(text, str) and name not in found.ids:
-                i = by_text.get(text)
-                if i is None and text in found.tokens:
-                    i = found.tokens.index(text)
-                if i is not None:
-                    found.ids[name] = i
-        stated = config.values.get(f"{name}_token_id")
-        stated = stated[0] if isinstance(stated, list) and stated else stated
-        if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated < len(found.tokens):
-            found.ids.setdefault(name, stated)
-    if found.model == "bert" and "unk" not in found.ids:
-        unknown = json.object("model").string("unk_token", default="[UNK]")
-        if unknown not in by_text:
-            raise json.error(f"the unknown token {unknown} is not among added_tokens")
-        found.ids["unk"] = by_text[unknown]
-
-
-def _frame(found: FolderVocabulary, json: Fields, settings: Fields) -> None:
-    """Set which tokens begin, separate and end texts, as the post-processor defines them."""
-    single: list[int] = []
-    pair: list[int] = []
-    for step in _steps(json, "post_processor", "processors"):
-        kind = step.string("type")
-        if kind in ("BertProcessing", "RobertaProcessing"):
-            first, last = (_named_id(step, name) for name in ("cls", "sep"))
-            middle = [last] if kind == "BertProcessing" else [last, last]
-            single, pair = [first, -1, last], [first, -1, *middle, -2, last]
-        elif kind == "TemplateProcessing":
-            single, pair = (_template(step, name, found) for name in ("single", "pair"))
-        elif kind != "ByteLevel":
-            raise step.unsupported(f"{step.name('type')} {kind} is not supported")
-    if not single:
-        single = [-1]
-    begin, end = single[: single.index(-1)], single[single.index(-1) + 1 :]
-    if len(begin) > 1 or len(end) > 1:
-        raise json.unsupported("post_processor adds more than one token at an end of a text")
-    for name, added in (("bos", begin), ("eos", end)):
-        if added:
-            found.ids[name] = added[0]
-        stated = settings.values.get(f"add_{name}_token") is True
-        found.flags[f"add_{name}_token"] = bool(added) or (stated and name in found.ids)
-    if pair and found.model in ("bert", "t5", "gpt2") and -2 in pair:
-        middle = pair[pair.index(-1) + 1 : pair.index(-2)]
-        if found.model == "bert":
-            found.ids["sep"] = found.ids.get("eos", found.ids.get("sep", 0))
-            if middle != end:
-                raise json.unsupported(
-                    "post_processor separates pairs by tokens other than the end of a text"
-                )
-            found.flags["add_sep_token"] = False
-        elif middle != begin and middle[: len(end)] == end and len(middle) - len(end) in (0, 1):
-            found.flags["add_sep_token"] = len(middle) > len(end)
-            found.ids["sep"] = middle[-1] if middle else found.ids.get("sep", found.ids.get("eos", 0))
-
-
-def _named_id(step: Fields, name: str) -> int:
-    match step.values.get(name):
-        case [str(), int(i)]:
-            return i
-    raise step.error(f"{step.name(name)} must be a token and its id")
-
-
-def _template(step: Fields, name: str, found: FolderVocabulary) -> list[int]:
-    """Return the ids of a template, with -1 for the first text and -2 for the second."""
-    ids: list[int] = []
-    for item in step.objects(name):
-        if item.has("Sequence"):
-            ids.append(-1 if item.object("Sequence").string("id") == "A" else -2)
-            continue
-        text = item.object("SpecialToken").string("id")
-        if text not in found.tokens:
-            raise item.error(f"{item.name('SpecialToken')} {text!r} is not in the vocabulary")
-        ids.append(found.tokens.index(text))
-    if ids.count(-1) != 1:
-        raise step.error(f"{step.name(name)} must contain the text A once")
-    return ids
-
-
-def _fill(found: FolderVocabulary, config: Fields) -> None:
-    """Add unused tokens for the rows of the embedding beyond the vocabulary."""
-    size = config.integer("vocab_size", default=len(found.tokens))
-    if size < len(found.tokens):
-        raise config.error(f"vocab_size is {size}, but the tokenizer has {len(found.tokens)} tokens")
-    if size > 2 * len(found.tokens) + 65536:
-        raise config.error(f"vocab_size is {size}, far more than the {len(found.tokens)} of the tokenizer")
-    for i in range(len(found.tokens), size):
-        found.tokens.append(f"[PAD{i}]")
-        found.types.append(int(TokenType.UNUSED))
-        if found.scores is not None:
-            found.scores.append(_UNUSED_SCORE)
 
 
 def _chat_template(folder: Path, settings: Fields) -> Any:

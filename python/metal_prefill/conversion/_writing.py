@@ -17,9 +17,11 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import read_modules
-from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, position_offset
-from metal_prefill.conversion._vocabulary import FolderVocabulary, read_vocabulary
+from metal_prefill.conversion._settings import position_offset
+from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of
+from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._weights import Weight, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, collect_tensors, read_config

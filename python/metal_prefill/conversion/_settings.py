@@ -1,0 +1,159 @@
+"""Metadata and weights that depend on several fields of ``config.json``."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.files._metadata_keys import MAX_INT
+
+Values: TypeAlias = npt.NDArray[np.float32]
+
+
+def without_padding_positions(config: Fields, name: str, values: Values) -> Values:
+    """Return the positions of tokens, which follow those of padding."""
+    return values[position_offset(config) :]
+
+
+def position_offset(config: Fields) -> int:
+    """Return the position of the first token in models of the RoBERTa family."""
+    return config.integer("pad_token_id", default=1, least=0) + 1
+
+
+def interleaved(config: Fields, name: str, values: Values) -> Values:
+    """Reorder the rows of q or k, so that the two values of a rotated pair are next to each other."""
+    heads = config.integer("num_attention_heads")
+    if "attn_k" in name:
+        heads = config.integer("num_key_value_heads", default=heads)
+    if len(values) % (2 * heads):
+        raise config.error(f"{name} has {len(values)} rows, which {heads} heads do not divide")
+    pairs = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2)
+    return np.ascontiguousarray(pairs).reshape(values.shape)
+
+
+def plus_one(config: Fields, name: str, values: Values) -> Values:
+    """Return the factors of a norm that are stored as their differences from 1."""
+    return values + 1
+
+
+def rope_scaling(config: Fields) -> dict[str, Any]:
+    """Return the metadata of a scaled rotation; newer folders have it in ``rope_parameters``."""
+    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    found: dict[str, Any] = {}
+    if rope.has("rope_theta"):
+        found["rope.freq_base"] = rope.number("rope_theta")
+    kind = rope.string("rope_type", "type", default="default")
+    if kind == "llama3":  # its factors are a tensor
+        return found
+    if kind in ("linear", "yarn"):
+        found["rope.scaling.type"] = kind
+        found["rope.scaling.factor"] = rope.number("factor")
+    elif kind != "default":
+        raise rope.unsupported(
+            f"{rope.name('rope_type')} is {kind!r}; supported: 'default', 'linear', 'llama3', 'yarn'"
+        )
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = rope.integer("original_max_position_embeddings")
+    return found
+
+
+def rope_factors(config: Fields) -> dict[str, Values]:
+    """Return the tensor of Llama 3, divisors of the frequencies by the length of their waves.
+
+    Waves of at most the original context divided by ``high_freq_factor`` are kept, those of at least the
+    context divided by ``low_freq_factor`` are stretched by ``factor``, and those between are interpolated.
+    """
+    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    if rope.string("rope_type", "type", default="default") != "llama3":
+        return {}
+    base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
+    dims = config.integer(
+        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads")
+    )
+    factor = rope.number("factor")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.error(f"{rope.name('low_freq_factor')} is {low}, must be less than {high}")
+    turns = rope.integer("original_max_position_embeddings") / (
+        2 * np.pi * base ** (np.arange(0, dims, 2) / dims)
+    )
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    factors = 1 / ((1 - kept) / factor + kept)
+    return {"rope_freqs.weight": factors.astype(np.float32)}
+
+
+def eurobert(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, which eurobert does not scale."""
+    found = rope_scaling(config)
+    if "rope.scaling.type" in found:
+        raise config.unsupported("the rotation of a eurobert model is scaled")
+    return {**found, "rope.scaling.type": "none"}
+
+
+def nomic_bert(config: Fields) -> dict[str, Any]:
+    """Return the base of the rotation, and the context that the model was trained for."""
+    rope = config.object("rope_parameters")
+    base = rope.number("rope_theta", default=config.number("rotary_emb_base", "rope_theta", default=1000.0))
+    # Longer texts would need another rotation, which depends on their length.
+    trained = config.integer("max_trained_positions", default=MAX_INT)
+    context = min(config.integer("max_position_embeddings", "n_positions"), trained)
+    return {"rope.freq_base": base, "context_length": context}
+
+
+def modern_bert(config: Fields) -> dict[str, Any]:
+    """Return the windows and the bases of the rotation in layers with and without one."""
+    layers = config.integer("num_hidden_layers")
+    kinds = config.sequence("layer_types")
+    period = config.integer("global_attn_every_n_layers", default=3)
+    if kinds:
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        period = full[1] if len(full) > 1 else layers
+        if len(kinds) != layers or full != list(range(0, layers, period)):
+            raise config.unsupported(
+                "layer_types must have full_attention in every n-th layer from the first"
+            )
+    rope = config.object("rope_parameters")
+    bases = {}
+    for suffix, kind, name, default in (
+        ("rope.freq_base", "full_attention", "global_rope_theta", 160000.0),
+        ("rope.freq_base_swa", "sliding_attention", "local_rope_theta", 10000.0),
+    ):
+        base = rope.object(kind)
+        base.require("rope_type", ("default",), "default")
+        bases[suffix] = base.number("rope_theta", default=config.number(name, default=default))
+    activation = config.string("hidden_activation", default="gelu")
+    return {
+        **bases,
+        "attention.sliding_window": config.integer("local_attention"),
+        "attention.sliding_window_pattern": period,
+        "rope.scaling.type": "none",
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_activation": activation,
+    }
+
+
+def gemma3(config: Fields) -> dict[str, Any]:
+    """Return the window, the bases of the rotation with and without it, and the scale of q.k."""
+    rope = config.object("rope_parameters")
+    full, local = rope.object("full_attention"), rope.object("sliding_attention")
+    kind = full.string("rope_type", default="default")
+    if kind not in ("default", "linear"):
+        raise full.unsupported(f"{full.name('rope_type')} is {kind!r}; supported: 'default', 'linear'")
+    scaling = config.object("rope_scaling")
+    factor = full.number("factor", default=1.0) if kind == "linear" else scaling.number("factor", default=1.0)
+    found: dict[str, Any] = {
+        "rope.freq_base": full.number("rope_theta", default=config.number("rope_theta", default=1000000.0)),
+        "rope.freq_base_swa": local.number(
+            "rope_theta", default=config.number("rope_local_base_freq", default=10000.0)
+        ),
+        "attention.sliding_window": config.integer("sliding_window"),
+    }
+    if factor != 1:
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+    key_dim = config.integer("head_dim", default=256)
+    if config.number("query_pre_attn_scalar", default=key_dim) != key_dim:
+        found["attention.scale"] = config.number("query_pre_attn_scalar") ** -0.5
+    return found
