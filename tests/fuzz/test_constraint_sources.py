@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,17 @@ def model(demo_path: Path) -> Iterator[Model]:
         yield model
 
 
+def answered(constraint: Any, method: str, *arguments: Any, **named: Any) -> Any:
+    """Call a method until it has an answer, as batches do, which wait for a moment only."""
+    from metal_prefill.generation._constraint import ConstraintPending
+
+    while True:
+        try:
+            return getattr(constraint, method)(*arguments, **named)
+        except ConstraintPending:
+            constraint.pending.exception(60)
+
+
 def follow(model: Model, kind: str, source: str, random: Random) -> None:
     """Choose random tokens among those that a constraint allows, after drafts some of which are wrong."""
     from metal_prefill.generation._constraint import Constraint
@@ -34,6 +46,7 @@ def follow(model: Model, kind: str, source: str, random: Random) -> None:
     spaces = random.choice([0.0, 0.0, 0.9])  # of a text, which matching some grammars takes long for
     try:
         constraint = Constraint(model.tokenizer, **{kind: source})
+        constraint.deadline = random.choice([None, 0.0])
         for _ in range(STEPS):
             bits = np.unpackbits(np.frombuffer(constraint.mask(), np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[: model.config.vocab_size])
@@ -41,13 +54,13 @@ def follow(model: Model, kind: str, source: str, random: Random) -> None:
             token = int(random.choice(allowed))
             if blank.intersection(allowed) and random.random() < spaces:
                 token = blank.intersection(allowed).pop()
-            masks = constraint.ahead([token, random.randrange(model.config.vocab_size)])
+            masks = answered(constraint, "ahead", [token, random.randrange(model.config.vocab_size)])
             if token in model.tokenizer.stop_ids:
                 break
-            if constraint.advance([token]).take():
+            if answered(constraint, "advance", [token]).take():
                 break
             assert not masks or masks[0] == constraint.mask()
-            step = constraint.advance([], most_forced=STEPS)
+            step = answered(constraint, "advance", [], most_forced=STEPS)
             if any([step.take() for _ in step.forced[:STEPS]]):
                 break
     except ConstraintError:
