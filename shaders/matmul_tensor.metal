@@ -113,9 +113,9 @@ struct Tall {
   static constant constexpr ushort kTokens = MATMUL_TALL_TOKENS, kRows = MATMUL_WIDE_TILE;
   using Activations = tensor<device half, dextents<int32_t, 2>, tensor_inline>;
   using Staged = tensor<threadgroup half, dextents<int32_t, 2>, tensor_inline>;
-  static constant constexpr auto kDescriptor = matmul2d_descriptor(
-      kTokens, kRows, MATMUL_K, false, true, false, matmul2d_descriptor::mode::multiply_accumulate);
-  using Product = matmul2d<kDescriptor, execution_simdgroups<MATMUL_THREADS / 32>>;
+  using Product = matmul2d<matmul2d_descriptor(kTokens, kRows, MATMUL_K, false, true, false,
+                                               matmul2d_descriptor::mode::multiply_accumulate),
+                           execution_simdgroups<MATMUL_THREADS / 32>>;
 
   // First token of the tile, and the first of those that earlier tiles do not have.
   static uint first_token(uint tile, uint tokens) { return min(tile * kTokens, tokens - kTokens); }
