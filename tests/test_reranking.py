@@ -214,7 +214,7 @@ def test_a_text_beyond_the_context_of_a_head_loses_its_end(tmp_path: Path) -> No
 def test_a_text_without_tokens_has_no_class_of_a_head(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
     with Model(path, device="cpu") as model:
-        model.tokenizer.add_eos = False  # which would be the only token
+        model.tokenizer.frame = model.tokenizer.frame._replace(end=())  # which would be the only token
         with pytest.raises(ValueError, match="text 1 has no tokens"):
             model.classify(["a", ""])
 

@@ -115,6 +115,20 @@ class Engine:
             raise TypeError(f"prefix_namespace must be a str, got {type(prefix_namespace).__name__}")
         return core.session(context, prefix_namespace)
 
+    def check_generates(self) -> None:
+        """Raise ValueError if the model does not predict text, as encoders do not."""
+        if self.config.causal and self.config.has_head:
+            return
+        if not self.head.labels:
+            methods = "embed, or rerank" if self.head.per_token else "embed"
+        elif self.head.pooling == "none":
+            methods = "label_tokens"
+        else:
+            methods = "rerank or classify"
+        raise ValueError(
+            f"{self.path.name} is an encoder, which does not generate or score text: use {methods}"
+        )
+
     def close(self) -> None:
         """Free weights and pools once calls in flight have finished."""
         self._core = None

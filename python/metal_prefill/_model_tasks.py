@@ -13,6 +13,7 @@ from metal_prefill.tasks._scoring import check_prompts, score_many
 if TYPE_CHECKING:
     from metal_prefill.tasks._classification import Classification
     from metal_prefill.tasks._reranking import Ranked
+    from metal_prefill.tasks._token_labels import Entity
 
 
 class TaskMethods:
@@ -82,7 +83,7 @@ class TaskMethods:
         Parameters
         ----------
         texts
-            Any number. The tokens that begin and end texts are added as the file's tokenizer says.
+            Any number. The tokens that begin and end texts are added as the file's tokenizer requires.
         normalize
             Divide vectors by their length.
         dimensions
@@ -91,13 +92,15 @@ class TaskMethods:
         pooling
             How the hidden states of a text become one vector; None selects the pooling of the file
             (``{arch}.pooling_type``). ``"last"`` and ``"cls"`` take the state of the last and of the
-            first token, ``"mean"`` the mean of all, ``"none"`` gives all of them.
+            first token, ``"mean"`` the mean of all, ``"none"`` returns all of them, after the projection of
+            a model for late interaction.
         instruction
-            Instruction to put before each text, in the form of the model's card. ``"query"`` and
-            ``"document"`` select the card's prompts for these. A text with ``{text}`` in it is the complete
-            form. Any other text is the task: it is put into the card's form if the architecture has one, and
-            otherwise before each text.
-            None adds nothing.
+            Prompt of each text. ``"query"`` and ``"document"`` (or ``"passage"``) select the prompts for
+            these: those of the file, which conversion takes from the folder of a model, or those of the
+            model's card, if it is known here (``tasks.PROMPTS``). Other names of the file or card, such as
+            ``"clustering"``, work in the same way. A text with ``{text}`` in it is the complete form. Any
+            other text is the task: it is put into the form of the model's card if the card has one for
+            tasks, and otherwise before each text. None adds nothing.
         truncate
             ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, but
             for the token that ends texts and for what the instruction puts after it, and a ``UserWarning``
@@ -111,8 +114,8 @@ class TaskMethods:
         Returns
         -------
         numpy.ndarray
-            float32 ``[texts, dimensions]``; with pooling ``"none"`` a list of ``[tokens, dim]``. The vector
-            of a text without tokens is zero; a ``UserWarning`` names such texts.
+            float32 ``[texts, dimensions]``; with pooling ``"none"`` a list of ``[tokens, dimensions]``. The
+            vector of a text without tokens is zero; a ``UserWarning`` names such texts.
 
         Raises
         ------
@@ -146,14 +149,17 @@ class TaskMethods:
         *,
         instruction: str | None = None,
         template: str | None = None,
+        how: Literal["late"] | None = None,
         truncate: Literal["error", "end"] | str = "error",
         unicode: Literal["NFC"] | None = None,
     ) -> list[Ranked]:
         """Order documents by how well they answer a query.
 
-        A file with a classification head (``cls.output.weight``) gives its scores; any other model is
-        asked for "yes" or "no", and only these two rows of its head are computed. What the pairs have in
-        common, such as the query, is computed once.
+        An encoder with a classification head (a cross-encoder) reads the query and a document as a pair. Its
+        score is the sigmoid of its output, as in sentence-transformers; llama.cpp returns the output itself.
+        Other files with a classification head read a template; a single output is the score. A generative
+        model is asked for "yes" or "no", and only these two rows of its head are computed. What the prompts
+        have in common, such as the query, is computed once.
 
         Parameters
         ----------
@@ -163,9 +169,16 @@ class TaskMethods:
             Return only so many of the best.
         instruction
             The task, where the template has a place for it; by default that of the model's card, web search.
+            With late interaction, the prompt of the query, as in :meth:`embed`; by default ``"query"``, if
+            prompts are known, and documents have the prompt ``"document"``.
         template
             Text with ``{query}`` and ``{document}``; by default ``tokenizer.chat_template.rerank`` of the
-            file, or that of the card of Qwen3-Reranker.
+            file, or that of the card of Qwen3-Reranker. Encoders take none.
+        how
+            ``"late"``: late interaction. Query and documents go through the model separately, and the score
+            is the sum of the largest similarity of each token of the query to any token of the document
+            (MaxSim). This is the default for files that project each token (``dense_2.weight`` without
+            pooling).
         truncate
             ``"error"``: a pair that does not fit the context is an error. ``"end"``: its document loses its
             end, and a ``UserWarning`` counts and names such documents. The query is never cut.
@@ -181,7 +194,8 @@ class TaskMethods:
         ------
         TypeError, ValueError, ContextOverflowError
             A document is not a string, cannot be encoded, has a prompt without tokens or does not fit; the
-            message has its index. Or there is no template, or the model is not a reranker.
+            message has its index. Or there is no template, the model is not a reranker, or an option is not
+            one of this kind of model.
         """
         from metal_prefill.tasks._reranking import rerank
 
@@ -192,13 +206,14 @@ class TaskMethods:
             top_n=top_n,
             instruction=instruction,
             template=template,
+            how=how,
             truncate=truncate,
             unicode=unicode,
         )
 
     def classify(
         self,
-        texts: Iterable[str],
+        texts: Iterable[str | tuple[str, str]],
         labels: Sequence[str] | None = None,
         template: str | None = None,
         *,
@@ -212,10 +227,11 @@ class TaskMethods:
         Parameters
         ----------
         texts
-            Any number.
+            Any number. An encoder also takes pairs of texts, such as a premise and a hypothesis.
         labels
-            Texts, of which the model says how likely each is to follow. None: the classes of the file's
-            classification head.
+            Texts; the model predicts how likely each is to follow. None selects the classes of the file's
+            classification head. Their probabilities are the softmax of its outputs, or the sigmoid of each
+            if the file requires that (``{arch}.classifier.activation``) or an encoder has one output.
         template
             Text with ``{text}``, and ``{label}`` at its end.
         normalize_length
@@ -251,4 +267,51 @@ class TaskMethods:
             calibrate=calibrate,
             truncate=truncate,
             unicode=unicode,
+        )
+
+    def label_tokens(
+        self,
+        texts: Iterable[str],
+        *,
+        strategy: Literal["none", "simple", "first", "average", "max"] | str = "simple",
+        ignore: Sequence[str] = ("O",),
+        truncate: Literal["error", "end"] | str = "error",
+        progress: Progress | None = None,
+    ) -> list[list[Entity]]:
+        """Label parts of texts, such as names, with a model for token classification.
+
+        Adjacent tokens with the same label are one entity. In BIO tags, ``B-`` begins another one.
+
+        Parameters
+        ----------
+        texts
+            Any number.
+        strategy
+            How tokens become entities, named as in the pipelines of transformers. ``"simple"`` gives each
+            token its most probable label. ``"first"``, ``"average"`` and ``"max"`` give all tokens of a word
+            one label: that of the first token, of the mean of their probabilities, or of the most certain
+            token. ``"none"`` returns each token with its tag.
+        ignore
+            Labels that are left out.
+        truncate
+            ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, and
+            a ``UserWarning`` counts and names such texts.
+        progress
+            Called with the number of texts done and the number in all.
+
+        Returns
+        -------
+        list of list of Entity
+            The entities of each text in their order, with label, score and position in characters.
+
+        Raises
+        ------
+        TypeError, ValueError, ContextOverflowError
+            A text is not a string, has lone surrogates or does not fit; the message has its index. Or the
+            file has no labels for tokens.
+        """
+        from metal_prefill.tasks._token_labels import label_tokens
+
+        return label_tokens(
+            self, texts, strategy=strategy, ignore=ignore, truncate=truncate, progress=progress
         )

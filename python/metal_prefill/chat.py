@@ -66,6 +66,7 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_context: int | None = None,
     ) -> None:
+        model.engine.check_generates()
         self._model = model
         self._tools = list(tools) if tools else None
         if self._tools:

@@ -51,6 +51,7 @@ COMMANDS = {
     "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
     "embed": Command("metal_prefill._commands.embed", "compute embeddings of texts"),
     "rerank": Command("metal_prefill._commands.rerank", "rank documents by their relevance to a query"),
+    "label": Command("metal_prefill._commands.label", "label texts, or names and other parts of texts"),
     "cache": Command(
         "metal_prefill._commands.cache", "list, check or delete packed weights and converted models"
     ),

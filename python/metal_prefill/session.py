@@ -388,6 +388,7 @@ logit_bias
         self, prompt: str | TokenIds, max_tokens: int, options: TextOptions, logprobs: int | None = None
     ) -> Continuation:
         engine = self._engine
+        engine.check_generates()
         return Continuation(
             engine.tokenizer,
             engine.config.vocab_size,

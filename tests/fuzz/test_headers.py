@@ -13,16 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
+from support import task_folders
 from support.fuzzing import TIMEOUT, place_of, rounds, watched
 from support.gguf_mutator import INTEGERS, mutate, take_apart
 from support.small_models import MODELS, write
 from support.state_mutator import mutate_state
 
 from metal_prefill import MetalPrefillError, Model
+from metal_prefill.conversion import convert
 from metal_prefill.files import _session_file
 from metal_prefill.files._architecture import collect_tensors, read_config
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._pooled_head import read_head
 
 EACH = 40  # inputs made of one that was changed by its structure
 
@@ -81,6 +85,25 @@ def test_headers_of_model_files(tmp_path: Path) -> None:
                         with suppress(MetalPrefillError):
                             opened.metadata[key]
                     collect_tensors(opened, read_config(opened))
+
+
+@pytest.mark.parametrize("kind", ["pairs", "late"])
+def test_headers_of_heads(tmp_path: Path, kind: str) -> None:
+    """Classification heads, projections and prompts either are refused or compute something."""
+    make = task_folders.RANKERS["modernbert"] if kind == "pairs" else task_folders.late_interaction
+    parts = take_apart(convert(make(tmp_path / "m").write(), tmp_path / "m.gguf"))
+    with overwritten("head") as (path, descriptor), watched() as renew, np.errstate(all="ignore"):
+        for random in rounds(300, EACH):
+            renew()
+            content = mutate(parts, random)
+            for variant in variants(content, len(content) - len(parts.data), random):
+                put(descriptor, variant)
+                with suppress(MetalPrefillError), GGUFFile(path) as opened:
+                    config = read_config(opened)
+                    head = read_head(opened, config.architecture, config.dim)
+                    if head.labels or head.dense:
+                        states = np.zeros((2, config.dim), np.float32)
+                        (head.logits_of if head.labels else head.embedding_of)(states)
 
 
 def test_headers_of_saved_states(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ _P = "python/metal_prefill"
 _SPACES = "tests/serve/test_prefix_namespaces.py"
 _SLOW = "tests/test_slow_constraints.py"
 _SCHEDULER = "tests/test_scheduler.py"
+_ENCODER_TASKS = "tests/test_encoder_tasks.py"
 
 FILES = (
     Mutant(
@@ -131,8 +132,8 @@ FILES = (
     ),
     Mutant(
         f"{_P}/files/_pooled_head.py",
-        'pooled = np.tanh(self._affine("cls", pooled))',
-        'pooled = self._affine("cls", pooled)',
+        'states = np.tanh(states) if self.activation == "tanh" else _gelu(states)',
+        "pass",
         "the classification head lacks its activation",
         ("tests/test_reranking.py", "-k", "two_layers"),
     ),
@@ -333,7 +334,7 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tasks/_embedding.py",
-        "room = engine.max_context - len(end)",
+        "room = engine.max_context - len(frame.begin) - len(frame.end)",
         "room = engine.max_context",
         "a text that is cut to the context has no room for the token that ends it",
         ("tests/test_embedding.py", "-k", "loses_its_end"),
@@ -347,7 +348,7 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tasks/_embedding.py",
-        "if cut and after:",
+        "if cut and form.after:",
         "if False:",
         "a text that is cut takes with it what an instruction puts after it",
         ("tests/test_embedding.py", "-k", "what_follows"),
@@ -381,8 +382,78 @@ TEXT = (
         ("tests/test_reranking.py", "-k", "loses_its_end"),
     ),
     Mutant(
+        f"{_P}/files/_pooled_head.py",
+        '"modern-bert": HeadTraits("mean", "gelu_erf", "sigmoid")',
+        '"modern-bert": HeadTraits("mean", "tanh", "sigmoid")',
+        "the head of modern-bert has the activation of bert",
+        (_ENCODER_TASKS, "-k", "scores_of_pairs and cpu"),
+    ),
+    Mutant(
+        f"{_P}/files/_pooled_head.py",
+        "states = _layer_norm(states, self.norm_eps) * self._matrix(",
+        "states = states * self._matrix(",
+        "the norm of a head only scales",
+        (_ENCODER_TASKS, "-k", "scores_of_pairs and cpu"),
+    ),
+    Mutant(
+        f"{_P}/files/_pooled_head.py",
+        "state = _read_pooling(keys, suffix) or traits.state",
+        "state = traits.state",
+        "a head reads the state of its architecture, whatever the file requires",
+        (_ENCODER_TASKS, "-k", "scores_of_pairs and cpu"),
+    ),
+    Mutant(
+        f"{_P}/files/_pooled_head.py",
+        '_check_vector(keys, "cls.norm.weight", width)\n    ',
+        "",
+        "the norm of a head may have any length",
+        (_ENCODER_TASKS, "-k", "do_not_fit_are_refused"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_pairs.py",
+        "frame.pair(first, second[:room] if cut else second).ids",
+        "frame.pair(second[:room] if cut else second, first).ids",
+        "a pair begins with its second text",
+        (_ENCODER_TASKS, "-k", "scores_of_pairs and cpu"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_token_labels.py",
+        'if groups and groups[-1][0] == label and prefix != "B":',
+        "if groups and groups[-1][0] == label:",
+        "a tag that begins an entity continues the one before it",
+        (_ENCODER_TASKS, "-k", "entities and simple"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_token_labels.py",
+        "next(states)[begin : begin + len(item.spans)]",
+        "next(states)[: len(item.spans)]",
+        "tokens have the labels of their predecessors",
+        (_ENCODER_TASKS, "-k", "entities and simple"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_late_interaction.py",
+        "kept = tokens[~np.isin(ids, skipped)]",
+        "kept = tokens",
+        "late interaction compares the punctuation of documents",
+        (_ENCODER_TASKS, "-k", "late_interaction_are and cpu"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_prompts.py",
+        'begin = SPACE if vocabulary.model == "bert" else ""',
+        'begin = ""',
+        "tokens to leave out are not found in a WordPiece vocabulary",
+        (_ENCODER_TASKS, "-k", "late_interaction_are and cpu"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_prompts.py",
+        "if name in stated:",
+        "if False:",
+        "prompts of a file are not used",
+        ("tests/test_prompts.py",),
+    ),
+    Mutant(
         f"{_P}/tasks/_classification.py",
-        '    if empty:\n        raise ValueError(f"text {empty[0]} has no tokens")\n',
+        '        if not len(ids):\n            raise ValueError(f"{name} has no tokens")\n',
         "",
         "a text without tokens is not named by a classification head",
         ("tests/test_reranking.py", "-k", "no_class"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import task_folders
 from support.running_server import Running, running
 from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import Model
+from metal_prefill.conversion import convert
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING
 from metal_prefill.serve._service import SharedPasses
@@ -83,7 +86,8 @@ def test_texts_are_brought_into_nfc(vector_server: Running, vector_model: Model)
 def test_texts_without_tokens_have_vectors_of_zeros_and_are_counted(
     vector_server: Running, vector_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vector_model.tokenizer, "add_eos", False)  # which would be the only token
+    frame = vector_model.tokenizer.frame._replace(end=())  # which would be the only token
+    monkeypatch.setattr(vector_model.tokenizer, "frame", frame)
     answer = vector_server.post("/v1/embeddings", {"input": ["a", "", "b"]}).json()
     found = np.array([d["embedding"] for d in answer["data"]], np.float32)
     assert not found[1].any()
@@ -191,3 +195,60 @@ def test_vectors_take_few_rows_of_a_pass_while_texts_are_written(vector_model: M
     next_to_writing = [calls for writing, calls in rows if writing and calls]
     assert sum(next_to_writing) > 0
     assert max(next_to_writing) <= LEAST_PROMPT_ROWS + ROWS_PER_WRITING
+
+
+@pytest.fixture(scope="module")
+def pair_ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
+    """Serve a cross-encoder."""
+    folder = tmp_path_factory.mktemp("pairs")
+    path = convert(task_folders.RANKERS["bert"](folder / "folder").write(), folder / "pairs.gguf")
+    with Model(path, device="cpu") as model, running(model) as server:
+        yield server, model
+
+
+def test_a_cross_encoder_ranks(pair_ranker: tuple[Running, Model]) -> None:
+    server, model = pair_ranker
+    answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
+    assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
+        (item.index, item.score) for item in model.rerank(QUERY, DOCUMENTS)
+    ]
+    for extra, message in (
+        ({"how": "late"}, "has a classification head"),
+        ({"instruction": "a"}, "instruction is not supported"),
+    ):
+        refused = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **extra})
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
+
+
+def test_requests_for_text_name_what_an_encoder_does(pair_ranker: tuple[Running, Model]) -> None:
+    server, _ = pair_ranker
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+    ):
+        refused = server.post(path, body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["code"] == "unsupported"
+        assert "pairs does not generate text" in error["message"]
+        assert "use rerank or classify" in error["message"]
+    assert server.get("/v1/models").json()["data"][0]["id"] == "pairs"
+
+
+def test_late_interaction_is_served(tmp_path: Path) -> None:
+    folder = task_folders.late_interaction(tmp_path / "folder").write()
+    with Model(convert(folder, tmp_path / "late.gguf"), device="cpu") as model, running(model) as server:
+        answer = server.post("/v1/rerank", {"query": "who?", "documents": ["a", "b c"], "how": "late"}).json()
+        assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
+            (item.index, item.score) for item in model.rerank("who?", ["a", "b c"])
+        ]
+        body = {"input": ["a b"], "instruction": "document", "dimensions": 4}
+        found = server.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+        expected = model.embed(["a b"], instruction="document", dimensions=4)[0]
+        np.testing.assert_array_equal(np.array(found, np.float32), expected)
+        refused = server.post("/v1/embeddings", {**body, "encoding_format": "base64"})
+        assert refused.status_code == 400
+        assert "a vector for each token" in refused.json()["error"]["message"]

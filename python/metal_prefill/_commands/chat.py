@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Run the conversation until the input ends."""
     stdin = common.standard_input()
-    with common.open_model(arguments) as model:
+    with common.open_model(arguments, generates=True) as model:
         conversation = Conversation(model, system=arguments.system, max_context=arguments.max_context)
         with closing(conversation):
             if arguments.load:

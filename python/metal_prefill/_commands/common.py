@@ -286,11 +286,17 @@ def model_path(name: str | None) -> Path | None:
     return None if name is None else local_file(name)
 
 
-def open_model(arguments: argparse.Namespace) -> Model:
-    """Open the model with the given options."""
+def open_model(arguments: argparse.Namespace, *, generates: bool = False) -> Model:
+    """Open the model with the given options; with `generates`, one that generates or scores text.
+
+    Raises
+    ------
+    ValueError
+        The model must generate text, but is an encoder.
+    """
     from metal_prefill import Model
 
-    return Model(
+    model = Model(
         model_path(arguments.model),
         device=arguments.device,
         max_context=arguments.max_context,
@@ -301,6 +307,13 @@ def open_model(arguments: argparse.Namespace) -> Model:
         pack_cache=arguments.pack_cache,
         **{name: value for name in MEMORY_OPTIONS if (value := getattr(arguments, name, None)) is not None},
     )
+    if generates:
+        try:
+            model.engine.check_generates()
+        except ValueError:
+            model.close()
+            raise
+    return model
 
 
 def console() -> Console:

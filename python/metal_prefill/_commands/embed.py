@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pooling of hidden states (default: the model file's)",
     )
     parser.add_argument(
-        "--instruction", metavar="TEXT", help="query, document, a task, or a text with {text} in it"
+        "--instruction",
+        metavar="TEXT",
+        help="query, document, another prompt of the model, a task, or a text with {text} in it",
     )
     add_prompt_arguments(parser, "texts")
     parser.add_argument("--no-normalize", action="store_true", help="do not normalize vectors to length 1")
@@ -53,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
-    from metal_prefill.tasks._embedding import embed_prompts, encode_texts, prompt_format
+    from metal_prefill.tasks._embedding import check_pooling, embed_prompts, encode_texts
     from metal_prefill.tasks._prompt_rules import PromptRules
+    from metal_prefill.tasks._prompts import prompt_form
 
     kind = arguments.output.suffix
     if kind not in (".npy", ".parquet"):
@@ -71,9 +74,13 @@ def execute(arguments: argparse.Namespace) -> None:
     }
     with common.open_model(arguments) as model:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.
-        form = prompt_format(model.config.architecture, arguments.instruction)
+        if check_pooling(model.engine, arguments.pooling) == "none":
+            raise common.UsageError(
+                f"{model.path.name} has a vector for each token, which no such file holds: give --pooling"
+            )
+        form = prompt_form(model.engine, arguments.instruction)
         rules = PromptRules(arguments.truncate, arguments.unicode)
-        encoded = encode_texts(model.engine, texts, *form, rules)
+        encoded = encode_texts(model.engine, texts, form, rules)
         for note in encoded.notes(model.max_context):
             print(f"warning: {note}", file=sys.stderr)
         prompts = encoded.prompts

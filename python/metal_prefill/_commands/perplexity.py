@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Print the perplexity."""
     text = read_prompt(arguments)
-    with common.open_model(arguments) as model:
+    with common.open_model(arguments, generates=True) as model:
         length = arguments.window or min(DEFAULT_WINDOW, model.max_context)
         if length < 4:
             raise common.UsageError(f"a window must have at least 4 tokens, got {length}")

@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="prompt with {query} and {document} (default: from the model file or card)",
     )
+    parser.add_argument(
+        "--how",
+        choices=("late",),
+        help="late: compare the vectors of tokens (default: as the model file requires)",
+    )
     add_prompt_arguments(parser, "documents")
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")
     common.add_model_arguments(parser)
@@ -33,18 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Print documents with their scores, best first."""
     from metal_prefill.tasks._prompt_rules import PromptRules, cut_message
-    from metal_prefill.tasks._reranking import encode_documents, rank_prompts
+    from metal_prefill.tasks._reranking import Options, encode_documents
     from metal_prefill.tasks._text_passes import TextPasses
 
     documents = read_texts(arguments.file, arguments.column)
     with common.open_model(arguments) as model:
         rules = PromptRules(arguments.truncate, arguments.unicode)
-        prompts, cut = encode_documents(
-            model.engine, arguments.query, documents, arguments.instruction, arguments.template, rules
-        )
-        if cut:
-            note = cut_message(cut, len(documents), model.max_context, "document")
+        options = Options(arguments.instruction, arguments.template, arguments.how, rules)
+        ranking = encode_documents(model.engine, arguments.query, documents, options)
+        if ranking.cut:
+            note = cut_message(ranking.cut, len(documents), model.max_context, "document")
             print(f"warning: {note}", file=sys.stderr)
-        ranked = rank_prompts(TextPasses(model.engine), prompts, documents, arguments.top_n)
+        ranked = ranking.ranked(TextPasses(model.engine), arguments.top_n)
     for item in ranked:
         print(json.dumps(asdict(item)) if arguments.json else f"{item.score:.4f}  {item.document}")

@@ -171,7 +171,7 @@ def execute(arguments: argparse.Namespace) -> None:
 def continue_one(arguments: argparse.Namespace) -> None:
     """Stream the prompt and its continuation to stdout, and the rates to stderr."""
     prompt = read_prompt(arguments)
-    with common.open_model(arguments) as model:
+    with common.open_model(arguments, generates=True) as model:
         ids = model.tokenizer.encode(prompt)
         timing = Timing(prompt_tokens=len(ids))
         with common.progress_bar("prompt", "tokens", len(ids) >= common.PROGRESS_FROM) as progress:

@@ -43,7 +43,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def execute(arguments: argparse.Namespace, prompt: str) -> None:
     """Print the best texts to stdout, and the duration of the search to stderr."""
-    with common.open_model(arguments) as model:
+    with common.open_model(arguments, generates=True) as model:
         begin = time.perf_counter()
         beams = model.generate_beams(
             prompt,

@@ -179,7 +179,7 @@ def execute(
             made_with = recorded_options(arguments, options)
             results = stack.enter_context(continued(arguments.output, prompts, made_with))
             out, prompts, done_before = results.file, results.prompts, results.done
-        model = stack.enter_context(common.open_model(arguments))
+        model = stack.enter_context(common.open_model(arguments, generates=True))
         bar = total > 1 and not out.isatty()  # on a terminal, the texts themselves show the progress
         progress = stack.enter_context(common.progress_bar("prompts", "prompts", bar))
         begin = time.perf_counter()

@@ -23,16 +23,21 @@ def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the options for texts beyond the context and for their Unicode form."""
+    add_truncate_argument(parser, what)
+    parser.add_argument(
+        "--unicode",
+        choices=("NFC",),
+        help="normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)",
+    )
+
+
+def add_truncate_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option for texts beyond the context."""
     parser.add_argument(
         "--truncate",
         choices=("error", "end"),
         default="error",
         help=f"{what} beyond the context: refuse, or cut off their ends and count them (default: error)",
-    )
-    parser.add_argument(
-        "--unicode",
-        choices=("NFC",),
-        help="normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)",
     )
 
 

@@ -130,6 +130,8 @@ def run(
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
     path = _model_file.smollm_shape() if model is None else local_file(model)
+    if not embed or rerank or evaluate:
+        _model_file.check_generates(path)
     tests = _cases.make_tasks(embed, rerank, _model_file.evaluation_tokens(path) if evaluate else 0)
     if not tests:
         task = len(_model_file.task_ids(path)) if speculate else 0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.bench._cases import TASK, evaluation_texts
 from metal_prefill.bench._errors import BenchError
+from metal_prefill.files._architecture import read_config
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.tasks._reranking import ANSWERS
 from metal_prefill.text._tokenizer import Tokenizer
@@ -44,6 +45,14 @@ class ModelFacts:
     model_n_params: int
     vocab_size: int
     context_length: int
+
+
+def check_generates(path: str | Path) -> None:
+    """Raise ValueError if a model does not predict text, as encoders do not."""
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+    if not (config.causal and config.has_head):
+        raise ValueError(f"{Path(path).name} is an encoder, which does not generate text: measure --embed")
 
 
 def task_ids(path: str | Path) -> npt.NDArray[np.int32]:

@@ -12,7 +12,7 @@ from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
-from metal_prefill.files._pooled_head import DENSE, POOLINGS, Pooling
+from metal_prefill.files._pooled_head import DENSE, POOLINGS, Pooling, Scores
 
 # Fields of a pooling module's configuration; a folder sets one of them.
 _MODES: dict[str, Pooling] = {
@@ -21,14 +21,27 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
 }
 _MODE_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
+# Functions of the single output of a cross-encoder, by the last part of the name of their class.
+_OUTPUT_FUNCTIONS: dict[str, Scores] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
 @dataclass
 class Modules:
-    """Metadata, without the prefix of the architecture, and tensors, by their names in a GGUF file."""
+    """Pooling, dense layers and heads of a folder.
+
+    Attributes
+    ----------
+    metadata : dict
+        Metadata, without the prefix of the architecture.
+    tensors : dict
+        Tensors, by their names in a GGUF file.
+    skipped_words : list of str or None
+        Tokens of documents that late interaction leaves out; None if no module lists them.
+    """
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Weight] = field(default_factory=dict)
+    skipped_words: list[str] | None = None
 
     def set_pooling(self, pooling: Pooling) -> None:
         """Set the pooling."""
@@ -64,11 +77,21 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
             _add_dense(found, place, config, pooled)
         elif kind == "Normalize":
             found.metadata["embedding_normalize"] = True
+        elif kind == "MultiVectorMask":
+            found.skipped_words = words_of(Fields.read(place / "config.json"))
         elif kind != "Transformer":
             raise module.unsupported(f"{module.name('type')} {kind} is not supported")
     if found.tensors and not pooled:  # late interaction: each token is projected
         found.set_pooling("none")
     return found
+
+
+def words_of(config: Fields) -> list[str]:
+    """Read the tokens that late interaction leaves out."""
+    words = config.sequence("skiplist_words")
+    if not all(isinstance(word, str) for word in words):
+        raise config.error(f"{config.name('skiplist_words')} must contain strings")
+    return words
 
 
 def _read_listing(path: Path) -> Any:
@@ -130,15 +153,33 @@ def _add_dense(found: Modules, place: Path, config: Fields, pooled: bool) -> Non
 
 def _add_labels(found: Modules, config: Fields, task: Task) -> None:
     found.set_pooling("rank" if task == "sequence" else "none")
-    pooling = config.string("classifier_pooling", default="cls")
-    if task == "sequence" and pooling != "cls":
-        if pooling != "mean":
-            raise config.unsupported(f"classifier_pooling is {pooling!r}; supported: 'cls', 'mean'")
-        found.metadata["classifier.pooling_type"] = POOLINGS.index("mean")
+    if task == "sequence":
+        _add_scores(found, config)
     labels = _labels_of(config.object("id2label").values, config)
     # Labels that transformers makes up for a head that has none of its own are left out.
     if labels and labels != [f"LABEL_{i}" for i in range(len(labels))]:
         found.metadata["classifier.output_labels"] = labels
+
+
+def _add_scores(found: Modules, config: Fields) -> None:
+    """Add the state that a head for whole texts reads, and the function of its outputs."""
+    if config.has("classifier_pooling") or config.string("model_type", default="") == "modernbert":
+        pooling = config.string("classifier_pooling", default="cls")
+        if pooling not in ("cls", "mean"):
+            raise config.unsupported(f"classifier_pooling is {pooling!r}; supported: 'cls', 'mean'")
+        found.metadata["classifier.pooling_type"] = POOLINGS.index("cls" if pooling == "cls" else "mean")
+    if config.string("problem_type", default="") == "multi_label_classification":
+        found.metadata["classifier.activation"] = "sigmoid"
+        return
+    function = config.string("sbert_ce_default_activation_function", default="")
+    function = config.object("sentence_transformers").string("activation_fn", default=function)
+    name = function.rpartition(".")[2]
+    if name in _OUTPUT_FUNCTIONS and len(config.object("id2label").values) == 1:
+        found.metadata["classifier.activation"] = _OUTPUT_FUNCTIONS[name]
+    elif name and name not in _OUTPUT_FUNCTIONS:
+        raise config.unsupported(
+            f"the activation of the output is {function}; supported: {', '.join(_OUTPUT_FUNCTIONS)}"
+        )
 
 
 def _labels_of(stated: Mapping[str, Any], config: Fields) -> list[str]:

@@ -19,6 +19,7 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import read_modules
+from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
 from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of
 from metal_prefill.conversion._vocabulary import read_vocabulary
@@ -136,6 +137,8 @@ def convert(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for suffix, value in metadata.items():
         _add(writer, f"{source.architecture}.{suffix}", value)
+    for key, value in prompt_metadata(folder, modules, vocabulary).items():
+        _add(writer, key, value)
     add_vocabulary(writer, vocabulary, config)
     _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)
     return Path(path)

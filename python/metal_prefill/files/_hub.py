@@ -34,6 +34,8 @@ _FOLDER_FILES = (
     "vocab.txt",
     "chat_template.jinja",
     "modules.json",
+    "config_sentence_transformers.json",
+    "*_MultiVectorMask/config.json",
     "*_Pooling/config.json",
     "*_Dense/config.json",
     "*_Dense/model.safetensors",

@@ -11,6 +11,12 @@ from metal_prefill.files._gguf_file import GGUFFile
 
 MAX_INT = 2**31 - 1  # the engines count in 32 bits
 
+# Keys of this project, which the conversion of folders of sentence-transformers writes. Each prompt has a key
+# that ends with its name; its text precedes the text to embed.
+PROMPT_KEYS = "metal_prefill.prompts."
+# Ids of tokens of documents that late interaction leaves out, such as punctuation.
+SKIPPED_KEY = "metal_prefill.skipped_tokens"
+
 _SMALLEST = float(np.finfo(np.float32).tiny)  # smallest float with full precision
 
 _INTEGER_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")

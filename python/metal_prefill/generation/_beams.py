@@ -218,6 +218,7 @@ def generate_beams(
     echo: bool = False,
 ) -> list[Beam]:
     """Find the most probable texts; see :meth:`metal_prefill.Model.generate_beams`."""
+    engine.check_generates()
     max_tokens, min_tokens = integer("max_tokens", max_tokens, 1), integer("min_tokens", min_tokens, 0)
     num_beams = integer("num_beams", num_beams, 1, MOST_ANSWERS)
     if early_stopping not in (True, False, "never"):

@@ -190,6 +190,7 @@ def make_streams(
     Any thread may call this while the scheduler computes. See :meth:`Scheduler.submit_answers`, and
     :meth:`Scheduler.submit` for what it raises.
     """
+    engine.check_generates()
     n = integer("n", n, 1, MOST_ANSWERS)
     tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if length_of(tokens) > engine.max_context:

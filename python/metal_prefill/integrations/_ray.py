@@ -30,8 +30,9 @@ from metal_prefill._support.arguments import integer
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._hub import resolve_model
 from metal_prefill.model import Model
-from metal_prefill.tasks._embedding import encode_texts, prompt_format
+from metal_prefill.tasks._embedding import encode_texts
 from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompts import prompt_form
 from metal_prefill.tasks._scoring import check_prompt
 
 try:
@@ -222,8 +223,8 @@ class EmbedTexts(_PromptMapper):
         return prompt
 
     def _check(self, prompt: Any) -> Any:
-        before, after = prompt_format(self._model.config.architecture, self._embedding["instruction"])
-        encode_texts(self._model.engine, [prompt], before, after, self._rules)
+        form = prompt_form(self._model.engine, self._embedding["instruction"])
+        encode_texts(self._model.engine, [prompt], form, self._rules)
         return prompt
 
     def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:

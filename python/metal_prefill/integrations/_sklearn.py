@@ -39,7 +39,7 @@ class EmbeddingTransformer(
     Parameters
     ----------
     path
-        GGUF file, as for :class:`metal_prefill.Model`.
+        Model, as for :class:`metal_prefill.Model`. It must pool the states of a text into one vector.
     normalize, dimensions, pooling, instruction, truncate, unicode
         See :meth:`metal_prefill.Model.embed`.
     model_options

@@ -156,6 +156,7 @@ class RerankForm(Form, kw_only=True):
     return_documents: bool | None = None
     # Extensions; see Model.rerank.
     instruction: str | None = None
+    how: Literal["late"] | None = None
     truncate: Literal["error", "end"] | None = None
     unicode: Literal["NFC"] | None = None
 

@@ -62,7 +62,7 @@ def _stops(form: TextForm) -> list[str]:
 
 
 def check_count(service: Service, texts: int) -> int:
-    """Return the number of texts; raise `ApiError` if there are too many or the model is not causal."""
+    """Return the number of texts; raise `ApiError` if there are too many or the model is an encoder."""
     if texts > service.settings.max_texts:
         raise ApiError(
             400,
@@ -70,8 +70,12 @@ def check_count(service: Service, texts: int) -> int:
             code="too_many_texts",
             param="n",
         )
-    if not service.model.config.causal:
-        raise ApiError(400, f"{service.names[0]} is an embedding model", code="unsupported")
+    try:
+        service.model.engine.check_generates()
+    except ValueError as error:
+        raise ApiError(
+            400, f"{service.names[0]} does not generate text: {error}", code="unsupported"
+        ) from None
     return texts
 
 

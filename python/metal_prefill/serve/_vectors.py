@@ -23,10 +23,10 @@ from metal_prefill.tasks._embedding import (
     check_pooling,
     embed_prompts,
     encode_text,
-    prompt_format,
 )
 from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._reranking import Ranked, encode_documents, rank_prompts, template_of
+from metal_prefill.tasks._prompts import prompt_form
+from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
 
 
 def _check_inputs(service: Service, count: int, param: str) -> None:
@@ -40,18 +40,26 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
     inputs = prompts_of(form.input, "input")
     _check_inputs(service, len(inputs), "input")
     engine = service.model.engine
+    packed = form.encoding_format == "base64"
 
     def encode() -> EncodedTexts:
         try:
-            check_pooling(engine, service.settings.pooling)
+            pooling = check_pooling(engine, service.settings.pooling)
         except ValueError as error:
             raise ApiError(400, f"{error} (set by the server option --pooling)", code="unsupported") from None
-        before, after = prompt_format(engine.config.architecture, form.instruction)
+        if pooling == "none" and packed:
+            raise ApiError(
+                400,
+                "encoding_format base64 has no shape, and this model has a vector for each token: use float",
+                param="encoding_format",
+                code="unsupported",
+            )
+        prompt = prompt_form(engine, form.instruction)
         rules = PromptRules(form.truncate or "error", form.unicode)
         encoded = EncodedTexts([], [], [])
         for i, text in enumerate(inputs):
             if isinstance(text, str):
-                ids, cut = encode_text(engine, text, f"text {i}", before, after, rules)
+                ids, cut = encode_text(engine, text, f"text {i}", prompt, rules)
             else:
                 try:
                     ids = token_array(text, engine.config.vocab_size)
@@ -72,7 +80,6 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
             )
 
         vectors: npt.NDArray[np.float32] = await service.compute(compute)
-    packed = form.encoding_format == "base64"
     data = [
         {
             "object": "embedding",
@@ -107,20 +114,15 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
                 400, f"documents[{i}] must be a text or an object with 'text'", param=f"documents[{i}]"
             )
         documents.append(text)
-    try:
-        template = template_of(service.model.engine)
-    except (ValueError, GGUFError):
-        raise ApiError(
-            400, f"{name} does not support reranking: its file has no template for it", code="unsupported"
-        ) from None
-    rules = PromptRules(form.truncate or "error", form.unicode)
+    options = Options(
+        form.instruction, how=form.how, rules=PromptRules(form.truncate or "error", form.unicode)
+    )
+    _check_ranks(service, options)
 
     def compute(passes: SharedPasses) -> tuple[list[Ranked], dict[str, int]]:
-        prompts, cut = encode_documents(
-            passes.engine, form.query, documents, form.instruction, template, rules
-        )
-        ranked = rank_prompts(passes, prompts, documents, form.top_n)
-        return ranked, _usage(passes.tokens, form.truncate, cut)  # a shared prefix counts once
+        ranking = encode_documents(passes.engine, form.query, documents, options)
+        ranked = ranking.ranked(passes, form.top_n)
+        return ranked, _usage(passes.tokens, form.truncate, ranking.cut)  # a shared prefix counts once
 
     with service.admitted(1):
         ranked, usage = await service.compute(compute)
@@ -141,3 +143,19 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
         }
     )
+
+
+def _check_ranks(service: Service, options: Options) -> None:
+    """Raise `ApiError` if the model does not rank documents in this way."""
+    engine, name = service.model.engine, service.names[0]
+    try:
+        if kind_of(engine, options) == "template":
+            template_of(engine)
+    except GGUFError:
+        raise _no_ranks(f"{name} does not support reranking: its file has no template for it") from None
+    except ValueError as error:
+        raise _no_ranks(f"{name} does not support reranking in this way: {error}") from None
+
+
+def _no_ranks(message: str) -> ApiError:
+    return ApiError(400, message, code="unsupported")

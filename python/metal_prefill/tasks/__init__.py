@@ -1,4 +1,4 @@
-"""Work that is prefill only: embedding, reranking, classification, scoring."""
+"""Work that is prefill only: embedding, reranking, classification, labels of tokens, scoring."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from metal_prefill._support.lazy import lazy_names
 if TYPE_CHECKING:
     from metal_prefill.tasks._classification import Classification
     from metal_prefill.tasks._embedding import PROMPTS, embed
+    from metal_prefill.tasks._prompts import prompt_names
     from metal_prefill.tasks._reranking import Ranked, rerank
+    from metal_prefill.tasks._token_labels import Entity
 
-__all__ = ["PROMPTS", "Classification", "Ranked", "embed", "rerank"]
+__all__ = ["PROMPTS", "Classification", "Entity", "Ranked", "embed", "prompt_names", "rerank"]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "Classification": "_classification",
+        "Entity": "_token_labels",
         "PROMPTS": "_embedding",
         "Ranked": "_reranking",
         "embed": "_embedding",
+        "prompt_names": "_prompts",
         "rerank": "_reranking",
     },
 )

@@ -10,11 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
-from metal_prefill.tasks._embedding import check_length, checked_texts, encode_texts
+from metal_prefill.tasks._embedding import check_length, checked_texts, encode_text
+from metal_prefill.tasks._pairs import encode_pair as encode_text_pair
+from metal_prefill.tasks._pairs import encode_part
 from metal_prefill.tasks._prompt_rules import PromptRules, shortened, warn_of_cut
-from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute, last_states, shared_beginning
+from metal_prefill.tasks._text_passes import (
+    Ids,
+    TextJob,
+    TextPasses,
+    compute,
+    pooled_states,
+    shared_beginning,
+)
 
-Ids = npt.NDArray[np.int32]
+TextOrPair = str | tuple[str, str]
 
 TEMPLATE = "{text}\n\nLabel: {label}"
 CONTENT_FREE = ("N/A", "[MASK]", "")  # of arXiv:2102.09690
@@ -28,7 +37,7 @@ class Classification:
     ----------
     labels : tuple of str
     probabilities : float32 [texts, labels]
-        They add up to 1 over the labels.
+        They add up to 1 over the labels, except where a classification head has independent labels.
     log_likelihoods : float64 [texts, labels]
         Sums of the log probabilities of each label's tokens, in nats; of a classification head its logits.
     lengths : int64 [texts, labels]
@@ -48,7 +57,7 @@ class Classification:
 
 def classify(
     model: EngineOwner,
-    texts: Iterable[str],
+    texts: Iterable[TextOrPair],
     labels: Sequence[str] | None = None,
     *,
     template: str | None = None,
@@ -61,6 +70,11 @@ def classify(
     engine, rules = model.engine, PromptRules(truncate, unicode).checked()
     if labels is None:
         return _by_head(engine, texts, rules)
+    if not engine.config.has_head:
+        raise ValueError(
+            f"{engine.path.name} is an encoder, which predicts no text: leave labels out to use the classes "
+            "of its classification head"
+        )
     if isinstance(labels, str) or not labels or not all(isinstance(label, str) for label in labels):
         raise TypeError("labels must be a sequence of strings, at least one")
     if len(set(labels)) < len(labels):
@@ -71,7 +85,7 @@ def classify(
     if "{text}" not in form or not form.endswith("{label}") or form.count("{label}") != 1:
         raise ValueError(f"a template has {{text}}, and ends with {{label}}; got {form!r}")
     before, _, after = form.removesuffix("{label}").partition("{text}")
-    given = checked_texts(texts)
+    given = checked_texts(texts)  # type: ignore[arg-type]  # raises an error for a pair
     all_texts = [*given, *CONTENT_FREE] if calibrate else given
 
     def pairs_of(i: int, text: str) -> list[tuple[Ids, Ids]]:
@@ -118,23 +132,57 @@ def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
     return max(len(context) + len(label) for context, label in pairs) - 1 - engine.max_context
 
 
-def _by_head(engine: Engine, texts: Iterable[str], rules: PromptRules) -> Classification:
+def _by_head(engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules) -> Classification:
     head = engine.head
     if not head.labels:
         raise ValueError(f"{engine.path.name} has no classification head (cls.output.weight): give labels=")
-    prompts, cut, empty = encode_texts(engine, texts, rules=rules)
-    if empty:
-        raise ValueError(f"text {empty[0]} has no tokens")
+    if head.pooling == "none":
+        raise ValueError(f"{engine.path.name} has labels for tokens: use label_tokens")
+    prompts, cut = _encode_for_head(engine, texts, rules)
     warn_of_cut(cut, len(prompts), engine.max_context, "text")
     names = [f"text {i}" for i in range(len(prompts))]
-    logits = (
-        [head.logits_of(state) for state in last_states(TextPasses(engine), prompts, names)]
-        if prompts
-        else []
-    )
-    scores = np.array(logits, np.float64).reshape(len(prompts), len(head.labels))
-    probabilities = _softmax(scores).astype(np.float32)
+    states = pooled_states(TextPasses(engine), head.state, prompts, names)
+    scores = np.array([head.logits_of(state) for state in states], np.float64)
+    scores = scores.reshape(len(prompts), len(head.labels))
+    probabilities = head.probabilities_of(scores).astype(np.float32)
     return Classification(head.labels, probabilities, scores, np.ones(scores.shape, np.int64))
+
+
+def _encode_for_head(
+    engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules
+) -> tuple[list[Ids], list[int]]:
+    """Return the tokens of texts and pairs, and the indices of those that lost their ends."""
+    prompts, cut = [], []
+    for i, text in enumerate(_checked_pairs(engine, texts)):
+        name = f"text {i}"
+        if isinstance(text, str):
+            ids, is_cut = encode_text(engine, text, name, rules=rules)
+        else:
+            first, second = (encode_part(engine, part, name, rules) for part in text)
+            ids, is_cut = encode_text_pair(engine, first, second, name, rules)
+        if not len(ids):
+            raise ValueError(f"{name} has no tokens")
+        if is_cut:
+            cut.append(i)
+        prompts.append(ids)
+    return prompts, cut
+
+
+def _checked_pairs(engine: Engine, texts: Iterable[TextOrPair]) -> list[TextOrPair]:
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        return list(checked_texts(texts))  # raises the error
+    checked: list[TextOrPair] = []
+    for i, text in enumerate(texts):
+        if isinstance(text, str):
+            checked.append(text)
+            continue
+        parts = tuple(text) if isinstance(text, (tuple, list)) else ()
+        if len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+            raise TypeError(f"text {i} must be a string or a pair of strings, got {type(text).__name__}")
+        if engine.config.has_head:
+            raise ValueError(f"text {i} is a pair, which only encoders take")
+        checked.append((parts[0], parts[1]))
+    return checked
 
 
 def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -14,61 +14,13 @@ from metal_prefill._support.arguments import Progress, integer
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, named, shortened
-from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute, last_states
+from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
+from metal_prefill.tasks._text_passes import TextPasses, pooled_states
+
+__all__ = ["PROMPTS", "embed"]
 
 Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()
-
-# Prompts as the cards of the models define them; files do not carry them. Qwen3-Embedding: documents stay
-# as they are. EmbeddingGemma: the title of a document that has none is "none".
-PROMPTS: dict[str, dict[str, str]] = {
-    "qwen3": {
-        "query": "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
-        "Query:{text}",
-        "document": "{text}",
-        "": "Instruct: {instruction}\nQuery:{text}",
-    },
-    "gemma-embedding": {
-        "query": "task: search result | query: {text}",
-        "document": "title: none | text: {text}",
-        "": "task: {instruction} | query: {text}",
-    },
-}
-
-
-def prompt_format(architecture: str, instruction: str | None) -> tuple[str, str]:
-    """Return what stands before a text and after it.
-
-    Parameters
-    ----------
-    architecture
-        Of the file.
-    instruction
-        See :meth:`metal_prefill.Model.embed`.
-
-    Raises
-    ------
-    ValueError
-        The instruction is "query" or "document", and the architecture's card is not known here.
-    """
-    if instruction is None:
-        return "", ""
-    if not isinstance(instruction, str):
-        raise TypeError(f"instruction must be a string, got {type(instruction).__name__}")
-    known = PROMPTS.get(architecture)
-    if "{text}" in instruction:
-        whole = instruction
-    elif instruction in ("query", "document"):
-        if known is None:
-            raise ValueError(
-                f"no prompts of queries and documents are known for {architecture}; known are those of "
-                f"{', '.join(PROMPTS)}. Give the text itself, such as 'query: {{text}}'"
-            )
-        whole = known[instruction]
-    else:
-        whole = known[""].replace("{instruction}", instruction) if known else f"{instruction}{{text}}"
-    before, _, after = whole.partition("{text}")
-    return before, after
 
 
 def checked_texts(texts: Iterable[str]) -> list[str]:
@@ -119,11 +71,10 @@ class EncodedTexts(NamedTuple):
 def encode_texts(
     engine: Engine,
     texts: Iterable[str],
-    before: str = "",
-    after: str = "",
+    form: PromptForm = PLAIN,
     rules: PromptRules = DEFAULT_RULES,
 ) -> EncodedTexts:
-    """Turn texts into tokens, with those that the file wants at the beginning and at the end.
+    """Turn texts into tokens, with those that begin and end texts in the file.
 
     Raises
     ------
@@ -132,7 +83,7 @@ def encode_texts(
     """
     encoded = EncodedTexts([], [], [])
     for i, text in enumerate(checked_texts(texts)):
-        ids, cut = encode_text(engine, text, f"text {i}", before, after, rules)
+        ids, cut = encode_text(engine, text, f"text {i}", form, rules)
         encoded.add(ids, cut=cut)
     return encoded
 
@@ -141,31 +92,29 @@ def encode_text(
     engine: Engine,
     text: str,
     name: str,
-    before: str = "",
-    after: str = "",
+    form: PromptForm = PLAIN,
     rules: PromptRules = DEFAULT_RULES,
 ) -> tuple[npt.NDArray[np.int32], bool]:
     """Turn a text into tokens, as `encode_texts` does; return them and whether the text lost its end.
 
-    What follows the text is kept. `name` is the text's in errors.
+    The tokens after the text are kept. `name` identifies the text in errors.
     """
-    tokenizer = engine.tokenizer
-    end = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
-    room = engine.max_context - len(end)
+    tokenizer, frame = engine.tokenizer, engine.tokenizer.frame
+    room = engine.max_context - len(frame.begin) - len(frame.end)
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(rules.normalized(f"{before}{text}{after}"))
+        return form.tokens(tokenizer, text, rules)
 
     try:
         ids = encode(text)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     cut = rules.truncate == "end" and len(ids) > room
-    if cut and after:
+    if cut and form.after:
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
     elif cut:
-        ids = ids[:room]
-    ids = [*ids, *end]
+        ids = ids[: max(room, 0)]
+    ids = frame.text(ids)
     check_length(engine, len(ids), name)
     return np.array(ids, np.int32), cut
 
@@ -218,8 +167,8 @@ def embed(
     """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
     engine = model.engine
     check_pooling(engine, pooling)
-    before, after = prompt_format(engine.config.architecture, instruction)
-    encoded = encode_texts(engine, texts, before, after, PromptRules(truncate, unicode).checked())
+    form = prompt_form(engine, instruction)
+    encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked())
     for note in encoded.notes(engine.max_context):
         warnings.warn(note, stacklevel=3)
     return embed_prompts(
@@ -244,8 +193,10 @@ def embed_prompts(
     """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros."""
     config, head = passes.engine.config, passes.engine.head
     kind = check_pooling(passes.engine, pooling)
+    width = head.width if kind != "none" or head.per_token else config.dim
     if dimensions is not None:
-        integer("dimensions", dimensions, 1, head.width if kind != "none" else config.dim)
+        integer("dimensions", dimensions, 1, width)
+    width = dimensions or width
 
     # Texts that are the same are computed once.
     places: dict[bytes, int] = {}
@@ -262,12 +213,11 @@ def embed_prompts(
         if progress is not None:
             progress(len(results), len(distinct))
     if b"" in places:
-        shape = (0, dimensions or config.dim) if kind == "none" else (dimensions or head.width,)
-        results[places[b""]] = np.zeros(shape, np.float32)
+        results[places[b""]] = np.zeros((0, width) if kind == "none" else width, np.float32)
     ordered = [results[places[ids.tobytes()]] for ids in prompts]
     if kind == "none":
         return [states.copy() for states in ordered]
-    return np.array(ordered, np.float32).reshape(len(ordered), dimensions or head.width)
+    return np.array(ordered, np.float32).reshape(len(ordered), width)
 
 
 def vectors_of(
@@ -283,28 +233,10 @@ def vectors_of(
 
     `names` are those of the prompts in errors.
     """
-    for pooled in _pooled(passes, pooling, prompts, names):
-        vector = pooled if pooling == "none" else passes.engine.head.embedding_of(pooled)
+    head = passes.engine.head
+    for states in pooled_states(passes, pooling, prompts, names):
+        vector = states if pooling == "none" and not head.per_token else head.embedding_of(states)
         yield _normalized(vector[..., :dimensions]) if normalize else vector[..., :dimensions]
-
-
-def _pooled(
-    passes: TextPasses, pooling: Pooling, prompts: Sequence[npt.NDArray[np.int32]], names: Sequence[str]
-) -> Iterable[Vectors]:
-    """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``."""
-    if not prompts:
-        return
-    if pooling == "last":
-        yield from last_states(passes, prompts, names)
-        return
-    jobs = [TextJob(ids, "hidden", len(ids), name=name) for ids, name in zip(prompts, names, strict=True)]
-    for job in compute(passes, jobs):
-        states = job.result
-        if pooling == "mean":
-            # Of all states at once, however passes cut them: sums of parts would be rounded differently.
-            yield states.mean(axis=0, dtype=np.float64).astype(np.float32)
-        else:
-            yield states if pooling == "none" else states[0]
 
 
 def _normalized(vectors: Vectors) -> Vectors:

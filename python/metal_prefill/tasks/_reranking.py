@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,13 @@ import numpy.typing as npt
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import integer
 from metal_prefill.errors import GGUFError
-from metal_prefill.files._pooled_head import dequantized
-from metal_prefill.tasks._embedding import DEFAULT_RULES, check_length
+from metal_prefill.files._pooled_head import dequantized, sigmoid
+from metal_prefill.tasks._embedding import DEFAULT_RULES, check_length, encode_text
+from metal_prefill.tasks._late_interaction import late_scores
+from metal_prefill.tasks._pairs import encode_pair, encode_part
 from metal_prefill.tasks._prompt_rules import PromptRules, shortened, warn_of_cut
-from metal_prefill.tasks._text_passes import TextPasses, last_states
+from metal_prefill.tasks._prompts import has_prompts, prompt_form
+from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
 TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 
@@ -37,15 +41,58 @@ class Ranked:
     Attributes
     ----------
     index : int
-        Of the document in the list that was given.
+        Index of the document in the list that was given.
     score : float
-        The probability of "yes", or, of a classification head with one output, that output.
+        The probability of "yes"; for a classification head with one output, that output or its sigmoid; for
+        late interaction, the sum of similarities.
     document : str
     """
 
     index: int
     score: float
     document: str
+
+
+class Options(NamedTuple):
+    """Options of how a query and a document are scored; see :meth:`metal_prefill.Model.rerank`."""
+
+    instruction: str | None = None
+    template: str | None = None
+    how: str | None = None
+    rules: PromptRules = DEFAULT_RULES
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Documents to rank, in tokens.
+
+    Attributes
+    ----------
+    prompts : list of int32 [n]
+        Prompt of each document: with the query, or for late interaction alone.
+    cut : list of int
+        Indices of documents that lost their ends.
+    query : int32 [n] or None
+        The query, for late interaction.
+    """
+
+    documents: Sequence[str]
+    prompts: list[Ids]
+    cut: list[int]
+    query: Ids | None = None
+
+    def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
+        """Order the documents by their scores."""
+        if not self.prompts:
+            return []
+        items = [Ranked(i, score, self.documents[i]) for i, score in enumerate(self._scores(passes))]
+        items.sort(key=lambda item: -item.score)  # stable: of equal scores, the earlier document is first
+        return items[:top_n]
+
+    def _scores(self, passes: TextPasses) -> list[float]:
+        if self.query is not None:
+            return late_scores(passes, self.query, self.prompts)
+        return scores_of(passes, self.prompts)
 
 
 def rerank(
@@ -56,6 +103,7 @@ def rerank(
     top_n: int | None = None,
     instruction: str | None = None,
     template: str | None = None,
+    how: str | None = None,
     truncate: str = "error",
     unicode: str | None = None,
 ) -> list[Ranked]:
@@ -63,20 +111,13 @@ def rerank(
     if top_n is not None:
         integer("top_n", top_n, 1)
     engine, rules = model.engine, PromptRules(truncate, unicode).checked()
-    prompts, cut = encode_documents(engine, query, documents, instruction, template, rules)
-    warn_of_cut(cut, len(prompts), engine.max_context, "document")
-    return rank_prompts(TextPasses(engine), prompts, documents, top_n)
+    ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules))
+    warn_of_cut(ranking.cut, len(ranking.prompts), engine.max_context, "document")
+    return ranking.ranked(TextPasses(engine), top_n)
 
 
-def encode_documents(
-    engine: Engine,
-    query: str,
-    documents: Sequence[str],
-    instruction: str | None,
-    template: str | None,
-    rules: PromptRules,
-) -> tuple[list[npt.NDArray[np.int32]], list[int]]:
-    """Return the prompt of the query with each document, and the indices of documents that lost their ends.
+def encode_documents(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
+    """Return the prompts of the documents.
 
     For parameters and errors see :meth:`metal_prefill.Model.rerank`.
     """
@@ -84,52 +125,111 @@ def encode_documents(
         raise TypeError(f"documents must be a sequence of strings, got one {type(documents).__name__}")
     if not isinstance(query, str):
         raise TypeError(f"query must be a string, got {type(query).__name__}")
-    form = template if template is not None else template_of(engine)
-    if "{query}" not in form or "{document}" not in form:
-        raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
-    values = {"query": query, "instruction": INSTRUCTION if instruction is None else instruction}
-
-    def encode(document: str) -> npt.NDArray[np.int32]:
-        return encode_template(engine, form, {**values, "document": document}, rules)
-
-    prompts, cut = [], []
     for i, document in enumerate(documents):
         if not isinstance(document, str):
             raise TypeError(f"document {i} must be a string, got {type(document).__name__}")
+    encode = {"late": _encode_late, "pair": _encode_pairs, "template": _encode_templates}
+    return encode[kind_of(engine, options)](engine, query, documents, options)
+
+
+def kind_of(engine: Engine, options: Options) -> str:
+    """Return how a model scores documents: "late", "pair" or "template".
+
+    Raises
+    ------
+    ValueError
+        The options do not fit the model, or the model does not rank documents.
+    """
+    if options.how not in (None, "late"):
+        raise ValueError(f"how must be 'late' or None, got {options.how!r}")
+    head, name = engine.head, engine.path.name
+    late = options.how == "late" or (head.per_token and not head.labels)
+    if late and (head.labels or head.pooling == "rank"):
+        raise ValueError(f"{name} has a classification head, which scores pairs: leave how='late' out")
+    if not late and not engine.config.has_head:
+        if not head.labels:
+            raise ValueError(
+                f"{name} is an encoder without a classification head: it does not rank pairs of texts; "
+                "compare vectors of embed, or select late interaction with how='late'"
+            )
+        check_scores(engine)
+        late = False
+    elif not late:
+        return "template"
+    if options.template is not None:
+        raise ValueError(f"template is not supported: {name} does not read query and document as one text")
+    if not late and options.instruction is not None:
+        raise ValueError(f"instruction is not supported: {name} has no place for it between two texts")
+    return "late" if late else "pair"
+
+
+def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
+    known = has_prompts(engine)
+    asked = options.instruction if options.instruction is not None else "query" if known else None
+    query_ids, _ = encode_text(
+        engine, query, "the query", prompt_form(engine, asked), options.rules._replace(truncate="error")
+    )
+    if not len(query_ids):
+        raise ValueError("the query has no tokens")
+    form = prompt_form(engine, "document" if known else None)
+    ranking = Ranking(documents, [], [], query_ids)
+    for i, document in enumerate(documents):
+        ids, cut = encode_text(engine, document, f"document {i}", form, options.rules)
+        _add(ranking, ids, cut)
+    return ranking
+
+
+def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
+    ranking = Ranking(documents, [], [])
+    first = encode_part(engine, query, "the query", options.rules)
+    for i, document in enumerate(documents):
+        name = f"document {i}"
+        ids, cut = encode_pair(
+            engine, first, encode_part(engine, document, name, options.rules), name, options.rules
+        )
+        _add(ranking, ids, cut)
+    return ranking
+
+
+def _encode_templates(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
+    form = options.template if options.template is not None else template_of(engine)
+    if "{query}" not in form or "{document}" not in form:
+        raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
+    instruction = INSTRUCTION if options.instruction is None else options.instruction
+    values = {"query": query, "instruction": instruction}
+
+    def encode(document: str) -> Ids:
+        return encode_template(engine, form, {**values, "document": document}, options.rules)
+
+    ranking = Ranking(documents, [], [])
+    for i, document in enumerate(documents):
         try:
             ids = encode(document)
         except ValueError as error:
             raise ValueError(f"document {i}: {error}") from None
-        if rules.truncate == "end" and len(ids) > engine.max_context:
+        cut = options.rules.truncate == "end" and len(ids) > engine.max_context
+        if cut:
             kept = shortened(engine.tokenizer, document, lambda text: len(encode(text)) - engine.max_context)
             ids = encode(kept)
-            cut.append(i)
-        if not len(ids):
-            raise ValueError(f"document {i}: its prompt has no tokens")
         check_length(engine, len(ids), f"document {i}")
-        prompts.append(ids)
-    return prompts, cut
+        _add(ranking, ids, cut)
+    return ranking
 
 
-def rank_prompts(
-    passes: TextPasses,
-    prompts: Sequence[npt.NDArray[np.int32]],
-    documents: Sequence[str],
-    top_n: int | None,
-) -> list[Ranked]:
-    """Order documents by the scores of their prompts."""
-    if not prompts:
-        return []
-    ranked = [Ranked(i, score, documents[i]) for i, score in enumerate(scores_of(passes, prompts))]
-    ranked.sort(key=lambda item: -item.score)  # stable: of equal scores, the earlier document is first
-    return ranked[:top_n]
+def _add(ranking: Ranking, ids: Ids, cut: bool) -> None:
+    i = len(ranking.prompts)
+    if not len(ids):
+        raise ValueError(f"document {i}: its prompt has no tokens")
+    if cut:
+        ranking.cut.append(i)
+    ranking.prompts.append(ids)
 
 
-def scores_of(passes: TextPasses, prompts: Sequence[npt.NDArray[np.int32]]) -> list[float]:
-    """Return the score of each prompt, a query with a document; what all share is computed once."""
+def scores_of(passes: TextPasses, prompts: Sequence[Ids]) -> list[float]:
+    """Return the score of each prompt, a query with a document; a shared prefix is computed once."""
     score = _scorer(passes.engine)
     names = [f"document {i}" for i in range(len(prompts))]
-    return [score(state) for state in last_states(passes, prompts, names)]
+    return [score(state) for state in pooled_states(passes, passes.engine.head.state, prompts, names)]
 
 
 def template_of(engine: Engine) -> str:
@@ -150,7 +250,7 @@ def template_of(engine: Engine) -> str:
 
 def encode_template(
     engine: Engine, template: str, values: dict[str, str], rules: PromptRules = DEFAULT_RULES
-) -> npt.NDArray[np.int32]:
+) -> Ids:
     """Turn a template with its values into tokens.
 
     Control tokens are those that the template spells, never what a value spells like one.
@@ -167,15 +267,20 @@ def encode_template(
     return np.array(ids, np.int32)
 
 
-def _scorer(engine: Engine) -> _Scorer:
-    head = engine.head
-    if not head.labels:
-        return _Answers(engine)
-    if len(head.labels) > 2:
+def check_scores(engine: Engine) -> None:
+    """Raise ValueError if the classification head has more classes than a score comes from."""
+    labels = engine.head.labels
+    if len(labels) > 2:
         raise ValueError(
-            f"{engine.path.name} has a head of {len(head.labels)} classes ({', '.join(head.labels[:5])}): "
+            f"{engine.path.name} has a head of {len(labels)} classes ({', '.join(labels[:5])}): "
             "reranking takes one or two; use classify"
         )
+
+
+def _scorer(engine: Engine) -> _Scorer:
+    if not engine.head.labels:
+        return _Answers(engine)
+    check_scores(engine)
     return _Classes(engine)
 
 
@@ -195,8 +300,8 @@ class _Classes(_Scorer):
     def __call__(self, state: npt.NDArray[np.float32]) -> float:
         logits = self._head.logits_of(state).astype(np.float64)
         if len(logits) == 1:
-            return float(logits[0])
-        return float(1 / (1 + np.exp(logits[1 - self._yes] - logits[self._yes])))
+            return float(sigmoid(logits)[0] if self._head.scores == "sigmoid" else logits[0])
+        return float(sigmoid(logits[self._yes] - logits[1 - self._yes]))
 
 
 class _Answers(_Scorer):
@@ -217,4 +322,4 @@ class _Answers(_Scorer):
         self._yes, self._no = (row.astype(np.float64) for row in rows)
 
     def __call__(self, state: npt.NDArray[np.float32]) -> float:
-        return float(1 / (1 + np.exp((self._no - self._yes) @ state.astype(np.float64))))
+        return float(sigmoid((self._yes - self._no) @ state.astype(np.float64)))

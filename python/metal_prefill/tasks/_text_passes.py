@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._engine import Engine
+from metal_prefill.files._pooled_head import Pooling
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput
 
 Ids = npt.NDArray[np.int32]
@@ -188,4 +189,26 @@ def last_states(
     ]
     for job in compute(passes, jobs if parent is None else [parent, *jobs]):
         if job is not parent:
-            yield job.result[0]
+            state = job.result[0]
+            job.parts.clear()
+            yield state
+
+
+def pooled_states(
+    passes: TextPasses, pooling: Pooling, prompts: Sequence[Ids], names: Sequence[str]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``."""
+    if not prompts:
+        return
+    if pooling == "last":
+        yield from last_states(passes, prompts, names)
+        return
+    jobs = [TextJob(ids, "hidden", len(ids), name=name) for ids, name in zip(prompts, names, strict=True)]
+    for job in compute(passes, jobs):
+        states = job.result
+        job.parts.clear()
+        if pooling == "mean":
+            # Of all states at once, however passes cut them: sums of parts would be rounded differently.
+            yield states.mean(axis=0, dtype=np.float64).astype(np.float32)
+        else:
+            yield states if pooling == "none" else states[0]

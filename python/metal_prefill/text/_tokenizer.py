@@ -193,6 +193,19 @@ class Tokenizer:
             at += length
         return spans
 
+    def continues_word(self, span: TokenSpan, text: str) -> bool:
+        """Return whether a token of `encode_spans` is inside a word of its text, not at the beginning.
+
+        WordPiece marks such tokens. In other vocabularies, words are separated by white space. An unknown
+        token begins a word.
+        """
+        if span.id == self.unk_id:
+            return False
+        if self._vocabulary.kind == "bert":
+            return not self.token(span.id).startswith(SPACE)
+        around = text[max(span.start - 1, 0) : span.start + 1]
+        return span.start > 0 and not any(map(str.isspace, around))
+
     def encode_pair(self, first: str, second: str) -> TokenPair:
         """Convert two texts that a model reads together, such as a query and a document, to token ids.
 

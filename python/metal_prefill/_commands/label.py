@@ -1,0 +1,72 @@
+"""``metal-prefill label``: labels of texts, or of parts of them, by a classification head."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from metal_prefill._commands import common
+from metal_prefill._commands.text_files import add_text_arguments, add_truncate_argument, read_texts
+
+if TYPE_CHECKING:
+    from metal_prefill import Model
+
+BLOCK = 256  # texts per call
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_text_arguments(parser, "texts")
+    parser.add_argument(
+        "--strategy",
+        choices=("none", "simple", "first", "average", "max"),
+        default="simple",
+        help="how tokens become entities: each token has its most probable label, or a word has that of its "
+        "first token, of their mean or of the most certain one; none prints tokens (default: simple)",
+    )
+    add_truncate_argument(parser, "texts")
+    parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")
+    common.add_model_arguments(parser)
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the labels of each text: of the whole text, or of its parts with their positions."""
+    texts = read_texts(arguments.file, arguments.column)
+    with common.open_model(arguments) as model:
+        head = model.engine.head
+        label = _label_parts if head.labels and head.pooling in (None, "none") else _label_texts
+        label(model, texts, arguments)
+
+
+def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
+    from metal_prefill.tasks._prompt_rules import cut_message
+    from metal_prefill.tasks._text_passes import TextPasses
+    from metal_prefill.tasks._token_labels import encode_spans, entities_of
+
+    spanned, cut = encode_spans(model.engine, texts, arguments.truncate)
+    if cut:
+        print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
+    passes = TextPasses(model.engine)
+    for first in range(0, len(texts), BLOCK):
+        block = spanned[first : first + BLOCK]
+        for i, entities in enumerate(entities_of(passes, block, arguments.strategy), first):
+            if arguments.json:
+                print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))
+                continue
+            for entity in entities:
+                print(f"{i}:{entity.start}-{entity.end}  {entity.label}  {entity.score:.4f}  {entity.text}")
+
+
+def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
+    for first in range(0, len(texts), BLOCK):
+        found = model.classify(texts[first : first + BLOCK], truncate=arguments.truncate)
+        for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True), first):
+            if arguments.json:
+                scores = dict(zip(found.labels, values.tolist(), strict=True))
+                print(json.dumps({"index": i, "label": label, "probabilities": scores}))
+            else:
+                print(f"{i}  {label}  {values.max():.4f}  {texts[i]}")

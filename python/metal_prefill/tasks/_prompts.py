@@ -1,0 +1,194 @@
+"""Prompts that models expect around queries and documents, as their files or cards define them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from metal_prefill._engine import Engine, EngineOwner
+from metal_prefill.errors import GGUFError
+from metal_prefill.files._metadata_keys import PROMPT_KEYS
+
+if TYPE_CHECKING:
+    from metal_prefill.tasks._prompt_rules import PromptRules
+    from metal_prefill.text._tokenizer import Tokenizer
+
+# Names under which sentence-transformers looks for the prompt of a document, in order.
+_DOCUMENT_NAMES = ("document", "passage", "corpus")
+
+# Prompts as the cards of the models define them, by architecture. Qwen3-Embedding: documents stay as they
+# are. EmbeddingGemma: the title of a document that has none is "none".
+PROMPTS: dict[str, dict[str, str]] = {
+    "qwen3": {
+        "query": "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
+        "Query:{text}",
+        "document": "{text}",
+        "": "Instruct: {instruction}\nQuery:{text}",
+    },
+    "gemma-embedding": {
+        "query": "task: search result | query: {text}",
+        "document": "title: none | text: {text}",
+        "": "task: {instruction} | query: {text}",
+    },
+    "nomic-bert": {
+        "query": "search_query: {text}",
+        "document": "search_document: {text}",
+        "classification": "classification: {text}",
+        "clustering": "clustering: {text}",
+        "": "{instruction}{text}",
+    },
+}
+
+_SEARCH = "Represent this sentence for searching relevant passages: {text}"
+_PLAIN = {"query": "{text}", "document": "{text}", "": "{instruction}{text}"}
+
+# The same for models whose architecture does not identify them: a pattern of ``general.name`` in lower case
+# with hyphens, and the prompts. The first pattern that occurs in the name counts.
+CARDS: tuple[tuple[str, Mapping[str, str]], ...] = (
+    (
+        r"\be5-.*instruct",
+        {**_PLAIN, "query": PROMPTS["qwen3"]["query"], "": "Instruct: {instruction}\nQuery: {text}"},
+    ),
+    (r"\be5-", {**_PLAIN, "query": "query: {text}", "document": "passage: {text}"}),
+    (r"\bbge-m3|\bbge-multilingual", _PLAIN),
+    (r"\bbge-.*\bzh\b", {**_PLAIN, "query": "为这个句子生成表示以用于检索相关文章：{text}"}),  # noqa: RUF001
+    (r"\bbge-", {**_PLAIN, "query": _SEARCH}),
+    (r"\bmxbai-embed", {**_PLAIN, "query": _SEARCH}),
+    (r"\barctic-embed-.*v2\b", {**_PLAIN, "query": "query: {text}"}),
+    (r"\barctic-embed", {**_PLAIN, "query": _SEARCH}),
+    (r"\bnomic-embed-text|\bmodernbert-embed", PROMPTS["nomic-bert"]),
+    (
+        r"\ball-(minilm|mpnet|distilroberta)|\bparaphrase-|\bgte-(small|base|large|multilingual|modernbert)|\bgranite-embedding|\bjina-embeddings-v2",
+        _PLAIN,
+    ),
+)
+
+
+class PromptForm(NamedTuple):
+    """Text before and after a text.
+
+    Attributes
+    ----------
+    before, after : str
+    spells_tokens : bool
+        Whether the spelling of a control token in `before` and `after` is that token, as in the prompts of a
+        model. It is not in the text itself.
+    """
+
+    before: str = ""
+    after: str = ""
+    spells_tokens: bool = False
+
+    def tokens(self, tokenizer: Tokenizer, text: str, rules: PromptRules) -> list[int]:
+        """Return the tokens of a text in this form, without those that begin and end every text."""
+        if not self.spells_tokens:
+            return tokenizer.encode(rules.normalized(f"{self.before}{text}{self.after}"), add_bos=False)
+        before = list(tokenizer.split(self.before, parse_special=True))
+        after = list(tokenizer.split(self.after, parse_special=True))
+        # Text next to the text is tokenized together with it.
+        left = before.pop() if before and isinstance(before[-1], str) else ""
+        right = after.pop(0) if after and isinstance(after[0], str) else ""
+        ids: list[int] = []
+        for piece in (*before, f"{left}{text}{right}", *after):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += tokenizer.encode(rules.normalized(piece), add_bos=False)
+        return ids
+
+
+PLAIN = PromptForm()
+
+
+def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
+    """Return the form of an instruction.
+
+    Parameters
+    ----------
+    engine
+    instruction
+        See :meth:`metal_prefill.Model.embed`.
+
+    Raises
+    ------
+    ValueError
+        The instruction is ``"query"``, ``"document"`` or ``"passage"``, and neither the file nor a known card
+        defines prompts.
+    GGUFError
+        A prompt of the file is not a string.
+    """
+    if instruction is None:
+        return PLAIN
+    if not isinstance(instruction, str):
+        raise TypeError(f"instruction must be a string, got {type(instruction).__name__}")
+    if "{text}" in instruction:
+        before, _, after = instruction.partition("{text}")
+        return PromptForm(before, after)
+    return _named_form(engine, instruction) or _described_form(engine, instruction)
+
+
+def _named_form(engine: Engine, name: str) -> PromptForm | None:
+    """Return a prompt of the model by its name; None if it has none of this name."""
+    stated = file_prompts(engine)
+    if name in stated:
+        return PromptForm(stated[name], spells_tokens=True)
+    if stated and name in ("query", *_DOCUMENT_NAMES):
+        names = _DOCUMENT_NAMES if name in _DOCUMENT_NAMES else ("query",)
+        return PromptForm(next((stated[n] for n in names if n in stated), ""), spells_tokens=True)
+    name = "document" if name == "passage" else name
+    card = _card(engine)
+    if name and name in card:
+        before, _, after = card[name].partition("{text}")
+        return PromptForm(before, after)
+    if name in ("query", "document"):
+        raise ValueError(
+            f"no prompts of queries and documents are known for {engine.config.architecture}: "
+            f"{engine.path.name} has none, and its general.name is not that of a model whose card is known. "
+            "Give the text itself, such as 'query: {text}'"
+        )
+    return None
+
+
+def _described_form(engine: Engine, task: str) -> PromptForm:
+    """Return the form for a task in words, or a prefix if the model has no such form."""
+    before, _, after = _card(engine).get("", _PLAIN[""]).replace("{instruction}", task).partition("{text}")
+    return PromptForm(before, after)
+
+
+def has_prompts(engine: Engine) -> bool:
+    """Return whether prompts of queries and documents are known for a model."""
+    return bool(file_prompts(engine) or _card(engine))
+
+
+def prompt_names(model: EngineOwner) -> list[str]:
+    """Return the names of a model's prompts, such as ``"query"``, that `instruction` accepts.
+
+    See :meth:`metal_prefill.Model.embed`. Empty if neither the file nor a known card defines prompts.
+    """
+    stated = file_prompts(model.engine)
+    if stated:
+        return sorted({*stated, "query", "document"})
+    return sorted(name for name in _card(model.engine) if name)
+
+
+def file_prompts(engine: Engine) -> dict[str, str]:
+    """Return the prompts of a file by name."""
+    prompts: dict[str, str] = {}
+    for key in engine.gguf.metadata:
+        if key.startswith(PROMPT_KEYS):
+            value = engine.gguf.metadata[key]
+            if not isinstance(value, str):
+                kind = engine.gguf.metadata.type_name(key)
+                raise GGUFError(f"{engine.path}: {key} has type {kind}, expected string")
+            prompts[key.removeprefix(PROMPT_KEYS)] = value
+    return prompts
+
+
+def _card(engine: Engine) -> Mapping[str, str]:
+    name = engine.gguf.metadata.get("general.name")
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()) if isinstance(name, str) else ""
+    for pattern, prompts in CARDS:
+        if re.search(pattern, name):
+            return prompts
+    return PROMPTS.get(engine.config.architecture, {})

@@ -1,0 +1,207 @@
+"""Labels of the tokens of texts: named entities, parts of speech."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._engine import Engine, EngineOwner
+from metal_prefill._support.arguments import Progress, one_of
+from metal_prefill.tasks._embedding import check_length, checked_texts
+from metal_prefill.tasks._prompt_rules import cut_message
+from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
+from metal_prefill.text._tokenizer import TokenSpan
+
+Strategy: TypeAlias = Literal["none", "simple", "first", "average", "max"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+Probabilities = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Entity:
+    """A part of a text with a label.
+
+    Attributes
+    ----------
+    label : str
+        Without the prefix of BIO tags (``B-``, ``I-``), unless the strategy is ``"none"``.
+    score : float
+        Probability of the label; the mean over the tokens, or words, of which the entity consists.
+    start, end : int
+        Position of the first character in the text, and the position after the last.
+    text : str
+        The characters from `start` to `end`.
+    """
+
+    label: str
+    score: float
+    start: int
+    end: int
+    text: str
+
+
+class SpannedText(NamedTuple):
+    """A text in tokens.
+
+    Attributes
+    ----------
+    text : str
+    ids : int32 [n]
+        With the tokens that begin and end it.
+    spans : list of TokenSpan
+        Tokens of the text alone.
+    """
+
+    text: str
+    ids: Ids
+    spans: list[TokenSpan]
+
+
+class _Piece(NamedTuple):
+    """A token or a word, with the probability of each label."""
+
+    start: int
+    end: int
+    probabilities: Probabilities
+
+
+def label_tokens(
+    model: EngineOwner,
+    texts: Iterable[str],
+    *,
+    strategy: str = "simple",
+    ignore: Sequence[str] = ("O",),
+    truncate: str = "error",
+    progress: Progress | None = None,
+) -> list[list[Entity]]:
+    """Label parts of texts; see :meth:`metal_prefill.Model.label_tokens`."""
+    engine = model.engine
+    one_of("strategy", strategy, dict.fromkeys(STRATEGIES))
+    spanned, cut = encode_spans(engine, texts, truncate)
+    if cut:
+        warnings.warn(cut_message(cut, len(spanned), engine.max_context, "text"), stacklevel=3)
+    return list(entities_of(TextPasses(engine), spanned, strategy, ignore, progress))
+
+
+def check_labels(engine: Engine) -> None:
+    """Raise ValueError if a file has no labels for tokens."""
+    head = engine.head
+    if not head.labels:
+        raise ValueError(
+            f"{engine.path.name} has no labels for tokens: it has no classification head (cls.output.weight)"
+        )
+    if head.pooling not in (None, "none"):
+        raise ValueError(f"{engine.path.name} has labels for whole texts: use classify")
+
+
+def encode_spans(engine: Engine, texts: Iterable[str], truncate: str) -> tuple[list[SpannedText], list[int]]:
+    """Return texts in tokens, and the indices of those that lost their ends.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError, KVMemoryError
+        See :meth:`metal_prefill.Model.label_tokens`.
+    """
+    check_labels(engine)
+    one_of("truncate", truncate, {"error": None, "end": None})
+    frame = engine.tokenizer.frame
+    room = max(engine.max_context - len(frame.begin) - len(frame.end), 0)
+    spanned, cut = [], []
+    for i, text in enumerate(checked_texts(texts)):
+        try:
+            spans = engine.tokenizer.encode_spans(text)
+        except ValueError as error:
+            raise ValueError(f"text {i}: {error}") from None
+        if truncate == "end" and len(spans) > room:
+            spans = spans[:room]
+            cut.append(i)
+        ids = np.array(frame.text([span.id for span in spans]), np.int32)
+        check_length(engine, len(ids), f"text {i}")
+        spanned.append(SpannedText(text, ids, spans))
+    return spanned, cut
+
+
+def entities_of(
+    passes: TextPasses,
+    spanned: Sequence[SpannedText],
+    strategy: str = "simple",
+    ignore: Sequence[str] = ("O",),
+    progress: Progress | None = None,
+) -> Iterator[list[Entity]]:
+    """Yield the entities of each text."""
+    engine, head = passes.engine, passes.engine.head
+    begin = len(engine.tokenizer.frame.begin)
+    filled = [i for i, item in enumerate(spanned) if item.spans]
+    states = pooled_states(passes, "none", [spanned[i].ids for i in filled], [f"text {i}" for i in filled])
+    for done, item in enumerate(spanned, 1):
+        found: list[Entity] = []
+        if item.spans:
+            logits = head.logits_of(next(states)[begin : begin + len(item.spans)])
+            pieces = [
+                _Piece(span.start, span.end, values)
+                for span, values in zip(item.spans, head.probabilities_of(logits), strict=True)
+            ]
+            found = _entities(engine, item, pieces, strategy)
+        # A token of white space alone is not an entity.
+        yield [entity for entity in found if entity.text and entity.label not in ignore]
+        if progress is not None:
+            progress(done, len(spanned))
+
+
+def _entities(engine: Engine, item: SpannedText, pieces: list[_Piece], strategy: str) -> list[Entity]:
+    if strategy not in ("none", "simple"):
+        pieces = [_merged(word, strategy) for word in _words(engine, item, pieces)]
+    labels = engine.head.labels
+    tagged = [(labels[int(piece.probabilities.argmax())], piece) for piece in pieces]
+    if strategy == "none":
+        return [_entity(item.text, label, [piece]) for label, piece in tagged]
+    groups: list[tuple[str, list[_Piece]]] = []
+    for tag, piece in tagged:
+        prefix, label = _parts(tag)
+        if groups and groups[-1][0] == label and prefix != "B":
+            groups[-1][1].append(piece)
+        else:
+            groups.append((label, [piece]))
+    return [_entity(item.text, label, group) for label, group in groups]
+
+
+def _parts(tag: str) -> tuple[str, str]:
+    """Divide a BIO tag into its prefix and the label; a tag without prefix continues its entity."""
+    return (tag[0], tag[2:]) if tag.startswith(("B-", "I-")) else ("I", tag)
+
+
+def _entity(text: str, label: str, pieces: Sequence[_Piece]) -> Entity:
+    start, end = pieces[0].start, pieces[-1].end
+    inside = text[start:end]
+    start += len(inside) - len(inside.lstrip())  # tokens of some vocabularies begin with a space
+    inside = inside.strip()
+    score = float(np.mean([piece.probabilities.max() for piece in pieces]))
+    return Entity(label, score, start, start + len(inside), inside)
+
+
+def _words(engine: Engine, item: SpannedText, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Group tokens into words."""
+    words: list[list[_Piece]] = []
+    for span, piece in zip(item.spans, pieces, strict=True):
+        if words and engine.tokenizer.continues_word(span, item.text):
+            words[-1].append(piece)
+        else:
+            words.append([piece])
+    return words
+
+
+def _merged(word: Sequence[_Piece], strategy: str) -> _Piece:
+    """Return a word with the probabilities of its first token, of its most certain token, or their mean."""
+    if strategy == "first":
+        chosen = word[0].probabilities
+    elif strategy == "max":
+        chosen = max((piece.probabilities for piece in word), key=lambda values: float(values.max()))
+    else:
+        chosen = np.mean([piece.probabilities for piece in word], axis=0)
+    return _Piece(word[0].start, word[-1].end, chosen)

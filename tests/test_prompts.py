@@ -1,0 +1,137 @@
+"""Prompts of queries and documents: of the file, of cards that a name identifies, of an architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import model_folders, task_folders
+from support.model_folders import Folder
+
+from metal_prefill import GGUFError, Model
+from metal_prefill.conversion import convert
+from metal_prefill.tasks import prompt_names
+from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompts import prompt_form
+
+SEARCH = "Represent this sentence for searching relevant passages: "
+
+
+def opened(folder: Folder, name: str = "m") -> Model:
+    folder.pool()
+    path = convert(folder.write(), folder.path / "m.gguf", name=name)
+    return Model(path, device="cpu")
+
+
+def stated(tmp_path: Path, **settings: Any) -> Folder:
+    folder = model_folders.bert(tmp_path / "m")
+    folder.json("config_sentence_transformers.json", settings)
+    return folder
+
+
+def same(model: Model, text: str, instruction: str, whole: str) -> None:
+    """Check that a prompt and a text have the tokens of the whole."""
+    form = prompt_form(model.engine, instruction)
+    ids = form.tokens(model.tokenizer, text, PromptRules())
+    assert ids == model.tokenizer.encode(whole, add_bos=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "document"),
+    [
+        ("Bge Small En v1.5", SEARCH, ""),
+        ("mxbai-embed-large-v1", SEARCH, ""),
+        ("snowflake-arctic-embed-m", SEARCH, ""),
+        ("Snowflake Arctic Embed L v2.0", "query: ", ""),
+        ("e5-small-v2", "query: ", "passage: "),
+        ("Multilingual E5 Base", "query: ", "passage: "),
+        ("bge-m3", "", ""),
+        ("all-MiniLM-L6-v2", "", ""),
+        ("gte-small", "", ""),
+        ("modernbert-embed-base", "search_query: ", "search_document: "),
+    ],
+)
+def test_cards_are_found_by_the_name_of_the_model(
+    tmp_path: Path, name: str, query: str, document: str
+) -> None:
+    with opened(model_folders.bert(tmp_path / "m"), name) as model:
+        same(model, "a rose", "query", f"{query}a rose")
+        same(model, "a rose", "document", f"{document}a rose")
+        same(model, "a rose", "passage", f"{document}a rose")
+        assert {"query", "document"} <= set(prompt_names(model))
+
+
+def test_an_unknown_model_has_no_named_prompts(tmp_path: Path) -> None:
+    with opened(model_folders.bert(tmp_path / "m")) as model:
+        assert prompt_names(model) == []
+        with pytest.raises(
+            ValueError, match=r"no prompts of queries and documents are known for bert: m\.gguf"
+        ):
+            model.embed(["a"], instruction="query")
+        same(model, "a rose", "find: ", "find: a rose")
+
+
+def test_prompts_of_a_folder_are_stored_in_the_file(tmp_path: Path) -> None:
+    prompts = {"query": "find: ", "passage": "text: ", "Clustering": "group: ", "unused": None}
+    with opened(stated(tmp_path, prompts=prompts), "e5-small") as model:
+        assert model.engine.gguf.metadata["metal_prefill.prompts.query"] == "find: "
+        assert prompt_names(model) == ["Clustering", "document", "passage", "query"]
+        same(model, "a rose", "query", "find: a rose")
+        same(model, "a rose", "document", "text: a rose")
+        same(model, "a rose", "Clustering", "group: a rose")
+
+
+def test_a_document_without_a_prompt_stays_as_it_is(tmp_path: Path) -> None:
+    with opened(stated(tmp_path, prompts={"query": "find: "})) as model:
+        same(model, "a rose", "document", "a rose")
+
+
+def test_control_tokens_in_a_prompt_of_the_file_are_these_tokens(tmp_path: Path) -> None:
+    with opened(stated(tmp_path, prompts={"query": "[MASK] "})) as model:
+        ids = model.tokenizer.encode("a rose", add_bos=False)
+        special = model.tokenizer.frame.text([model.tokenizer.mask_id or 0, *ids])
+        states = model.embed(["a rose"], pooling="none", instruction="query")[0]
+        assert len(states) == len(special)
+        # In a text, or in a prompt of the caller, the same letters are text.
+        spelled = model.embed(["a rose"], pooling="none", instruction="[MASK] {text}")[0]
+        assert len(spelled) == len(model.embed(["[MASK] a rose"], pooling="none")[0]) > len(special)
+
+
+def test_prefixes_of_pylate_are_prompts(tmp_path: Path) -> None:
+    settings = {"query_prefix": "[Q] ", "document_prefix": "[D] ", "prompts": {"query": "[Q] find: "}}
+    with opened(stated(tmp_path, **settings)) as model:
+        metadata = model.engine.gguf.metadata
+        assert metadata["metal_prefill.prompts.query"] == "[Q] find: "
+        assert metadata["metal_prefill.prompts.document"] == "[D] "
+        skipped = metadata["metal_prefill.skipped_tokens"]
+        assert isinstance(skipped, np.ndarray)
+        assert {model.tokenizer.token(int(i)) for i in skipped} >= {"▁.", "▁,", "▁!"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"prompts": {"query": 3}},
+            r"config_sentence_transformers\.json: prompts\.query is int, expected a string",
+        ),
+        ({"prompts": []}, "prompts is list, expected an object"),
+        ({"query_prefix": 1}, "query_prefix is int, expected a string"),
+        ({"skiplist_words": [1]}, "skiplist_words must contain strings"),
+    ],
+)
+def test_prompts_of_a_wrong_type_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    folder = stated(tmp_path, **settings)
+    with pytest.raises(GGUFError, match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_late_interaction_uses_the_prompts_of_the_file(tmp_path: Path) -> None:
+    path = convert(task_folders.late_interaction(tmp_path / "m").write(), tmp_path / "m.gguf")
+    with Model(path, device="cpu") as model:
+        (query,) = model.embed(["who?"], instruction="query")
+        (document,) = model.embed(["a king"], instruction="document")
+        score = model.rerank("who?", ["a king"])[0].score
+        assert score == pytest.approx(float((query @ document.T).max(axis=1).sum()), rel=1e-6)
