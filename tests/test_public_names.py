@@ -30,6 +30,7 @@ PUBLIC = {
     "metal_prefill.generation": ["Beam", "Options", "Sampler", "Scheduler", "Stream"],
     "metal_prefill.gpu": [],
     "metal_prefill.integrations": [
+        "ChromaEmbeddings",
         "ContinuePrompts",
         "EmbedTexts",
         "EmbeddingTransformer",
@@ -43,7 +44,15 @@ PUBLIC = {
     "metal_prefill.serve": ["Settings", "app"],
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
     "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
-    "metal_prefill.tasks": ["PROMPTS", "Classification", "Ranked", "embed", "rerank"],
+    "metal_prefill.tasks": [
+        "PROMPTS",
+        "Classification",
+        "Entity",
+        "Ranked",
+        "embed",
+        "prompt_names",
+        "rerank",
+    ],
     "metal_prefill.text": [
         "ChatTemplate",
         "ParsedAnswer",
@@ -79,6 +88,7 @@ FORMER = {
 }
 # Names that need a package which is not a requirement.
 EXTRAS = {
+    "ChromaEmbeddings": "chromadb",
     "ContinuePrompts": "ray",
     "EmbedTexts": "ray",
     "EmbeddingTransformer": "sklearn",

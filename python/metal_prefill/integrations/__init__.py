@@ -1,4 +1,4 @@
-"""Integrations with Ray, scikit-learn and lm-evaluation-harness, each of which must be installed."""
+"""Integrations with Chroma, Ray, scikit-learn and lm-evaluation-harness, each of which must be installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from metal_prefill.integrations._chroma import ChromaEmbeddings
     from metal_prefill.integrations._lm_eval import MetalPrefillLM
     from metal_prefill.integrations._ray import (
         ContinuePrompts,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from metal_prefill.integrations._sklearn import EmbeddingTransformer
 
 __all__ = [
+    "ChromaEmbeddings",
     "ContinuePrompts",
     "EmbedTexts",
     "EmbeddingTransformer",
@@ -30,6 +32,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "ChromaEmbeddings": "_chroma",
         "ContinuePrompts": "_ray",
         "EmbedTexts": "_ray",
         "EmbeddingTransformer": "_sklearn",
