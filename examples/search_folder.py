@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import Model
-from metal_prefill.tasks import PROMPTS
+from metal_prefill.tasks import prompt_names
 
 
 def paragraphs(folder: Path, pattern: str) -> list[tuple[str, str]]:
@@ -52,7 +52,7 @@ def main() -> None:
     texts = [text for _, text in found]
     with Model(arguments.model) as model:
         # A file of an embedding model defines the pooling; some need a prompt before queries and documents.
-        kinds = ("document", "query") if model.config.architecture in PROMPTS else (None, None)
+        kinds = ("document", "query") if "query" in prompt_names(model) else (None, None)
         options: dict[str, Any] = {"truncate": "end"} | ({} if arguments.model else {"pooling": "mean"})
         content = hashlib.sha256("\0".join([str(model.path), *texts]).encode()).hexdigest()
         kept = dict(np.load(arguments.vectors)) if arguments.vectors and arguments.vectors.exists() else {}

@@ -18,7 +18,7 @@ from support.hub_server import Repo, serve
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TAGS = {"", "guide", "hub", "ray", "serve", "smollm2"}  # what a snippet needs
+TAGS = {"", "guide", "hub", "minilm", "ray", "serve", "smollm2"}  # what a snippet needs
 
 # Runs numbered snippets as if they were one program, and marks where the output of each begins.
 RUNNER = """
@@ -77,6 +77,7 @@ def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> Non
     code, work = folder / "code", folder / "work"
     code.mkdir()
     work.mkdir()
+    (work / "docs").symlink_to(DOCS)  # as in a checkout
     for snippet in chosen:
         suffix = {"python": "py", "sh": "sh"}[snippet.language]
         # Blank lines in front make the lines of a traceback those of the page.
@@ -139,6 +140,13 @@ def test_a_page_runs_under_constraints(page: Path, tmp_path: Path, demo_path: Pa
 @pages("smollm2")
 def test_a_page_runs_with_a_real_model(page: Path, tmp_path: Path, demo_path: Path) -> None:
     run(page, tagged(page, "smollm2"), tmp_path, demo_path)
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("minilm_folder")
+@pages("minilm")
+def test_a_page_runs_with_a_real_encoder(page: Path, tmp_path: Path, demo_path: Path) -> None:
+    run(page, tagged(page, "minilm"), tmp_path, demo_path)
 
 
 @pages("ray")
