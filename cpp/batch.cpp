@@ -26,6 +26,8 @@ class Batch {
     bool active = false;
     Item* leader = nullptr;  // computes first what both begin with
     std::size_t shared = 0;  // tokens of that
+    StatePoint state;        // that the session is left with if the request fails
+    std::vector<int> marks;  // positions at which others follow it
 
     Session& session() const { return *request.session; }
     const std::string& prefix_namespace() const { return request.session->prefix_namespace_; }
@@ -33,6 +35,9 @@ class Batch {
     // Number of tokens before the first row with an output.
     int without_output() const { return int(request.tokens.size()) - rows_of(request.output); }
     bool reuses() const { return request.prefix == Prefix::kReuse; }
+    SequenceStates* states() const { return session().cache_->states(); }
+    // Tokens of the session whose state is not known: they are computed again before those of the request.
+    int behind() const { return int(session().tokens_.size() - session().computed()); }
   };
 
   void check_output(const Output& output) const;
@@ -40,8 +45,9 @@ class Batch {
   void follow_leaders();
   bool is_waiting(Item& item) const;
   void make_room(Item& item, int kept, int end) const;
-  bool continues(Item& item, int end) const;
+  bool continues(Item& item, int end, StateRef* state) const;
   Chunk next_chunk(Item& item, int tokens) const;
+  Chunk chunk_again(Item& item, int tokens) const;
   void check_results(const Chunk& chunk) const;
   void finish(Item& item, const Chunk& chunk) const;
   static int accepted_tokens(Item& item, const Chunk& chunk);
@@ -75,7 +81,10 @@ Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* cal
   if (std::adjacent_find(samplers.begin(), samplers.end()) != samplers.end())
     throw std::invalid_argument("a sampler appears twice in a batch");
   for (Session* session : sessions) locks_.emplace_back(session->lock_, call);
-  for (Item& item : items_) item.before = item.session().tokens_.size();
+  for (Item& item : items_) {
+    item.before = item.session().tokens_.size();
+    if (item.states()) item.state = item.states()->current();
+  }
 }
 
 void Batch::check_output(const Output& output) const {
@@ -99,6 +108,7 @@ void Batch::begin(Item& item) const {
   {
     const std::scoped_lock lock(session.state_mutex_);
     session.counters_ = {};
+    session.recomputed_ = 0;
   }
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
   if (item.without_output() < 0)
@@ -112,15 +122,21 @@ void Batch::begin(Item& item) const {
     throw std::invalid_argument(
         "the tokens of this model see those after them: a text goes in whole, into an empty session");
   session.check_room(item.start, tokens.size());
+  std::size_t again = std::size_t(item.behind());  // known tokens that are computed again
   if (item.reuses()) {
-    item.before = session.keep_known(tokens);
+    const std::size_t known = session.keep_known(tokens);
+    item.before = session.computed();
+    session.keep_first(tokens.first(item.before));  // those after it are computed with the rest
+    if (item.states()) item.state = item.states()->current();
     item.request.result.done = int(item.before);
+    again = known - item.before;
   }
   if (const Choices* choices = choices_of(item.request.output))
     std::fill(choices->chosen.begin(), choices->chosen.end(), TokenId(-1));
   const std::scoped_lock lock(session.state_mutex_);
   session.tokens_.reserve(item.start + tokens.size());  // what follows a computed chunk must not fail
   session.claim_ = claim;
+  session.recomputed_ = again;
   item.active = true;
 }
 
@@ -146,6 +162,7 @@ void Batch::follow_leaders() {
     if (shared < item.before + kWorthSharing) continue;
     item.leader = &before;
     item.shared = shared;
+    before.marks.push_back(int(shared));
   }
 }
 
@@ -160,6 +177,12 @@ bool Batch::is_waiting(Item& item) const {
   }
   if (std::size_t(leader.request.result.done) < item.shared) return true;
   item.leader = nullptr;
+  if (item.states()) {
+    item.shared = std::size_t(leader.states()->nearest(int(item.shared)));
+    if (item.shared <= item.before) return false;
+    item.states()->share(*leader.states(), int(item.shared));
+    item.state = item.states()->current();
+  }
   item.session().cache_->share(*leader.session().cache_, int(item.shared));
   item.session().keep_first(item.request.tokens.first(item.shared));
   item.before = item.shared;
@@ -178,7 +201,7 @@ void Batch::make_room(Item& item, int kept, int end) const {
 
 // Whether the engine may start on the token at position `end` early. Makes room for it; a lack of memory is
 // no error here, as the token has not been requested yet.
-bool Batch::continues(Item& item, int end) const {
+bool Batch::continues(Item& item, int end, StateRef* state) const {
   const Request& request = item.request;
   const auto* greedy = std::get_if<GreedyOutput>(&request.output);
   if (!greedy || !greedy->continues || !engine_.runs_ahead() || rows_of(request.output) != 1 ||
@@ -186,6 +209,7 @@ bool Batch::continues(Item& item, int end) const {
     return false;
   try {
     make_room(item, end, end + 1);
+    if (state) *state = item.states()->pool().take();
   } catch (const KvMemoryError&) {
     return false;
   } catch (const DeviceError&) {
@@ -208,8 +232,31 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   const int first = std::max(int(done), item.without_output());  // token with an output
   chunk.output =
       part_of(request.output, first - item.without_output(), std::max(int(done) + tokens - first, 0));
+  const SequenceStates* states = item.states();
+  if (states) {
+    const Choices* choices = choices_of(request.output);
+    const bool drafts = choices && !choices->drafts.empty();
+    chunk.states = states->plan({.tokens = tokens,
+                                 .first_draft = drafts ? item.without_output() + 1 - int(done) : tokens,
+                                 .keep_last = tokens == item.left() && request.tokens.size() > 1 && !drafts,
+                                 .marks = item.marks});
+  }
   if (auto* greedy = std::get_if<GreedyOutput>(&chunk.output))
-    greedy->continues = continues(item, position + tokens);
+    greedy->continues = continues(item, position + tokens, states ? &chunk.states.ahead : nullptr);
+  return chunk;
+}
+
+// Tokens that the session has, from the last known state on.
+Chunk Batch::chunk_again(Item& item, int tokens) const {
+  Session& session = item.session();
+  const int position = int(session.computed());
+  make_room(item, position, position + tokens);
+  Chunk chunk;
+  chunk.tokens = std::span(session.tokens_).subspan(std::size_t(position), std::size_t(tokens));
+  chunk.position = position;
+  chunk.cache = session.cache_.get();
+  chunk.states = item.states()->plan(
+      {.tokens = tokens, .first_draft = tokens, .keep_last = tokens == item.behind(), .marks = item.marks});
   return chunk;
 }
 
@@ -270,11 +317,14 @@ void Batch::finish(Item& item, const Chunk& chunk) const {
   check_results(chunk);
   Request& request = item.request;
   Session& session = item.session();
+  if (item.behind() > 0) return item.states()->advance(chunk.states, int(chunk.tokens.size()));
   const int kept = accepted_tokens(item, chunk);
+  if (item.states()) item.states()->advance(chunk.states, kept);
   {
     const std::scoped_lock lock(session.state_mutex_);
     session.tokens_.insert(session.tokens_.end(), chunk.tokens.begin(), chunk.tokens.begin() + kept);
     if (std::size_t(kept) < chunk.tokens.size()) session.drop_uncounted_rows();
+    if (item.states()) session.cache_bytes_ = session.cache_->bytes();
   }
   request.result.done += kept;
   item.active = std::size_t(kept) == chunk.tokens.size() && item.left() > 0;
@@ -324,6 +374,7 @@ void Batch::fail(Item& item, std::exception_ptr error) {
   Session& session = item.session();
   item.request.error = std::move(error);
   item.active = false;
+  if (item.states()) item.states()->replace(int(item.before), item.state);
   const std::scoped_lock lock(session.state_mutex_);
   if (session.tokens_.size() > item.before) session.tokens_.resize(item.before);
   session.drop_uncounted_rows();
@@ -351,7 +402,7 @@ void Batch::run(const Progress& progress) {
   for (Item* item : order_) {
     if (item->leader) continue;
     const auto make_room_for_all = [&] {
-      make_room(*item, int(item->before), int(item->start + item->request.tokens.size()));
+      make_room(*item, int(item->session().computed()), int(item->start + item->request.tokens.size()));
     };
     try {
       try {
@@ -377,9 +428,10 @@ void Batch::run(const Progress& progress) {
       if (!item.active || room == 0) continue;
       try {
         if (is_waiting(item)) continue;
-        const int tokens = std::min(item.left(), room);
+        const int behind = item.behind();
+        const int tokens = std::min(behind > 0 ? behind : item.left(), room);
         if (tokens < item.left() && !engine_.config().causal) continue;
-        chunks.push_back(next_chunk(item, tokens));
+        chunks.push_back(behind > 0 ? chunk_again(item, tokens) : next_chunk(item, tokens));
         members.push_back(&item);
         room -= tokens;
       } catch (...) {

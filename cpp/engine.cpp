@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "batch.h"
@@ -53,11 +54,23 @@ Session::~Session() {
     return;
   }
   PrefixTree* tree = engine_->prefixes();
-  if (tree && remembers_) static_cast<void>(tree->insert(prefix_namespace_, tokens_, cache_->pages()));
+  if (!tree || !remembers_) return;
+  try {
+    const auto tokens = std::span(tokens_).first(computed());
+    const auto points =
+        cache_->states() ? cache_->states()->points(int(tokens.size())) : std::vector<StatePoint>();
+    static_cast<void>(tree->insert(prefix_namespace_, tokens, cache_->pages(), points));
+  } catch (const std::bad_alloc&) {  // later sessions find less
+  }
+}
+
+std::size_t Session::computed() const {
+  const SequenceStates* states = cache_->states();
+  return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();
 }
 
 // Tokens whose K and V the session has, or has now of the pages that are remembered. The last token is always
-// computed: what follows it is what the caller asks for.
+// computed: what follows it is what the caller asks for. States may be known of fewer tokens.
 std::size_t Session::keep_known(std::span<const TokenId> tokens) {
   {
     const std::scoped_lock lock(state_mutex_);
@@ -68,10 +81,16 @@ std::size_t Session::keep_known(std::span<const TokenId> tokens) {
   std::size_t known = std::size_t(std::mismatch(tokens.begin(), end, tokens_.begin()).first - tokens.begin());
   remembers_ = true;
   PrefixTree* tree = engine_->prefixes();
-  if (tree && tree->known(prefix_namespace_, tokens) > int(known)) {
+  SequenceStates* states = cache_->states();
+  const int own = states ? states->nearest(int(known)) : int(known);
+  const PrefixTree::Known others = tree ? tree->known(prefix_namespace_, tokens) : PrefixTree::Known{};
+  if (std::pair(others.usable, others.positions) > std::pair(own, int(known))) {
     PrefixTree::Match match = tree->find(prefix_namespace_, tokens);
+    if (states) states->replace(int(known), std::move(match.state));
     known = std::size_t(match.positions);
     cache_->adopt(std::move(match.pages));
+  } else if (states) {
+    states->rewind(int(known));
   }
   keep_first(tokens.first(known));
   return known;
@@ -86,12 +105,16 @@ void Session::keep_first(std::span<const TokenId> tokens) {
   cache_bytes_ = cache_->bytes();
 }
 
-void Session::remember_pages() {
-  const std::size_t full = tokens_.size() / kPagePositions;
+// The call has succeeded: without memory, others find less.
+void Session::remember_pages() try {
+  const std::size_t full = computed() / kPagePositions;
   PrefixTree* tree = engine_->prefixes();
   if (!tree || !remembers_ || full <= remembered_) return;
   const auto tokens = std::span(tokens_).first(full * kPagePositions);
-  if (tree->insert(prefix_namespace_, tokens, cache_->pages())) remembered_ = full;
+  const auto points =
+      cache_->states() ? cache_->states()->points(int(tokens.size())) : std::vector<StatePoint>();
+  if (tree->insert(prefix_namespace_, tokens, cache_->pages(), points)) remembered_ = full;
+} catch (const std::bad_alloc&) {
 }
 
 void Session::check_room(std::size_t position, std::size_t tokens) const {
@@ -214,6 +237,7 @@ void Session::rewind(int position, Claim claim) {
     throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
                                 ": the position of the session is " + std::to_string(tokens_.size()));
   cache_->truncate(position);
+  if (SequenceStates* states = cache_->states()) states->rewind(position);
   remembered_ = std::min(remembered_, std::size_t(position) / kPagePositions);
   const std::scoped_lock state(state_mutex_);
   tokens_.resize(std::size_t(position));
@@ -225,6 +249,7 @@ std::unique_ptr<Session> Session::fork() {
   auto copy = engine_->session(max_context_, prefix_namespace_);
   const SessionLock::Share hold(lock_, "fork");
   copy->cache_->share(*cache_, int(tokens_.size()));
+  if (SequenceStates* states = cache_->states()) copy->cache_->states()->share(*states, int(tokens_.size()));
   copy->cache_bytes_ = copy->cache_->bytes();
   copy->tokens_ = tokens_;
   return copy;
@@ -236,16 +261,35 @@ std::size_t Session::kv_row_bytes(bool values) const {
          row_bytes(tensor_type(engine_->options().kv_type), std::size_t(values ? c.value_dim : c.key_dim));
 }
 
-std::vector<TokenId> Session::export_state(const KvSink& sink) {
+template <typename Visit>
+void Session::each_part(std::size_t computed, const Visit& visit) const {
+  const Config& c = engine_->config();
+  for (int layer = 0; layer < c.n_layers; ++layer) {
+    if (c.kind(layer) == LayerKind::kAttention) {
+      visit(layer, Part::kKeys, computed * kv_row_bytes(false));
+      visit(layer, Part::kValues, computed * kv_row_bytes(true));
+    } else {
+      visit(layer, Part::kState, c.state_values(layer) * sizeof(float));
+    }
+  }
+}
+
+std::vector<TokenId> Session::export_state(const StateSink& sink) {
   const SessionLock::Share hold(lock_, "save");
-  for (int layer = 0; layer < engine_->config().n_layers; ++layer)
-    for (const bool values : {false, true})
-      cache_->read(layer, values, int(tokens_.size()),
-                   sink(layer, values, tokens_.size() * kv_row_bytes(values)));
+  const std::size_t computed = this->computed();
+  each_part(computed, [&](int layer, Part part, std::size_t bytes) {
+    std::byte* out = sink(layer, part, bytes);
+    if (part != Part::kState) return cache_->read(layer, part == Part::kValues, int(computed), out);
+    const StateRef& state = cache_->states()->current().state;
+    if (state)
+      cache_->read_state(state, layer, reinterpret_cast<float*>(out));
+    else
+      std::fill_n(out, bytes, std::byte(0));
+  });
   return tokens_;
 }
 
-void Session::import_state(std::span<const TokenId> tokens, const KvSource& source) {
+void Session::import_state(std::span<const TokenId> tokens, std::size_t computed, const StateSource& source) {
   const SessionLock::Hold hold(lock_, "import_state");
   if (tokens.size() > std::size_t(max_context_))
     throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
@@ -254,12 +298,19 @@ void Session::import_state(std::span<const TokenId> tokens, const KvSource& sour
   // In a cache of its own: whatever fails on the way, the session is as before.
   std::vector<TokenId> replacement(tokens.begin(), tokens.end());
   std::unique_ptr<Cache> cache = engine_->make_cache(max_context_);
+  SequenceStates* states = cache->states();
+  if (computed > tokens.size() || (!states && computed < tokens.size()))
+    throw std::invalid_argument("a state of " + std::to_string(computed) + " computed tokens is not one of " +
+                                std::to_string(tokens.size()));
   CallCounters counters;
   cache->reserve(0, int(tokens.size()), counters);
-  for (int layer = 0; layer < engine_->config().n_layers; ++layer)
-    for (const bool values : {false, true})
-      cache->write(layer, values, int(tokens.size()),
-                   source(layer, values, tokens.size() * kv_row_bytes(values)));
+  StatePoint point{int(computed), states && computed > 0 ? states->pool().take() : StateRef()};
+  each_part(computed, [&](int layer, Part part, std::size_t bytes) {
+    const std::byte* in = source(layer, part, bytes);
+    if (part != Part::kState) return cache->write(layer, part == Part::kValues, int(computed), in);
+    if (point.state) cache->write_state(point.state, layer, reinterpret_cast<const float*>(in));
+  });
+  if (states) states->replace(0, std::move(point));
   cache_ = std::move(cache);
   remembered_ = 0;
   const std::scoped_lock state(state_mutex_);
@@ -279,6 +330,7 @@ Stats Session::stats() const {
   stats["kv_cache_bytes"] = double(cache_bytes_);
   stats["position"] = double(tokens_.size());
   stats["tokens_reused"] = double(reused_);
+  stats["tokens_recomputed"] = double(recomputed_);
   engine_->add_call_stats(counters_, stats);
   return stats;
 }

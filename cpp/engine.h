@@ -26,6 +26,7 @@
 #include "pages.h"
 #include "sampling.h"
 #include "session_lock.h"
+#include "states.h"
 #include "token.h"
 
 namespace metal_prefill {
@@ -96,6 +97,7 @@ struct Chunk {
   int position = 0;        // of tokens[0]
   Cache* cache = nullptr;  // of the session, with room for the tokens
   Output output;           // of the last tokens
+  ChunkStates states;      // of recurrent layers
   Trace* trace = nullptr;  // if not null: each dispatch runs alone and is recorded there
 };
 
@@ -110,7 +112,7 @@ struct CallCounters {
   CallCounters& operator+=(const CallCounters& other);
 };
 
-// K and V of one session, as its engine keeps them.
+// K and V of one session, as its engine keeps them, and the states of its recurrent layers.
 class Cache {
  public:
   virtual ~Cache() = default;
@@ -127,6 +129,11 @@ class Cache {
   // Canonical layout [position][kv_head][head_dim], elements or blocks of kv_type.
   virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
   virtual void write(int layer, bool values, int positions, const std::byte* in) = 0;
+  // Null: no layer of the model has a state.
+  virtual SequenceStates* states() { return nullptr; }
+  // The state of a layer, Config::state_values() long.
+  virtual void read_state(const StateRef& state, int layer, float* out) const = 0;
+  virtual void write_state(const StateRef& state, int layer, const float* in) = 0;
   virtual std::size_t bytes() const = 0;
 };
 
@@ -204,16 +211,19 @@ class Session {
 
   // A new session with the same cache contents and position; they share pages where the engine has them.
   std::unique_ptr<Session> fork();
-  // State out and in. K (values = false) and V (true) of a layer travel in canonical layout
-  // [position][kv_head][head_dim] with elements or blocks of kv_type. The caller gives the memory that rows
-  // are written to or read from; an import may reuse one buffer for all of them.
-  using KvSink = std::function<std::byte*(int layer, bool values, std::size_t bytes)>;
-  using KvSource = std::function<const std::byte*(int layer, bool values, std::size_t bytes)>;
+  // State out and in, layer by layer. K and V of a layer with attention travel in canonical layout
+  // [position][kv_head][head_dim] with elements or blocks of kv_type, the state of a recurrent layer as
+  // float32. In a model with recurrent layers, both are of the first `computed` tokens; otherwise of all. The
+  // caller gives the memory that they are written to or read from; an import may reuse one buffer for all of
+  // them.
+  enum class Part { kKeys, kValues, kState };
+  using StateSink = std::function<std::byte*(int layer, Part part, std::size_t bytes)>;
+  using StateSource = std::function<const std::byte*(int layer, Part part, std::size_t bytes)>;
   std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
-  std::vector<TokenId> export_state(const KvSink& sink);
-  void import_state(std::span<const TokenId> tokens, const KvSource& source);
+  std::vector<TokenId> export_state(const StateSink& sink);
+  void import_state(std::span<const TokenId> tokens, std::size_t computed, const StateSource& source);
 
-  std::size_t memory_bytes() const;  // of the KV cache as allocated now
+  std::size_t memory_bytes() const;  // of the KV cache and the states as allocated now
   Stats stats() const;               // of the last call
   const Engine& engine() const { return *engine_; }
 
@@ -232,6 +242,12 @@ class Session {
   void remember_pages();
   PromptResult run(const char* call, Request request, const Progress& progress);
   void check_room(std::size_t position, std::size_t tokens) const;
+  // Tokens whose K, V and states the cache has. It has neither those of later tokens nor relies on their
+  // pages.
+  std::size_t computed() const;
+  // Calls visit(layer, part, bytes) for what is exported of `computed` tokens.
+  template <typename Visit>
+  void each_part(std::size_t computed, const Visit& visit) const;
 
   const std::shared_ptr<Engine> engine_;
   const int max_context_;
@@ -246,6 +262,7 @@ class Session {
       state_mutex_;  // guards the members below, for moments; the call that holds lock_ reads without it
   std::vector<TokenId> tokens_;  // in the cache
   std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
+  std::size_t recomputed_ = 0;   // tokens that the last call computed again for the states after them
   std::size_t cache_bytes_ = 0;
   Claim claim_ = 0;        // of the last change
   CallCounters counters_;  // of the last call

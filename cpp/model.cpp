@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <stdexcept>
 
 #include "tensors.h"
@@ -49,6 +50,16 @@ bool per_layer(const std::vector<T>& values, int n_layers) {
 
 }  // namespace
 
+std::vector<int> attention_places(const Config& config) {
+  std::vector<int> places;
+  int next = 0;
+  for (int layer = 0; layer < config.n_layers; ++layer) {
+    next += config.kind(layer) == LayerKind::kAttention;
+    places.push_back(next - 1);
+  }
+  return places;
+}
+
 void validate(const Model& model) {
   const Config& c = model.config;
   require(c.n_layers > 0 && c.dim > 0 && c.ffn_dim > 0 && c.vocab_size > 0 && c.context_length > 0,
@@ -68,7 +79,8 @@ void validate(const Model& model) {
   require(c.rope_scaling != RopeScaling::kYarn || c.rope_original_context > 0,
           "YaRN scaling needs the original context length");
   require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&
-              per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers),
+              per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers) &&
+              per_layer(c.layer_kinds, c.n_layers),
           "per-layer lists must name every layer");
   require(c.max_alibi_bias >= 0 && std::isfinite(c.max_alibi_bias), "the bias of ALiBi must be positive");
   require(c.token_types >= 0 && c.separator_id >= -1, "token types and the separator must not be negative");
@@ -76,6 +88,14 @@ void validate(const Model& model) {
   require(bool(model.output_norm) || !c.has_head, "logits need the output norm");
   require(c.token_types == 0 || (model.token_types && !c.causal),
           "token types need their embedding, and a text that enters as a whole");
+  const auto is_kind = [&](LayerKind kind) {
+    return std::count(c.layer_kinds.begin(), c.layer_kinds.end(), kind);
+  };
+  const auto recurrent = is_kind(LayerKind::kShortConv);
+  require(recurrent < c.n_layers, "at least one layer must have attention");
+  require(recurrent == 0 || c.causal, "layers with a state need a causal model");
+  require(recurrent == 0 || (c.conv_taps >= 2 && c.dim <= std::numeric_limits<int>::max() / 3),
+          "a convolution must cover two tokens or more, and its channels must be countable");
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
 
   for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) { check_tensor(model, row, t); });

@@ -24,6 +24,11 @@ enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts
 // What the norms of q and k take: each head, before or after its rotation, or all heads of a token together,
 // before the rotation.
 enum class QkNormPlace { kHeads, kRotatedHeads, kRows };
+// The step of a layer that reads other tokens.
+enum class LayerKind : std::uint8_t {
+  kAttention,  // keys and values of all positions, in pages
+  kShortConv,  // gated convolution over the last conv_taps tokens; all but one of its inputs are its state
+};
 
 // Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so
 // that the forward passes know no architecture by name.
@@ -74,8 +79,18 @@ struct Config {
   std::vector<int> layer_window;
   std::vector<float> layer_rope_base;    // empty: rope_base
   std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor where kLinear
+  std::vector<LayerKind> layer_kinds;    // empty: attention
+
+  int conv_taps = 0;  // tokens that a short convolution covers, including the current one
 
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
+  LayerKind kind(int layer) const {
+    return layer_kinds.empty() ? LayerKind::kAttention : layer_kinds[std::size_t(layer)];
+  }
+  // Float32 values of the state that a layer keeps of the tokens before a position.
+  std::size_t state_values(int layer) const {
+    return kind(layer) == LayerKind::kShortConv ? std::size_t(conv_taps - 1) * std::size_t(dim) : 0;
+  }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
 
   // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a
@@ -164,5 +179,9 @@ struct Model {
 // Checks every shape and extent against the configuration and the mapping.
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.
 void validate(const Model& model);
+
+// The number of each layer among those with attention; of a layer without it, that of the one before it, or
+// -1.
+std::vector<int> attention_places(const Config& config);
 
 }  // namespace metal_prefill

@@ -1,8 +1,11 @@
-// The cache of a session whose engine keeps K and V in pages. Engines add what a page looks like inside.
+// The cache of a session whose engine keeps K and V in pages. Engines add what pages and states look like
+// inside.
 #pragma once
 
+#include <optional>
 #include <utility>
 
+#include "cache_memory.h"
 #include "engine.h"
 #include "pages.h"
 
@@ -10,7 +13,9 @@ namespace metal_prefill {
 
 class PagedCache : public Cache {
  public:
-  explicit PagedCache(PagePool& pool) : table_(pool) {}
+  explicit PagedCache(CacheMemory& memory) : table_(memory.pages()) {
+    if (StatePool* states = memory.states()) states_.emplace(*states);
+  }
 
   void reserve(int kept, int end, CallCounters&) override { table_.reserve(kept, end); }
   void truncate(int positions) override { table_.truncate(positions); }
@@ -19,10 +24,12 @@ class PagedCache : public Cache {
   }
   std::span<const PageId> pages() const override { return table_.pages(); }
   void adopt(std::vector<PageId> pages) override { table_.adopt(std::move(pages)); }
-  std::size_t bytes() const override { return table_.bytes(); }
+  SequenceStates* states() override { return states_ ? &*states_ : nullptr; }
+  std::size_t bytes() const override { return table_.bytes() + (states_ ? states_->bytes() : 0); }
 
  private:
   BlockTable table_;
+  std::optional<SequenceStates> states_;
 };
 
 }  // namespace metal_prefill

@@ -25,39 +25,67 @@ std::size_t half_of_the_memory() {
   return std::size_t(sysconf(_SC_PHYS_PAGES)) * std::size_t(sysconf(_SC_PAGESIZE)) / 2;
 }
 
-PagePool::PagePool(PageStore& store, std::size_t limit)
+bool MemoryBudget::take(std::size_t bytes) {
+  std::size_t used = used_;
+  do {
+    if (bytes > limit_ - used) return false;
+  } while (!used_.compare_exchange_weak(used, used + bytes));
+  return true;
+}
+
+PagePool::PagePool(PageStore& store, std::size_t limit, MemoryBudget* budget)
     : store_(store),
       page_bytes_(store.page_bytes()),
       max_pages_(
           std::max(std::min(limit > 0 ? limit : half_of_the_memory(), store.most_bytes()) / page_bytes_,
-                   std::size_t(1))) {}
+                   std::size_t(1))),
+      budget_(budget) {}
 
-std::string PagePool::beyond_limit(std::size_t pages) const {
-  return "the KV cache needs " + std::to_string(pages * page_bytes_) + " bytes, which exceeds kv_memory of " +
-         std::to_string(limit_bytes()) + " bytes (" + std::to_string(max_pages_) + " pages of " +
-         std::to_string(kPagePositions) + " positions)";
+std::string PagePool::beyond_limit(std::size_t bytes) const {
+  const std::string needs = std::to_string(bytes) + " bytes, which exceeds kv_memory of ";
+  if (budget_)
+    return "the KV cache and the states of recurrent layers need " + needs +
+           std::to_string(budget_->limit()) + " bytes";
+  return "the KV cache needs " + needs + std::to_string(limit_bytes()) + " bytes (" +
+         std::to_string(max_pages_) + " pages of " + std::to_string(kPagePositions) + " positions)";
 }
 
 void PagePool::check_fits(int positions) const {
   if (pages_of(positions) > max_pages_)
-    throw KvMemoryError(std::to_string(positions) + " tokens do not fit: " +
-                        beyond_limit(pages_of(positions)) + "; shorten the text or raise the limit");
+    throw KvMemoryError(std::to_string(positions) +
+                        " tokens do not fit: " + beyond_limit(pages_of(positions) * page_bytes_) +
+                        "; shorten the text or raise the limit");
 }
 
 std::vector<PageId> PagePool::take(std::size_t n) {
   std::unique_lock lock(mutex_);
-  const auto has_room = [&] { return n <= free_.size() + max_pages_ - holders_.size(); };
-  while (!has_room() && reclaim) {
+  const auto reserve = [&] {
+    return n <= free_.size() + max_pages_ - holders_.size() && (!budget_ || budget_->take(n * page_bytes_));
+  };
+  bool reserved = reserve();
+  while (!reserved && reclaim) {
     lock.unlock();  // what is reclaimed is released
     const bool reclaimed = reclaim();
     lock.lock();
+    reserved = reserve();
     if (!reclaimed) break;
   }
+  if (!reserved)
+    throw KvMemoryError(beyond_limit(budget_ ? budget_->used() + n * page_bytes_
+                                             : (holders_.size() + n - free_.size()) * page_bytes_) +
+                        "; close sessions, rewind them or raise the limit");
+  try {
+    return take_reserved(n);
+  } catch (...) {
+    if (budget_) budget_->give_back(n * page_bytes_);
+    throw;
+  }
+}
+
+// The caller has locked the mutex, and there is room.
+std::vector<PageId> PagePool::take_reserved(std::size_t n) {
   if (n > free_.size()) {
     const std::size_t missing = n - free_.size(), existing = holders_.size();
-    if (!has_room())
-      throw KvMemoryError(beyond_limit(existing + missing) +
-                          "; close sessions, rewind them or raise the limit");
     // Half as much again: growing token by token allocates rarely.
     const std::size_t slab = std::max(existing / 2, kSlabBytes / page_bytes_);
     const std::size_t wanted = std::min(existing + std::max(missing, slab), max_pages_);
@@ -89,7 +117,9 @@ void PagePool::release(std::span<const PageId> pages) {
   const std::scoped_lock lock(mutex_);
   // The last page first, so that the next text takes them in order: neighbours are read faster.
   std::for_each(pages.rbegin(), pages.rend(), [&](PageId page) {
-    if (--holders_[page] == 0) free_.push_back(page);  // there is room: free_ was reserved for all
+    if (--holders_[page] > 0) return;
+    free_.push_back(page);  // there is room: free_ was reserved for all
+    if (budget_) budget_->give_back(page_bytes_);
   });
   while ((free_.size() - n_idle_) * page_bytes_ > kWarmBytes) store_.idle(free_[n_idle_++]);
 }

@@ -5,12 +5,14 @@
 // writes to it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "fork_handler.h"
@@ -47,11 +49,30 @@ class PageStore {
 // Most bytes of pages where nothing else limits them: weights, activations and other programs have the rest.
 std::size_t half_of_the_memory();
 
+// Bytes that several pools may hold together. Safe to call from several threads.
+class MemoryBudget {
+ public:
+  explicit MemoryBudget(std::size_t limit) : limit_(limit) {}
+  MemoryBudget(const MemoryBudget&) = delete;
+  MemoryBudget& operator=(const MemoryBudget&) = delete;
+
+  // False, and no change, where that would exceed the limit.
+  bool take(std::size_t bytes);
+  void give_back(std::size_t bytes) { used_ -= bytes; }
+  std::size_t limit() const { return limit_; }
+  std::size_t used() const { return used_; }
+
+ private:
+  const std::size_t limit_;
+  std::atomic<std::size_t> used_{0};
+};
+
 // Which pages exist, and how many block tables hold each. Safe to call from several threads.
 class PagePool {
  public:
   // At most `limit` bytes of pages, 0 for half of the machine's memory, but always room for one page.
-  PagePool(PageStore& store, std::size_t limit);
+  // Pages in use also count against `budget`, if it is not null.
+  PagePool(PageStore& store, std::size_t limit, MemoryBudget* budget = nullptr);
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
@@ -75,10 +96,12 @@ class PagePool {
   std::size_t limit_bytes() const { return max_pages_ * page_bytes_; }
 
  private:
-  std::string beyond_limit(std::size_t pages) const;  // the beginning of an error
+  std::string beyond_limit(std::size_t bytes) const;  // the beginning of an error
+  std::vector<PageId> take_reserved(std::size_t n);
 
   PageStore& store_;
   const std::size_t page_bytes_, max_pages_;
+  MemoryBudget* const budget_;
   mutable std::mutex mutex_;
   std::vector<std::uint32_t> holders_;  // of each page
   std::vector<PageId> free_;            // the last one is taken first, so that it is one in memory

@@ -19,9 +19,17 @@ std::array<TokenId, kPagePositions> page_tokens(std::span<const TokenId> tokens,
   return page;
 }
 
+// The last of some states at or before a position; null if there is none.
+const StatePoint* last_state(std::span<const StatePoint> states, int position) {
+  const auto after = std::upper_bound(states.begin(), states.end(), position,
+                                      [](int at, const StatePoint& state) { return at < state.position; });
+  return after == states.begin() ? nullptr : &*std::prev(after);
+}
+
 }  // namespace
 
-PrefixTree::PrefixTree(PagePool& pool, std::size_t max_pages) : pool_(pool), max_pages_(max_pages) {}
+PrefixTree::PrefixTree(PagePool& pool, std::size_t max_pages, const StatePool* states)
+    : pool_(pool), max_pages_(max_pages), states_(states) {}
 
 PrefixTree::~PrefixTree() {
   // Leaves first: destroying a root would recurse as deep as a prompt is long.
@@ -52,8 +60,8 @@ int PrefixTree::walk(std::string_view name_space, std::span<const TokenId> token
   while (std::size_t(known) < tokens.size()) {
     const Step step = longest(at->children, page_tokens(tokens, std::size_t(known)));
     if (!step.node) break;
-    visit(*step.node);
     known += step.positions;
+    visit(*step.node, known);
     if (step.positions < kPagePositions) break;
     at = step.node;
   }
@@ -64,8 +72,9 @@ PrefixTree::Match PrefixTree::find(std::string_view name_space, std::span<const 
   const std::scoped_lock lock(mutex_);
   Match match;
   Node* last = nullptr;
-  match.positions = walk(name_space, tokens, [&](Node& node) {
+  match.positions = walk(name_space, tokens, [&](Node& node, int known) {
     match.pages.push_back(node.page);
+    if (const StatePoint* state = last_state(node.states, known)) match.state = *state;
     last = &node;
   });
   touch(last);
@@ -73,13 +82,18 @@ PrefixTree::Match PrefixTree::find(std::string_view name_space, std::span<const 
   return match;
 }
 
-int PrefixTree::known(std::string_view name_space, std::span<const TokenId> tokens) {
+PrefixTree::Known PrefixTree::known(std::string_view name_space, std::span<const TokenId> tokens) {
   const std::scoped_lock lock(mutex_);
-  return walk(name_space, tokens, [](Node&) {});
+  Known found;
+  found.positions = walk(name_space, tokens, [&](const Node& node, int known) {
+    if (const StatePoint* state = last_state(node.states, known)) found.usable = state->position;
+  });
+  if (!states_) found.usable = found.positions;
+  return found;
 }
 
 bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> tokens,
-                        std::span<const PageId> pages) noexcept {
+                        std::span<const PageId> pages, std::span<const StatePoint> states) noexcept {
   const std::scoped_lock lock(mutex_);
   Node *root = nullptr, *last = nullptr;
   bool complete = true;
@@ -88,25 +102,28 @@ bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> to
     if (place == roots_.end()) place = roots_.try_emplace(std::string(name_space)).first;
     root = last = &place->second;
     root->name_space = &place->first;
-    remember(last, tokens, pages);
+    remember(last, tokens, pages, states);
   } catch (const std::bad_alloc&) {
     complete = false;
   }
   touch(last);
   if (root) drop_if_empty(*root);
-  while (count_ > max_pages_ && drop_oldest(false)) {
+  while (bytes_held() > max_pages_ * pool_.page_bytes() && drop_oldest(false)) {
   }
   return complete;
 }
 
 // Goes down from a root, `at`, and adds what is missing; `at` is then the last node.
-void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages) {
+void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages,
+                          std::span<const StatePoint> states) {
   for (std::size_t i = 0; i * kPagePositions < tokens.size(); ++i) {
     const PageTokens own = page_tokens(tokens, i * kPagePositions);
     const std::size_t n = std::min(tokens.size() - i * kPagePositions, std::size_t(kPagePositions));
+    const int begin = int(i) * kPagePositions, end = begin + int(n);  // positions of the page
     const Step known = longest(at->children, own);
     if (known.positions == int(n)) {  // with these tokens, or with more after them
       at = known.node;
+      add_states(*at, begin, end, states);
       if (n < kPagePositions) return;
       continue;
     }
@@ -119,15 +136,38 @@ void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<
     pool_.retain({&pages[i], 1});
     ++count_;
     at = &node;
+    add_states(node, begin, end, states);
     // Replaces a page with fewer of the same tokens. There is at most one, and it is next to the new one:
     // any page between them would begin with its tokens, and would have replaced it.
     if (place == node.parent->children.begin()) continue;
     ++examined_;
     const auto before = std::prev(place);
     const PageTokens& other = before->first;
-    const auto end = std::find(other.begin(), other.end(), kNone);
-    if (end != other.end() && std::equal(other.begin(), end, own.begin())) remove(*before->second);
+    const auto padding = std::find(other.begin(), other.end(), kNone);
+    if (padding != other.end() && std::equal(other.begin(), padding, own.begin())) {
+      add_states(node, begin, int(tokens.size()), before->second->states);
+      remove(*before->second);
+    }
   }
+}
+
+// Adds those at positions after `begin` up to `end`.
+void PrefixTree::add_states(Node& node, int begin, int end, std::span<const StatePoint> states) {
+  const auto by_position = [](const StatePoint& a, const StatePoint& b) { return a.position < b.position; };
+  for (const StatePoint& state : states) {
+    if (state.position <= begin || state.position > end) continue;
+    const auto place = std::lower_bound(node.states.begin(), node.states.end(), state, by_position);
+    if (place != node.states.end() && place->position == state.position) continue;
+    node.states.insert(place, state);
+    ++count_states_;
+    if (node.states.size() <= kMostStates) continue;
+    node.states.erase(node.states.begin());
+    --count_states_;
+  }
+}
+
+std::size_t PrefixTree::bytes_held() const {
+  return count_ * pool_.page_bytes() + (states_ ? count_states_ * states_->slot_bytes() : 0);
 }
 
 bool PrefixTree::evict() {
@@ -166,6 +206,7 @@ void PrefixTree::remove(Node& leaf) {
   pool_.release({&leaf.page, 1});
   unlink(leaf);
   --count_;
+  count_states_ -= leaf.states.size();
   Node& parent = *leaf.parent;
   parent.children.erase(leaf.place);
   drop_if_empty(parent);
@@ -199,6 +240,11 @@ void PrefixTree::unlink(Node& node) {
 std::size_t PrefixTree::pages() const {
   const std::scoped_lock lock(mutex_);
   return count_;
+}
+
+std::size_t PrefixTree::bytes() const {
+  const std::scoped_lock lock(mutex_);
+  return bytes_held();
 }
 
 std::size_t PrefixTree::namespaces() const {

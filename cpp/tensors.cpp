@@ -32,8 +32,26 @@ Groups groups_of(Extent extent, const Config& c) {
       return {c.qk_norm_place == QkNormPlace::kRows ? c.n_kv_heads : 1, c.key_dim};
     case Extent::kRotatedPairs:
       return {1, c.rope_dim / 2};
+    case Extent::kChannels:
+      return {1, c.dim};
+    case Extent::kGatedChannels:
+      return {3, c.dim};
+    case Extent::kTaps:
+      return {1, c.conv_taps};
   }
   throw std::logic_error("not an extent");
+}
+
+bool has_rows_of(LayersOf layers, LayerKind kind) {
+  switch (layers) {
+    case LayersOf::kEvery:
+      return true;
+    case LayersOf::kAttention:
+      return kind == LayerKind::kAttention;
+    case LayersOf::kShortConv:
+      return kind == LayerKind::kShortConv;
+  }
+  throw std::logic_error("not a kind of layer");
 }
 
 Tensor* find_tensor(Model& model, std::string_view role, int layer) {
@@ -41,7 +59,7 @@ Tensor* find_tensor(Model& model, std::string_view role, int layer) {
     for (const auto& [row, member] : kModelTensors)
       if (row.role == role) return &(model.*member);
   } else if (std::size_t(layer) < model.layers.size()) {
-    for (const auto& [row, member] : kLayerTensors)
+    for (const auto& [row, layers, member] : kLayerTensors)
       if (row.role == role) return &(model.layers[std::size_t(layer)].*member);
   }
   return nullptr;

@@ -13,23 +13,27 @@ enum class TensorKind {
   kMatrix,  // of any type
   kNorm,    // weights of a norm over `cols` values, F32
   kVector,  // F32
+  kFilter,  // of convolutions, [channels][taps], F32
 };
 
 // A length in a tensor's shape.
 enum class Extent {
   kOne,
-  kVocabulary,    // vocab_size
-  kContext,       // context_length
-  kTokenTypes,    // token_types
-  kDim,           // dim
-  kFfn,           // ffn_dim
-  kQueries,       // n_heads * key_dim
-  kKeys,          // n_kv_heads * key_dim
-  kValues,        // n_kv_heads * value_dim
-  kAttention,     // n_heads * value_dim
-  kQueryNorm,     // key_dim, or as kQueries where a norm takes all heads together
-  kKeyNorm,       // likewise, or as kKeys
-  kRotatedPairs,  // rope_dim / 2
+  kVocabulary,     // vocab_size
+  kContext,        // context_length
+  kTokenTypes,     // token_types
+  kDim,            // dim
+  kFfn,            // ffn_dim
+  kQueries,        // n_heads * key_dim
+  kKeys,           // n_kv_heads * key_dim
+  kValues,         // n_kv_heads * value_dim
+  kAttention,      // n_heads * value_dim
+  kQueryNorm,      // key_dim, or as kQueries where a norm takes all heads together
+  kKeyNorm,        // likewise, or as kKeys
+  kRotatedPairs,   // rope_dim / 2
+  kChannels,       // of a short convolution: dim
+  kGatedChannels,  // three times as many: both gates and the input
+  kTaps,           // conv_taps
 };
 
 // An extent is `count` groups of `size`: the heads of a projection, or one group.
@@ -63,22 +67,31 @@ inline constexpr ModelTensor kModelTensors[] = {
 #include "tensors.inc"
 };
 
+// The layers that have a tensor.
+enum class LayersOf { kEvery, kAttention, kShortConv };
+bool has_rows_of(LayersOf layers, LayerKind kind);
+
 struct LayerTensor {
   TensorRow row;
+  LayersOf layers;
   Tensor LayerWeights::* member;
 };
 inline constexpr LayerTensor kLayerTensors[] = {
-#define LAYER_TENSOR(member, name, kind, rows, cols, presence, what) \
-  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence, what}, &LayerWeights::member},
+#define LAYER_TENSOR(member, name, kind, rows, cols, presence, what)              \
+  {{#member, name, TensorKind::kind, Extent::rows, Extent::cols, presence, what}, \
+   LayersOf::LAYER_KIND,                                                          \
+   &LayerWeights::member},
 #include "tensors.inc"
 };
 
-// Calls visit(row, tensor) for every tensor that a model can have, layer by layer, also for absent ones.
+// Calls visit(row, tensor) for every tensor that a model can have, layer by layer, also for absent ones, but
+// not for those of other kinds of layers.
 template <class AnyModel, class Visit>
 void for_each_tensor(AnyModel& model, const Visit& visit) {
   for (const auto& [row, member] : kModelTensors) visit(row, model.*member);
-  for (auto& layer : model.layers)
-    for (const auto& [row, member] : kLayerTensors) visit(row, layer.*member);
+  for (std::size_t i = 0; i < model.layers.size(); ++i)
+    for (const auto& [row, layers, member] : kLayerTensors)
+      if (has_rows_of(layers, model.config.kind(int(i)))) visit(row, model.layers[i].*member);
 }
 
 // The place of a tensor by its role; layer -1 for those that belong to none. Null where there is no such

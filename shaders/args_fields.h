@@ -126,6 +126,24 @@ ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(AttentionArgs, attention)
 ARGS_END(RopeAttentionArgs, 104)
 
+// A row of a pass, as recurrent layers read it. The rows of a chunk are consecutive up to one place.
+ARGS_STRUCT(StateRow)
+  ARGS_FIELD(u32_t, token)   // of the chunk
+  ARGS_FIELD(u32_t, first)   // row of its first token
+  ARGS_FIELD(u32_t, split)   // token whose row is `rest`, which those of later tokens follow
+  ARGS_FIELD(u32_t, rest)
+  ARGS_FIELD(u32_t, before)  // slot with the state before the chunk, or STATE_NONE: it is zero
+  ARGS_FIELD(u32_t, after)   // slot for the state after the token, or STATE_NONE
+ARGS_END(StateRow, 24)
+
+ARGS_STRUCT(ShortConvArgs)
+  ARGS_FIELD(u32_t, channels)
+  ARGS_FIELD(u32_t, taps)         // tokens that the convolution covers
+  ARGS_FIELD(u32_t, slot_stride)  // from one slot of the states to the next
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, first_out)    // first row with a result
+ARGS_END(ShortConvArgs, 20)
+
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input, and the bias that is added to it, is
 // [gate | up]. Without a gate: activation(up[t][i]).
 ARGS_STRUCT(SwigluArgs)

@@ -32,12 +32,20 @@ class Inputs:
     path: Path
     state_path: Path
     chosen: list[int]
+    has_snapshots: bool
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+TINY: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": 280}
+SHAPES = {
+    "gemma3": replace(MODELS["gemma3"], layers=2, **TINY),
+    "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **TINY),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("faults")
-    shape = replace(MODELS["gemma3"], layers=2, dim=32, key_dim=32, heads=2, kv_heads=1, ffn=32, vocab=280)
+    shape = SHAPES[request.param]
     path = write(folder / "m.gguf", shape)
     with Model(path, device="cpu", threads=1) as model, model.session() as session:
         session.forward_prompt(FIRST)
@@ -46,7 +54,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
         for _ in range(8):
             last = chosen[-1:] if len(chosen) > 5 else chosen
             chosen.append(session.native.forward_prompt_sampled(np.array(last, np.int32), sampler))
-    return Inputs(path, folder / "s.session", chosen[5:])
+    return Inputs(path, folder / "s.session", chosen[5:], bool(shape.conv_layers))
 
 
 def new_sampler() -> _core.Sampler:
@@ -154,7 +162,8 @@ def test_a_call_without_memory_raises_and_changes_nothing(inputs: Inputs, device
                 given = CALLS[call](sessions)
             except OUT_OF_MEMORY:
                 raised = True
-        assert raised == fault.came, f"allocation {nth}"
+        # A snapshot without memory is omitted, and the call succeeds.
+        assert raised == fault.came or (inputs.has_snapshots and fault.came), f"allocation {nth}"
         if raised:
             assert sessions.states() == before, f"allocation {nth}"
             given = CALLS[call](sessions)
@@ -210,7 +219,7 @@ def test_reuse_without_memory_keeps_what_it_knows_and_never_wrong_rows(inputs: I
     plain = sessions_with_the_prompt_known()
     before = state(plain.used)
     expected = plain.used.forward_prompt(prompt, reuse=True)
-    ids, rows = state(plain.used)
+    ids, _ = state(plain.used)
     plain.close()
     lengths: set[int] = set()
     for nth in count(1):
@@ -226,8 +235,9 @@ def test_reuse_without_memory_keeps_what_it_knows_and_never_wrong_rows(inputs: I
             if (held, held_rows) != before:
                 lengths.add(len(held))
                 assert held == ids[: len(held)]
-                for own, whole in zip(held_rows, rows, strict=True):
-                    assert own == whole[: len(own)]
+                with sessions.model.session() as alone:
+                    alone.forward_prompt(held)
+                    assert held_rows == state(alone)[1]
             token = sessions.used.forward_prompt(prompt, reuse=True)
         assert token == expected
         sessions.close()

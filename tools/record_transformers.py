@@ -62,6 +62,21 @@ ARCHITECTURE_NAMES = {
     **dict.fromkeys(("olmo2", "exaone4"), POST_NORMS),
     **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
     "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "lfm2": NAMES
+    | {
+        "token_embd_norm": "model.embedding_norm",
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "in_proj": "conv.in_proj",
+        "conv": "conv.conv",
+        "out_proj": "conv.out_proj",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+    },
     "hunyuan-dense": NAMES
     | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
 }
@@ -117,6 +132,12 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
             for i in range(model.layers)
         ]
         settings["sliding_window"], settings["layer_types"] = model.window, kinds
+    if model.architecture == "lfm2":
+        settings["norm_eps"], settings["conv_L_cache"] = model.norm_eps, model.conv_taps
+        settings["block_auto_adjust_ff_dim"] = False
+        settings["layer_types"] = [
+            "conv" if i in model.conv_layers else "full_attention" for i in range(model.layers)
+        ]
     if model.architecture in GEMMA:  # layers with a window rotate by a base of their own, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
@@ -142,6 +163,8 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             data = pairs.swapaxes(1, 2).reshape(data.shape)
         if model.architecture in GEMMA and "norm" in part:
             data = data - 1  # transformers adds it
+        if part == "conv":
+            data = data[:, None]
         yield f"{prefix}{names[part]}.{kind}", torch.from_numpy(data)
 
 

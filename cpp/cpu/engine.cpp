@@ -7,11 +7,12 @@
 #include <mutex>
 #include <string>
 
+#include "../cache_memory.h"
 #include "../paged_cache.h"
-#include "../prefix_tree.h"
 #include "forward_pass.h"
 #include "kernels.h"
 #include "kv_pages.h"
+#include "state_slots.h"
 #include "threads.h"
 
 namespace metal_prefill::cpu {
@@ -44,12 +45,10 @@ class CpuEngine final : public Engine {
         team_(options.threads),
         store_(config(), kv_layout(kernels_, options, model_), kernels_.key_multiple,
                options.max_context > 0 ? options.max_context : config().context_length, options.poison_cache),
-        pool_(store_, options.kv_memory),
-        prefixes_(pool_, std::min(options.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()),
-        forward_(model_, options_, kernels_, store_, team_) {
-    pool_.reclaim = [this] { return prefixes_.evict(); };
-    pool_.forget = [this](PageId page) { return prefixes_.forget(page); };
-  }
+        states_(config(), options.poison_cache),
+        memory_(store_, states_.layout().values > 0 ? &states_ : nullptr,
+                options.kv_memory > 0 ? options.kv_memory : half_of_the_memory(), options.prefix_memory),
+        forward_(model_, options_, kernels_, store_, states_, team_) {}
 
   std::string device_name() const override {
     return std::string("CPU (") + kernels_.name + ", " + std::to_string(team_.size()) +
@@ -60,8 +59,8 @@ class CpuEngine final : public Engine {
   Stats stats() const override;
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
-  PrefixTree* prefixes() override { return &prefixes_; }
-  void check_fits(int positions) const override { pool_.check_fits(positions); }
+  PrefixTree* prefixes() override { return &memory_.prefixes(); }
+  void check_fits(int positions) const override { memory_.pages().check_fits(positions); }
   int pass_rows() const override {
     return config().causal ? std::min(options().chunk_tokens, forward_.max_rows()) : config().context_length;
   }
@@ -76,8 +75,8 @@ class CpuEngine final : public Engine {
   const Kernels& kernels_;
   Team team_;
   KvPages store_;
-  PagePool pool_;
-  PrefixTree prefixes_;
+  StateSlots states_;
+  CacheMemory memory_;
   std::mutex mutex_;  // guards what follows and the team: one pass at a time
   ForwardPass forward_;
   std::atomic<std::size_t> workspace_bytes_{0};  // read without waiting for a pass
@@ -93,7 +92,8 @@ class CpuEngine final : public Engine {
 
 class CpuEngine::CpuCache final : public PagedCache {
  public:
-  explicit CpuCache(CpuEngine& engine) : PagedCache(engine.pool_), store_(engine.store_) {}
+  explicit CpuCache(CpuEngine& engine)
+      : PagedCache(engine.memory_), store_(engine.store_), slots_(engine.states_), config_(engine.config()) {}
 
   void read(int layer, bool values, int positions, std::byte* out) const override {
     store_.read(pages(), layer, values, positions, out);
@@ -101,9 +101,21 @@ class CpuEngine::CpuCache final : public PagedCache {
   void write(int layer, bool values, int positions, const std::byte* in) override {
     store_.write(pages(), layer, values, positions, in);
   }
+  void read_state(const StateRef& state, int layer, float* out) const override {
+    std::copy_n(values_of(state, layer), config_.state_values(layer), out);
+  }
+  void write_state(const StateRef& state, int layer, const float* in) override {
+    std::copy_n(in, config_.state_values(layer), values_of(state, layer));
+  }
 
  private:
+  float* values_of(const StateRef& state, int layer) const {
+    return slots_.values(state) + slots_.layout().first[std::size_t(layer)];
+  }
+
   KvPages& store_;
+  const StateSlots& slots_;
+  const Config& config_;
 };
 
 std::unique_ptr<Cache> CpuEngine::make_cache(int) {
@@ -126,10 +138,10 @@ Stats CpuEngine::stats() const {
           {"weight_bytes", double(forward_.weight_bytes())},
           {"weights_from_cache", double(forward_.weights_were_packed())},
           {"workspace_bytes", double(workspace_bytes_)},
-          {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
-          {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
-          {"kv_page_bytes", double(pool_.page_bytes())},
-          {"kv_limit_bytes", double(pool_.limit_bytes())}};
+          {"prefix_bytes", double(memory_.prefixes().bytes())},
+          {"kv_pool_bytes", double(memory_.bytes_in_use())},
+          {"kv_page_bytes", double(memory_.pages().page_bytes())},
+          {"kv_limit_bytes", double(memory_.pages().limit_bytes())}};
 }
 
 void CpuEngine::add_call_stats(const CallCounters& counters, Stats& stats) const {

@@ -45,11 +45,12 @@ void deal(std::vector<QueryTile>& tiles, int threads) {
 }  // namespace
 
 ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels,
-                         const KvPages& cache, Team& team)
+                         const KvPages& cache, const StateSlots& states, Team& team)
     : model_(model),
       config_(model.config),
       kernels_(kernels),
       cache_(cache),
+      states_(states),
       team_(team),
       weights_(model, options.compute, kernels, team),
       ropes_(model),
@@ -89,8 +90,27 @@ void ForwardPass::run_layers(const Context& c) {
   deliver_hidden(c);
 }
 
-// Keys and values of all rows; the output of the wanted ones, which become the first rows of x.
+// What later tokens read of all rows; the output of the wanted ones, which become the first rows of x.
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const int n = wanted.count();
+  switch (config_.kind(layer)) {
+    case LayerKind::kAttention:
+      attention(c, layer, wanted);
+      break;
+    case LayerKind::kShortConv:
+      short_convolution(c, layer, wanted);
+      break;
+  }
+  if (n == 0) return;
+  normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, n);
+  gate_and_up(c, w, m, n);
+  add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm}, work_.ffn, n);
+  normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, n);
+}
+
+void ForwardPass::attention(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const int n = wanted.count();
@@ -101,10 +121,21 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   if (n == 0) return;
   attend(c, step, items, work_.splits, work_.att);
   add_residual(c, {w.wo, m.bo, m.post_attn_norm}, work_.att, n);
-  normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, n);
-  gate_and_up(c, w, m, n);
-  add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm}, work_.ffn, n);
-  normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, n);
+}
+
+void ForwardPass::short_convolution(const Context& c, int layer, const Rows& wanted) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const int n = all_.count(), n_wanted = wanted.count();
+  const ShortConvStep step = {.config = config_,
+                              .filter = weights_.filter(layer),
+                              .first = states_.layout().first[std::size_t(layer)],
+                              .gated = work_.gated};
+  multiply(c, {{w.conv_in, step.gated}}, normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed),
+           n);
+  short_conv(c, step, all_.rows, wanted.rows, work_.conv);
+  if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
+  if (n_wanted > 0) add_residual(c, {w.conv_out, kNoTensor, m.post_attn_norm}, work_.conv, n_wanted);
 }
 
 AttentionStep ForwardPass::attention_step(int layer) const {
@@ -254,10 +285,13 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     const auto* logits = std::get_if<LogitsOutput>(&chunk.output);
     cache_.addresses(chunk.cache->pages(), pages);
     TokenTypes types(config_);
+    const float* state = states_.values(chunk.states.before);
     for (int i = 0; i < count; ++i) {
       const TokenId token = chunk.tokens[std::size_t(i)];
-      all_.rows.push_back({token, types.next(token), chunk.position + i, first + i, pages});
+      all_.rows.push_back({token, types.next(token), chunk.position + i, first + i, pages, i, state});
     }
+    for (const StateWrite& write : chunk.states.writes)
+      all_.rows[std::size_t(first + write.tokens - 1)].next = states_.values(write.state);
     const auto rows = std::span<const Row>(all_.rows).subspan(std::size_t(first));
     add_tiles(all_.tiles, rows, first, tile_rows(n));
     add_key_blocks(key_blocks_, rows, first);

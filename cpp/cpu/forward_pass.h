@@ -11,6 +11,7 @@
 #include "../engine.h"
 #include "kv_pages.h"
 #include "ops.h"
+#include "state_slots.h"
 #include "threads.h"
 #include "weights.h"
 #include "workspace.h"
@@ -20,7 +21,7 @@ namespace metal_prefill::cpu {
 class ForwardPass {
  public:
   ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels, const KvPages& cache,
-              Team& team);
+              const StateSlots& states, Team& team);
 
   // Rows that go through the layers together: what a step leaves for the next still lies in the caches then,
   // and reading the weights again for the others costs less. More threads have larger caches together, and
@@ -64,6 +65,8 @@ class ForwardPass {
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
   void run_layer(const Context& c, int layer, const Rows& wanted);
+  void attention(const Context& c, int layer, const Rows& wanted);
+  void short_convolution(const Context& c, int layer, const Rows& wanted);
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& wanted);
@@ -79,6 +82,7 @@ class ForwardPass {
   const Config& config_;
   const Kernels& kernels_;
   const KvPages& cache_;
+  const StateSlots& states_;
   Team& team_;
   Weights weights_;
   std::vector<float> scaled_norm_;  // the weights of the output norm, times the scale of the logits

@@ -14,7 +14,8 @@ namespace metal_prefill::cpu {
 KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, int max_context, bool poison)
     : layout_(layout),
       poison_(poison),
-      n_layers_(config.n_layers),
+      place_(attention_places(config)),
+      n_layers_(place_.back() + 1),
       n_heads_(config.n_kv_heads),
       key_dim_(config.key_dim),
       value_dim_(config.value_dim),
@@ -49,7 +50,7 @@ void KvPages::copy(PageId from, PageId to, int positions) {
   const auto [keys, values] = bytes_of_first(positions);
   for (int layer = 0; layer < n_layers_; ++layer) {
     for (int head = 0; head < n_heads_; ++head) {
-      const std::size_t k = this->keys(layer, head), v = this->values(layer, head);
+      const std::size_t k = head_at(layer, head), v = k + key_bytes_;
       std::memcpy(pages[1] + k, pages[0] + k, keys);
       std::memcpy(pages[1] + v, pages[0] + v, values);
     }
@@ -82,7 +83,7 @@ void KvPages::taken(PageId page) {
   if (!poison_ && used == key_bytes_) return;
   for (int layer = 0; layer < n_layers_; ++layer)
     for (int head = 0; head < n_heads_; ++head) {
-      std::byte* data = own.data + keys(layer, head);
+      std::byte* data = own.data + head_at(layer, head);
       if (poison_) std::memset(data, 0xff, head_bytes_);  // NaN in all layouts
       std::memset(data + used, 0, key_bytes_ - used);
     }
@@ -97,12 +98,8 @@ void KvPages::idle(PageId page) {
   own.taken = false;
 }
 
-std::size_t KvPages::keys(int layer, int head) const {
-  return (std::size_t(layer) * std::size_t(n_heads_) + std::size_t(head)) * group_ * head_bytes_;
-}
-
-std::size_t KvPages::values(int layer, int head) const {
-  return keys(layer, head) + key_bytes_;
+std::size_t KvPages::head_at(int place, int head) const {
+  return (std::size_t(place) * std::size_t(n_heads_) + std::size_t(head)) * group_ * head_bytes_;
 }
 
 std::size_t KvPages::key_block(int position) const {

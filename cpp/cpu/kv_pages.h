@@ -37,8 +37,8 @@ class KvPages final : public PageStore {
   int key_stride() const { return key_stride_; }
   int value_stride() const { return value_stride_; }
   // Bytes from the beginning of a page to the keys, and to the values, of a head.
-  std::size_t keys(int layer, int head) const;
-  std::size_t values(int layer, int head) const;
+  std::size_t keys(int layer, int head) const { return head_at(place_[std::size_t(layer)], head); }
+  std::size_t values(int layer, int head) const { return keys(layer, head) + key_bytes_; }
 
   // Asks for the keys and values of the first positions of a page, which are read soon.
   void fetch(const std::byte* page, int layer, int head, int positions) const;
@@ -69,6 +69,8 @@ class KvPages final : public PageStore {
     std::size_t taken;  // pages whose memory may be in use
   };
 
+  // Bytes from the beginning of a page to a head of the layer with this place.
+  std::size_t head_at(int place, int head) const;
   std::size_t element() const { return element_bytes(layout_); }  // not in kQ8
   // In the other layouts, bytes from there to the block with a position's key (its lane is position % 16),
   // and to its first value.
@@ -91,6 +93,7 @@ class KvPages final : public PageStore {
 
   const KvLayout layout_;
   const bool poison_;
+  const std::vector<int> place_;  // of each layer with attention: its number among these
   const int n_layers_, n_heads_, key_dim_, value_dim_, key_stride_, value_stride_;
   const std::size_t key_bytes_, head_bytes_, page_bytes_;  // of one head's keys, of both, of a page
   const std::size_t group_;                                // pages in a group

@@ -87,6 +87,9 @@ struct Row {
   int position;             // in its sequence
   int index;                // among all rows of the pass: its row in the rotation tables
   std::byte* const* pages;  // of the sequence, by position / kPagePositions
+  int in_chunk = 0;         // number in the chunk of its sequence: the rows of those before it come before it
+  const float* state = nullptr;  // of recurrent layers, before the chunk; null: zero
+  float* next = nullptr;         // where the state after this token goes; null: nowhere
 };
 
 // Rows [first, first + count) of one sequence, at consecutive positions: an item of attention.
@@ -250,5 +253,17 @@ class CacheWriter {
 // of the rows, where threads share positions.
 void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,
             const AttentionSplits& splits, const Activations& out);
+
+// A gated short convolution of one layer.
+struct ShortConvStep {
+  const Config& config;
+  const float* filter;  // [taps][dim]
+  std::size_t first;    // of the layer's values in a slot of states
+  FloatRows gated;      // [rows][3 * dim]: the input projection
+};
+// Convolves the wanted rows, which become the first rows of `out`, in the forms that it asks for, and writes
+// the states of all rows that have a place for one.
+void short_conv(const Context& c, const ShortConvStep& step, std::span<const Row> all,
+                std::span<const Row> wanted, const Activations& out);
 
 }  // namespace metal_prefill::cpu

@@ -53,6 +53,7 @@ Buffer gather_vectors(Model& model) {
   for (LayerWeights& layer : model.layers) {
 #define LAYER_NORM(member, ...) vectors.push_back(&layer.member);
 #define LAYER_VECTOR LAYER_NORM
+#define LAYER_FILTER LAYER_NORM
 #include "../tensors.inc"
   }
   const auto room = [](const Tensor& vector) { return round_up(vector.bytes, std::size_t(64)); };
@@ -83,6 +84,7 @@ Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kDim) return dim_input;
   if (cols == Extent::kAttention) return attention_input;
   if (cols == Extent::kFfn) return ffn_input;
+  if (cols == Extent::kChannels) return conv_input;
   throw std::logic_error("no step computes the input of a matrix");
 }
 
@@ -146,6 +148,15 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
     for (const auto& [tensor, linear, cols] : kLayerLinears)
       add(layers[l].*linear, model.layers[l].*tensor, cols);
   add(output, model.output, Extent::kDim);
+
+  for (const LayerWeights& layer : model.layers) {
+    has_conv = has_conv || layer.conv;
+    std::vector<float>& filter = filters_.emplace_back(layer.conv.bytes / sizeof(float));
+    const auto* values = reinterpret_cast<const float*>(layer.conv.data);
+    for (int channel = 0; channel < layer.conv.rows; ++channel)
+      for (int tap = 0; tap < layer.conv.cols; ++tap)
+        filter[std::size_t(tap) * std::size_t(layer.conv.rows) + std::size_t(channel)] = *values++;
+  }
 
   packed_bytes_ = lay_out(nullptr);
   were_packed_ = packed_bytes_ > 0 && given_.bytes == packed_bytes_;

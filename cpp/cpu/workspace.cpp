@@ -76,6 +76,10 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
       w.att = layout.activations(heads * std::size_t(c.value_dim), weights.attention_input,
                                  Layout::Float32::kAlways);
       w.ffn = layout.activations(std::size_t(c.ffn_dim), weights.ffn_input, Layout::Float32::kWhereRead);
+      if (weights.has_conv) {
+        w.gated = layout.floats(3 * dim);
+        w.conv = layout.activations(dim, weights.conv_input, Layout::Float32::kAlways);
+      }
       w.rotations = layout.take<float>(rope_tables * std::size_t(rows) * std::size_t(c.rope_dim));
       w.cache_done = layout.take<std::atomic<int>>(2 * kv_heads);
       return layout.bytes();

@@ -46,6 +46,8 @@ struct Workspace {
   Activations normed;          // [rows][dim]
   Activations att;             // [rows][n_heads * value_dim]
   Activations ffn;             // [rows][ffn_dim]
+  FloatRows gated;             // [rows][3 * dim]: the input of a short convolution and its gates
+  Activations conv;            // [rows][dim]: its output
   float* rotations = nullptr;  // [tables][rows][rope_dim] cosines and sines
   float* logits = nullptr;     // [logit_rows][vocab_size]
   AttentionSplits splits;      // where threads share positions

@@ -33,12 +33,12 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
       rope_tables_(padded_),
       residency_(device_, options_.metal.resident_seconds),
       store_(device_, residency_, forward_.page_layout(), options_.poison_cache),
-      pool_(store_, options_.kv_memory > 0 ? options_.kv_memory : default_kv_memory(device_, weights_)),
-      prefixes_(pool_, std::min(options_.prefix_memory, pool_.limit_bytes()) / pool_.page_bytes()) {
+      states_(device_, residency_, forward_.state_layout(), options_.poison_cache),
+      memory_(store_, states_.layout().values > 0 ? &states_ : nullptr,
+              options_.kv_memory > 0 ? options_.kv_memory : default_kv_memory(device_, weights_),
+              options_.prefix_memory) {
   weights_.wait_until_read();
   for (id<MTLBuffer> buffer : weights_.buffers()) residency_.add(buffer);
-  pool_.reclaim = [this] { return prefixes_.evict(); };
-  pool_.forget = [this](PageId page) { return prefixes_.forget(page); };
   kernels_.check(forward_.kernels([this](const KernelKey& key) { return kernels_.max_threads(key); }));
 }
 

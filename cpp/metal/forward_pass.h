@@ -31,6 +31,8 @@ class PassBuffers {
   virtual View get(BufferName name, std::size_t bytes) = 0;
   virtual LayerCache cache(int layer) = 0;
   virtual View rope_table(int layer) = 0;
+  // The states of a recurrent layer, from its place in the first slot on.
+  virtual View states(int layer) = 0;
   // Candidates that an earlier pass finds: the tokens of this one. Null: the host writes the tokens.
   virtual View choices() { return {}; }
 };
@@ -51,6 +53,7 @@ struct PassTables {
   View rows;     // as PassRows::rows
   View tiles;    // as PassRows::tiles
   View pages;    // block tables of the chunks, int32
+  View states;   // as PassRows::states
   View targets;  // [rows whose targets are scored] int32
 };
 
@@ -77,6 +80,7 @@ class ForwardPass {
   const Tuning& tuning() const { return tuning_; }
   const CacheShape& cache_shape() const { return cache_shape_; }
   const PageLayout& page_layout() const { return page_layout_; }
+  const StateLayout& state_layout() const { return state_layout_; }
   // Largest number of rows of one pass; see Engine::pass_rows.
   int pass_rows() const { return config_.causal ? options_.chunk_tokens : config_.context_length; }
 
@@ -101,10 +105,12 @@ class ForwardPass {
     Norm q_norm, k_norm;              // of a head, or of all together
     View bias;                        // of q, k and v; null: the model has none
     std::vector<Projection> qkv;      // merged as far as the weights allow
+    std::vector<Projection> conv_in;  // one; of a short convolution
+    View conv;                        // its filter; null: the layer has attention
     std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up
     bool gated;
-    View gate_up_bias;  // null: the model has none
-    BlockOutput attn_output, ffn_output;
+    View gate_up_bias;                    // null: the model has none
+    BlockOutput attn_output, ffn_output;  // the first one also of a convolution
   };
   // The rows of a pass that a step works on.
   struct Rows {
@@ -119,7 +125,7 @@ class ForwardPass {
     Sequences sequences;
   };
   struct Activations {
-    View x, normed, qkv, partial, att, block, gate_up, ffn, logits;
+    View x, normed, qkv, partial, att, block, gate_up, ffn, gated, conv, logits;
   };
   // A pass in progress.
   struct Pass {
@@ -133,7 +139,7 @@ class ForwardPass {
   };
 
   Norm norm_of(const Tensor& weight, const Tensor& bias, float eps, const WeightViews& weights) const;
-  Layer layer_of(const LayerWeights& w, WeightViews& weights) const;
+  Layer layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const;
   Rows all_rows(const PassRows& rows) const;
   Rows wanted_rows(const PassRows& rows) const;
   Activations activations(const PassRows& rows, PassBuffers& buffers) const;
@@ -146,6 +152,8 @@ class ForwardPass {
 
   void encode_layer(Pass& pass, int layer, const Part& wanted) const;
   void embed(const Pass& pass) const;
+  void attention(Pass& pass, int layer, const Part& wanted) const;
+  void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
   // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
   void norm_rows_of_qk(const Pass& pass, const Layer& w) const;
@@ -168,6 +176,7 @@ class ForwardPass {
   const EngineOptions options_;
   const CacheShape cache_shape_;
   const PageLayout page_layout_;
+  const StateLayout state_layout_;
   Projection embedding_;
   std::optional<Projection> position_embedding_, token_types_;
   Norm embedding_norm_;

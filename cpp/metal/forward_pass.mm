@@ -58,6 +58,36 @@ void ForwardPass::embed(const Pass& pass) const {
 }
 
 void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
+  const Rows& rows = wanted.rows;
+  switch (config_.kind(layer)) {
+    case LayerKind::kAttention:
+      attention(pass, layer, wanted);
+      break;
+    case LayerKind::kShortConv:
+      short_convolution(pass, layer, rows);
+      break;
+  }
+  if (rows.count > 0)
+    feed_forward(pass, layers_[std::size_t(layer)], pass.a.x.row(std::size_t(rows.first), config_.dim), rows);
+}
+
+void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) const {
+  const Layer& w = layers_[std::size_t(layer)];
+  const Activations& a = pass.a;
+  const Rows& all = pass.all.rows;
+  normed_projections(pass.e, w.attn_norm, w.conv_in, a.x, a.normed, {a.gated, 3 * config_.dim}, all);
+  ops::short_conv(pass.e, w.conv, a.gated, pass.tables.states, pass.buffers.states(layer), a.conv,
+                  {.channels = u32_t(config_.dim),
+                   .taps = u32_t(config_.conv_taps),
+                   .slot_stride = u32_t(state_layout_.values),
+                   .tokens = u32_t(all.count),
+                   .first_out = u32_t(all.count - wanted.count)},
+                  wanted.precision(), pass.rows.all.runs);
+  if (wanted.count > 0)
+    add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
+}
+
+void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const Rows &all = pass.all.rows, &rows = wanted.rows;
@@ -85,7 +115,6 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
   else
     ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
   add_residual(pass, w.attn_output, a.att, x, rows);
-  feed_forward(pass, w, x, rows);
 }
 
 void ForwardPass::norm_rows_of_qk(const Pass& pass, const Layer& w) const {

@@ -74,6 +74,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       options_(options),
       cache_shape_{options.kv_type, std::max(model.config.key_dim, model.config.value_dim)},
       page_layout_(model.config, options.kv_type),
+      state_layout_(model.config),
       embedding_(projection(model.token_embedding, weights)),
       embedding_norm_(
           norm_of(model.embedding_norm, model.embedding_norm_bias, config_.stream_eps(), weights)),
@@ -100,7 +101,8 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
   if (config_.logit_scale != 1.0f)
     head_norm_.weight = weights.concatenate(BufferName::kHeadNorm, {{{&model.output_norm, config_.dim}}},
                                             config_.logit_scale);
-  for (const LayerWeights& w : model.layers) layers_.push_back(layer_of(w, weights));
+  for (int layer = 0; layer < config_.n_layers; ++layer)
+    layers_.push_back(layer_of(config_.kind(layer), model.layers[std::size_t(layer)], weights));
 }
 
 Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
@@ -109,7 +111,7 @@ Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
   return {view(weight), view(bias), weight ? weight.cols : config_.dim, eps, config_.norm_kind};
 }
 
-ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& weights) const {
+ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const {
   const float eps = config_.norm_eps, stream_eps = config_.stream_eps();
   const auto norm = [&](const Tensor& weight, float e) { return norm_of(weight, {}, e, weights); };
   const auto output = [&](const Tensor& weight, const Tensor& bias, const Tensor& block_norm,
@@ -119,20 +121,22 @@ ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& wei
                        .norm = norm(block_norm, eps),
                        .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
   };
-  const bool gated = bool(w.w_gate);
-  Layer layer = {
-      .attn_norm = norm(w.attn_norm, stream_eps),
-      .ffn_norm = norm(w.ffn_norm, stream_eps),
-      .q_norm = norm(w.q_norm, eps),
-      .k_norm = norm(w.k_norm, eps),
-      .bias = {},
-      .qkv = merge({&w.wq, &w.wk, &w.wv}, weights),
-      .gate_up = gated ? merge({&w.w_gate, &w.w_up}, weights) : merge({&w.w_up}, weights),
-      .gated = gated,
-      .gate_up_bias = {},
-      .attn_output = output(w.wo, w.bo, w.post_attn_norm, w.attn_residual_norm, w.attn_residual_norm_bias),
-      .ffn_output =
-          output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm, w.ffn_residual_norm_bias)};
+  const bool gated = bool(w.w_gate), attention = kind == LayerKind::kAttention;
+  Layer layer = {.attn_norm = norm(w.attn_norm, stream_eps),
+                 .ffn_norm = norm(w.ffn_norm, stream_eps),
+                 .q_norm = norm(w.q_norm, eps),
+                 .k_norm = norm(w.k_norm, eps),
+                 .bias = {},
+                 .qkv = attention ? merge({&w.wq, &w.wk, &w.wv}, weights) : std::vector<Projection>(),
+                 .conv_in = attention ? std::vector<Projection>() : merge({&w.conv_in}, weights),
+                 .conv = w.conv ? weights.view(w.conv) : View{},
+                 .gate_up = gated ? merge({&w.w_gate, &w.w_up}, weights) : merge({&w.w_up}, weights),
+                 .gated = gated,
+                 .gate_up_bias = {},
+                 .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
+                                       w.attn_residual_norm, w.attn_residual_norm_bias),
+                 .ffn_output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm,
+                                      w.ffn_residual_norm_bias)};
   if (w.bq || w.bk || w.bv)
     layer.bias = weights.concatenate(BufferName::kQkvBias,
                                      {{{&w.bq, w.wq.rows}, {&w.bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
@@ -143,8 +147,10 @@ ForwardPass::Layer ForwardPass::layer_of(const LayerWeights& w, WeightViews& wei
 }
 
 PassRows ForwardPass::rows_of(std::span<const PassChunk> chunks) const {
-  return {chunks, tuning_, ops::tile_shape(cache_shape_, config_.n_heads / config_.n_kv_heads),
-          config_.causal};
+  PassRows rows(chunks, tuning_, ops::tile_shape(cache_shape_, config_.n_heads / config_.n_kv_heads),
+                config_.causal);
+  if (state_layout_.values > 0) rows.add_states(chunks);
+  return rows;
 }
 
 PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const {
@@ -158,6 +164,7 @@ PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const
           .rows = list(BufferName::kRows, n, 1, sizeof(PassRow)),
           .tiles = list(BufferName::kTiles, rows.tiles.size(), 64, sizeof(AttentionTile)),
           .pages = list(BufferName::kPages, rows.first_page.back(), 256, sizeof(PageId)),
+          .states = rows.states.empty() ? View{} : list(BufferName::kStateRows, n, 1, sizeof(StateRow)),
           .targets = list(BufferName::kTargets, std::size_t(rows.scored.count), 1, sizeof(TokenId))};
 }
 
@@ -244,6 +251,10 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   a.qkv = buffers.get(BufferName::kQkv, floats(qkv_dim_, n));
   a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
   a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
+  if (any_layer([](const Layer& w) { return bool(w.conv); })) {
+    a.gated = buffers.get(BufferName::kGated, floats(3 * config_.dim, n));
+    a.conv = buffers.get(BufferName::kConv, operand(config_.dim));
+  }
   if (any_layer([](const Layer& w) { return w.attn_output.norm.weight || w.ffn_output.norm.weight; }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
   if (any_layer([&](const Layer& w) {

@@ -113,6 +113,10 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "swiglu_f32";
     case Kernel::kSwigluF16:
       return "swiglu_f16";
+    case Kernel::kShortConvF32:
+      return "short_conv_f32";
+    case Kernel::kShortConvF16:
+      return "short_conv_f16";
     case Kernel::kArgmaxStage1:
       return "argmax_stage1";
     case Kernel::kArgmaxStage2:

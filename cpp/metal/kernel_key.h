@@ -48,6 +48,8 @@ enum class Kernel {
   kAttentionPrefill,
   kSwigluF32,
   kSwigluF16,
+  kShortConvF32,
+  kShortConvF16,
   kArgmaxStage1,
   kArgmaxStage2,
   kLogProb,

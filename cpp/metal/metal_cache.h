@@ -10,7 +10,9 @@ namespace metal_prefill::metal {
 // The pages of a session, and, when debugging, the intermediate results of its last pass.
 class MetalEngine::MetalCache final : public PagedCache {
  public:
-  explicit MetalCache(MetalEngine& engine) : PagedCache(engine.pool_), metal_(engine) { ++metal_.sessions_; }
+  explicit MetalCache(MetalEngine& engine) : PagedCache(engine.memory_), metal_(engine) {
+    ++metal_.sessions_;
+  }
   ~MetalCache() override {
     drop_ahead();
     if (metal_.forked_) return;
@@ -32,10 +34,13 @@ class MetalEngine::MetalCache final : public PagedCache {
   }
   void read(int layer, bool values, int positions, std::byte* out) const override;
   void write(int layer, bool values, int positions, const std::byte* in) override;
+  void read_state(const StateRef& state, int layer, float* out) const override;
+  void write_state(const StateRef& state, int layer, const float* in) override;
 
   void keep_ahead(Ahead ahead) { ahead_ = std::make_unique<Ahead>(std::move(ahead)); }
   // The pass that computes the chunk, if it was sent ahead; otherwise null, and no pass is in flight.
-  std::unique_ptr<Ahead> take_ahead(const Chunk& chunk);
+  // The chunk's state is then the one that the pass writes.
+  std::unique_ptr<Ahead> take_ahead(Chunk& chunk);
   // The GPU may still run it and write to a page that another session takes now: later passes and blits wait
   // for it (see KvPages::Hold).
   void drop_ahead() {

@@ -5,17 +5,23 @@
 
 namespace metal_prefill::metal {
 
-std::unique_ptr<MetalEngine::Ahead> MetalEngine::MetalCache::take_ahead(const Chunk& chunk) {
+std::unique_ptr<MetalEngine::Ahead> MetalEngine::MetalCache::take_ahead(Chunk& chunk) {
   if (!ahead_) return nullptr;
   const std::span<const PageId> held = pages();
   const bool same_pages = held.size() >= ahead_->pages.size() &&
                           std::equal(ahead_->pages.begin(), ahead_->pages.end(), held.begin());
-  const bool is_it =
-      chunk.tokens.size() == 1 && chunk.tokens[0] == ahead_->token && chunk.position == ahead_->position &&
-      std::holds_alternative<GreedyOutput>(chunk.output) && rows_of(chunk.output) == 1 && same_pages;
-  if (!is_it) drop_ahead();
+  const bool is_it = chunk.tokens.size() == 1 && chunk.tokens[0] == ahead_->token &&
+                     chunk.position == ahead_->position &&
+                     std::holds_alternative<GreedyOutput>(chunk.output) && rows_of(chunk.output) == 1 &&
+                     same_pages && chunk.states.before == ahead_->states.before &&
+                     chunk.states.writes.size() == ahead_->states.writes.size();
+  if (!is_it)
+    drop_ahead();
+  else if (!chunk.states.writes.empty())
+    chunk.states.writes[0].state = ahead_->states.writes[0].state;
   return std::move(ahead_);
 }
+
 void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters) {
   metal_.require_unforked();
   // Rows from `kept` on are written anew: what was sent ahead stays where it begins there, or after it.
@@ -47,6 +53,33 @@ void MetalEngine::MetalCache::write(int layer, bool values, int positions, const
   for (std::size_t i = 0; i < n; ++i)
     std::memcpy(padded.data() + i * heads.padded_bytes, in + i * heads.bytes, heads.bytes);
   metal_.store_.write(pages(), layer, values, positions, padded.data());
+}
+
+// The values of a short convolution's state are [token][channel].
+void MetalEngine::MetalCache::read_state(const StateRef& state, int layer, float* out) const {
+  metal_.require_unforked();
+  const std::size_t n = metal_.config().state_values(layer),
+                    padded_n = metal_.padded_.config.state_values(layer);
+  if (n == padded_n) return metal_.states_.read(state.slot(), layer, n, out);
+  std::vector<float> padded(padded_n);
+  metal_.states_.read(state.slot(), layer, padded_n, padded.data());
+  const std::size_t channels = std::size_t(metal_.config().dim),
+                    padded_channels = std::size_t(metal_.padded_.config.dim);
+  for (std::size_t i = 0; i < n / channels; ++i)
+    std::copy_n(padded.data() + i * padded_channels, channels, out + i * channels);
+}
+
+void MetalEngine::MetalCache::write_state(const StateRef& state, int layer, const float* in) {
+  metal_.require_unforked();
+  const std::size_t n = metal_.config().state_values(layer),
+                    padded_n = metal_.padded_.config.state_values(layer);
+  if (n == padded_n) return metal_.states_.write(state.slot(), layer, n, in);
+  std::vector<float> padded(padded_n);
+  const std::size_t channels = std::size_t(metal_.config().dim),
+                    padded_channels = std::size_t(metal_.padded_.config.dim);
+  for (std::size_t i = 0; i < n / channels; ++i)
+    std::copy_n(in + i * channels, channels, padded.data() + i * padded_channels);
+  metal_.states_.write(state.slot(), layer, padded_n, padded.data());
 }
 
 MetalEngine::MetalCache::Heads MetalEngine::MetalCache::heads_of(bool values) const {

@@ -4,10 +4,9 @@
 #include <atomic>
 #include <memory>
 
+#include "../cache_memory.h"
 #include "../fork_handler.h"
 #include "../inspection.h"
-#include "../pages.h"
-#include "../prefix_tree.h"
 #include "buffers.h"
 #include "device.h"
 #include "forward_pass.h"
@@ -16,8 +15,43 @@
 #include "recorder.h"
 #include "residency.h"
 #include "rope_tables.h"
+#include "state_slots.h"
 
 namespace metal_prefill::metal {
+
+// Pages and states, which belong to the holder as Slots::Hold describes it.
+class CacheHold {
+ public:
+  CacheHold(KvPages& pages, StateSlots& states)
+      : page_layout_(pages.layout()), state_layout_(states.layout()), pages_(pages), states_(states) {}
+  bool is_in_use() const { return pages_.is_in_use(); }
+  void settle() {
+    pages_.settle();
+    states_.settle();
+  }
+  void sent(id<MTLCommandBuffer> last) {
+    pages_.sent(last);
+    states_.sent(last);
+  }
+  void finished(id<MTLCommandBuffer> sent) {
+    pages_.finished(sent);
+    states_.finished(sent);
+  }
+  // From the keys, and from the values, of a layer in the first page on.
+  LayerCache layer(int layer) const {
+    return {pages_.view(BufferName::kKeys, page_layout_.keys(layer)),
+            pages_.view(BufferName::kValues, page_layout_.values(layer))};
+  }
+  // From the state of a layer in the first slot on.
+  View states(int layer) const {
+    return states_.view(BufferName::kStates, state_layout_.first[std::size_t(layer)] * sizeof(float));
+  }
+
+ private:
+  const PageLayout& page_layout_;
+  const StateLayout& state_layout_;
+  Slots::Hold pages_, states_;
+};
 
 class MetalEngine final : public Engine, private PassInspector {
  public:
@@ -37,10 +71,10 @@ class MetalEngine final : public Engine, private PassInspector {
             {"resident_bytes", double(residency_.bytes())},
             {"batch_pool_bytes", double(batches_.bytes())},
             {"rope_table_bytes", double(rope_tables_.bytes())},
-            {"prefix_bytes", double(prefixes_.pages() * pool_.page_bytes())},
-            {"kv_pool_bytes", double(pool_.pages_in_use() * pool_.page_bytes())},
-            {"kv_page_bytes", double(pool_.page_bytes())},
-            {"kv_limit_bytes", double(pool_.limit_bytes())},
+            {"prefix_bytes", double(memory_.prefixes().bytes())},
+            {"kv_pool_bytes", double(memory_.bytes_in_use())},
+            {"kv_page_bytes", double(memory_.pages().page_bytes())},
+            {"kv_limit_bytes", double(memory_.pages().limit_bytes())},
             {"matmul_tensor", double(device_.tuning().matmul_tensor)},
             {"matmul_tall", double(device_.tuning().matmul_tensor && device_.tuning().tall_tiles)},
             {"pipelines", double(kernels_.count())},
@@ -48,8 +82,8 @@ class MetalEngine final : public Engine, private PassInspector {
   }
 
   std::unique_ptr<Cache> make_cache(int max_context) override;
-  PrefixTree* prefixes() override { return &prefixes_; }
-  void check_fits(int positions) const override { pool_.check_fits(positions); }
+  PrefixTree* prefixes() override { return &memory_.prefixes(); }
+  void check_fits(int positions) const override { memory_.pages().check_fits(positions); }
   int pass_rows() const override { return forward_.pass_rows(); }
   bool runs_ahead() const override { return true; }
   int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
@@ -80,8 +114,8 @@ class MetalEngine final : public Engine, private PassInspector {
   }
   void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
-  std::vector<RequestedPass> passes_for(std::span<Chunk* const> chunks, KvPages::Hold& pages);
-  std::shared_ptr<SentPass> send_after(std::span<Chunk* const> chunks, KvPages::Hold& pages,
+  std::vector<RequestedPass> passes_for(std::span<Chunk* const> chunks, CacheHold& cache);
+  std::shared_ptr<SentPass> send_after(std::span<Chunk* const> chunks, CacheHold& cache,
                                        const SentPass& before);
   static void fill(const Config& config, const PassTables& tables, const PassRows& rows,
                    std::span<Chunk* const> chunks);
@@ -96,8 +130,8 @@ class MetalEngine final : public Engine, private PassInspector {
   RopeTables rope_tables_;
   Residency residency_;
   KvPages store_;
-  PagePool pool_;
-  PrefixTree prefixes_;
+  StateSlots states_;
+  CacheMemory memory_;
   BatchPool batches_;
   std::atomic<int> sessions_{0};
   bool forked_ = false;

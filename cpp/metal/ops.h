@@ -122,6 +122,12 @@ struct GateUp {
 };
 void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision);
 
+// Convolves the rows of the pass from args.first_out on, which become the first rows of `out`, and writes the
+// states of all rows that have a slot for one.
+void short_conv(Encoder& e, const View& filter, const View& gated, const View& rows, const View& states,
+                const View& out, const ShortConvArgs& args, Precision precision,
+                std::span<const RowRun> runs);
+
 // Both stages, of each row of `n` logits; `candidates` holds candidates_bytes.
 std::size_t candidates_bytes(const Tuning& tuning, int rows);
 void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n, int rows);

@@ -455,6 +455,17 @@ void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Prec
       {.x = ceil_div(std::size_t(gate_up.ffn_dim), threads), .y = std::size_t(tokens), .threads = threads});
 }
 
+void short_conv(Encoder& e, const View& filter, const View& gated, const View& rows, const View& states,
+                const View& out, const ShortConvArgs& args, Precision precision,
+                std::span<const RowRun> runs) {
+  const Kernel kernel = precision == Precision::kF16 ? Kernel::kShortConvF16 : Kernel::kShortConvF32;
+  const std::size_t threads = allowed_threads(e, kernel, 256);
+  e.dispatch(
+      kernel, {filter, gated, rows, states, out}, args,
+      {.x = ceil_div(std::size_t(args.channels), threads), .y = std::size_t(args.tokens), .threads = threads},
+      runs);
+}
+
 std::size_t candidates_bytes(const Tuning& tuning, int rows) {
   return std::size_t(rows) * std::size_t(tuning.argmax_groups) * sizeof(Candidate);
 }

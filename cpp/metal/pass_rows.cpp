@@ -115,4 +115,21 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
   if (!one_wanted) add_tiles(tiles, wanted, *this, chunks, tile);
 }
 
+void PassRows::add_states(std::span<const PassChunk> chunks) {
+  states.resize(rows.size());
+  std::vector<StateRow> of_chunk(chunks.size(), StateRow{0, 0, 0, 0, STATE_NONE, STATE_NONE});
+  for (const RowRun& run : all.runs) {
+    StateRow& row = of_chunk[std::size_t(run.chunk)];
+    if (run.token == 0) row.first = u32_t(run.row);
+    row.split = u32_t(run.token);
+    row.rest = u32_t(run.row);
+  }
+  for (const RowRun& run : all.runs)
+    for (int i = 0; i < run.count; ++i) {
+      StateRow& row = states[std::size_t(run.row + i)];
+      row = of_chunk[std::size_t(run.chunk)];
+      row.token = u32_t(run.token + i);
+    }
+}
+
 }  // namespace metal_prefill::metal

@@ -66,6 +66,9 @@ struct PassRows {
   // Where tokens see those after them, the rows count as those of long chunks.
   PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile, bool causal);
 
+  // Fills `states`, without slots.
+  void add_states(std::span<const PassChunk> chunks);
+
   struct Range {
     int first = 0, count = 0;
   };
@@ -82,6 +85,7 @@ struct PassRows {
   // Tables for the kernels.
   std::vector<PassRow> rows;
   std::vector<AttentionTile> tiles;     // those of all rows, then those of the wanted ones
+  std::vector<StateRow> states;         // of each row; empty: no layer has a state
   std::vector<std::size_t> first_page;  // of each chunk in the block tables, and after the last chunk
 };
 

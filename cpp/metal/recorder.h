@@ -53,6 +53,7 @@ class RecordedBuffers final : public PassBuffers {
   View get(BufferName name, std::size_t) override { return view(name); }
   LayerCache cache(int) override { return {view(BufferName::kKeys), view(BufferName::kValues)}; }
   View rope_table(int) override { return view(BufferName::kRopeTable); }
+  View states(int) override { return view(BufferName::kStates); }
 
  private:
   View view(BufferName name) { return {this, 0, name}; }

@@ -11,14 +11,14 @@ class MetalEngine::SentPass {
  public:
   // `choices`: results of an earlier pass, which are the tokens of this one; null: the chunks have the
   // tokens.
-  SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages, id<MTLBuffer> choices);
+  SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, CacheHold& cache, id<MTLBuffer> choices);
 
   // Waits for it and counts it, once. Throws DeviceError when the GPU failed, each time.
-  void finish(KvPages::Hold& pages, CallCounters& counters) {
+  void finish(CacheHold& cache, CallCounters& counters) {
     if (!std::exchange(is_finished_, true)) {
       try {
         encoder_.finish();
-        pages.finished(last_);
+        cache.finished(last_);
         counters += counters_;
       } catch (...) {
         failure_ = std::current_exception();
@@ -56,6 +56,7 @@ struct MetalEngine::Ahead {
   int position;
   TokenId token;  // the chosen token that the pass starts from
   std::vector<PageId> pages;
+  ChunkStates states;
 };
 
 }  // namespace metal_prefill::metal

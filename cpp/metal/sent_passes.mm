@@ -14,15 +14,16 @@ namespace {
 class MetalPassBuffers final : public PassBuffers {
  public:
   // `choices`: the results of the previous pass, or null.
-  MetalPassBuffers(const Device& device, Batch& batch, const KvPages::Hold& pages,
+  MetalPassBuffers(const Device& device, Batch& batch, const CacheHold& cache,
                    RopeTables::ByLayer rope_tables, id<MTLBuffer> choices)
       : device_(device),
         batch_(batch),
-        pages_(pages),
+        cache_(cache),
         rope_tables_(std::move(rope_tables)),
         choices_(choices) {}
   View get(BufferName name, std::size_t bytes) override { return batch_.get(device_, name, bytes); }
-  LayerCache cache(int layer) override { return pages_.layer(layer); }
+  LayerCache cache(int layer) override { return cache_.layer(layer); }
+  View states(int layer) override { return cache_.states(layer); }
   View rope_table(int layer) override {
     return view_of((*rope_tables_)[std::size_t(layer)], BufferName::kRopeTable);
   }
@@ -31,7 +32,7 @@ class MetalPassBuffers final : public PassBuffers {
  private:
   const Device& device_;
   Batch& batch_;
-  const KvPages::Hold& pages_;
+  const CacheHold& cache_;
   const RopeTables::ByLayer rope_tables_;
   const id<MTLBuffer> choices_;
 };
@@ -48,6 +49,12 @@ std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
     shapes.push_back(
         {int(chunk->tokens.size()), chunk->position, row_output_of(chunk->output), rows_of(chunk->output)});
   return shapes;
+}
+
+// Those of the token after a chunk, in a pass that is sent ahead.
+ChunkStates states_after(const Chunk& chunk) {
+  if (chunk.states.writes.empty()) return {};
+  return {chunk.states.writes.back().state, {{1, chunk.states.ahead, false}}, {}};
 }
 
 template <typename T>
@@ -69,7 +76,7 @@ void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
     if (!together->empty()) run_pass(*together, counters);
 }
 
-MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, KvPages::Hold& pages,
+MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, CacheHold& cache,
                                 id<MTLBuffer> choices)
     : device_(engine.device_.counting(counters_)),
       lease_(engine.batches_.take()),
@@ -77,19 +84,19 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
       rope_tables_(engine.rope_tables_.by_layer()),
       rows_(engine.forward_.rows_of(shapes_of(chunks))),
       encoder_(device_, engine.kernels_, label_of(rows_, chunks),
-               choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
-  MetalPassBuffers buffers(device_, *lease_, pages, rope_tables_, choices);
+               choices || cache.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
+  MetalPassBuffers buffers(device_, *lease_, cache, rope_tables_, choices);
   fill(engine.config(), engine.forward_.tables(rows_, buffers), rows_, chunks);
   engine.forward_.encode(encoder_, rows_, buffers);
   last_ = encoder_.send();
-  pages.sent(last_);
+  cache.sent(last_);
 }
 
 void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
   const AutoreleasePool pool;
   if (chunks[0]->trace) return trace_pass(chunks, counters);
-  KvPages::Hold pages(store_);
-  const std::vector<RequestedPass> passes = passes_for(chunks, pages);
+  CacheHold cache(store_, states_);
+  const std::vector<RequestedPass> passes = passes_for(chunks, cache);
   std::shared_ptr<SentPass> next;
   const bool goes_on = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
     const auto* greedy = std::get_if<GreedyOutput>(&chunk->output);
@@ -97,9 +104,9 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
   });
   // Its rows are those that the pass after it finds the tokens of.
   if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
-    next = send_after(chunks, pages, *passes[0].pass);
+    next = send_after(chunks, cache, *passes[0].pass);
   for (const auto& [pass, asking] : passes) {
-    pass->finish(pages, counters);
+    pass->finish(cache, counters);
     if (device_.debug()) keep_intermediates(pass->rows(), asking, pass->batch());
     deliver(pass->rows(), asking, pass->batch());
   }
@@ -111,13 +118,14 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
                      i,
                      chunks[i]->position + int(chunks[i]->tokens.size()),
                      std::get<GreedyOutput>(chunks[i]->output).choices.chosen[0],
-                     {held.begin(), held.end()}});
+                     {held.begin(), held.end()},
+                     states_after(*chunks[i])});
   }
 }
 
 // The passes that were sent ahead for some of the chunks, and one pass with the other chunks.
 std::vector<MetalEngine::RequestedPass> MetalEngine::passes_for(std::span<Chunk* const> chunks,
-                                                                KvPages::Hold& pages) {
+                                                                CacheHold& cache) {
   std::vector<RequestedPass> passes;
   std::vector<Chunk*> others;
   for (Chunk* chunk : chunks) {
@@ -135,7 +143,7 @@ std::vector<MetalEngine::RequestedPass> MetalEngine::passes_for(std::span<Chunk*
     asked->chunks[ahead->chunk] = chunk;
   }
   if (!others.empty())
-    passes.push_back({std::make_shared<SentPass>(*this, others, pages, nil), std::move(others)});
+    passes.push_back({std::make_shared<SentPass>(*this, others, cache, nil), std::move(others)});
   return passes;
 }
 
@@ -143,9 +151,9 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
   const Device device = device_.counting(counters);
   const BatchPool::Lease lease = batches_.take();
   for (Chunk* chunk : chunks) static_cast<MetalCache&>(*chunk->cache).drop_ahead();
-  KvPages::Hold pages(store_);
-  pages.settle();
-  MetalPassBuffers buffers(device, *lease, pages, rope_tables_.by_layer(), nil);
+  CacheHold cache(store_, states_);
+  cache.settle();
+  MetalPassBuffers buffers(device, *lease, cache, rope_tables_.by_layer(), nil);
   const PassRows rows = forward_.rows_of(shapes_of(chunks));
   fill(config(), forward_.tables(rows, buffers), rows, chunks);
   TracingEncoder encoder(device, kernels_, *chunks[0]->trace);
@@ -157,7 +165,7 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
 // Sends the pass with the tokens that `before` chooses. Returns null if that fails: the present call does not
 // need the pass.
 std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* const> chunks,
-                                                               KvPages::Hold& pages, const SentPass& before) {
+                                                               CacheHold& cache, const SentPass& before) {
   static constexpr TokenId kUnknown[] = {0};       // the host writes no tokens that a kernel reads
   std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that ask for the pass, not here
   std::vector<Chunk> next(chunks.size());
@@ -166,11 +174,12 @@ std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* 
     next[i].tokens = kUnknown;
     next[i].position = chunks[i]->position + int(chunks[i]->tokens.size());
     next[i].cache = chunks[i]->cache;
+    next[i].states = states_after(*chunks[i]);
     next[i].output = GreedyOutput{.choices = {.chosen = {&chosen[i], 1}}};
     pointers.push_back(&next[i]);
   }
   try {
-    return std::make_shared<SentPass>(*this, pointers, pages, before.batch().peek(BufferName::kResult));
+    return std::make_shared<SentPass>(*this, pointers, cache, before.batch().peek(BufferName::kResult));
   } catch (const DeviceError&) {
     return nullptr;
   }
@@ -183,6 +192,19 @@ void MetalEngine::fill(const Config& config, const PassTables& tables, const Pas
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     const std::size_t first = rows.first_page[i], end = rows.first_page[i + 1];
     copy(chunks[i]->cache->pages().first(end - first), tables.pages, first);
+  }
+  if (!rows.states.empty()) {
+    std::vector<StateRow> states = rows.states;
+    for (const RowRun& run : rows.all.runs) {
+      const ChunkStates& chunk = chunks[std::size_t(run.chunk)]->states;
+      for (int i = 0; i < run.count; ++i) {
+        StateRow& row = states[std::size_t(run.row + i)];
+        if (chunk.before) row.before = chunk.before.slot();
+        for (const StateWrite& write : chunk.writes)
+          if (write.tokens == run.token + i + 1) row.after = write.state.slot();
+      }
+    }
+    copy(std::span<const StateRow>(states), tables.states);
   }
   const auto tokens_of = [](const RowRun& run, std::span<const TokenId> tokens) {
     return tokens.subspan(std::size_t(run.token), std::size_t(run.count));

@@ -17,6 +17,8 @@ BufferTraits traits_of(BufferName name) {
       return {"tiles", true};
     case BufferName::kPages:
       return {"pages", true};
+    case BufferName::kStateRows:
+      return {"state_rows", true};
     case BufferName::kX:
       return {"x", false};
     case BufferName::kNormed:
@@ -33,6 +35,10 @@ BufferTraits traits_of(BufferName name) {
       return {"gate_up", false};
     case BufferName::kFfn:
       return {"ffn", false};
+    case BufferName::kGated:
+      return {"gated", false};
+    case BufferName::kConv:
+      return {"conv", false};
     case BufferName::kLogits:
       return {"logits", false};
     case BufferName::kHostLogits:
@@ -59,6 +65,8 @@ BufferTraits traits_of(BufferName name) {
       return {"keys", false};
     case BufferName::kValues:
       return {"values", false};
+    case BufferName::kStates:
+      return {"states", false};
     case BufferName::kRopeTable:
       return {"rope_table", false};
   }

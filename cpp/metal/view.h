@@ -12,6 +12,7 @@ enum class BufferName {
   kRows,        // [tokens] PassRow, from the host
   kTiles,       // [tiles] AttentionTile, from the host
   kPages,       // block tables, int32, from the host
+  kStateRows,   // [tokens] StateRow, from the host
   kX,           // [tokens][dim] f32: the residual stream
   kNormed,      // [tokens][dim] f16 or f32
   kQkv,         // [tokens][q | k | v] f32
@@ -20,6 +21,8 @@ enum class BufferName {
   kBlock,       // [tokens][dim] f32: a block's output where a norm follows it
   kGateUp,      // [tokens][2 * ffn_dim] f32
   kFfn,         // [tokens][ffn_dim] f16 or f32
+  kGated,       // [tokens][3 * dim] f32: the input of a short convolution and its gates
+  kConv,        // [tokens][dim] f16 or f32: its output
   kLogits,      // [rows][vocab_size] f32
   kHostLogits,  // [rows][vocab_size] f32, to the host
   kCandidates,  // argmax: [rows], one for each threadgroup
@@ -35,6 +38,7 @@ enum class BufferName {
   kHeadNorm,  // weights of the output norm, times the scale of the logits
   kKeys,      // pages of the pool, from the keys of a layer in the first one on
   kValues,
+  kStates,     // slots of the pool, from the state of a layer in the first one on
   kRopeTable,  // [position][rope_dim / 2] pairs
 };
 struct BufferTraits {

@@ -178,7 +178,7 @@ void bind_engines(nb::module_& m) {
           [](Engine& engine, const std::string& prefix_namespace, TokenArray tokens) {
             return without_gil([&] {
               PrefixTree* prefixes = engine.prefixes();
-              return prefixes ? prefixes->known(prefix_namespace, view(tokens)) : 0;
+              return prefixes ? prefixes->known(prefix_namespace, view(tokens)).usable : 0;
             });
           },
           "prefix_namespace"_a, "tokens"_a,

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -72,19 +73,21 @@ struct TensorSpec {
   const TensorRow* row;
   std::string name;  // with {layer} where every layer has one
   nb::tuple shape;
-  bool per_layer;
+  std::optional<LayersOf> layers;  // none: it belongs to no layer
 };
 
 std::vector<TensorSpec> tensor_specs(const Config& config) {
   std::vector<TensorSpec> specs;
-  const auto add = [&](const TensorRow& row, const char* prefix, bool per_layer) {
+  const auto add = [&](const TensorRow& row, const char* prefix, std::optional<LayersOf> layers) {
     const int rows = groups_of(row.rows, config).length(), cols = groups_of(row.cols, config).length();
     specs.push_back({&row, prefix + std::string(row.name),
-                     row.kind == TensorKind::kMatrix ? nb::make_tuple(rows, cols) : nb::make_tuple(cols),
-                     per_layer});
+                     row.kind == TensorKind::kMatrix || row.kind == TensorKind::kFilter
+                         ? nb::make_tuple(rows, cols)
+                         : nb::make_tuple(cols),
+                     layers});
   };
-  for (const ModelTensor& tensor : kModelTensors) add(tensor.row, "", false);
-  for (const LayerTensor& tensor : kLayerTensors) add(tensor.row, "blk.{layer}.", true);
+  for (const ModelTensor& tensor : kModelTensors) add(tensor.row, "", std::nullopt);
+  for (const LayerTensor& tensor : kLayerTensors) add(tensor.row, "blk.{layer}.", tensor.layers);
   return specs;
 }
 
@@ -107,6 +110,9 @@ void bind_model(nb::module_& m) {
       .value("HEADS", QkNormPlace::kHeads)
       .value("ROTATED_HEADS", QkNormPlace::kRotatedHeads)
       .value("ROWS", QkNormPlace::kRows);
+  nb::enum_<LayerKind>(m, "LayerKind")
+      .value("ATTENTION", LayerKind::kAttention)
+      .value("SHORT_CONV", LayerKind::kShortConv);
   nb::enum_<Compute>(m, "Compute")
       .value("INT8", Compute::kInt8)
       .value("F32", Compute::kF32)
@@ -154,17 +160,29 @@ void bind_model(nb::module_& m) {
       .def_rw("layer_uses_rope", &Config::layer_uses_rope)
       .def_rw("layer_window", &Config::layer_window)
       .def_rw("layer_rope_base", &Config::layer_rope_base)
-      .def_rw("layer_rope_factor", &Config::layer_rope_factor);
+      .def_rw("layer_rope_factor", &Config::layer_rope_factor)
+      .def_rw("layer_kinds", &Config::layer_kinds)
+      .def_rw("conv_taps", &Config::conv_taps)
+      .def("state_values", &Config::state_values, "layer"_a,
+           "Float32 values that a layer keeps of the tokens before a position; 0: it has attention.");
 
   nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
       .def_prop_ro(
           "kind",
           [](const TensorSpec& self) {
-            return self.row->kind == TensorKind::kMatrix ? "matrix"
-                   : self.row->kind == TensorKind::kNorm ? "norm"
-                                                         : "vector";
+            switch (self.row->kind) {
+              case TensorKind::kMatrix:
+                return "matrix";
+              case TensorKind::kNorm:
+                return "norm";
+              case TensorKind::kVector:
+                return "vector";
+              case TensorKind::kFilter:
+                return "filter";
+            }
+            throw std::logic_error("not a kind of tensor");
           },
-          "matrix, norm or vector.")
+          "matrix, norm, vector or filter.")
       .def_prop_ro("role", [](const TensorSpec& self) { return std::string(self.row->role); })
       .def_prop_ro(
           "presence", [](const TensorSpec& self) { return std::string(self.row->presence); },
@@ -173,7 +191,13 @@ void bind_model(nb::module_& m) {
       .def_prop_ro(
           "shape", [](const TensorSpec& self) { return self.shape; },
           nb::sig("def shape(self) -> tuple[int, ...]"))
-      .def_ro("per_layer", &TensorSpec::per_layer);
+      .def_prop_ro("per_layer", [](const TensorSpec& self) { return self.layers.has_value(); })
+      .def(
+          "is_in",
+          [](const TensorSpec& self, LayerKind kind) {
+            return self.layers && has_rows_of(*self.layers, kind);
+          },
+          "kind"_a, "Return whether layers of a kind have it.");
   m.def(
       "tensor_types",
       [] {

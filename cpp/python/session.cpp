@@ -24,33 +24,55 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// Token ids, and the rows of K and V of each layer: K of layer 0, V of layer 0, K of layer 1, ...
+// Token ids, and the parts of each layer: K and V, or its state as float32.
 nb::tuple export_state(Session& session) {
-  std::vector<Result<std::uint8_t>> rows;
+  std::vector<Result<std::uint8_t>> parts;
   const std::vector<TokenId> tokens = without_gil([&] {
-    return session.export_state([&](int, bool, std::size_t bytes) {
-      return reinterpret_cast<std::byte*>(rows.emplace_back(bytes).data());
+    return session.export_state([&](int, Session::Part, std::size_t bytes) {
+      return reinterpret_cast<std::byte*>(parts.emplace_back(bytes).data());
     });
   });
   Result<TokenId> ids(tokens.size());
   std::copy(tokens.begin(), tokens.end(), ids.data());
   nb::list arrays;
-  for (auto& r : rows) arrays.append(r.release());
+  for (auto& part : parts) arrays.append(part.release());
   return nb::make_tuple(ids.release(), arrays);
 }
 
-void import_state(Session& session, const TokenArray& tokens, const std::vector<ByteArray>& rows) {
-  const std::size_t layers = std::size_t(session.engine().config().n_layers);
-  if (rows.size() != 2 * layers)
-    throw std::invalid_argument("a state of " + std::to_string(layers) + " layers has " +
-                                std::to_string(2 * layers) + " arrays, got " + std::to_string(rows.size()));
+const char* holding(Session::Part part) {
+  switch (part) {
+    case Session::Part::kKeys:
+      return "keys of layer ";
+    case Session::Part::kValues:
+      return "values of layer ";
+    case Session::Part::kState:
+      return "states of layer ";
+  }
+  throw std::logic_error("not a part of a layer");
+}
+
+// In a model with recurrent layers, the number of computed tokens is the number of rows of K.
+void import_state(Session& session, const TokenArray& tokens, const std::vector<ByteArray>& parts) {
+  std::size_t expected = 0, next = 0, keys = 0;
+  const Config& config = session.engine().config();
+  for (int layer = config.n_layers - 1; layer >= 0; --layer) {
+    const bool attention = config.kind(layer) == LayerKind::kAttention;
+    expected += attention ? 2 : 1;
+    keys = attention ? 0 : keys + 1;  // index of the keys of the first layer with attention
+  }
+  if (parts.size() != expected)
+    throw std::invalid_argument("a state of " + std::to_string(config.n_layers) + " layers has " +
+                                std::to_string(expected) + " arrays, got " + std::to_string(parts.size()));
+  const bool recurrent = expected < 2 * std::size_t(config.n_layers);
+  const std::size_t computed =
+      recurrent ? parts[keys].shape(0) / session.kv_row_bytes(false) : tokens.shape(0);
   without_gil([&] {
-    session.import_state(view(tokens), [&](int layer, bool values, std::size_t bytes) {
-      const ByteArray& array = rows[2 * std::size_t(layer) + values];
+    session.import_state(view(tokens), computed, [&](int layer, Session::Part part, std::size_t bytes) {
+      const ByteArray& array = parts[next++];
       if (array.shape(0) != bytes)
-        throw std::invalid_argument(std::string(values ? "values" : "keys") + " of layer " +
-                                    std::to_string(layer) + " have " + std::to_string(array.shape(0)) +
-                                    " bytes, expected " + std::to_string(bytes));
+        throw std::invalid_argument(holding(part) + std::to_string(layer) + " have " +
+                                    std::to_string(array.shape(0)) + " bytes, expected " +
+                                    std::to_string(bytes));
       return reinterpret_cast<const std::byte*>(array.data());
     });
   });
@@ -159,7 +181,7 @@ void bind_sessions(nb::module_& m) {
       .def("fork", &Session::fork, nb::call_guard<GilRelease>())
       .def("export_state", &export_state,
            nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
-      .def("import_state", &import_state, "tokens"_a, "rows"_a)
+      .def("import_state", &import_state, "tokens"_a, "parts"_a)
       .def("memory_bytes", &Session::memory_bytes)
       .def("inspector", &SessionInspector::of, nb::keep_alive<0, 1>(),
            "What looks into the session's passes; None where the engine makes no dispatches.")

@@ -185,6 +185,9 @@ class Session:
     def rewind(self, position: int) -> None:
         """Forget the tokens from `position` on.
 
+        In a model with recurrent layers, the next call computes the tokens between the last snapshot and
+        `position` again. Its results are those of a session that never had the tokens after `position`.
+
         Raises
         ------
         ValueError
@@ -277,8 +280,10 @@ class Session:
     def stats(self) -> dict[str, float]:
         """Counters of the last call and sizes in bytes.
 
-        ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``) and what
-        the engine adds, such as ``dispatches``, ``command_buffers`` and ``allocations`` on Metal.
+        ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``),
+        ``tokens_recomputed`` and what the engine adds, such as ``dispatches``, ``command_buffers`` and
+        ``allocations`` on Metal. ``tokens_recomputed`` is the number of known tokens that the last call
+        computed again, because the states of recurrent layers were not known after them.
         """
         return self.native.stats()
 

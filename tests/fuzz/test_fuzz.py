@@ -29,10 +29,16 @@ from metal_prefill.text._chat_template import ChatTemplate
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = replace(MODELS["gemma3"], layers=2, dim=32, key_dim=32, heads=2, kv_heads=1, ffn=32, vocab=280)
-    return write(tmp_path_factory.mktemp("fuzz") / "m.gguf", shape)
+TINY: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": 280}
+SHAPES = {
+    "gemma3": replace(MODELS["gemma3"], layers=2, **TINY),
+    "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **TINY),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("fuzz") / "m.gguf", SHAPES[request.param])
 
 
 def use_model(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +130,8 @@ def test_a_plan_is_what_reaches_the_gpu(tmp_path: Path, name: str, family: int, 
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3", "gemma3", "smollm3", "phi3", "granite", "hunyuan-dense", "olmo2", "exaone4"]
+    "name",
+    ["qwen2", "qwen3", "gemma3", "smollm3", "phi3", "granite", "hunyuan-dense", "olmo2", "exaone4", "lfm2"],
 )
 def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
     found = [model for model in small_models.MODELS.values() if model.architecture == name]
@@ -140,6 +142,15 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
         for tokens in (1, 5, 40):
             model.reset()
             assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
+
+
+def test_a_short_convolution_takes_seven_dispatches_whatever_the_length(tmp_path: Path) -> None:
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"]))
+    for tokens in (1, 2, 8, 9, 40, 300):
+        for position in (0, 500):
+            per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
+            assert [per_layer[layer] for layer in (0, 1, 3)] == [7, 7, 7]
+            assert per_layer[2] <= 10
 
 
 LLAMA_7B = ModelConfig(
@@ -293,6 +304,11 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         found |= {d.kernel for d in plan(shape, 9)}
     encoder = replace(SMALL, causal=False, has_head=False, norm_kind="layer", architecture="modern-bert")
     found |= {d.kernel for d in plan(uniform_shape(encoder, "f16", "f16"), 9, output="hidden")}
+    convolving = replace(
+        SMALL, architecture="lfm2", layer_kinds=("short_conv", "attention"), conv_taps=3, n_layers=2
+    )
+    for tokens in (1, 300):
+        found |= {d.kernel for d in plan(uniform_shape(convolving, "f32", "f32"), tokens)}
     mixed = uniform_shape(SMALL, "q4_0", "q4_0")
     bias = TensorShape("bo", 0, GGMLQuantizationType.F32, (SMALL.dim,))
     found |= {d.kernel for d in plan(Shape(SMALL, (*mixed.tensors, bias)), 9)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import small_models
 
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
 from metal_prefill.gpu._cost_model import work_of
@@ -140,6 +141,22 @@ def test_the_cost_model_has_the_bytes_that_are_counted(path: Path, metal: None, 
                 b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
             )
             assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=0.02, abs=64), d
+
+
+@pytest.mark.emulator
+def test_the_cost_model_has_the_bytes_of_short_convolutions(tmp_path: Path, metal: None) -> None:
+    path = small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"])
+    with Model(path, device="metal") as model:
+        if not counts_work(model.device):
+            pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
+        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith("short_conv")]
+        assert len(found) == 3 * 3
+        for d, bindings in found:
+            work = work_of(d)
+            moved = sum(
+                b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
+            )
+            assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=0.03, abs=64), d
 
 
 def events_of(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

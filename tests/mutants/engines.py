@@ -11,9 +11,73 @@ _KERNELS = "tests/test_cpu_kernels.py"
 _PAIRS = f"{_KERNELS}::test_product_of_pairs_is_that_of_rounded_numbers"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
+_STATES = "tests/test_recurrent.py"
 _SEVERAL = f"{_BATCH}::test_prompts_and_tokens_together_are_what_they_are_alone"
 
 SHARED = (
+    Mutant(
+        "cpp/batch.cpp",
+        "if (item.states()) item.states()->replace(int(item.before), item.state);",
+        "",
+        "a call that fails leaves the state after its finished chunks",
+        (_STATES, "-k", "cpu and failed_prompt"),
+    ),
+    Mutant(
+        "cpp/batch.cpp",
+        "const int tokens = std::min(behind > 0 ? behind : item.left(), room);",
+        "const int tokens = std::min(behind > 1 ? behind - 1 : item.left(), room);",
+        "the last token before the position is not computed again",
+        (_STATES, "-k", "cpu and rewound"),
+    ),
+    Mutant(
+        "cpp/states.cpp",
+        "planned.writes.push_back({at - current_.position, pool_.take(), keep});",
+        "planned.writes.push_back({at - current_.position, current_.state, keep});",
+        "a pass writes to the slot that snapshots and forks share",
+        (_STATES, "-k", "cpu and (fork or rewound)"),
+    ),
+    Mutant(
+        "cpp/states.cpp",
+        "drop_after(position);\n  if (current_.position <= position) return;",
+        "if (current_.position <= position) return;",
+        "snapshots of tokens that were taken back stay",
+        (_STATES, "-k", "cpu and again_and_again"),
+    ),
+    Mutant(
+        "cpp/states.cpp",
+        "if (write.tokens > tokens) break;",
+        "",
+        "the state after rejected drafts is kept as a snapshot",
+        (_STATES, "-k", "cpu and (rejected or speculation)"),
+    ),
+    Mutant(
+        "cpp/states.cpp",
+        "interval_(int(std::min(ceil_div(store.page_bytes(), page_bytes), kMostPages)) * kPagePositions)",
+        "interval_(kPagePositions)",
+        "snapshots of large states are at every page",
+        (_STATES, "-k", "cpu and distance_of_snapshots"),
+    ),
+    Mutant(
+        "cpp/prefix_tree.cpp",
+        "if (state.position <= begin || state.position > end) continue;",
+        "if (state.position <= begin) continue;",
+        "a page has states of the pages after it",
+        (_STATES, "-k", "cpu and (later_session or outlives)"),
+    ),
+    Mutant(
+        "cpp/cache_memory.h",
+        "prefixes_.evict() || (states_ && states_->drop_snapshot())",
+        "prefixes_.evict()",
+        "snapshots keep the memory that prompts need",
+        (_STATES, "-k", "cpu and give_way"),
+    ),
+    Mutant(
+        "cpp/engine.cpp",
+        "return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();",
+        "return tokens_.size();",
+        "a session that was rewound takes the state of an earlier token for its own",
+        (_STATES, "-k", "cpu and rewound"),
+    ),
     Mutant(
         "cpp/batch.cpp",
         "if (session.tokens_.size() > item.before) session.tokens_.resize(item.before);",
@@ -128,7 +192,7 @@ SHARED = (
     ),
     Mutant(
         "cpp/prefix_tree.cpp",
-        "if (end != other.end() && std::equal(other.begin(), end, own.begin())) remove(*before->second);",
+        "      remove(*before->second);\n",
         "",
         "a page stays next to one with more of the same tokens",
         (f"{_TREE}::test_pages_leave_in_the_order_that_the_policy_states",),
@@ -234,6 +298,27 @@ SHARED = (
 )
 
 CPU = (
+    Mutant(
+        "cpp/cpu/short_conv.cpp",
+        "if (back <= row.in_chunk) {",
+        "if (back <= row.index) {",
+        "a convolution reads the rows of the sequence before its own",
+        (_STATES, "-k", "cpu and batch"),
+    ),
+    Mutant(
+        "cpp/cpu/short_conv.cpp",
+        "if (row.next) store_state(step, row);",
+        "",
+        "no state is written",
+        (_STATES, "-k", "cpu and holds_the_inputs"),
+    ),
+    Mutant(
+        "cpp/cpu/forward_pass.cpp",
+        "if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);\n  if (n_wanted > 0) add",
+        "if (n_wanted > 0) add",
+        "the last convolution adds to the first rows of the residual stream",
+        (_MODELS, "-k", "lfm2 and cpu"),
+    ),
     Mutant(
         "cpp/model.h",
         "return norm_eps / (residual_scale * residual_scale);",
@@ -565,6 +650,27 @@ CPU = (
 
 METAL = (
     Mutant(
+        "cpp/metal/sent_passes.mm",
+        "if (write.tokens == run.token + i + 1) row.after = write.state.slot();",
+        "if (write.tokens == run.count) row.after = write.state.slot();",
+        "states are written after other tokens",
+        (_STATES, "-k", "metal and holds_the_inputs"),
+    ),
+    Mutant(
+        "cpp/metal/metal_cache.mm",
+        "chunk.states.writes[0].state = ahead_->states.writes[0].state;",
+        ";",
+        "a pass that was sent ahead leaves its state to no session",
+        (_STATES, "-k", "metal and scheduler"),
+    ),
+    Mutant(
+        "cpp/metal/pass_rows.cpp",
+        "row.rest = u32_t(run.row);",
+        "row.rest = u32_t(run.row + 1);",
+        "the last token of a sequence reads a neighbour's row",
+        (_STATES, "-k", "metal and batch"),
+    ),
+    Mutant(
         "cpp/metal/libraries.mm",
         ": MTLMathFloatingPointFunctionsPrecise;",
         ": MTLMathFloatingPointFunctionsFast;",
@@ -607,9 +713,9 @@ METAL = (
         ("tests/metal_engine/test_newest_macs.py", "-k", "without_what_fails"),
     ),
     Mutant(
-        "cpp/metal/kv_pages.mm",
-        "                   size:layout_.bytes];",
-        "                   size:layout_.bytes / 2];",
+        "cpp/metal/slots.mm",
+        "                   size:slot_bytes_];",
+        "                   size:slot_bytes_ / 2];",
         "a copied page lacks its second half",
         (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "metal"),
     ),
@@ -641,7 +747,7 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/sent_passes.mm",
-        "choices || pages.is_in_use() ? Gpu::kBusy : Gpu::kIdle",
+        "choices || cache.is_in_use() ? Gpu::kBusy : Gpu::kIdle",
         "choices ? Gpu::kBusy : Gpu::kIdle",
         "a pass does not wait for those that other sessions have on the way",
         ("tests/metal_engine/test_running_ahead.py", "-k", "two_sessions"),

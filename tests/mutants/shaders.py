@@ -12,6 +12,20 @@ _HEADS = "64_64"  # nor attention of prompts with other heads
 
 MUTANTS = (
     Mutant(
+        "shaders/short_conv.metal",
+        "return token < row.split ? row.first + token : row.rest + (token - row.split);",
+        "return row.first + token;",
+        "the last tokens of a sequence are those of its neighbour",
+        (_STEPS, "-k", "short_conv"),
+    ),
+    Mutant(
+        "shaders/short_conv.metal",
+        "if (row.before == STATE_NONE) return 0.0f;",
+        "",
+        "the first tokens of a sequence read a state that is not there",
+        (_STEPS, "-k", "short_conv"),
+    ),
+    Mutant(
         "shaders/log_prob.metal",
         "precise::log(sum)",
         "log(sum)",

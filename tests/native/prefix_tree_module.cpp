@@ -65,7 +65,7 @@ void bind_prefix_tree(nb::module_& m) {
       .def(
           "known",
           [](Tree& self, const std::string& name_space, const Tokens& tokens) {
-            return self.tree().known(name_space, tokens);
+            return self.tree().known(name_space, tokens).positions;
           },
           "namespace"_a, "tokens"_a)
       .def("evict", [](Tree& self) { return self.tree().evict(); })

@@ -23,7 +23,7 @@ ENCODERS = (*BERT, "modern-bert", "eurobert")
 LAYER_NORM = (*BERT, "modern-bert")
 EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2")
 ROTATES_HALVES = (
-    *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4"),
+    *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2"),
     *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
 )
 
@@ -41,6 +41,8 @@ class Result:
         Per layer, after rotation: what a KV cache holds.
     values : list of float64 [n, kv_heads, value_dim]
         Per layer.
+    products : dict of int to float64 [n, dim]
+        Per layer with a short convolution: what its filter reads of each token.
     """
 
     logits: Array
@@ -48,6 +50,7 @@ class Result:
     hidden: Array
     keys: list[Array]
     values: list[Array]
+    products: dict[int, Array]
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
         """Log probability of each token given those before it, ``[n - 1]``."""
@@ -93,7 +96,9 @@ class ReferenceModel:
         self.dim: int = self._key("embedding_length")
         self.n_layers: int = self._key("block_count")
         self.n_heads: int = self._key("attention.head_count")
-        self.n_kv_heads: int = self._key("attention.head_count_kv", self.n_heads)
+        kv_heads: int | list[int] = self._key("attention.head_count_kv", self.n_heads)
+        self.kv_heads_of_layers = [kv_heads] * self.n_layers if isinstance(kv_heads, int) else kv_heads
+        self.n_kv_heads: int = max(self.kv_heads_of_layers)
         self.key_dim: int = self._key("attention.key_length", self.dim // self.n_heads)
         self.value_dim: int = self._key("attention.value_length", self.dim // self.n_heads)
         layer_norm = self.architecture in LAYER_NORM
@@ -108,25 +113,29 @@ class ReferenceModel:
         x = x * self.scale["embedding_scale"]
         if self.architecture in GEMMA:
             x = x * math.sqrt(self.dim)
-        x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
-        keys, values = [], []
+        if self.architecture != "lfm2":  # where the output norm has this name
+            x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
+        keys, values, products = [], [], {}
         for layer in range(self.n_layers):
-            q, k, v = self._project(layer, x)
-            keys.append(k)
-            values.append(v)
-            attended = self._attention(layer, q, self._cached(k), self._cached(v))
-            projected = self._linear(layer, "attn_output", attended)
+            if self.kv_heads_of_layers[layer] == 0:
+                projected, products[layer] = self._short_convolution(layer, x)
+            else:
+                q, k, v = self._project(layer, x)
+                keys.append(k)
+                values.append(v)
+                attended = self._attention(layer, q, self._cached(k), self._cached(v))
+                projected = self._linear(layer, "attn_output", attended)
             added = self.scale["residual_scale"]
             x = x + added * self._normed(layer, "post_attention_norm", projected)
             x = self._normed(layer, "attn_output_norm", x)
             x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
             x = self._normed(layer, "layer_output_norm", x)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
-        hidden = self._norm("output_norm", x)
+        hidden = self._norm("token_embd_norm" if self.architecture == "lfm2" else "output_norm", x)
         logits = hidden @ head.T / self.scale["logit_scale"]
-        return Result(
-            logits if self.architecture not in ENCODERS else np.empty((len(x), 0)), x, hidden, keys, values
-        )
+        if self.architecture in ENCODERS:
+            logits = np.empty((len(x), 0))
+        return Result(logits, x, hidden, keys, values, products)
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
         """Vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
@@ -148,6 +157,21 @@ class ReferenceModel:
             separators = np.cumsum(ids == self.metadata.get("tokenizer.ggml.seperator_token_id", -1))
             added = added + table[np.minimum(np.concatenate([[0], separators[:-1]]), len(table) - 1)]
         return added
+
+    def _short_convolution(self, layer: int, x: Array) -> tuple[Array, Array]:
+        """Convolve the gated input with a causal filter per channel, and gate the result: ``[n, dim]``.
+
+        Also return the gated input.
+        """
+        h = self._normed(layer, "attn_norm", x)
+        before, after, inner = np.split(h @ self._weight(layer, "shortconv.in_proj").T, 3, axis=1)
+        products = before * inner
+        taps = self._weight(layer, "shortconv.conv")  # [dim, taps], the current token's last
+        convolved = np.zeros_like(products)
+        for back in range(taps.shape[1]):
+            convolved[back:] += products[: len(products) - back] * taps[:, taps.shape[1] - 1 - back]
+        mixed: Array = (after * convolved) @ self._weight(layer, "shortconv.out_proj").T
+        return mixed, products
 
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``."""

@@ -100,6 +100,8 @@ class SmallModel:
     dense: int | None = None
     labels: tuple[str, ...] = ()
     scales: tuple[tuple[str, float], ...] = ()
+    conv_layers: tuple[int, ...] = ()
+    conv_taps: int = 3
     seed: int = 1
 
     @property
@@ -191,6 +193,21 @@ MODELS: dict[str, SmallModel] = {
     "phi3": SmallModel(architecture="phi3", dim=128, kv_heads=4),
     "phi3, long rope": SmallModel(
         architecture="phi3", dim=128, kv_heads=4, rope_scaling="longrope", original_context=64
+    ),
+    "lfm2": SmallModel(architecture="lfm2", layers=4, dim=128, rope_base=1e6, conv_layers=(0, 1, 3)),
+    "lfm2, attention last": SmallModel(architecture="lfm2", layers=3, dim=96, key_dim=24, conv_layers=(0, 1)),
+    "lfm2, four taps, odd dimensions": SmallModel(
+        architecture="lfm2",
+        layers=3,
+        dim=50,
+        heads=2,
+        kv_heads=1,
+        key_dim=24,
+        ffn=70,
+        embedding="F16",
+        types={"*": "F32"},
+        conv_layers=(0, 2),
+        conv_taps=4,
     ),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
@@ -307,6 +324,8 @@ def _shape(model: SmallModel) -> ModelShape:
         dense=model.dense,
         labels=model.labels,
         scales=model.scales,
+        conv_layers=model.conv_layers,
+        conv_taps=model.conv_taps,
     )
 
 
@@ -327,7 +346,7 @@ _OUTSIDE = (
     *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
 )
-_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS)
+_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
 
@@ -337,7 +356,7 @@ def _turn(tensor: Tensor) -> tuple[int, ...]:
         return (1 << 20, _HEADS.index(tensor.name))
     if tensor.name in _OUTSIDE:
         return (-1, _OUTSIDE.index(tensor.name))
-    _, layer, name, _ = tensor.name.split(".")
+    _, layer, *_, name, _ = tensor.name.split(".")
     place = _NORMS.index(name) if tensor.role is Role.NORM else 0
     return (int(layer), _ROLES.index(tensor.role), place)
 

@@ -101,6 +101,8 @@ def _shape(arguments: argparse.Namespace) -> Shape:
         max_alibi_bias=traits.max_alibi_bias,
         layer_uses_rope=() if traits.rope else (False,) * s.layers,
         layer_window=tuple(0 if sees_all else s.window for sees_all in whole) if s.window else (),
+        layer_kinds=tuple("attention" if heads else "short_conv" for heads in s.kv_heads_of_layers),
+        conv_taps=s.conv_taps if s.conv_layers else 0,
     )
     return uniform_shape(config, "q4_0", "q8_0", None if s.output_type == TIED else s.output_type.lower())
 

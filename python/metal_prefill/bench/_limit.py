@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from metal_prefill.bench._peak import int8_peak
-from metal_prefill.files._architecture import read_config
+from metal_prefill.files._architecture import layer_kind, read_config
 from metal_prefill.files._gguf_file import GGUFFile
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -29,7 +29,7 @@ class PromptWork:
     position : int
         In the attention of one layer, for each position that a token sees.
     windows : tuple of int
-        Positions that a token sees at most in each layer; 0: all.
+        Positions that a token sees at most in each layer; 0: all, -1: the layer has no attention.
     """
 
     each: int
@@ -40,12 +40,15 @@ class PromptWork:
     def products(self, n: int) -> int:
         """Return the multiply-adds of a prompt of `n` tokens."""
         seen = sum(_positions_seen(n, window) for window in self.windows[:-1])
-        seen += min(n, self.windows[-1] or n)
+        last = self.windows[-1]
+        seen += 0 if last < 0 else min(n, last or n)
         return n * self.each + self.once + seen * self.position
 
 
 def _positions_seen(n: int, window: int) -> int:
     """Return the total number of positions that `n` tokens attend to, including themselves."""
+    if window < 0:
+        return 0
     within = min(n, window) if window else n
     return within * (within + 1) // 2 + (n - within) * within
 
@@ -62,12 +65,14 @@ def read_work(path: Path) -> PromptWork | None:
             if tensor.type_name in FLOAT_TYPES:
                 return None
             if tensor.name.startswith(last) and not tensor.name.startswith(
-                (f"{last}attn_k", f"{last}attn_v")
+                (f"{last}attn_k", f"{last}attn_v", f"{last}shortconv.in_proj")
             ):
                 once += prod(tensor.shape)
             else:
                 each += prod(tensor.shape)
         windows = config.layer_window or (0,) * config.n_layers
+        kinds = [layer_kind(config, layer) for layer in range(config.n_layers)]
+        windows = tuple(w if kind == "attention" else -1 for w, kind in zip(windows, kinds, strict=True))
         position = config.n_heads * (config.key_dim + config.value_dim)
         return PromptWork(each, once + config.vocab_size * config.dim, position, windows)
 

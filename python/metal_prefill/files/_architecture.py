@@ -24,6 +24,7 @@ RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
+LayerKind: TypeAlias = Literal["attention", "short_conv"]
 WindowRope: TypeAlias = Literal["same", "own", "only"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
 
@@ -103,6 +104,11 @@ class ModelConfig:
         layer attends to all positions.
     layer_rope_base, layer_rope_factor : tuple of float
         Per-layer values; empty if `rope_base` and `rope_factor` apply to every layer.
+    layer_kinds : tuple of {"attention", "short_conv"}
+        Kind of each layer; empty if every layer has attention. Layers of other kinds keep a state instead of
+        keys and values.
+    conv_taps : int
+        Number of tokens that a short convolution covers, including the current one; 0 without such layers.
     """
 
     architecture: str
@@ -142,6 +148,8 @@ class ModelConfig:
     layer_window: tuple[int, ...] = ()
     layer_rope_base: tuple[float, ...] = ()
     layer_rope_factor: tuple[float, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = ()
+    conv_taps: int = 0
 
 
 def _gemma3_attention_scale(config: ModelConfig) -> float:
@@ -202,6 +210,10 @@ class Architecture:
         divided by theirs.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
         Same as in `ModelConfig`.
+    short_conv : bool
+        Whether the layers without key-value heads are short convolutions.
+    names : mapping of str to str
+        Names of tensors, by role, that differ from those in ``cpp/tensors.inc``.
     fused : mapping of str to tuple of str
         Layer tensors that may hold the rows of several tensors in sequence, and the roles of those tensors.
     """
@@ -237,6 +249,8 @@ class Architecture:
     scales: bool = False
     qk_norm_place: QkNormPlace = "heads"
     causal: bool = True
+    short_conv: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
 
@@ -301,6 +315,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         window="optional",
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
     ),
+    "lfm2": Architecture(
+        rope_style="neox",
+        qk_norm="required",
+        short_conv=True,
+        names={"output_norm": "token_embd_norm.weight"},
+    ),
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
     "bert": _BERT,
@@ -341,9 +361,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
 }
 
-# Small models that users may expect to be supported, and the reason why they are not.
-NOT_IMPLEMENTED = {"lfm2": "its short-convolution layers need a state other than the KV cache"}
-
 DEFAULT_WINDOW_ROPE_BASE = 10000.0  # for layers with a window, in every published gemma3 model
 
 # Tensor types that are supported for matrices; vectors are F32.
@@ -373,6 +390,7 @@ _ENUMS = {
     "activation": _core.Activation,
     "qk_norm_place": _core.QkNormPlace,
     "norm_kind": _core.NormKind,
+    "layer_kinds": _core.LayerKind,
 }
 
 
@@ -381,10 +399,10 @@ def core_config(config: ModelConfig) -> _core.Config:
     core = _core.Config()
     for name in (item.name for item in fields(config)):
         value = getattr(config, name)
-        if name in _ENUMS:
+        if isinstance(value, tuple):
+            value = [_ENUMS[name][item.upper()] if name in _ENUMS else item for item in value]
+        elif name in _ENUMS:
             value = _ENUMS[name][value.upper()]
-        elif isinstance(value, tuple):
-            value = list(value)
         setattr(core, name, value)
     return core
 
@@ -411,10 +429,9 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     name = keys.architecture
     traits = ARCHITECTURES.get(name)
     if traits is None:
-        reason = NOT_IMPLEMENTED.get(name)
         near = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.5)
         raise UnsupportedModelError(
-            f"{gguf.path}: architecture {name} is not supported{f' ({reason})' if reason else ''}; "
+            f"{gguf.path}: architecture {name} is not supported; "
             + (f"the nearest that is supported is {near[0]}; " if near else "")
             + f"supported are {', '.join(ARCHITECTURES)}. To ask for it, use the project's issue form "
             "'A model that does not open'"
@@ -428,7 +445,15 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         )
     dim = keys.positive("embedding_length")
     n_heads = keys.positive_each_layer("attention.head_count", n_layers)
-    n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
+    kinds: tuple[LayerKind, ...] = ()
+    if traits.short_conv:
+        counts = keys.count_each_layer("attention.head_count_kv", n_layers)
+        n_kv_heads = max(counts)
+        if n_kv_heads == 0:
+            raise keys.unsupported(f"{name}.attention.head_count_kv is 0 in every layer: none has attention")
+        kinds = tuple("attention" if count else "short_conv" for count in counts)
+    else:
+        n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
     if n_heads % n_kv_heads:
         raise keys.error(
             f"{name}.attention.head_count {n_heads} is not a multiple of "
@@ -471,6 +496,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         logit_scale=1 / scales["logit_scale"],
         qk_norm_place=traits.qk_norm_place,
         attention_scale=keys.positive_float("attention.scale", default=0.0),
+        layer_kinds=kinds,
+        conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
     )
     config = _with_rope_scaling(config, keys)
     if traits.long_rope != "absent":
@@ -508,6 +535,16 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
     return found
 
 
+def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
+    """Return the kind of a layer."""
+    return config.layer_kinds[layer] if config.layer_kinds else "attention"
+
+
+def tensor_name(config: ModelConfig, spec: _core.TensorSpec, layer: int) -> str:
+    """Return the name of a tensor in files of an architecture."""
+    return ARCHITECTURES[config.architecture].names.get(spec.role, spec.name).format(layer=layer)
+
+
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
     """Yield every tensor that a model can have: its table row, its layer and its presence.
 
@@ -516,7 +553,10 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, in
     traits = ARCHITECTURES[config.architecture]
     specs = _core.tensors(core_config(config))
     for layer in range(-1, config.n_layers):
+        kind = _core.LayerKind[layer_kind(config, layer).upper()] if layer >= 0 else None
         for spec in specs:
+            if kind is not None and not spec.is_in(kind):
+                continue
             presence = presence_of(spec.presence, traits)
             if spec.per_layer == (layer >= 0) and presence != "absent":
                 yield spec, layer, presence
@@ -548,12 +588,12 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
             if whole in gguf.tensors and not (own - {whole}) & gguf.tensors.keys():
                 yield spec.role, layer, _part(gguf, whole, {role: shapes[role] for role in roles}, spec.role)
                 continue
-        name = spec.name.format(layer=layer)
+        name = tensor_name(config, spec, layer)
         tensor = gguf.tensors.get(name)
         if tensor is not None:
             if spec.shape[0] == 1 and tensor.shape == spec.shape[1:]:  # a matrix of one row, as a vector
                 tensor = replace(tensor, shape=spec.shape)
-            _check_tensor(gguf, tensor, spec.shape)
+            _check_tensor(gguf, tensor, spec.shape, MATRIX_TYPES if spec.kind == "matrix" else ("F32",))
             yield spec.role, layer, tensor
         elif presence == "required":
             raise GGUFError(f"{gguf.path}: tensor {name} is missing{_or_part(parts, spec.role, layer, name)}")
@@ -571,7 +611,8 @@ def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role
     """Return the rows of one role in a fused tensor that holds several roles in the order of `shapes`."""
     tensor = gguf.tensors[name]
     rows = {other: shape[0] for other, shape in shapes.items()}
-    _check_tensor(gguf, tensor, (sum(rows.values()), *shapes[role][1:]))
+    types = MATRIX_TYPES if len(shapes[role]) == 2 else ("F32",)
+    _check_tensor(gguf, tensor, (sum(rows.values()), *shapes[role][1:]), types)
     row_bytes = tensor.nbytes // sum(rows.values())
     before = sum(rows[other] for other in list(rows)[: list(rows).index(role)])
     return replace(
@@ -582,12 +623,11 @@ def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role
     )
 
 
-def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...]) -> None:
+def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
     if tensor.shape != shape:
         raise GGUFError(
             f"{gguf.path}: tensor {tensor.name} has shape {tensor.shape}, the metadata requires {shape}"
         )
-    types = MATRIX_TYPES if len(shape) == 2 else ("F32",)
     if tensor.type_name not in types:
         raise UnsupportedModelError(
             f"{gguf.path}: tensor {tensor.name} has type {tensor.type_name}; "
@@ -609,6 +649,15 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
     parts = keys.number("split.count", default=0)
     if parts > 1:
         raise keys.unsupported(f"the model is split into {parts} files; merge them first")
+
+
+def _conv_taps(keys: Keys, dim: int) -> int:
+    taps = keys.positive("shortconv.l_cache")
+    if taps < 2:
+        raise keys.error(f"{keys.architecture}.shortconv.l_cache is {taps}, must be at least 2")
+    if dim > MAX_INT // 3:
+        raise keys.error(f"{keys.architecture}.embedding_length {dim} is more than {MAX_INT // 3}")
+    return taps
 
 
 def _head_dim(keys: Keys, suffix: str, dim: int, n_heads: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
@@ -58,14 +60,23 @@ class Keys:
         key = self._key(suffix)
         if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
             return self.positive(suffix, default)
-        values = self.gguf.metadata[key]
-        if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.integer):
-            raise self._wrong_type(key, _INTEGER_TYPES)
-        if len(values) != n_layers:
-            raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
+        values = self._integers(key, n_layers)
         if (values != values[0]).any():
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         return self._positive(key, int(values[0]))
+
+    def count_each_layer(self, suffix: str, n_layers: int) -> tuple[int, ...]:
+        """Read a count per layer, each 0 or the same positive integer, stored once or as a list."""
+        key = self._key(suffix)
+        if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
+            return (self.positive(suffix),) * n_layers
+        values = self._integers(key, n_layers)
+        counts = {int(value) for value in values} - {0}
+        if len(counts) > 1:
+            raise self.unsupported(f"{key} differs between layers, which is not supported")
+        for count in counts:
+            self._positive(key, count)
+        return tuple(int(value) for value in values)
 
     def each_layer_but_every_nth(
         self, suffix: str, n_layers: int, default: int, *, first: bool = False
@@ -112,6 +123,14 @@ class Keys:
     def boolean(self, suffix: str, default: bool) -> bool:
         """Read a bool."""
         return bool(self._scalar(self._key(suffix), "bool")) if self.has(suffix) else default
+
+    def _integers(self, key: str, n_layers: int) -> npt.NDArray[Any]:
+        values = self.gguf.metadata[key]
+        if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.integer):
+            raise self._wrong_type(key, _INTEGER_TYPES)
+        if len(values) != n_layers:
+            raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
+        return values
 
     def _key(self, suffix: str) -> str:
         return f"{self.architecture}.{suffix}"

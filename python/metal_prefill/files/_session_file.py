@@ -18,6 +18,10 @@ word is the scale in f16, and each of the others contains two signed codes. The 
 shape ``[n, n_kv_heads, head_dim / 32 * 17]``, which every reader of version 1 can parse; a reader without
 support for ``q8_0`` rejects the file by its ``kv_dtype``.
 
+Recurrent layers have ``layer.i.state`` instead: float32, of a short convolution ``[conv_taps - 1, dim]``, its
+inputs of the last tokens, oldest first. In a model with such layers, K and V are those of the tokens before
+the position of the states, and the loaded session computes the tokens after it again.
+
 The layout does not depend on the engine: a session saved on one device can continue on another.
 """
 
@@ -41,7 +45,7 @@ from safetensors.numpy import save_file
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import StateError
-from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.files._architecture import ModelConfig, layer_kind
 from metal_prefill.files._gguf_file import GGUFFile
 
 FORMAT = "metal_prefill.session"
@@ -116,15 +120,24 @@ class Owner:
     fingerprint: str
     name: str
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer has a state instead of K and V."""
+        return any(kind != "attention" for kind in self.config.layer_kinds)
+
     def tensors(self, n: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of each tensor of a state of `n` tokens: key and value of each layer."""
+        """Return dtype and shape of each tensor of a state of `n` computed tokens, layer by layer."""
         c, rows = self.config, _KV_DTYPES[self.kv_dtype]
         kinds = (("key", c.key_dim), ("value", c.value_dim))
-        return {
-            f"layer.{layer}.{kind}": (rows.dtype, (n, c.n_kv_heads, dim // rows.values * rows.words))
-            for layer in range(c.n_layers)
-            for kind, dim in kinds
-        }
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for layer in range(c.n_layers):
+            if layer_kind(c, layer) == "short_conv":
+                tensors[f"layer.{layer}.state"] = ("F32", (c.conv_taps - 1, c.dim))
+                continue
+            for kind, dim in kinds:
+                shape = (n, c.n_kv_heads, dim // rows.values * rows.words)
+                tensors[f"layer.{layer}.{kind}"] = (rows.dtype, shape)
+        return tensors
 
 
 class State(NamedTuple):
@@ -136,7 +149,7 @@ class State(NamedTuple):
         Ids of the tokens in the cache, int32 ``[n]``.
     rows : list of numpy.ndarray
         Bytes of K and V of each layer, in the canonical layout ``[n, n_kv_heads, head_dim]`` of numbers, or
-        of ``q8_0`` blocks.
+        of ``q8_0`` blocks; of a recurrent layer, of its state.
     notes : str
         Text supplied by the user.
     """
@@ -159,8 +172,9 @@ def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
         The file cannot be written.
     """
     arrays: dict[str, npt.NDArray[Any]] = {TOKENS: state.tokens}
-    for (name, (dtype, shape)), raw in zip(owner.tensors(len(state.tokens)).items(), state.rows, strict=True):
-        arrays[name] = raw.view(_NUMPY_DTYPES[dtype]).reshape(shape)
+    for (name, (dtype, shape)), raw in zip(owner.tensors(0).items(), state.rows, strict=True):
+        rows = shape if name.endswith(".state") else (-1, *shape[1:])
+        arrays[name] = raw.view(_NUMPY_DTYPES[dtype]).reshape(rows)
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -196,7 +210,7 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
         _check_owner(path, header, owner)
         arrays = _read_arrays(path, file, header)
     tokens = arrays[TOKENS].view(_NUMPY_DTYPES["I32"])
-    rows = [arrays[name] for name in owner.tensors(len(tokens))]
+    rows = [arrays[name] for name in owner.tensors(0)]
     return State(tokens, rows, header.metadata.get("notes", ""))
 
 
@@ -212,7 +226,11 @@ def _check_owner(path: str | os.PathLike[str], header: _Header, owner: Owner) ->
             f"{path}: was saved with kv_dtype {metadata.get('kv_dtype')!r}, this model has {owner.kv_dtype!r}"
         )
     dtype, shape = tensors.get(TOKENS, ("nothing", ()))
-    expected = owner.tensors(shape[0] if shape else 0)
+    n = shape[0] if shape else 0
+    if owner.recurrent:
+        rows = next((shape for name, (_, shape) in tensors.items() if name.endswith(".key")), ())
+        n = min(n, rows[0]) if rows else 0
+    expected = owner.tensors(n)
     if dtype != "I32" or len(shape) != 1 or tensors != {TOKENS: (dtype, shape), **expected}:
         raise StateError(f"{path}: its tensors do not match a session of this model")
 

@@ -28,7 +28,8 @@ _GELU_ERF = _core.shader_constants["ACTIVATION_GELU_ERF"]
 _INTERLEAVED = _core.shader_constants["ROPE_INTERLEAVED"]
 _NAMES = _core.tensor_types()
 _TYPES = {t.name.lower(): number for number, t in TENSOR_TYPES.items() if t.name in _NAMES}
-_TILE, _ROW, _CANDIDATE = map(layout_of, ("AttentionTile", "PassRow", "Candidate"))
+_TILE, _ROW, _STATE_ROW, _CANDIDATE = map(layout_of, ("AttentionTile", "PassRow", "StateRow", "Candidate"))
+_STATE_NONE = _core.shader_constants["STATE_NONE"]
 _RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: that of its run
 _SAMPLED_ROWS = 24
 _SAMPLED_TOKENS = 3
@@ -225,6 +226,38 @@ def _swiglu(d: Captured) -> Expected:
         yield d.after(2, out)[token * n : (token + 1) * n], expected
 
 
+def _short_conv(d: Captured) -> Expected:
+    a = d.args
+    channels, taps, stride = a["channels"], a["taps"], a["slot_stride"]
+    filters = d.before(0, np.float32)[: channels * taps].reshape(channels, taps).astype(np.float64)
+    gated = d.before(1, np.float32)[: a["tokens"] * 3 * channels].reshape(-1, 3, channels)
+    rows = d.before(2, _STATE_ROW)
+    before, after = d.before(3, np.float32), d.after(3, np.float32)
+    out = d.after(4, np.float16 if d.kernel.endswith("f16") else np.float32)
+
+    def inputs(row: Values) -> Values:
+        """Return what the filter reads for a row, ``[taps][channels]``."""
+        found = np.zeros((taps, channels))
+        for i in range(taps):
+            token = int(row["token"]) - (taps - 1 - i)
+            if token >= 0:
+                split = int(row["split"])
+                at = int(row["first"]) + token if token < split else int(row["rest"]) + token - split
+                found[i] = gated[at, 0].astype(np.float64) * gated[at, 2]
+            elif row["before"] != _STATE_NONE:
+                start = int(row["before"]) * stride + (taps - 1 + token) * channels
+                found[i] = before[start : start + channels]
+        return found
+
+    for token in _some(a["tokens"] - a["first_out"], _SAMPLED_TOKENS):
+        row = token + a["first_out"]
+        expected = gated[row, 1] * (inputs(rows[row]) * filters.T).sum(axis=0)
+        yield out[token * channels : (token + 1) * channels], expected
+    for row in np.flatnonzero(rows["after"][: a["tokens"]] != _STATE_NONE)[-_SAMPLED_TOKENS:]:
+        start = int(rows["after"][row]) * stride
+        yield after[start : start + (taps - 1) * channels], inputs(rows[row])[1:].reshape(-1)
+
+
 def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> tuple[Values, Values, Values]:
     """Return q, k and v of a row of qkv: with bias, norms of heads and rotation, ``[head][dim]``."""
     heads, kv, key, value = args["n_heads"], args["n_kv_heads"], args["key_dim"], args["value_dim"]
@@ -415,6 +448,7 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "multi_token_matvec_": _product,
     "matmul_": _product,
     "swiglu_": _swiglu,
+    "short_conv_": _short_conv,
     "rope_append_": _rope_append,
     "rope_attention_decode_": _attention,
     "attention_combine": _combine,

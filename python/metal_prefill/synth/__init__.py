@@ -52,6 +52,19 @@ PRESETS: Mapping[str, ModelShape] = {
     "tinyllama-1.1b": ModelShape(
         22, 2048, 32, 4, 64, 5632, 32000, 2048, output_type="Q6_K", tokenizer="llama"
     ),
+    "lfm2-350m": ModelShape(
+        16,
+        1024,
+        16,
+        8,
+        64,
+        4608,
+        65536,
+        128000,
+        architecture="lfm2",
+        rope_base=1e6,
+        conv_layers=(0, 1, 3, 4, 6, 7, 9, 11, 13, 15),
+    ),
     "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
     "tiny-embedding": ModelShape(
         2, 64, 4, 2, 32, 128, 512, 512, architecture="qwen3", rope_base=1e6, norm_eps=1e-6, pooling="last"
@@ -177,6 +190,8 @@ def synthesize(
     pooling: str | None = None,
     dense: int | None = None,
     labels: Sequence[str] | None = None,
+    conv_layers: Sequence[int] | None = None,
+    conv_taps: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Path:
@@ -208,8 +223,8 @@ def synthesize(
     architecture
         Architecture name, which determines the norms and biases of the layers. Unknown names get Llama's
         tensors.
-    value_dim, window, qkv_bias, original_context, pooling, dense, labels
-        See `ModelShape`.
+    value_dim, window, qkv_bias, original_context, pooling, dense, labels, conv_layers, conv_taps
+        See `ModelShape`. If `layers` is given without `conv_layers`, those of the preset beyond are omitted.
     seed
         Seed of all weights.
     progress
@@ -254,9 +269,13 @@ def synthesize(
         "pooling": pooling,
         "dense": dense,
         "labels": None if labels is None else tuple(labels),
+        "conv_layers": None if conv_layers is None else tuple(conv_layers),
+        "conv_taps": conv_taps,
     }
     given = {name: value for name, value in changes.items() if value is not None}
     shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]  # each has its field's type
+    if conv_layers is None:
+        shape = replace(shape, conv_layers=tuple(n for n in shape.conv_layers if n < shape.layers))
     if head_dim is None and (dim is not None or heads is not None):
         if shape.heads < 1 or shape.dim % shape.heads:
             raise ValueError(

@@ -43,7 +43,9 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_head_count_kv(shape.kv_heads_of_layers if shape.conv_layers else shape.kv_heads)
+    if shape.conv_layers:
+        writer.add_shortconv_l_cache(shape.conv_taps)
     traits = ARCHITECTURES.get(shape.architecture, Architecture())
     (writer.add_layer_norm_rms_eps if traits.norm_kind == "rms" else writer.add_layer_norm_eps)(
         shape.norm_eps

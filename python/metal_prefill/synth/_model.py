@@ -68,6 +68,10 @@ class ModelShape:
         Labels of a classification head; empty without one.
     scales
         Scale factors of the forward pass: metadata keys without the architecture prefix, and values.
+    conv_layers
+        Layers with a short convolution instead of attention.
+    conv_taps
+        Number of tokens that a short convolution covers.
     """
 
     layers: int
@@ -95,6 +99,13 @@ class ModelShape:
     dense: int | None = None
     labels: tuple[str, ...] = ()
     scales: tuple[tuple[str, float], ...] = ()
+    conv_layers: tuple[int, ...] = ()
+    conv_taps: int = 3
+
+    @property
+    def kv_heads_of_layers(self) -> list[int]:
+        """Key-value heads of each layer; 0 for a short convolution."""
+        return [0 if layer in self.conv_layers else self.kv_heads for layer in range(self.layers)]
 
     @property
     def value_width(self) -> int:
@@ -117,6 +128,7 @@ class Role(Enum):
 
     MATRIX = "around 0"
     BIAS = "around 0, in F32"
+    FILTER = "around 0, in F32: of a convolution"
     HEAD = "around 0, in F32: after pooling"
     NORM = "around 1"
     OUTPUT_NORM = "around 1 and -1, so that with a tied embedding tokens do not predict themselves"
@@ -189,6 +201,14 @@ def check(shape: ModelShape) -> None:
                 f"rope_scaling 'longrope': architecture {shape.architecture} with an original context of "
                 f"{shape.context_before}; must be phi3, with at least 2"
             )
+    if shape.conv_layers and not ARCHITECTURES.get(shape.architecture, Architecture()).short_conv:
+        raise ValueError(f"conv_layers {shape.conv_layers}: {shape.architecture} has no short convolutions")
+    if not all(0 <= layer < shape.layers for layer in shape.conv_layers) or not any(shape.kv_heads_of_layers):
+        raise ValueError(
+            f"conv_layers {shape.conv_layers}: must be layers, and leave one of {shape.layers} with attention"
+        )
+    if shape.conv_taps < 2:
+        raise ValueError(f"conv_taps {shape.conv_taps}: must be at least 2")
     if shape.tokenizer not in VOCABULARIES:
         raise ValueError(f"tokenizer {shape.tokenizer!r}: must be one of {', '.join(VOCABULARIES)}")
 
@@ -225,10 +245,11 @@ def tensors(
         residual = 1.5 * embedding * (2 * shape.layers) ** -0.5
     kinds = {"token_embedding": embedding_type, "output": shape.output_type}
     # Magnitudes of the outputs; those of other projections are 1.
-    sizes = {"wq": scores, "wk": scores, "wo": residual, "w_down": residual}
+    sizes = {"wq": scores, "wk": scores, "wo": residual, "w_down": residual, "conv_out": residual}
+    names = ARCHITECTURES.get(shape.architecture, Architecture()).names
 
     def tensor(spec: _core.TensorSpec, layer: int | None = None) -> Tensor:
-        name = spec.name.format(layer=layer)
+        name = names.get(spec.role, spec.name).format(layer=layer)
         if spec.role in _FACTORS:
             return Tensor(name, spec.shape, "F32", Role.FACTORS)
         if spec.role == "output_norm":
@@ -239,6 +260,8 @@ def tensors(
             return Tensor(name, spec.shape, "F32", Role.BIAS, 0.5)
         if spec.role in ("token_types", "position_embedding"):  # which llama.cpp never quantizes
             return Tensor(name, spec.shape, "F32", Role.MATRIX, embedding)
+        if spec.kind == "filter":
+            return Tensor(name, spec.shape, "F32", Role.FILTER, spec.shape[1] ** -0.5)
         std = embedding if spec.role in kinds else spec.shape[1] ** -0.5 * sizes.get(spec.role, 1.0)
         return Tensor(name, spec.shape, kinds.get(spec.role, tensor_type), Role.MATRIX, std)
 
@@ -248,9 +271,11 @@ def tensors(
     yield from (tensor(spec) for spec in whole if spec.role in _FACTORS)
     yield from (tensor(spec) for spec in whole if spec.role not in (*after, *_FACTORS))
     for layer in range(shape.layers):
+        kind = _core.LayerKind.SHORT_CONV if layer in shape.conv_layers else _core.LayerKind.ATTENTION
         for spec in specs:
             # An optional norm of the first layer would repeat the norm of the embedding.
-            if spec.per_layer and (layer or spec.role != "attn_norm" or _traits(shape).attn_norm is None):
+            repeats = layer == 0 and spec.role == "attn_norm" and _traits(shape).attn_norm is not None
+            if spec.per_layer and spec.is_in(kind) and not repeats:
                 yield tensor(spec, layer)
     yield from (tensor(spec) for spec in whole if spec.role in after)
     yield from _heads(shape)
@@ -300,6 +325,7 @@ def _core_config(shape: ModelShape) -> _core.Config:
     config.context_length = shape.context
     config.token_types = TOKEN_TYPES if traits.token_types != "absent" else 0
     config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
+    config.conv_taps = shape.conv_taps
     config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
     return config
 

@@ -511,6 +511,28 @@ def _swiglu(d: Dispatch) -> Work:
     )
 
 
+def _short_conv(d: Dispatch) -> Work:
+    a = d.args
+    channels, taps, tokens = a["channels"], a["taps"], a["tokens"]
+    wanted = tokens - a["first_out"]
+    inputs = min(tokens, wanted + (taps - 1) * max(1, len(d.runs)))  # rows whose b and x are read
+    states = sum((position > 0) + 1 for position, _ in d.runs)  # read before a run, and written after it
+    out = _HALF if d.kernel.endswith("f16") else _FLOAT
+    row = Ops(alu=6, memory=2) + _LOOP
+    return _work(
+        d,
+        ops=row * taps + Ops(alu=12, memory=8) + (Ops(memory=1) + row) * (taps - 1) * (len(d.runs) / tokens),
+        trips=2 + taps,
+        dram=channels * taps * _FLOAT,
+        cached=(2 * inputs + wanted) * channels * _FLOAT
+        + wanted * channels * out
+        + states * (taps - 1) * channels * _FLOAT
+        + wanted * 20
+        + (tokens - wanted) * 4,  # of a row without a result, the slot for its state
+        fetched=tokens * channels * (taps * _FLOAT + (2 * taps + 1) * _FLOAT + out),
+    )
+
+
 def _argmax(d: Dispatch) -> Work:
     first = "stage1" in d.kernel
     rounds = ceil(d.args["n"] / ((d.grid[0] if first else 1) * d.threads))
@@ -553,6 +575,7 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "attention_combine": _attention_combine,
     "attention_prefill": _attention_prefill,
     "swiglu": _swiglu,
+    "short_conv": _short_conv,
     "argmax": _argmax,
     "log_prob": _log_prob,
 }
