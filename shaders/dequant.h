@@ -374,7 +374,8 @@ struct NVFP4 : PlainItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const block_nvfp4* block = (device const block_nvfp4*)row + (i >> 3);
     const ushort group = (i & 7) >> 1, bits = block->d[group], shift = (i & 1) * 4;
-    // As bits of half, the exponent is too small by 8; another factor of 1/2 is that of the values. 0x7F is NaN.
+    // As bits of half, the exponent is too small by 8; another factor of 1/2 is that of the values. 0x7F is
+    // NaN.
     const float d = bits == 0x7F ? 0.0f : 128.0f * float(as_type<half>(ushort((bits & 0x7F) << 7)));
     device const u8_t* qs = block->qs + group * 8;
     a = d * look_up(kMXFP4_values, fields(qs, shift, 15));

@@ -80,8 +80,9 @@ constexpr bool check_row() {
   static_assert(scales_of<Format>() == scales_of_block<Block>(),
                 "the packed block must have as many scales for 32 columns as the file");
   static_assert(IsNarrow<Block> || !HasTable<Format>, "codes are indices only in narrow blocks");
-  static_assert(HasHalfScales<Format> == requires(Block b) { b.half_scale; },
-                "the packed block must have float scales of 16 columns exactly if the format has them");
+  static_assert(
+      HasHalfScales<Format> == requires(Block b) { b.half_scale; },
+      "the packed block must have float scales of 16 columns exactly if the format has them");
   if constexpr (IsNarrow<Block>) {
     static_assert(Format::kBits == Block::kBits && HasTable<Format> == Block::kIsTable,
                   "the packed block must have codes of as many bits, and a table if the format has one");

@@ -17,10 +17,8 @@ constexpr std::size_t kAlignment = 16;
 
 std::vector<const Tensor*> bound_tensors(const Model& model) {
   std::vector<const Tensor*> tensors;
-  for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) {
-    // Other vectors reach the GPU in another form: biases joined in one buffer, frequency factors in the rope
-    // tables.
-    if (t && row.kind != TensorKind::kVector) tensors.push_back(&t);
+  for_each_tensor(model, [&](const TensorRow&, const Tensor& t) {
+    if (t) tensors.push_back(&t);
   });
   std::sort(tensors.begin(), tensors.end(),
             [](const Tensor* a, const Tensor* b) { return a->data < b->data; });

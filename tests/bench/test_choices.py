@@ -107,7 +107,7 @@ def test_the_figures_of_rows_of_choices_are_those_of_samples(demo_path: Path) ->
         assert openvino.note == "not measured: its graph computes logits and chooses no token"
     html = results._repr_html_()
     assert "sampled4: tokens sampled by the engine, temperature 0.8, top_k 40" in html
-    assert "lookup4: the same with guesses" in html
+    assert "lookup4: the same with drafts" in html
 
 
 @pytest.mark.usefixtures("_quiet_machine")

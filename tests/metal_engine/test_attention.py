@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import metal_kernels
 import numpy as np
 import pytest
-from metal_kernels import testing_module
 from support.kernel_harness import (
     STRUCTS,
     Array,
@@ -231,7 +231,7 @@ def test_attention_prefill(
 @pytest.mark.parametrize(("dims", "cache"), [(64, np.float16), (128, np.float16), (64, np.float32)], ids=str)
 def test_lanes_of_attention_prefill_rarely_share_a_bank(run: Run, dims: int, cache: type) -> None:
     """In rows of 32 floats all lanes begin in one of two banks: 7.6 times the fewest possible cycles."""
-    emulator: Any = getattr(testing_module(), "emulator", None)
+    emulator: Any = getattr(metal_kernels.testing_module(), "emulator", None)
     if emulator is None or emulator.sanitizer:
         pytest.skip("needs the emulator's checked mode")
     case = Case((33, 40), heads=(4, 2), dims=(dims, dims), cache=cache)

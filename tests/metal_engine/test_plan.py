@@ -279,11 +279,11 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     for kind in TYPES:
         shape = uniform_shape(SMALL, kind, kind)
         for fused in (False, True):
-            for tokens in (1, 2, 9, 300):
+            for tokens in (1, 2, 9, 64, 300):
                 for output in ("none", "greedy", "logits", "log_probs"):
                     options: dict[str, Any] = {"fused_norm": fused, "fused_silu": fused, "output": output}
                     found |= {d.kernel for d in plan(shape, tokens, **options)}
-        for tokens in (9, 300):
+        for tokens in (9, 64, 300):
             found |= {d.kernel for d in plan(shape, tokens, family=10)}  # with matrix units
     for head_dim in (32, 64, 96, 128, 256):
         heads = uniform_shape(replace(SMALL, key_dim=head_dim, value_dim=head_dim, rope_dim=32), "f32", "f32")
