@@ -2,6 +2,20 @@
 
 namespace metal_prefill::metal {
 
+namespace {
+
+// Runs what `record` encodes, and waits for it. `what` names it in errors.
+template <class Record>
+void blit(const Device& device, const std::string& what, const Record& record) {
+  id<MTLCommandBuffer> commands = device.command_buffer(what, References::kRetained);
+  id<MTLBlitCommandEncoder> encoder = [commands blitCommandEncoder];
+  record(encoder);
+  [encoder endEncoding];
+  device.run(commands);
+}
+
+}  // namespace
+
 void Slots::settle() {
   [left_ waitUntilCompleted];  // a failure is reported by the pass that sent it
   left_ = nil;
@@ -12,13 +26,10 @@ void Slots::grow(std::size_t slots) {
   const std::scoped_lock lock(mutex_);
   settle();
   id<MTLBuffer> grown = device_.allocate(label_, slots * slot_bytes_, Access::kGpu);
-  if (buffer_) {
-    id<MTLCommandBuffer> commands = device_.command_buffer("the growth of " + what_, References::kRetained);
-    id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
-    [blit copyFromBuffer:buffer_ sourceOffset:0 toBuffer:grown destinationOffset:0 size:buffer_.length];
-    [blit endEncoding];
-    device_.run(commands);
-  }
+  if (buffer_)
+    blit(device_, "the growth of " + what_, [&](id<MTLBlitCommandEncoder> encoder) {
+      [encoder copyFromBuffer:buffer_ sourceOffset:0 toBuffer:grown destinationOffset:0 size:buffer_.length];
+    });
   residency_.remove(buffer_);
   residency_.add(grown);
   buffer_ = grown;
@@ -29,16 +40,13 @@ void Slots::copy(PageId from, PageId to, int) {
   const std::scoped_lock lock(mutex_);
   settle();
   // The whole slot: rows after the kept ones are meaningless in either.
-  id<MTLCommandBuffer> commands =
-      device_.command_buffer("a copy of a slot of " + what_, References::kRetained);
-  id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
-  [blit copyFromBuffer:buffer_
-           sourceOffset:from * slot_bytes_
-               toBuffer:buffer_
-      destinationOffset:to * slot_bytes_
-                   size:slot_bytes_];
-  [blit endEncoding];
-  device_.run(commands);
+  blit(device_, "a copy of a slot of " + what_, [&](id<MTLBlitCommandEncoder> encoder) {
+    [encoder copyFromBuffer:buffer_
+               sourceOffset:from * slot_bytes_
+                   toBuffer:buffer_
+          destinationOffset:to * slot_bytes_
+                       size:slot_bytes_];
+  });
 }
 
 void Slots::taken(PageId slot) {
@@ -46,12 +54,9 @@ void Slots::taken(PageId slot) {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
   settle();
-  id<MTLCommandBuffer> commands =
-      device_.command_buffer("the poison of a slot of " + what_, References::kRetained);
-  id<MTLBlitCommandEncoder> blit = [commands blitCommandEncoder];
-  [blit fillBuffer:buffer_ range:NSMakeRange(slot * slot_bytes_, slot_bytes_) value:0xff];
-  [blit endEncoding];
-  device_.run(commands);
+  blit(device_, "the poison of a slot of " + what_, [&](id<MTLBlitCommandEncoder> encoder) {
+    [encoder fillBuffer:buffer_ range:NSMakeRange(slot * slot_bytes_, slot_bytes_) value:0xff];
+  });
 }
 
 }  // namespace metal_prefill::metal
