@@ -167,11 +167,9 @@ class Architecture:
     qkv_bias, output_bias, gate_bias, up_bias : {"required", "optional", "absent"}
         Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: biases of q, k and v, of the
         projections with which attention and feed-forward end, of the gate, and of the up projection.
-    qk_norm, pre_norms, post_norms, residual_norms : {"required", "optional", "absent"}
+    qk_norm, attn_norm, ffn_norm, post_norms, residual_norms : {"required", "optional", "absent"}
         Presence of norms: of q and k; of the inputs of attention and feed-forward; of their outputs; and of
         the residual stream after each addition to it.
-    attn_norm : {"required", "optional", "absent"} or None
-        Presence of the norm of the inputs of attention, if it differs from `pre_norms`.
     long_rope : {"required", "optional", "absent"}
         Presence of the factors of LongRoPE.
     embedding_norm, embedding_norm_bias, output_norm : {"required", "optional", "absent"}
@@ -226,8 +224,8 @@ class Architecture:
     gate_bias: Presence = "absent"
     up_bias: Presence = "absent"
     qk_norm: Presence = "absent"
-    pre_norms: Presence = "required"
-    attn_norm: Presence | None = None
+    attn_norm: Presence = "required"
+    ffn_norm: Presence = "required"
     post_norms: Presence = "absent"
     long_rope: Presence = "absent"
     residual_norms: Presence = "absent"
@@ -274,7 +272,8 @@ _BERT = Architecture(
     qkv_bias="required",
     output_bias="required",
     up_bias="required",
-    pre_norms="absent",
+    attn_norm="absent",
+    ffn_norm="absent",
     residual_norms="required",
     embedding_norm="required",
     embedding_norm_bias="required",
@@ -297,12 +296,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(qkv_bias="optional", scales=True),
     "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),
     "olmo2": Architecture(
-        rope_style="neox", qk_norm="required", qk_norm_place="rows", pre_norms="absent", post_norms="required"
+        rope_style="neox",
+        qk_norm="required",
+        qk_norm_place="rows",
+        attn_norm="absent",
+        ffn_norm="absent",
+        post_norms="required",
     ),
     "exaone4": Architecture(
         rope_style="neox",
         qk_norm="required",
-        pre_norms="absent",
+        attn_norm="absent",
+        ffn_norm="absent",
         post_norms="required",
         window="optional",
         window_period=4,
@@ -566,8 +571,6 @@ def presence_of(stated: str, traits: Architecture) -> str:
     """Return "required", "optional", "absent" or "tied" for the presence that a row of the table states."""
     if stated in ("required", "optional"):
         return stated
-    if stated == "attn_norm" and traits.attn_norm is None:
-        stated = "pre_norms"
     presence = getattr(traits, stated)
     assert isinstance(presence, str)
     return presence

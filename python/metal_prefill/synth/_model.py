@@ -274,7 +274,7 @@ def tensors(
         kind = _core.LayerKind.SHORT_CONV if layer in shape.conv_layers else _core.LayerKind.ATTENTION
         for spec in specs:
             # An optional norm of the first layer would repeat the norm of the embedding.
-            repeats = layer == 0 and spec.role == "attn_norm" and _traits(shape).attn_norm is not None
+            repeats = layer == 0 and spec.role == "attn_norm" and _traits(shape).attn_norm == "optional"
             if spec.per_layer and spec.is_in(kind) and not repeats:
                 yield tensor(spec, layer)
     yield from (tensor(spec) for spec in whole if spec.role in after)
