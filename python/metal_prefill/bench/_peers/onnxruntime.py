@@ -17,43 +17,37 @@ import numpy.typing as npt
 import onnxruntime
 import torch
 
-from metal_prefill.bench._engines import Identity, Options, TextEngine
-from metal_prefill.bench._machine import available_threads, counted, cpu_name
+from metal_prefill.bench._engines import Options, TextEngine
 from metal_prefill.bench._peers.padded_texts import PaddedTexts
 from metal_prefill.bench._peers.torch_encoders import NAMES, load_encoder
-
-BATCH = 32  # texts, as sentence-transformers takes by default
 
 
 class OnnxRuntime(PaddedTexts):
     """Session of an exported graph."""
 
-    batch = BATCH
-
     def __init__(self, options: Options) -> None:
-        path = self.read("onnxruntime", options, tuple(NAMES))
-        self._threads = options.threads or available_threads()
+        super().__init__("onnxruntime", options, tuple(NAMES))
         self._int8 = options.compute != "f32"
         settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = self._threads
+        settings.intra_op_num_threads = self.threads
         settings.inter_op_num_threads = 1
         with tempfile.TemporaryDirectory() as folder:
-            graph = _export(path, Path(folder) / "model.onnx")
+            graph = _export(self.path, Path(folder) / "model.onnx")
             if self._int8:
                 graph = _quantized(graph)
             self._session: Any = onnxruntime.InferenceSession(
                 str(graph), settings, providers=["CPUExecutionProvider"]
             )
 
-    def identity(self) -> Identity:
-        """Return the identity of the engine."""
-        kind = "weights and activations in 8 bits (quantize_dynamic)" if self._int8 else "float32"
-        return Identity(
-            build=f"ONNX Runtime {onnxruntime.__version__}",
-            device=f"CPU ({cpu_name()}, {counted(self._threads, 'thread')})",
-            threads=self._threads,
-            settings=f"{kind}, texts sorted by length, batches of {self.batch}",
-        )
+    @property
+    def build(self) -> str:
+        """Name and version of the library."""
+        return f"ONNX Runtime {onnxruntime.__version__}"
+
+    @property
+    def arithmetic(self) -> str:
+        """Number formats of weights and activations."""
+        return "weights and activations in 8 bits (quantize_dynamic)" if self._int8 else "float32"
 
     def states(self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return the last hidden states of a batch."""

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.bench._engines import Ids, Options, TextEngine, Vectors
+from metal_prefill.bench._engines import Identity, Ids, Options, TextEngine, Vectors
 from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._machine import available_threads, counted, cpu_name
 from metal_prefill.files._architecture import ModelConfig, read_config
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._pooled_head import read_head
 
 POOLINGS = ("last", "mean", "cls")
+ENCODER_BATCH = 32  # texts, as sentence-transformers takes by default
 
 
 class PaddedTexts(TextEngine):
@@ -24,7 +26,10 @@ class PaddedTexts(TextEngine):
 
     Attributes
     ----------
+    path : Path
+    threads : int
     config : ModelConfig
+    is_encoder : bool
     batch : int
         Texts of a batch.
     """
@@ -33,27 +38,61 @@ class PaddedTexts(TextEngine):
     config: ModelConfig
     pooling: str
 
-    def read(self, name: str, options: Options, architectures: Sequence[str] | None = None) -> Path:
-        """Read the configuration of a file, and return its path.
+    def __init__(
+        self, name: str, options: Options, architectures: Sequence[str], *, causal: bool = False
+    ) -> None:
+        """Read the configuration of a file.
+
+        Parameters
+        ----------
+        name
+            Engine, in errors.
+        options
+        architectures
+            Encoders that the engine takes.
+        causal
+            Whether it takes models with causal attention, too.
 
         Raises
         ------
         BenchError
             The file is not one of these models.
         """
-        path = Path(options.path)
-        with GGUFFile(path) as gguf:
+        self.path = Path(options.path)
+        self.threads = options.threads or available_threads()
+        with GGUFFile(self.path) as gguf:
             self.config = read_config(gguf)
             head = read_head(gguf, self.config.architecture, self.config.dim)
-        known = self.config.causal if architectures is None else self.config.architecture in architectures
+        self.is_encoder = self.config.architecture in architectures
+        known = self.is_encoder or (causal and self.config.causal)
         if head.pooling not in POOLINGS or head.dense or not known:
-            kinds = "causal attention" if architectures is None else f"one of {', '.join(architectures)}"
+            kinds = "causal attention or " * causal + f"one of {', '.join(architectures)}"
             raise BenchError(
                 f"comparing with {name} takes {kinds}, pooling {', '.join(POOLINGS)}, no dense layers; "
-                f"{path.name} is another kind of model"
+                f"{self.path.name} is another kind of model"
             )
         self.pooling = head.pooling
-        return path
+        if self.is_encoder:
+            self.batch = ENCODER_BATCH
+
+    @property
+    @abstractmethod
+    def build(self) -> str:
+        """Names and versions of the libraries."""
+
+    @property
+    @abstractmethod
+    def arithmetic(self) -> str:
+        """Number formats of weights and activations."""
+
+    def identity(self) -> Identity:
+        """Return the identity of the engine."""
+        return Identity(
+            build=self.build,
+            device=f"CPU ({cpu_name()}, {counted(self.threads, 'thread')})",
+            threads=self.threads,
+            settings=f"{self.arithmetic}, texts sorted by length, batches of {self.batch}",
+        )
 
     def clear(self) -> None:
         """Do nothing: there is no context."""
